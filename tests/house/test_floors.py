@@ -1,0 +1,39 @@
+"""The promises about imports: what a lower floor may bring in, and which way the arrows point."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LOWER_FLOOR = [
+    "minicache",
+    "minicache.errors",
+    "minicache.palette",
+    "minicache.arithmetic",
+    "minicache.paper",
+    "minicache.grammar",
+]
+
+
+@pytest.mark.parametrize("module", LOWER_FLOOR)
+def test_lower_floor_is_pure_standard_library(module: str) -> None:
+    code = f"import json, sys; import {module}; print(json.dumps(sorted(m.partition('.')[0] for m in sys.modules)))"
+    # -S keeps site-packages' .pth files from importing anything by themselves; the path is given by hand instead.
+    loaded = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    foreign = set(json.loads(loaded)) - set(sys.stdlib_module_names) - {"minicache", "__main__"}
+    assert not foreign, f"import {module} brings in {sorted(foreign)}"
+
+
+def test_arrows_point_down() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

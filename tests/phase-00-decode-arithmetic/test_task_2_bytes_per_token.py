@@ -1,0 +1,139 @@
+"""Phase 0, task 2: bytes per token, for heads and for latents."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minicache import specs
+from minicache.arithmetic import cache_bytes_per_token, dtype_nbytes, kv_bytes_per_token, mla_bytes_per_token
+from minicache.course.checks import call
+
+NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+
+counts = st.integers(1, 200)
+dtypes = st.sampled_from(sorted(NBYTES))
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), NBYTES.items())
+def test_dtype_nbytes(dtype: str, nbytes: int) -> None:
+    call(dtype_nbytes, dtype).gives(nbytes)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float64", "", "Float16", "torch.float16"])
+def test_an_unknown_dtype_is_refused_and_the_known_ones_listed(dtype: str) -> None:
+    for known in NBYTES:
+        call(dtype_nbytes, dtype).raises(ValueError, saying=known)
+    call(dtype_nbytes, dtype).raises(ValueError, saying=dtype)
+
+
+# 800 KB a token is the PagedAttention paper's own figure for OPT-13B (section 3).
+@pytest.mark.parametrize(
+    ("model", "heads", "nbytes"),
+    [
+        ("OPT-13B", (40, 40, 128), 800 * 1024),
+        ("Llama-3-8B", (32, 8, 128), 128 * 1024),
+        ("Llama-3-70B", (80, 8, 128), 320 * 1024),
+        ("Qwen3-8B", (36, 8, 128), 144 * 1024),
+        ("one layer, multi-query", (1, 1, 64), 256),
+    ],
+)
+def test_published_models_in_float16(model: str, heads: tuple[int, int, int], nbytes: int) -> None:
+    call(kv_bytes_per_token, *heads).gives(nbytes)
+
+
+@given(num_layers=st.integers(1, 5), num_kv_heads=st.integers(1, 5), head_dim=st.integers(1, 9), dtype=dtypes)
+def test_every_number_in_the_cache_is_counted_once(
+    num_layers: int, num_kv_heads: int, head_dim: int, dtype: str
+) -> None:
+    stored = [
+        (layer, head, kind, index)
+        for layer in range(num_layers)
+        for head in range(num_kv_heads)
+        for kind in ("key", "value")
+        for index in range(head_dim)
+    ]
+    call(kv_bytes_per_token, num_layers, num_kv_heads, head_dim, dtype).gives(len(stored) * NBYTES[dtype])
+
+
+@given(num_layers=counts, num_kv_heads=counts, head_dim=counts, factor=st.integers(2, 9))
+def test_it_grows_in_proportion_to_each_count(num_layers: int, num_kv_heads: int, head_dim: int, factor: int) -> None:
+    once = call(kv_bytes_per_token, num_layers, num_kv_heads, head_dim).value
+    call(kv_bytes_per_token, factor * num_layers, num_kv_heads, head_dim).gives(factor * once)
+    call(kv_bytes_per_token, num_layers, factor * num_kv_heads, head_dim).gives(factor * once)
+    call(kv_bytes_per_token, num_layers, num_kv_heads, factor * head_dim).gives(factor * once)
+
+
+@pytest.mark.parametrize(
+    ("case", "layers", "rank", "rope", "dtype", "nbytes"),
+    [
+        ("DeepSeek-V2", 60, 512, 64, "bfloat16", 69_120),
+        ("DeepSeek-V3", 61, 512, 64, "bfloat16", 70_272),
+        ("DeepSeek-V3 in float8", 61, 512, 64, "float8_e4m3", 35_136),
+        ("no RoPE part", 2, 16, 0, "float32", 128),
+    ],
+)
+def test_latent_attention(case: str, layers: int, rank: int, rope: int, dtype: str, nbytes: int) -> None:
+    call(mla_bytes_per_token, layers, rank, rope, dtype).gives(nbytes)
+
+
+@given(num_layers=counts, rank=counts, rope=st.integers(0, 200), dtype=dtypes)
+def test_a_latent_row_is_latent_and_rope_key_side_by_side(num_layers: int, rank: int, rope: int, dtype: str) -> None:
+    row = [0] * rank + [0] * rope
+    call(mla_bytes_per_token, num_layers, rank, rope, dtype).gives(
+        sum(len(row) for _ in range(num_layers)) * NBYTES[dtype]
+    )
+
+
+def test_the_default_is_float16() -> None:
+    call(kv_bytes_per_token, 3, 5, 7).gives(420)
+    call(mla_bytes_per_token, 3, 5, 7).gives(72)
+    call(cache_bytes_per_token, specs.LLAMA_3_8B).gives(131_072)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "nbytes"),
+    [
+        (specs.OPT_13B, "float16", 819_200),
+        (specs.LLAMA_3_8B, "bfloat16", 131_072),
+        (specs.LLAMA_3_8B, "int8", 65_536),
+        (specs.QWEN3_32B, "bfloat16", 262_144),
+        (specs.MINIGPT, "float32", 2_048),
+        (specs.DEEPSEEK_V3, "bfloat16", 70_272),
+    ],
+)
+def test_a_model_has_one_cache_or_the_other(model: specs.Transformer, dtype: str, nbytes: int) -> None:
+    call(cache_bytes_per_token, model, dtype).gives(nbytes)
+
+
+def test_query_heads_leave_nothing_in_the_cache() -> None:
+    few = specs.Transformer(4, 128, 2, 2, 32, num_parameters=1000)
+    many = specs.Transformer(4, 128, 16, 2, 32, num_parameters=1000)
+    call(cache_bytes_per_token, few).gives(1024)
+    call(cache_bytes_per_token, many).gives(1024)
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_a_count_below_one_is_refused(wrong: int) -> None:
+    call(kv_bytes_per_token, wrong, 2, 3).raises(ValueError)
+    call(kv_bytes_per_token, 2, wrong, 3).raises(ValueError)
+    call(kv_bytes_per_token, 2, 3, wrong).raises(ValueError)
+    call(mla_bytes_per_token, wrong, 2, 3).raises(ValueError)
+    call(mla_bytes_per_token, 2, wrong, 3).raises(ValueError)
+    call(mla_bytes_per_token, 2, 3, -1).raises(ValueError)
+
+
+@pytest.mark.parametrize("wrong", [1.5, 2.0, "2", None])
+def test_a_count_that_is_no_int_is_refused(wrong: object) -> None:
+    call(kv_bytes_per_token, wrong, 2, 3).raises(TypeError)
+    call(kv_bytes_per_token, 2, wrong, 3).raises(TypeError)
+    call(kv_bytes_per_token, 2, 3, wrong).raises(TypeError)
+    call(mla_bytes_per_token, wrong, 2, 3).raises(TypeError)
+    call(mla_bytes_per_token, 2, wrong, 3).raises(TypeError)
+    call(mla_bytes_per_token, 2, 3, wrong).raises(TypeError)
+
+
+def test_an_unknown_dtype_is_refused_everywhere() -> None:
+    call(kv_bytes_per_token, 2, 2, 2, "int4").raises(ValueError, saying="int4")
+    call(mla_bytes_per_token, 2, 2, 2, "int4").raises(ValueError, saying="int4")
+    call(cache_bytes_per_token, specs.OPT_13B, "int4").raises(ValueError, saying="int4")
+    call(cache_bytes_per_token, specs.DEEPSEEK_V3, "int4").raises(ValueError, saying="int4")

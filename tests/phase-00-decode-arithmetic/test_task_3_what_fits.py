@@ -1,0 +1,121 @@
+"""Phase 0, task 3: weights and cache against a memory."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minicache import specs
+from minicache.arithmetic import cache_capacity_tokens, max_concurrent_sequences, weight_bytes
+from minicache.course.checks import call, that
+from minicache.specs import GIB
+
+NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+
+
+def test_weights_of_published_models() -> None:
+    call(weight_bytes, specs.LLAMA_3_8B.num_parameters, "bfloat16").gives(16_060_522_496)
+    call(weight_bytes, specs.OPT_13B.num_parameters).gives(25_706_946_560)
+    call(weight_bytes, specs.LLAMA_3_70B.num_parameters, "int8").gives(70_553_706_496)
+
+
+@given(num_parameters=st.integers(1, 10**13), dtype=st.sampled_from(sorted(NBYTES)))
+def test_weights_take_their_dtype_each(num_parameters: int, dtype: str) -> None:
+    call(weight_bytes, num_parameters, dtype).gives(num_parameters * NBYTES[dtype])
+
+
+# The PagedAttention paper, table 1: memory for the cache and the slots in it. Its "GB" are GiB, as these two rows show.
+@pytest.mark.parametrize(
+    ("model", "cache_gib", "bytes_per_token", "slots"),
+    [("OPT-13B", 12, 2 * 40 * 5120 * 2, 15_728), ("OPT-175B", 264, 2 * 96 * 12_288 * 2, 60_074)],
+)
+def test_slots_of_the_pagedattention_paper(model: str, cache_gib: int, bytes_per_token: int, slots: int) -> None:
+    call(cache_capacity_tokens, cache_gib * GIB, 0, bytes_per_token).gives(slots)
+
+
+def test_opt_13b_on_an_a100() -> None:
+    memory, weights = 40 * GIB, 25_706_946_560
+    call(cache_capacity_tokens, memory, weights, 819_200).gives(21_048)
+    call(cache_capacity_tokens, memory, weights, 819_200, reserved_bytes=4 * GIB).gives(15_805)
+
+
+@given(
+    weights=st.integers(0, 10**6),
+    reserved=st.integers(0, 10**6),
+    bytes_per_token=st.integers(1, 5000),
+    left=st.integers(0, 10**6),
+)
+def test_one_token_more_would_not_fit(weights: int, reserved: int, bytes_per_token: int, left: int) -> None:
+    memory = weights + reserved + left or 1
+    answer = call(cache_capacity_tokens, memory, weights, bytes_per_token, reserved_bytes=reserved)
+    tokens = answer.value
+    that(f"the type of {answer.called}", type(tokens)).gives(int)
+    taken = weights + reserved + tokens * bytes_per_token
+    that(f"whether {tokens} tokens fit, from {answer.called}", taken <= memory).gives(True)
+    that(f"whether {tokens + 1} tokens fit, from {answer.called}", taken + bytes_per_token <= memory).gives(False)
+
+
+def test_big_numbers_are_exact() -> None:
+    call(cache_capacity_tokens, 3 * 2**60 - 1, 0, 3).gives(2**60 - 1)
+    call(max_concurrent_sequences, 3 * 2**60 - 1, 3).gives(2**60 - 1)
+
+
+def test_a_memory_full_of_weights_holds_no_token() -> None:
+    call(cache_capacity_tokens, 1000, 1000, 10).gives(0)
+    call(cache_capacity_tokens, 1000, 600, 10, reserved_bytes=400).gives(0)
+    call(cache_capacity_tokens, 1000, 991, 10).gives(0)
+
+
+def test_weights_that_do_not_fit_are_an_error() -> None:
+    call(cache_capacity_tokens, 1000, 1001, 10).raises(ValueError)
+    call(cache_capacity_tokens, 1000, 800, 10, reserved_bytes=201).raises(ValueError)
+    call(cache_capacity_tokens, 1000, 0, 10, reserved_bytes=1001).raises(ValueError)
+    call(cache_capacity_tokens, 1000, 1237, 10).raises(ValueError, saying="237")
+    call(cache_capacity_tokens, 24 * GIB, 25_706_946_560, 819_200, reserved_bytes=GIB).raises(ValueError)
+
+
+def test_reserved_bytes_goes_by_name_only() -> None:
+    call(cache_capacity_tokens, 1000, 100, 10, 100).raises(TypeError)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "each", "sequences"),
+    [(15_728, 2048, 7), (16_384, 2048, 8), (16_383, 2048, 7), (100, 101, 0), (0, 5, 0), (5, 1, 5)],
+)
+def test_concurrent_sequences(capacity: int, each: int, sequences: int) -> None:
+    call(max_concurrent_sequences, capacity, each).gives(sequences)
+
+
+@given(capacity=st.integers(0, 10**6), each=st.integers(1, 3000))
+def test_one_sequence_more_would_not_fit(capacity: int, each: int) -> None:
+    sequences = call(max_concurrent_sequences, capacity, each).value
+    fits = sequences * each <= capacity < (sequences + 1) * each
+    that(f"whether {sequences} is the most that fit, {each} of {capacity} tokens each", fits).gives(True)
+
+
+@pytest.mark.parametrize("wrong", [0, -5])
+def test_sizes_below_one_are_refused(wrong: int) -> None:
+    call(weight_bytes, wrong).raises(ValueError)
+    call(cache_capacity_tokens, wrong, 0, 10).raises(ValueError)
+    call(cache_capacity_tokens, 1000, 0, wrong).raises(ValueError)
+    call(max_concurrent_sequences, 100, wrong).raises(ValueError)
+
+
+def test_negative_sizes_are_refused() -> None:
+    call(cache_capacity_tokens, 1000, -1, 10).raises(ValueError)
+    call(cache_capacity_tokens, 1000, 0, 10, reserved_bytes=-1).raises(ValueError)
+    call(max_concurrent_sequences, -1, 10).raises(ValueError)
+
+
+@pytest.mark.parametrize("wrong", [1.5, 26e9, "7"])
+def test_sizes_that_are_no_int_are_refused(wrong: object) -> None:
+    call(weight_bytes, wrong).raises(TypeError)
+    call(cache_capacity_tokens, wrong, 0, 10).raises(TypeError)
+    call(cache_capacity_tokens, 10**12, wrong, 10).raises(TypeError)
+    call(cache_capacity_tokens, 10**12, 0, wrong).raises(TypeError)
+    call(cache_capacity_tokens, 10**12, 0, 10, reserved_bytes=wrong).raises(TypeError)
+    call(max_concurrent_sequences, wrong, 10).raises(TypeError)
+    call(max_concurrent_sequences, 100, wrong).raises(TypeError)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    call(weight_bytes, 10, "fp16").raises(ValueError, saying="fp16")

@@ -1,0 +1,158 @@
+"""Phase 0, task 6: the batch at which decode stops waiting for the memory, if there is one."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from minicache import specs
+from minicache.arithmetic import break_even_batch
+from minicache.course.checks import call, that
+from minicache.specs import Accelerator, Transformer
+
+NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+
+
+def one_sequence(model: Transformer, context_len: int, dtype: str) -> tuple[int, int]:
+    """FLOPs of one sequence's decode step and the bytes of its own cache, written out in full."""
+    length = context_len + 1
+    width = model.kv_latent_dim or model.head_dim
+    row = model.kv_latent_dim or 2 * model.num_kv_heads * model.head_dim
+    flops = 2 * model.num_parameters + 4 * model.num_layers * model.num_heads * width * length
+    return flops, length * model.num_layers * row * NBYTES[dtype]
+
+
+def intensity(model: Transformer, context_len: int, batch_size: int, dtype: str) -> Fraction:
+    """FLOP/byte of a decode step, exactly."""
+    flops, cache = one_sequence(model, context_len, dtype)
+    return Fraction(batch_size * flops, model.num_parameters * NBYTES[dtype] + batch_size * cache)
+
+
+def ridge(accelerator: Accelerator) -> Fraction:
+    return Fraction(accelerator.peak_flops) / Fraction(accelerator.bandwidth)
+
+
+def first_batch(model: Transformer, accelerator: Accelerator, context_len: int, dtype: str, limit: int) -> int | None:
+    """The first batch up to `limit` that is not memory-bound, by trying them in order."""
+    goal = ridge(accelerator)
+    return next((b for b in range(1, limit + 1) if intensity(model, context_len, b, dtype) >= goal), None)
+
+
+PUBLISHED = [
+    (specs.LLAMA_3_8B, specs.A100_40GB, 0, "float16"),
+    (specs.LLAMA_3_8B, specs.A100_40GB, 256, "float16"),
+    (specs.LLAMA_3_8B, specs.H100, 256, "bfloat16"),
+    (specs.LLAMA_3_8B, specs.H100, 512, "int8"),
+    (specs.LLAMA_3_70B, specs.A100_80GB, 2048, "float16"),
+    (specs.OPT_13B, specs.A100_40GB, 0, "float16"),
+    (specs.QWEN3_8B, specs.H200, 0, "bfloat16"),
+    (specs.QWEN3_32B, specs.L4, 100, "float8_e4m3"),
+    (specs.MINIGPT, specs.LAPTOP_CPU, 10, "float32"),
+]
+
+
+@pytest.mark.parametrize(("model", "accelerator", "context_len", "dtype"), PUBLISHED)
+def test_it_is_the_first_batch_that_reaches_the_ridge(
+    model: Transformer, accelerator: Accelerator, context_len: int, dtype: str
+) -> None:
+    expected = first_batch(model, accelerator, context_len, dtype, limit=1000)
+    call(break_even_batch, model, accelerator, context_len, dtype).gives(expected)
+
+
+def test_llama_3_8b_on_an_a100_by_context() -> None:
+    call(break_even_batch, specs.LLAMA_3_8B, specs.A100_40GB, 0).gives(201)
+    call(break_even_batch, specs.LLAMA_3_8B, specs.A100_40GB, 256).gives(342)
+    call(break_even_batch, specs.LLAMA_3_8B, specs.A100_40GB, 1024).gives(None)
+
+
+@pytest.mark.parametrize(
+    ("model", "accelerator", "context_len"),
+    [
+        (specs.OPT_13B, specs.A100_40GB, 512),
+        (specs.LLAMA_3_8B, specs.H100, 4096),
+        (specs.LLAMA_3_70B, specs.H200, 65_536),
+    ],
+)
+def test_a_long_context_keeps_decode_memory_bound_for_ever(
+    model: Transformer, accelerator: Accelerator, context_len: int
+) -> None:
+    call(break_even_batch, model, accelerator, context_len).gives(None)
+
+
+def test_a_single_sequence_can_be_enough() -> None:
+    slow = Accelerator("slow processor", 1024, bandwidth=100.0, peak_flops=10.0)
+    call(break_even_batch, specs.LLAMA_3_8B, slow, 0).gives(1)
+
+
+@pytest.mark.parametrize("context_len", [0, 1, 100, 1_000_000])
+def test_a_step_exactly_at_the_ridge_is_not_memory_bound(context_len: int) -> None:
+    # Eight query heads to one KV head: attention alone lies on this machine's ridge, 8, whatever the context. So do
+    # the weights at a batch of 8.
+    model = Transformer(3, 16, 8, 1, 2, num_parameters=1000)
+    machine = Accelerator("toy", 1024, bandwidth=4.0, peak_flops=32.0)
+    call(break_even_batch, model, machine, context_len).gives(8)
+
+
+def test_a_limit_that_is_only_the_ridge_is_never_reached() -> None:
+    # One sequence does 2 · 20 + 4 · 5 = 60 FLOPs for 20 bytes of its own: with free weights, just the ridge of 3.
+    model = Transformer(1, 1, 1, 1, 1, num_parameters=20)
+    machine = Accelerator("toy", 1024, bandwidth=1.0, peak_flops=3.0)
+    call(break_even_batch, model, machine, 4).gives(None)
+    call(break_even_batch, model, machine, 5).gives(None)
+    call(break_even_batch, model, machine, 3).gives(first_batch(model, machine, 3, "float16", limit=1000))
+
+
+def test_latent_attention_can_pass_the_ridge_at_any_context() -> None:
+    # 128 heads share each latent: 4 · 128 FLOPs for every number of 2 bytes, 256 FLOP/byte.
+    model = Transformer(8, 4096, 128, 128, 128, num_parameters=8_000_000_000, kv_latent_dim=576)
+    expected = first_batch(model, specs.A100_40GB, 65_536, "float16", limit=1000)
+    that("whether such a batch exists, by trying", expected is not None).gives(True)
+    call(break_even_batch, model, specs.A100_40GB, 65_536).gives(expected)
+
+
+@st.composite
+def transformers(draw: st.DrawFn) -> Transformer:
+    kv_heads = draw(st.integers(1, 3))
+    return Transformer(
+        num_layers=draw(st.integers(1, 4)),
+        hidden_size=16,
+        num_heads=kv_heads * draw(st.integers(1, 4)),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 8)),
+        num_parameters=draw(st.integers(1, 2000)),
+        kv_latent_dim=draw(st.none() | st.integers(1, 20)),
+    )
+
+
+# Bandwidths are powers of two: every ridge is exact as a float, so that a solution in floats is judged by its formula.
+machines = st.builds(
+    Accelerator, st.just("any"), st.just(1), bandwidth=st.sampled_from([1.0, 2.0, 4.0]), peak_flops=st.integers(1, 90)
+)
+
+
+@given(
+    model=transformers(), accelerator=machines, context_len=st.integers(0, 60), dtype=st.sampled_from(sorted(NBYTES))
+)
+def test_one_sequence_fewer_is_still_memory_bound(
+    model: Transformer, accelerator: Accelerator, context_len: int, dtype: str
+) -> None:
+    goal = ridge(accelerator)
+    if Fraction(*one_sequence(model, context_len, dtype)) <= goal:  # even if reading the weights cost nothing
+        call(break_even_batch, model, accelerator, context_len, dtype).gives(None)
+        return
+    assume(intensity(model, context_len, 3000, dtype) >= goal)  # leave room for an answer that is found by trying
+    answer = call(break_even_batch, model, accelerator, context_len, dtype)
+    batch = answer.value
+    that(f"the type of {answer.called}", type(batch)).gives(int)
+    reached = intensity(model, context_len, batch, dtype) >= goal
+    that(f"whether a batch of {batch} reaches the ridge, from {answer.called}", reached).gives(True)
+    if batch > 1:
+        too_early = intensity(model, context_len, batch - 1, dtype) >= goal
+        that(f"whether {batch - 1} would do already, from {answer.called}", too_early).gives(False)
+
+
+def test_bad_input_is_refused() -> None:
+    call(break_even_batch, specs.OPT_13B, specs.H100, -1).raises(ValueError)
+    call(break_even_batch, specs.OPT_13B, specs.H100, 10.5).raises(TypeError)
+    call(break_even_batch, specs.OPT_13B, specs.H100, 10, "fp8").raises(ValueError, saying="fp8")

@@ -136,14 +136,16 @@ def positions_computed(figure: Figure, scheme: Scheme) -> None:
 
 def positions_total(figure: Figure, scheme: Scheme) -> None:
     """Positions computed so far against tokens generated, P = 2."""
-    steps = range(501)
+    steps = range(1, 501)
+    without = [n * NUM_PROMPT + n * (n - 1) // 2 for n in steps]
+    through = [NUM_PROMPT + n - 1 for n in steps]
     axes = plot(figure, xlabel="tokens generated, N", ylabel="positions computed so far")
-    for role, dash, label, count in (
-        ("wasted", "--", "without a cache: N · P + N(N − 1) / 2", lambda n: n * NUM_PROMPT + n * (n - 1) // 2),
-        ("generated", "-", "with a cache: P + N − 1", lambda n: NUM_PROMPT + n - 1 if n else 0),
+    for role, dash, label, counts in (
+        ("wasted", "--", "without a cache: N · P + N(N − 1) / 2", without),
+        ("generated", "-", "with a cache: P + N − 1", through),
     ):
-        axes.plot(steps, [count(n) for n in steps], dash, color=color(role, scheme), label=label)
-        axes.annotate(f"{count(500):,}", (500, count(500)), xytext=(-6, 8), textcoords="offset points", ha="right")
+        axes.plot(steps, counts, dash, color=color(role, scheme), label=label)
+        axes.annotate(f"{counts[-1]:,}", (500, counts[-1]), xytext=(-6, 8), textcoords="offset points", ha="right")
     axes.set_ylim(top=140_000)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(loc="upper left")
@@ -201,8 +203,8 @@ def reservation_waste(figure: Figure, scheme: Scheme) -> None:
     unused = [RESERVED_ROWS - length for length in LENGTHS]
     axes.barh(names, LENGTHS, color=color("generated", scheme), label="rows that held a token in the end")
     axes.barh(names, unused, left=LENGTHS, color=color("wasted", scheme), label="reserved and never used", hatch="//")
-    for name, length in zip(names, LENGTHS, strict=True):
-        axes.text(RESERVED_ROWS + 25, name, f"{length / RESERVED_ROWS:.0%}", va="center", size=SMALL)
+    for row, length in enumerate(LENGTHS):
+        axes.text(RESERVED_ROWS + 25, row, f"{length / RESERVED_ROWS:.0%}", va="center", size=SMALL)
     axes.invert_yaxis()
     axes.set_xlim(0, RESERVED_ROWS + 200)
     axes.grid(axis="y", visible=False)

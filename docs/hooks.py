@@ -1,0 +1,166 @@
+"""What the build adds to the pages: shared files, generated colours, rendered notebooks, the other language.
+
+MkDocs calls the functions named `on_…`, in either language's build. Nothing that they generate is written to the
+repository.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Link, Navigation, Section
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+from minicache.palette import GRID, INK, PALETTE, Scheme
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from scripts import notebooks  # noqa: E402
+
+# This plugin lists all its variables at every build; its warnings are enough.
+logging.getLogger("mkdocs.plugins.mkdocs_macros.util").setLevel(logging.WARNING)
+
+SHARED = {".css", ".js", ".svg", ".png", ".woff2"}
+"""The kinds of file in docs/shared that the site serves; licences and notes stay behind."""
+
+PREFIX = {"en": "", "es": "es/"}
+"""Where each language's site stands, from the root of the whole site."""
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what both languages share, what is generated, and (to the English site) the notebooks."""
+    for path in sorted((DOCS / "shared").rglob("*")):
+        if path.suffix in SHARED:
+            files.append(File.generated(config, path.relative_to(DOCS).as_posix(), abs_src_path=str(path)))
+    files.append(File.generated(config, "shared/stylesheets/palette.css", content=palette_css()))
+    files.append(File.generated(config, "shared/images/mark.svg", content=mark_svg()))
+    if config.theme["language"] == "en":
+        for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+            for name, content in rendered(notebook).items():
+                files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))
+    return files
+
+
+@cache
+def rendered(notebook: Path) -> dict[str, str | bytes]:
+    """A notebook's page and pictures, and the notebook itself to download."""
+    return {**notebooks.render(notebook), notebook.name: notebook.read_bytes()}
+
+
+def palette_css() -> str:
+    """`minicache.palette` as CSS variables, so that the site has no colour of its own for these roles."""
+    return _scheme_css("light", ':root, [data-md-color-scheme="default"]') + _scheme_css(
+        "dark", '[data-md-color-scheme="slate"]'
+    )
+
+
+def _scheme_css(scheme: Scheme, selector: str) -> str:
+    lines = [f"  --mc-ink: {INK[scheme]};", f"  --mc-grid: {GRID[scheme]};"]
+    for role, shade in PALETTE.items():
+        lines.append(f"  --mc-{role}: {shade.shade(scheme)};")
+        lines.append(f"  --mc-on-{role}: {shade.on_light if scheme == 'light' else shade.on_dark};")
+    return f"{selector} {{\n" + "\n".join(lines) + "\n}\n"
+
+
+def mark_svg() -> str:
+    """The logo and favicon: two rows of a KV cache, prompt, generated and free blocks."""
+    rows = (("prompt", "prompt", "generated"), ("generated", "shared", "free"))
+    blocks = "".join(
+        f'<rect x="{5 + 19 * column}" y="{14 + 20 * row}" width="16" height="17" rx="3" fill="{PALETTE[role].dark}"/>'
+        for row, roles in enumerate(rows)
+        for column, role in enumerate(roles)
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64">'
+        f'<rect width="64" height="64" rx="13" fill="{INK["light"]}"/>{blocks}</svg>'
+    )
+
+
+# --- two languages --------------------------------------------------------------------------------------------------
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Give the Spanish site the English nav: Spanish titles, and links to English where a page is not translated."""
+    if config.theme["language"] == "en":
+        return nav
+    titles = config.extra["nav"]
+    for item in _walk(nav.items):
+        if isinstance(item, Link):
+            item.url = f"../{english_url(item.url)}"
+            item.title = f"{titles.get(item.title, item.title)} (en)"
+        elif item.title in titles:
+            item.title = titles[item.title]
+    return nav
+
+
+def _walk(items: list[Any]) -> Iterator[Any]:
+    for item in items:
+        yield item
+        if isinstance(item, Section):
+            yield from _walk(item.children)
+
+
+def english_url(source: str) -> str:
+    """Where the English site has the page of `docs/en/<source>`, from that site's root."""
+    generated = source.endswith("/notebook.md") and (ROOT / "notebooks" / f"{Path(source).parent}.ipynb").is_file()
+    if not generated and not (DOCS / "en" / source).is_file():
+        raise PluginError(f"neither docs/es nor docs/en has {source}")
+    return source.removesuffix(".md").removesuffix("index") + ("" if source.endswith("index.md") else "/")
+
+
+def on_env(env: jinja2.Environment, config: MkDocsConfig, files: Files) -> jinja2.Environment:
+    """Let templates link from the Spanish site to the English one.
+
+    MkDocs' own `url` filter loses its way when the target leaves the site and shares a folder name with the page.
+    """
+    own = env.filters["url"]
+
+    @jinja2.pass_context
+    def url(context: jinja2.runtime.Context, value: str) -> str:
+        page = context.get("page")
+        if not value.startswith("../") or page is None:
+            return str(own(context, value))
+        return get_relative_url(value.removeprefix("../"), PREFIX["es"] + page.url)
+
+    env.filters["url"] = url
+    return env
+
+
+def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Navigation) -> dict[str, Any]:
+    """Point the language switch at the same page in the other language, or at its home where there is none."""
+    here = config.theme["language"]
+    config.extra["languages"] = [
+        {"name": name, "lang": lang, "link": page.url if lang == here else _elsewhere(page.file.src_uri, lang)}
+        for lang, name in (("en", "English"), ("es", "Español"))
+    ]
+    return context
+
+
+def _elsewhere(source: str, lang: str) -> str:
+    """The page of `source` on the other language's site, from this site's root."""
+    exists = lang == "en" or (DOCS / lang / source).is_file()
+    return ("../" if lang == "en" else PREFIX[lang]) + english_url(source if exists else "index.md")
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Tell screen readers and hyphenation that a summary box is Spanish."""
+    return html.replace('<div class="admonition resumen">', '<div class="admonition resumen" lang="es">')

@@ -1,0 +1,282 @@
+"""What a page can call. The delimiters are `{$ … $}`, so that neither code nor math has to be escaped.
+
+    {$ source("minicache.cache:KVCache.append") $}    the code of that symbol, taken from its file
+    {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes
+    {$ result("decode_cost", "speedup.512", ".1f") $} a number that a benchmark wrote
+    {$ machine("decode_cost") $}                      where and with what command it was measured
+    {$ tasks(0) $}  {$ phases() $}                    tables from labs/course.toml
+    {$ commands() $}                                  every `minicache` command, from its own help
+    {$ roles() $}                                     the rows of the colour code's legend
+    {$ english("course-map.md", "mapa") $}            on a Spanish page: a link to an English one
+    {$ spanish("setup.md", "instalación") $}          on an English page: a link to a Spanish one
+
+Inside an indented block (a tab, an admonition) write `{$ source("…") | indent(4) $}`. A call that names something
+that is not there fails the build: a page cannot drift from the code, the measurements or the course.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import posixpath
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File
+from mkdocs.utils import get_relative_url
+from typer.testing import CliRunner
+
+from minicache.course.table import Phase, load_course
+from minicache.palette import PALETTE
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURES = ROOT / "docs" / "shared" / "figures"
+RESULTS = ROOT / "benchmarks" / "results"
+COURSE = ROOT / "labs" / "course.toml"
+
+
+class PageError(Exception):
+    """A page asks for a symbol, figure, number or phase that does not exist."""
+
+
+def define_env(env: Any) -> None:
+    """Offer the functions of this module to every page (mkdocs-macros calls this)."""
+
+    def relative(path: str) -> str:
+        """The way from the page that is being rendered to `path` in the docs folder."""
+        return posixpath.relpath(path, posixpath.dirname(env.page.file.src_uri) or ".")
+
+    def figure(name: str, *, alt: str, caption: str = "") -> str:
+        return figure_block(name, relative("shared/figures"), alt=alt, caption=caption)
+
+    def tasks(phase: int) -> str:
+        return task_table(phase, relative("."))
+
+    def phases() -> str:
+        return phase_table(relative("."))
+
+    def english(page: str, text: str) -> str:
+        return other_language("en", page, text, here=f"es/{env.page.url}")
+
+    def spanish(page: str, text: str) -> str:
+        return other_language("es", page, text, here=env.page.url)
+
+    for function in (source, figure, result, machine, tasks, phases, commands, roles, english, spanish):
+        env.macro(function)
+
+
+# --- code -----------------------------------------------------------------------------------------------------------
+
+
+def source(symbol: str, *, docstring: bool = False) -> str:
+    """The code of `module:qualified.name` as a fenced block titled with its file.
+
+    Args:
+        symbol: a function, class, method or module-level name, such as "minicache.cache:KVCache.append".
+        docstring: keep the docstrings; a page usually says the same in its own words.
+    """
+    module, _, name = symbol.partition(":")
+    if not name:
+        raise PageError(f'source("{symbol}"): write "module:name"')
+    path = _module_path(module)
+    text = path.read_text(encoding="utf-8")
+    node = _find(ast.parse(text), name.split("."), symbol)
+    code = _cut(text.splitlines(), node, keep_docstrings=docstring)
+    return f'```python title="{path.relative_to(ROOT).as_posix()}"\n{code}\n```'
+
+
+def _module_path(module: str) -> Path:
+    """The file of a module of the package, or of one beside it (`scripts.…`, `benchmarks.…`)."""
+    relative = Path(*module.split("."))
+    for base in (ROOT / "src", ROOT):
+        for path in (base / relative.with_suffix(".py"), base / relative / "__init__.py"):
+            if path.is_file():
+                return path
+    raise PageError(f"no module {module!r}")
+
+
+def _find(tree: ast.Module, names: list[str], symbol: str) -> ast.stmt:
+    """The statement that defines the name, one class deeper with each part."""
+    body = tree.body
+    for position, name in enumerate(names):
+        found = next((node for node in body if name in _defined(node)), None)
+        if found is None:
+            raise PageError(f'source("{symbol}"): there is no {".".join(names[: position + 1])}')
+        if position == len(names) - 1:
+            return found
+        body = getattr(found, "body", [])
+    raise PageError(f'source("{symbol}"): write "module:name"')
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _cut(lines: list[str], node: ast.stmt, *, keep_docstrings: bool) -> str:
+    """The lines of a statement, decorators included, moved to the left margin."""
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    last = node.end_lineno or node.lineno
+    dropped: set[int] = set()
+    if not keep_docstrings:
+        for inner in ast.walk(node):
+            dropped |= _docstring_lines(inner, lines)
+    kept = [lines[number - 1] for number in range(first, last + 1) if number not in dropped]
+    return textwrap.dedent("\n".join(kept)).rstrip()
+
+
+def _docstring_lines(node: ast.AST, lines: list[str]) -> set[int]:
+    """The numbers of the lines that a definition's docstring fills, and of the empty line after it."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return set()
+    if len(node.body) < 2 or ast.get_docstring(node, clean=False) is None:
+        return set()  # a docstring that is all of the body has to stay
+    doc = node.body[0]
+    end = doc.end_lineno or doc.lineno
+    if end < len(lines) and not lines[end].strip():
+        end += 1
+    return set(range(doc.lineno, end + 1))
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+
+def figure_block(name: str, folder: str, *, alt: str, caption: str) -> str:
+    """The two pictures of a figure; the style sheet shows the one of the reader's scheme."""
+    if not alt.strip():
+        raise PageError(f'figure("{name}"): alt text is needed: say what the picture shows')
+    for scheme in ("light", "dark"):
+        if not (FIGURES / f"{name}.{scheme}.svg").is_file():
+            raise PageError(f'figure("{name}"): no docs/shared/figures/{name}.{scheme}.svg; draw it in scripts/figures')
+    images = "\n".join(
+        f"![{alt}]({folder}/{name}.{scheme}.svg#only-{scheme}){{ loading=lazy }}" for scheme in ("light", "dark")
+    )
+    below = f'\n<figcaption markdown="span">{caption}</figcaption>' if caption else ""
+    return f'<figure class="drawn" markdown="1">\n\n{images}\n{below}\n</figure>'
+
+
+# --- the other language ---------------------------------------------------------------------------------------------
+
+
+def other_language(lang: str, page: str, text: str, *, here: str) -> str:
+    """A link to a page of the other language's site, which MkDocs cannot check from this one.
+
+    Args:
+        lang: "en" or "es", the language of the page that is linked to.
+        page: its path below docs/<lang>.
+        text: the words of the link.
+        here: URL of the page that links, from the root of the whole site.
+    """
+    if not (ROOT / "docs" / lang / page).is_file():
+        raise PageError(f"no docs/{lang}/{page}")
+    url = ("es/" if lang == "es" else "") + File(page, "", "", use_directory_urls=True).url
+    return f'<a href="{get_relative_url(url, here)}" hreflang="{lang}">{text}</a>'
+
+
+# --- measurements ---------------------------------------------------------------------------------------------------
+
+
+def result(name: str, key: str, form: str = "") -> str:
+    """The value at `key` of benchmarks/results/<name>.json, formatted: dots go deeper, numbers index a list."""
+    value: Any = _results(name)
+    for part in key.split("."):
+        try:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise PageError(f'result("{name}", "{key}"): there is no {part!r}') from None
+    return format(value, form)
+
+
+def machine(name: str) -> str:
+    """One line: on what machine, and with what command, a result was made."""
+    results = _results(name)
+    for key in ("machine", "command"):
+        if not isinstance(results.get(key), str):
+            raise PageError(f'benchmarks/results/{name}.json has to say its "{key}", as a string')
+    return f"Measured on {results['machine']}, with `{results['command']}`."
+
+
+def _results(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise PageError(f"no benchmarks/results/{name}.json")
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return results
+
+
+# --- the course -----------------------------------------------------------------------------------------------------
+
+
+def task_table(number: int, root: str) -> str:
+    """A phase's tasks: number, title, the learner's file, points, with links to the pages that say what to do."""
+    phase = load_course(COURSE).phase(number)
+    if not phase.tasks:
+        raise PageError(f"tasks({number}): labs/course.toml has no tasks for this phase yet")
+    rows = [
+        f"| {task.id} | [{task.title}]({root}/{task.page.removeprefix('docs/en/')}) "
+        f"| `labs/{phase.folder}/{task.file}` | {task.points} |"
+        for task in phase.tasks
+    ]
+    head = ["| task | what you write | your file | points |", "|---|---|---|--:|"]
+    return "\n".join([*head, *rows, f"| | | | **{phase.points}** |"])
+
+
+def phase_table(root: str) -> str:
+    """All phases: number, title (a link where its pages are written), what the learner builds, the theory."""
+    rows = [
+        f"| {phase.number} | {_phase_title(phase, root)} | {phase.builds} | {phase.theory} |"
+        for phase in load_course(COURSE)
+    ]
+    return "\n".join(["| phase | | you build | you learn |", "|--:|---|---|---|", *rows])
+
+
+def _phase_title(phase: Phase, root: str) -> str:
+    page = f"{phase.folder}/index.md"
+    written = (ROOT / "docs" / "en" / page).is_file()
+    return f"[{phase.title}]({root}/{page})" if written else f"{phase.title} *(planned)*"
+
+
+# --- generated tables -----------------------------------------------------------------------------------------------
+
+
+def roles() -> str:
+    """A table row for each role of the palette: its name in its colour, and what it marks."""
+    return "\n".join(
+        f'| <span class="swatch {name}">{name}</span> | {role.meaning} |' for name, role in PALETTE.items()
+    )
+
+
+def commands() -> str:
+    """Every command of `minicache`, with what its own `--help` prints."""
+    app = importlib.import_module("minicache.cli").app
+    return "\n\n".join(
+        f"## {' '.join(path)} {{ #{'-'.join(path)} }}\n\n```text\n{_help(app, path)}\n```"
+        for path in _commands(typer.main.get_command(app), ("minicache",))
+    )
+
+
+def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """What one types to call each command, in the order in which the help lists them."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield path
+        return
+    for name, below in inner.items():
+        if not below.hidden:
+            yield from _commands(below, (*path, name))
+
+
+def _help(app: typer.Typer, path: tuple[str, ...]) -> str:
+    """The help of one command as a terminal of 76 columns without colours shows it."""
+    terminal = {"COLUMNS": "76", "NO_COLOR": "1", "TERM": "dumb"}
+    answer = CliRunner().invoke(app, [*path[1:], "--help"], env=terminal, prog_name=path[0])
+    if answer.exit_code != 0:
+        raise PageError(f"{' '.join(path)} --help failed: {answer.output}")
+    return "\n".join(line.rstrip() for line in answer.output.strip().splitlines())

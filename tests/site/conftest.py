@@ -1,0 +1,102 @@
+"""Builds the site once, both languages, strictly, and hands the tests its pages."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import yaml
+from bs4 import BeautifulSoup
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Page:
+    """One built page: its file, its way from the site's root, and its parsed HTML."""
+
+    file: Path
+    path: str
+
+    @cached_property
+    def html(self) -> str:
+        return self.file.read_text(encoding="utf-8")
+
+    @cached_property
+    def soup(self) -> BeautifulSoup:
+        return BeautifulSoup(self.html, "html.parser")
+
+    @cached_property
+    def ids(self) -> set[str]:
+        return {tag["id"] for tag in self.soup.find_all(id=True)}
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass
+class Site:
+    """The built site: English at the root, Spanish in es/."""
+
+    root: Path
+
+    @cached_property
+    def pages(self) -> dict[str, Page]:
+        """Path → page, of every page of both languages but the two 404 pages, whose links are absolute."""
+        files = [file for file in sorted(self.root.rglob("*.html")) if file.name != "404.html"]
+        return {path: Page(file, path) for file in files for path in [file.relative_to(self.root).as_posix()]}
+
+    @cached_property
+    def english(self) -> list[Page]:
+        return [page for path, page in self.pages.items() if not path.startswith("es/")]
+
+    @cached_property
+    def nav(self) -> dict[str, str]:
+        """Markdown file → path of its page, of everything that the nav of mkdocs.yml names."""
+        nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+        return {source: self.built(source) for source in _leaves(nav)}
+
+    @staticmethod
+    def built(source: str) -> str:
+        """Where the build puts the page of a Markdown file."""
+        stem = source.removesuffix(".md").removesuffix("index").rstrip("/")
+        return f"{stem}/index.html" if stem else "index.html"
+
+    @cached_property
+    def spanish(self) -> list[Page]:
+        return [page for path, page in self.pages.items() if path.startswith("es/")]
+
+
+def _leaves(item: object) -> Iterator[str]:
+    if isinstance(item, str):
+        yield item
+    elif isinstance(item, dict | list):
+        for inner in item.values() if isinstance(item, dict) else item:
+            yield from _leaves(inner)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The built site. With several workers the first one builds it and the others wait for it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # what the workers of one run have in common
+    root = folder / "site"
+    with FileLock(folder / "site.lock"):
+        if not root.exists():
+            _build(folder / "unfinished").rename(root)
+    return Site(root)
+
+
+def _build(root: Path) -> Path:
+    for config, target in (("mkdocs.yml", root), ("mkdocs.es.yml", root / "es")):
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / config), "-d", str(target)]
+        environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{config} does not build:\n{done.stderr[-4000:]}"
+    return root

@@ -1,0 +1,128 @@
+"""What pages can call: the right code, number and table, or a build that fails."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from minicache.course.table import load_course
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def macros() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("macros_under_test", ROOT / "docs" / "macros.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def results(macros: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(macros, "RESULTS", tmp_path)
+    return tmp_path
+
+
+MODULE = '''
+LIMIT: int = 3
+"""What a constant means."""
+
+
+class Box:
+    """A box."""
+
+    @property
+    def size(self) -> int:
+        """How big.
+
+        Long story.
+        """
+        return LIMIT  # units
+
+    def empty(self) -> None:
+        """Nothing but this."""
+'''
+
+
+@pytest.fixture
+def module(macros: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "boxes.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.setattr(macros, "ROOT", tmp_path)
+    return "boxes"
+
+
+def test_source_gives_a_method_without_its_docstring(macros: ModuleType, module: str) -> None:
+    assert macros.source("boxes:Box.size") == (
+        '```python title="boxes.py"\n@property\ndef size(self) -> int:\n    return LIMIT  # units\n```'
+    )
+
+
+def test_source_keeps_docstrings_on_request_and_where_they_are_the_body(macros: ModuleType, module: str) -> None:
+    assert '"""How big.' in macros.source("boxes:Box.size", docstring=True)
+    assert '"""Nothing but this."""' in macros.source("boxes:Box.empty")
+
+
+def test_source_gives_a_constant(macros: ModuleType, module: str) -> None:
+    assert "\nLIMIT: int = 3\n" in macros.source("boxes:LIMIT")
+
+
+@pytest.mark.parametrize("symbol", ["boxes:Box.weight", "boxes:Bag", "boxes", "nowhere:Box", "boxes:LIMIT.real"])
+def test_source_refuses_what_is_not_there(macros: ModuleType, module: str, symbol: str) -> None:
+    with pytest.raises(macros.PageError):
+        macros.source(symbol)
+
+
+def test_result_follows_dots_and_formats(macros: ModuleType, results: Path) -> None:
+    (results / "speed.json").write_text(json.dumps({"cached": {"ms": [1.25, 2.5]}}), encoding="utf-8")
+    assert macros.result("speed", "cached.ms.1", ".2f") == "2.50"
+
+
+@pytest.mark.parametrize(("name", "key"), [("speed", "cached.seconds"), ("speed", "cached.ms.7"), ("other", "cached")])
+def test_result_refuses_what_was_not_measured(macros: ModuleType, results: Path, name: str, key: str) -> None:
+    (results / "speed.json").write_text(json.dumps({"cached": {"ms": [1.25]}}), encoding="utf-8")
+    with pytest.raises(macros.PageError):
+        macros.result(name, key)
+
+
+def test_machine_needs_machine_and_command(macros: ModuleType, results: Path) -> None:
+    (results / "speed.json").write_text(json.dumps({"machine": "a laptop", "command": "python x.py"}), encoding="utf-8")
+    assert macros.machine("speed") == "Measured on a laptop, with `python x.py`."
+    (results / "speed.json").write_text(json.dumps({"machine": "a laptop"}), encoding="utf-8")
+    with pytest.raises(macros.PageError):
+        macros.machine("speed")
+
+
+def test_figure_needs_both_pictures_and_alt_text(
+    macros: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(macros, "FIGURES", tmp_path)
+    (tmp_path / "map.light.svg").touch()
+    with pytest.raises(macros.PageError, match="dark"):
+        macros.figure_block("map", "shared/figures", alt="a map", caption="")
+    (tmp_path / "map.dark.svg").touch()
+    assert macros.figure_block("map", "../shared", alt="a map", caption="").count("![a map](../shared/map.") == 2
+    with pytest.raises(macros.PageError, match="alt"):
+        macros.figure_block("map", "shared/figures", alt=" ", caption="")
+
+
+def test_tables_follow_the_course(macros: ModuleType) -> None:
+    course = load_course(ROOT / "labs" / "course.toml")
+    for phase in course:
+        assert f"| {phase.number} |" in macros.phase_table(".")
+    phase = course.phase(1)
+    table = macros.task_table(1, "..")
+    for task in phase.tasks:
+        assert f"[{task.title}](../{task.page.removeprefix('docs/en/')})" in table
+    assert f"**{phase.points}**" in table
+
+
+def test_a_link_to_the_other_language_needs_the_page(macros: ModuleType) -> None:
+    assert 'href="../es/setup/"' in macros.other_language("es", "setup.md", "instalación", here="setup/")
+    assert 'href="../../course-map/"' in macros.other_language("en", "course-map.md", "map", here="es/setup/")
+    with pytest.raises(macros.PageError):
+        macros.other_language("es", "nothing.md", "nada", here="setup/")

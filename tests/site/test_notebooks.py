@@ -1,0 +1,89 @@
+"""The notebooks: current, executed from their scripts, and rendered with words for every picture."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def notebooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("notebooks_under_test", ROOT / "scripts" / "notebooks.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_is_current_and_runs(notebooks: ModuleType, name: str) -> None:
+    script = ROOT / "notebooks" / f"{name}.py"
+    notebooks.assert_current(script)
+    executed = notebooks.run(script)
+    assert all(cell.execution_count for cell in executed.cells if cell.cell_type == "code" and cell.source)
+
+
+SCRIPT = """# %% [markdown]
+# # A title
+#
+# Half of $x^2$.
+
+# %%
+print("\\x1b[1mhello\\x1b[0m")
+
+# %% {alt}
+from IPython.display import Image
+import base64
+Image(base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="))
+"""
+
+
+@pytest.fixture
+def write(notebooks: ModuleType, tmp_path: Path):
+    def write(alt: str = 'alt="one pixel"') -> Path:
+        script = tmp_path / "tiny.py"
+        script.write_text(SCRIPT.replace("{alt}", alt), encoding="utf-8")
+        nbformat.write(notebooks.run(script), script.with_suffix(".ipynb"))
+        return script
+
+    return write
+
+
+def test_rendered_page_has_text_output_and_a_described_picture(notebooks: ModuleType, write) -> None:
+    files = notebooks.render(write().with_suffix(".ipynb"))
+    page = files.pop("notebook.md")
+    (picture,) = files
+    assert files[picture].startswith(b"\x89PNG")
+    assert f"![one pixel]({picture})" in page
+    assert "\nhello\n```" in page  # without the terminal's colours
+    assert "# A title\n" in page
+
+
+def test_a_picture_without_words_is_refused(notebooks: ModuleType, write) -> None:
+    with pytest.raises(notebooks.NotebookError, match="alt"):
+        notebooks.render(write(alt="").with_suffix(".ipynb"))
+
+
+def test_executing_twice_writes_the_same_file(notebooks: ModuleType, write) -> None:
+    notebook = write().with_suffix(".ipynb")
+    first = notebook.read_bytes()
+    write()
+    assert notebook.read_bytes() == first
+
+
+def test_a_stale_notebook_is_noticed(notebooks: ModuleType, write) -> None:
+    script = write()
+    notebooks.assert_current(script)
+    script.write_text(script.read_text(encoding="utf-8").replace("hello", "bye"), encoding="utf-8")
+    with pytest.raises(notebooks.NotebookError, match="execute"):
+        notebooks.assert_current(script)
+    script.with_suffix(".ipynb").unlink()
+    with pytest.raises(notebooks.NotebookError, match="missing"):
+        notebooks.assert_current(script)

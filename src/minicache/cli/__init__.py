@@ -1,0 +1,43 @@
+"""The `minicache` command: one module for each group of commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from minicache import __version__
+from minicache.cli import author, demo, learn, model
+from minicache.errors import MinicacheError
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+for group in (learn, model, demo):
+    app.add_typer(group.app)
+app.add_typer(author.app, name="course")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"minicache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def minicache(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Build an LLM serving engine yourself. Start with `minicache status`."""
+
+
+def main() -> None:
+    """Run the command line. What the package refuses on purpose is one line on stderr and exit status 1."""
+    try:
+        app()
+    except MinicacheError as error:
+        Console(stderr=True).print(f"[red]minicache:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(1)

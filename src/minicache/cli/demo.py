@@ -1,0 +1,191 @@
+"""`minicache demo`: what a KV cache is for, on the trained model, in under a minute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from minicache.errors import MinicacheError
+from minicache.palette import GRID, INK, color
+
+if TYPE_CHECKING:
+    from minicache.grammar import Tokenizer
+    from minicache.model import MiniGPT
+
+PROMPTS = (
+    "Yesterday I",
+    "Tomorrow she",
+    "Every day they",
+    "Now we",
+    "Last week the teacher",
+    "Next year you",
+    "Did he",
+    "Will the children",
+)
+WAYS = {"full recomputation": "wasted", "KV cache": "generated"}
+"""Way of decoding → its colour role."""
+
+app = typer.Typer()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded in one way: the new token ids, and the seconds that each took."""
+
+    token_ids: list[int]
+    seconds: list[float]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("out/demo"),
+    max_seq_len: Annotated[int, typer.Option(min=16, max=512, help="Length of prompt + text, in tokens.")] = 400,
+) -> None:
+    """Complete eight prompts with full recomputation and with the KV cache: same tokens, two speeds."""
+    import torch
+
+    from minicache.grammar import Tokenizer
+    from minicache.model import load_minigpt
+
+    console = Console()
+    torch.set_num_threads(1)  # a second thread makes steps this small slower and their times noisy
+    model, tokenizer = load_minigpt(), Tokenizer()
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    runs = _decode_all(model, prompts, max_seq_len, tokenizer.end_token_id, console)
+    for prompt, recomputed, cached in zip(PROMPTS, *runs.values(), strict=True):
+        if recomputed.token_ids != cached.token_ids:
+            raise MinicacheError(f"{prompt!r}: the cache changed the tokens. That is a bug: please report it.")
+
+    by_position = {way: _median_by_position(prompts, way_runs) for way, way_runs in runs.items()}
+    console.print(_completions(tokenizer, prompts, runs["KV cache"]))
+    console.print(Text.from_ansi(_terminal_plot(by_position, console.width)))
+    console.print(_totals(model, prompts, runs, by_position))
+    console.print(f"Plot: [bold]{_save_plot(by_position, out)}[/]", soft_wrap=True)
+
+
+def _decode_all(
+    model: MiniGPT, prompts: list[list[int]], max_seq_len: int, end_token_id: int, console: Console
+) -> dict[str, list[Run]]:
+    """Decode every prompt in both ways, until the text ends or has `max_seq_len` tokens."""
+    import torch
+
+    from minicache.cache import KVCache
+    from minicache.decoding import decode
+    from minicache.timing import timed
+
+    config = model.config
+    cache = KVCache(config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim)
+    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        for way in WAYS:
+            bar = progress.add_task(way, total=sum(max_seq_len - len(prompt) for prompt in prompts))
+            for prompt in prompts:
+                cache.reset()
+                max_new_tokens, run = max_seq_len - len(prompt), Run([], [])
+                steps = decode(
+                    model, torch.tensor([prompt]), max_new_tokens, cache=cache if way == "KV cache" else None
+                )
+                for token, seconds in timed(steps):
+                    run.token_ids.append(int(token))
+                    run.seconds.append(seconds)
+                    progress.advance(bar)
+                    if run.token_ids[-1] == end_token_id:
+                        break
+                progress.advance(bar, max_new_tokens - len(run.token_ids))
+                runs[way].append(run)
+    return runs
+
+
+def _median_by_position(prompts: list[list[int]], runs: list[Run]) -> dict[int, float]:
+    """Position of a generated token → milliseconds it took: the median over the prompts that reach it."""
+    samples: dict[int, list[float]] = {}
+    for prompt, run in zip(prompts, runs, strict=True):
+        for step, seconds in enumerate(run.seconds):
+            samples.setdefault(len(prompt) + step, []).append(seconds * 1e3)
+    return {position: median(times) for position, times in sorted(samples.items())}
+
+
+def _completions(tokenizer: Tokenizer, prompts: list[list[int]], runs: list[Run], num_shown: int = 12) -> Table:
+    """The beginning of every completion: prompt and generated words in their colours."""
+    table = Table(title="Same tokens both ways", title_justify="left", show_header=False, box=None)
+    for prompt, run in zip(prompts, runs, strict=True):
+        given = tokenizer.decode(prompt)
+        shown = tokenizer.decode(prompt + run.token_ids[:num_shown])
+        line = Text(given, style=color("prompt", "dark"))
+        line.append(shown[len(given) :], style=color("generated", "dark"))
+        table.add_row(line.append(" …"), Text(f"{len(run.token_ids)} tokens", style="dim"))
+    return table
+
+
+def _totals(
+    model: MiniGPT, prompts: list[list[int]], runs: dict[str, list[Run]], by_position: dict[str, dict[int, float]]
+) -> Table:
+    """Seconds, positions computed, cache bytes and the speed-up, a row a way."""
+    from minicache.arithmetic import kv_bytes_per_token
+
+    config = model.config
+    last = max(by_position["KV cache"])
+    row_nbytes = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, "float32")
+    lengths = [(len(prompt), len(run.token_ids)) for prompt, run in zip(prompts, runs["KV cache"], strict=True)]
+    computed = {
+        "full recomputation": sum(p * n + n * (n - 1) // 2 for p, n in lengths),
+        "KV cache": sum(p + n - 1 for p, n in lengths),
+    }
+    seconds = {way: sum(sum(run.seconds) for run in way_runs) for way, way_runs in runs.items()}
+    table = Table()
+    for heading in ("", "seconds", f"ms for token {last}", "positions computed", "KV bytes a token", "speed-up"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for way, role in WAYS.items():
+        table.add_row(
+            Text(way, style=color(role, "dark")),
+            f"{seconds[way]:.2f}",
+            f"{by_position[way][last]:.2f}",
+            f"{computed[way]:,}",
+            f"{row_nbytes:,}" if way == "KV cache" else "0",
+            f"{seconds['full recomputation'] / seconds[way]:.1f} ×",
+        )
+    return table
+
+
+def _terminal_plot(by_position: dict[str, dict[int, float]], width: int) -> str:
+    """Milliseconds a token against position, drawn with characters."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(min(width, 100), 18)
+    for way, role in WAYS.items():
+        times = by_position[way]
+        rgb = tuple(bytes.fromhex(color(role, "dark")[1:]))
+        plotext.plot(list(times), list(times.values()), label=way, color=rgb, marker="braille")
+    plotext.title("ms per token against position")
+    return str(plotext.build())
+
+
+def _save_plot(by_position: dict[str, dict[int, float]], out: Path) -> Path:
+    """The same plot as a PNG in `out`; its path."""
+    from matplotlib.figure import Figure
+
+    out.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for way, role in WAYS.items():
+        axes.plot(*zip(*by_position[way].items(), strict=True), label=way, color=color(role))
+    axes.set_xlabel("position of the token", color=INK["light"])
+    axes.set_ylabel("milliseconds, median of the prompts", color=INK["light"])
+    axes.set_title("One more token: computed from scratch, or with a KV cache", color=INK["light"])
+    axes.set_ylim(bottom=0)
+    axes.grid(color=GRID["light"], linewidth=0.6)
+    axes.legend(frameon=False)
+    path = out / "time_per_token.png"
+    figure.savefig(path)
+    return path

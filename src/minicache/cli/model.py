@@ -1,0 +1,115 @@
+"""`minicache generate` and `minicache train`: the model speaks, and the model is made."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from minicache.palette import color
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from minicache.grammar import Tokenizer
+
+app = typer.Typer()
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The beginning of a text, such as "Yesterday I".')],
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 48,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest word; 1 samples.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute every position in every step.")] = False,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of `minicache train`.")] = None,
+    mine: Annotated[bool, typer.Option("--mine", help="Run on the lab files that you have finished.")] = False,
+) -> None:
+    """Complete PROMPT with MiniGPT, word by word."""
+    console = Console(highlight=False)
+    if mine:
+        _install_labs(console)
+    import torch
+
+    from minicache.cache import KVCache
+    from minicache.decoding import decode
+    from minicache.grammar import Tokenizer
+    from minicache.model import load_minigpt
+    from minicache.sampling import sampler
+
+    torch.set_num_threads(1)  # steps this small are slower on two
+    model, tokenizer = load_minigpt(checkpoint), Tokenizer()
+    prompt_ids = tokenizer.encode(prompt)
+    room = model.config.max_seq_len - len(prompt_ids)
+    if not prompt_ids or room < 1:
+        raise typer.BadParameter(f"the prompt must have 1 … {model.config.max_seq_len - 1} words")
+    max_tokens = min(max_tokens, room)
+    cache = None
+    if not no_cache:
+        config = model.config
+        num_rows = len(prompt_ids) + max_tokens
+        cache = KVCache(config.num_layers, 1, config.num_kv_heads, num_rows, config.head_dim)
+    start = time.perf_counter()
+    steps = decode(model, torch.tensor([prompt_ids]), max_tokens, cache=cache, pick=sampler(temperature, seed))
+    num_tokens = _stream(console, tokenizer, prompt_ids, steps)
+    seconds = time.perf_counter() - start
+    kv = "no KV cache" if cache is None else f"{cache.nbytes_used:,} bytes of KV cache used"
+    console.print(
+        f"{num_tokens} tokens, {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, {kv}", style="dim", soft_wrap=True
+    )
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Where to write the checkpoint.")] = Path("out/minigpt.safetensors"),
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; default: the shipped model's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes weights and corpus; default: the shipped model's.")] = None,
+) -> None:
+    """Train MiniGPT from scratch: the same seed makes the shipped checkpoint again."""
+    from minicache.model import save_minigpt
+    from minicache.model.training import SEED, STEPS, train
+
+    console = Console(highlight=False)
+    start = time.perf_counter()
+    run = train(STEPS if steps is None else steps, SEED if seed is None else seed, console=console)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_minigpt(run.model, out)
+    last = run.losses[-50:]
+    console.print(
+        f"{out}: loss {sum(last) / len(last):.3f} after {len(run.losses)} steps and "
+        f"{time.perf_counter() - start:.0f} s. Try it: minicache generate 'Yesterday I' --checkpoint {out}",
+        soft_wrap=True,
+    )
+
+
+def _stream(console: Console, tokenizer: Tokenizer, prompt_ids: list[int], steps: Iterable[Tensor]) -> int:
+    """Print the prompt, then each word as it comes, until the text ends; the number of tokens generated."""
+    ids = list(prompt_ids)
+    shown = tokenizer.decode(ids)
+    console.print(Text(shown, style=color("prompt", "dark")), end="", soft_wrap=True)
+    for token in steps:
+        ids.append(int(token))
+        if ids[-1] == tokenizer.end_token_id:
+            console.print(Text(" ■", style=color("end", "dark")), end="")
+            break
+        text = tokenizer.decode(ids)
+        console.print(Text(text[len(shown) :], style=color("generated", "dark")), end="", soft_wrap=True)
+        shown = text
+    console.print()
+    return len(ids) - len(prompt_ids)
+
+
+def _install_labs(console: Console) -> None:
+    """Put the learner's finished files in place, and say whose every module is."""
+    from minicache.course.finder import install_finished_labs
+
+    for lab in install_finished_labs():
+        whose = f"yours, {lab.file}" if lab.mine else f"the reference ({lab.reason})"
+        console.print(f"{lab.module}: {whose}", style="dim", soft_wrap=True)

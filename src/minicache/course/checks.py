@@ -1,0 +1,230 @@
+"""What the tests of the phases say: `call(f, …).gives(x)`, `.is_close(t)`, `.raises(E)`, `that("what", got).gives(x)`.
+
+A bare `assert` shows a learner the grader's variables. A check shows what was called, what came back, what was
+expected and the first place where the two differ. Pure standard library; a tensor is only met where torch is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from minicache.course.finder import learners_line
+
+_STARTER = re.compile(r"phase \d+, task \d+: ")
+"""How the message of a starter's NotImplementedError begins."""
+
+
+class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
+    """A check did not hold.
+
+    Attributes:
+        called: the call or the value that was looked at, as text.
+        got: what came back.
+        expected: what should have come back.
+        first_difference: the first place where the two differ, or "".
+    """
+
+    def __init__(self, called: str, got: str, expected: str, first_difference: str = "") -> None:
+        super().__init__(called, got, expected, first_difference)
+        self.called, self.got, self.expected, self.first_difference = called, got, expected, first_difference
+
+    def __str__(self) -> str:
+        lines = [f"called    {self.called}", f"got       {self.got}", f"expected  {self.expected}"]
+        if self.first_difference:
+            lines.append(f"differs   {self.first_difference}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call returned or raised. Its methods check it and raise `CheckFailed`.
+
+    Attributes:
+        called: the call as text.
+        returned: its result, None if it raised.
+        error: what it raised, or None.
+    """
+
+    called: str
+    returned: Any = None
+    error: BaseException | None = None
+
+    @property
+    def value(self) -> Any:
+        """The result. A call that raised fails the test, saying what was raised and where."""
+        __tracebackhide__ = True
+        return self._result("a result")
+
+    def gives(self, expected: object) -> None:
+        """Exactly `expected`: numbers, strings, lists, tuples, or tensors of the same shape, dtype and values."""
+        __tracebackhide__ = True
+        self.is_close(expected, rtol=0.0, atol=0.0)
+
+    def is_close(self, expected: object, *, rtol: float = 1e-5, atol: float = 1e-5) -> None:
+        """`expected` up to |got − expected| ≤ atol + rtol · |expected|: floats, tensors, or sequences of them."""
+        __tracebackhide__ = True
+        got = self._result(short(expected))
+        if difference := _difference(got, expected, rtol, atol):
+            raise CheckFailed(self.called, short(got), short(expected), difference)
+
+    def is_near(
+        self, expected: float, rel: float, *, reveal: bool = True, factors: Mapping[float, str] | None = None
+    ) -> None:
+        """A number within `rel` · |expected| of `expected`.
+
+        Args:
+            expected: the right answer, not 0.
+            rel: the allowed relative error: 0.01 for 1 %, 0 for none.
+            reveal: whether a failure may print `expected`; an answer worked on paper stays the learner's to find.
+            factors: got / expected → what was probably forgotten, `{0.5: "count both K and V"}`.
+        """
+        __tracebackhide__ = True
+        right = short(expected) if reveal else "the right number"
+        wanted = f"{right}, within {rel:.3g} of it" if rel else f"{right}, exactly"
+        got = self._result(wanted)
+        if not _is_number(got):
+            raise CheckFailed(self.called, short(got), wanted, f"{_kind(got)} is not a number")
+        if abs(got - expected) <= rel * abs(expected):
+            return
+        ratio = got / expected
+        hints = [hint for factor, hint in (factors or {}).items() if math.isclose(ratio, factor, rel_tol=rel)]
+        difference = f"your answer is {ratio:.3g} times the right one" + "".join(f": {hint}" for hint in hints[:1])
+        raise CheckFailed(self.called, short(got), wanted, difference)
+
+    def raises(self, error: type[BaseException] | tuple[type[BaseException], ...], saying: str | None = None) -> None:
+        """An error of that type, its message containing `saying` (upper and lower case are the same)."""
+        __tracebackhide__ = True
+        types = error if isinstance(error, tuple) else (error,)
+        wanted = " or ".join(each.__name__ for each in types) + (f" saying {saying!r}" if saying else "")
+        if self.error is None:
+            raise CheckFailed(self.called, f"{short(self.returned)}, and no error", wanted)
+        if not isinstance(self.error, types):
+            raise CheckFailed(self.called, told(self.error), wanted) from self.error
+        if saying and saying.lower() not in str(self.error).lower():
+            raise CheckFailed(self.called, told(self.error), wanted, "the message does not say it") from self.error
+
+    def _result(self, wanted: str) -> Any:
+        __tracebackhide__ = True
+        if self.error is not None:
+            raise CheckFailed(self.called, told(self.error), wanted) from self.error
+        return self.returned
+
+
+def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    """Call `fn` and keep what came of it. What a starter raises ("not written yet") goes straight through."""
+    arguments = [short(arg) for arg in args] + [f"{name}={short(arg)}" for name, arg in kwargs.items()]
+    called = f"{_name(fn)}({', '.join(arguments)})"  # before the call, which may change its arguments
+    try:
+        return Outcome(called, returned=fn(*args, **kwargs))
+    except (Exception, SystemExit) as error:
+        if is_not_written(error):
+            raise
+        return Outcome(called, error=error)
+
+
+def that(description: str, got: object) -> Outcome:
+    """A value already at hand, and in words what it is: `that("cache.num_tokens after 3 tokens", n).gives(3)`."""
+    return Outcome(description, returned=got)
+
+
+def is_not_written(error: BaseException) -> bool:
+    """Whether `error` is what an untouched starter raises: `NotImplementedError("phase 1, task 2: …")`."""
+    return isinstance(error, NotImplementedError) and _STARTER.match(str(error)) is not None
+
+
+def told(error: BaseException) -> str:
+    """An error in a line: its type, its message, and the learner's line that it passed through."""
+    line = learners_line(error)
+    message = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return f"{text}  ({line})" if line else text
+
+
+def short(value: Any) -> str:
+    """`value` in a line: tensors as shape and dtype, small ones with their values; long things cut."""
+    if _is_tensor(value):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.numel() <= 8 and value.ndim <= 1:
+            return f"tensor({value.tolist()}) {dtype}"
+        return f"tensor{list(value.shape)} {dtype}"
+    if isinstance(value, list | tuple) and 0 < len(value) <= 8:
+        inside = ", ".join(short(item) for item in value)
+        return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if len(value) == 1 else f"({inside})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _name(value)
+    text = repr(value)
+    if " object at 0x" in text:  # Python's own repr: an address tells nothing
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:76]} …{text[-1]}"
+
+
+def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "") -> str:
+    """Where and how `got` first differs from `expected`, or "" if it does not."""
+    prefix = f"at {at}: " if at else ""
+    if _is_tensor(expected):
+        return _tensor_difference(got, expected, rtol, atol, prefix)
+    if isinstance(expected, list | tuple):
+        kind = list if isinstance(expected, list) else tuple
+        if not isinstance(got, kind):
+            return f"{prefix}{_kind(got)}, expected a {kind.__name__}"
+        for index, (one, other) in enumerate(zip(got, expected, strict=False)):
+            if difference := _difference(one, other, rtol, atol, f"{at}[{index}]"):
+                return difference
+        return "" if len(got) == len(expected) else f"{prefix}{len(got)} items, expected {len(expected)}"
+    if _is_number(expected):
+        # A bool is no number here, and a count of things is an integer.
+        if not _is_number(got) or (isinstance(expected, Integral) and not isinstance(got, Integral)):
+            return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
+        close = got == expected or abs(got - expected) <= atol + rtol * abs(expected)
+        return "" if close else f"{prefix}got {short(got)}, expected {short(expected)}"
+    if type(got) is not type(expected) and isinstance(expected, bool | str | None):
+        return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
+    return "" if got == expected else f"{prefix}got {short(got)}, expected {short(expected)}"
+
+
+def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix: str) -> str:
+    if not _is_tensor(got):
+        return f"{prefix}{_kind(got)}, expected a tensor"
+    if got.shape != expected.shape:
+        return f"{prefix}shape {list(got.shape)}, expected {list(expected.shape)}"
+    if got.dtype != expected.dtype:
+        return f"{prefix}dtype {got.dtype}, expected {expected.dtype}"
+    if got.device.type != expected.device.type:
+        return f"{prefix}on {got.device}, expected on {expected.device}"
+    one, other = got.detach().cpu().double(), expected.detach().cpu().double()
+    error = (one - other).abs()
+    # Written so that a NaN, which compares false with everything, counts as a difference; equal infinities do not.
+    wrong = ~((error <= atol + rtol * other.abs()) | (one == other))
+    count = int(wrong.sum())
+    if not count:
+        return ""
+    index = wrong.nonzero()[0].tolist()
+    here = f"first at {index}: got {one[tuple(index)].item():.6g}, expected {other[tuple(index)].item():.6g}"
+    return f"{prefix}{here}; {count} of {wrong.numel()} differ, largest error {error[wrong].max().item():.3g}"
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _name(fn: Any) -> str:
+    name = getattr(fn, "__qualname__", None) or f"a {type(fn).__name__}"
+    return str(name).rpartition("<locals>.")[2]

@@ -1,0 +1,104 @@
+"""What the course needs from a machine: each thing is there, or here is what to do."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from minicache.course.workspace import Workspace, find_workspace
+from minicache.errors import CourseError
+
+_INSTALL = 'pip install -c constraints.txt -e ".[course]"'
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        ok: whether it is as it should be.
+        detail: what was found.
+        remedy: what to do if not.
+        required: whether the course can go on without it.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+    required: bool = True
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, the base first."""
+    yield Finding("Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
+    yield _package("torch", _INSTALL, _use_torch)
+    for name in ("numpy", "pytest", "hypothesis", "libcst", "watchfiles"):
+        yield _package(name, _INSTALL)
+    plugins = {entry.value for entry in entry_points(group="pytest11")}
+    active = "minicache.course.plugin" in plugins
+    yield Finding("pytest plugin", active, "active" if active else "not found by pytest", f"{_INSTALL} again")
+    if sys.platform == "linux":
+        yield _package("triton", "not needed before phase 4: pip install triton", required=False)
+    browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+    needed = "only the tests of the site need it: install chromium"
+    yield Finding("browser", browser is not None, browser or "no chromium", needed, required=False)
+    try:
+        workspace = find_workspace()
+    except CourseError as error:
+        yield Finding("course", False, str(error), "git clone the course, and work inside it")
+        return
+    yield Finding("course", True, str(workspace.root))
+    yield _labs(workspace)
+    yield _state(workspace.state)
+
+
+def _package(name: str, remedy: str, use: Callable[[], str] | None = None, *, required: bool = True) -> Finding:
+    """Is a package there, and, where it is worth trying, does it work?"""
+    try:
+        if find_spec(name) is None:
+            raise PackageNotFoundError(name)
+        return Finding(name, True, use() if use else version(name), required=required)
+    except PackageNotFoundError:
+        return Finding(name, False, "not installed", remedy, required)
+    except (ImportError, OSError, RuntimeError) as error:
+        return Finding(name, False, f"does not work: {error}", remedy, required)
+
+
+def _use_torch() -> str:
+    import torch
+
+    device = "with a GPU" if torch.cuda.is_available() else "on the CPU, which is all that it needs"
+    return f"{torch.__version__} {device}, {int(torch.ones(2, 2).sum())} ones counted"
+
+
+def _labs(workspace: Workspace) -> Finding:
+    absent = [
+        file.relative_to(workspace.root)
+        for phase in workspace.course
+        for file in workspace.lab_files(phase).values()
+        if not file.is_file()
+    ]
+    if absent:
+        number = next(phase.number for phase in workspace.course if phase.folder == absent[0].parts[1])
+        return Finding("your files", False, f"{absent[0]} is not there", f"minicache reset {number}")
+    return Finding("your files", True, str(workspace.labs))
+
+
+def _state(folder: Path) -> Finding:
+    """Can progress be saved? Tried in the folder, or in the one that it would be made in."""
+    place = folder if folder.is_dir() else folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return Finding("progress", True, str(folder))
+    except OSError as error:
+        return Finding("progress", False, f"{place}: {error.strerror}", "make the folder writable")

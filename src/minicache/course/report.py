@@ -1,0 +1,127 @@
+"""A phase's result, told: to a person in the terminal, to a CI server as JUnit XML, to Gradescope as results.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree as Xml
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from minicache.course.finder import show
+from minicache.course.results import Outcome, PhaseResult, TaskResult
+
+STYLES = {
+    Outcome.PASSED: "green",
+    Outcome.CRASHED: "red",
+    Outcome.FAILED: "red",
+    Outcome.NOT_WRITTEN: "yellow",
+    Outcome.NOT_GRADED: "yellow",
+}
+"""How each outcome is coloured in the terminal; the word always stands beside the colour."""
+
+
+def print_result(result: PhaseResult, console: Console) -> None:
+    """Whose code was graded, the points of each task, and for each task that did not pass, what to do first."""
+    phase = result.phase
+    console.print(f"[bold]Phase {phase.number}, {phase.title}.[/] Graded: your files.")
+    for module, file in result.files.items():
+        note = "  [red]not usable, the reference stands in[/]" if module in result.problems else ""
+        console.print(f"  {module:<22} {show(file)}{note}", soft_wrap=True, highlight=False)
+    table = Table("task", "", "file")
+    for heading in ("tests", "points"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for graded in result.tasks:
+        task = graded.task
+        table.add_row(
+            task.id,
+            task.title,
+            task.file.name,
+            f"{graded.num_passed}/{len(graded.tests)}",
+            f"{graded.earned}/{task.points}",
+            Text(graded.outcome, style=STYLES[graded.outcome]),
+        )
+    console.print(table)
+    for problem in result.problems.values():
+        console.print(Panel(Text(problem), title="cannot be used", title_align="left", border_style="red"))
+    for graded in result.tasks:
+        if graded.outcome in (Outcome.CRASHED, Outcome.FAILED) and graded.task.module not in result.problems:
+            console.print(_problem(graded))
+    unfinished = [graded.task for graded in result.tasks if graded.outcome is Outcome.NOT_WRITTEN]
+    if unfinished:
+        task = unfinished[0]
+        console.print(f"Next: [bold]task {task.id}, {task.title}[/]. Read {task.page}", soft_wrap=True)
+    console.print(f"[bold]{result.earned} of {result.points} points[/]")
+
+
+def _problem(graded: TaskResult) -> Panel:
+    """The first failure of a task in full, and how many more there are."""
+    test = graded.first_problem
+    message = [Text(test.message if test else "no tests were collected, so nothing was graded")]
+    if test and test.printed.strip():
+        message.append(Text(f"your code printed:\n{test.printed.rstrip()}", style="dim"))
+    if graded.outcome is Outcome.CRASHED:
+        message.append(Text("The rest of this task's tests were not run.", style="dim"))
+    elif num_others := len(graded.tests) - graded.num_passed - 1:
+        message.append(Text(f"… and {num_others} more of this task's tests did not pass", style="dim"))
+    title = f"{graded.task.id} {graded.task.title}"
+    return Panel(Group(*message), title=title, title_align="left", border_style="red")
+
+
+def write_junit(result: PhaseResult, file: Path) -> None:
+    """Write JUnit XML: a suite for each task, a case for each test."""
+    root = Xml.Element("testsuites", name=result.phase.folder)
+    for graded in result.tasks:
+        outcomes = [test.outcome for test in graded.tests]
+        num_skipped = outcomes.count(Outcome.NOT_GRADED)
+        num_failed = len(outcomes) - num_skipped - graded.num_passed
+        suite = Xml.SubElement(
+            root,
+            "testsuite",
+            name=f"{graded.task.id} {graded.task.title}",
+            tests=str(max(len(outcomes), 1)),
+            failures=str(num_failed if outcomes else 1),
+            skipped=str(num_skipped),
+        )
+        for test in graded.tests:
+            case = Xml.SubElement(suite, "testcase", classname=_xml(graded.task.id), name=_xml(test.id))
+            if test.outcome is Outcome.NOT_GRADED:
+                Xml.SubElement(case, "skipped", message=_xml(test.message))
+            elif test.outcome is not Outcome.PASSED:
+                Xml.SubElement(case, "failure", message=_xml(test.title)).text = _xml(test.message)
+            if test.printed:
+                Xml.SubElement(case, "system-out").text = _xml(test.printed)
+        if not graded.tests:
+            case = Xml.SubElement(suite, "testcase", classname=graded.task.id, name="tests are there")
+            Xml.SubElement(case, "failure", message="no tests were collected")
+    Xml.indent(root)
+    Xml.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
+
+
+def write_gradescope(result: PhaseResult, file: Path) -> None:
+    """Write Gradescope's `results.json`: a test for each task, with its points."""
+    tests = [
+        {
+            "number": graded.task.id,
+            "name": graded.task.title,
+            "score": graded.earned,
+            "max_score": graded.task.points,
+            "status": "passed" if graded.outcome is Outcome.PASSED else "failed",
+            "output": f"{graded.outcome}: {graded.num_passed} of {len(graded.tests)} tests passed"
+            + (f"\n\n{graded.first_problem.message}" if graded.first_problem else ""),
+        }
+        for graded in result.tasks
+    ]
+    output = "\n".join(result.problems.values()) or f"Phase {result.phase.number}, {result.phase.title}"
+    data = {"score": result.earned, "output": output, "visibility": "visible", "tests": tests}
+    file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _xml(text: str) -> str:
+    """`text` without the characters that XML cannot hold."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "�", text)

@@ -1,0 +1,150 @@
+"""A process that imports pytest (and, if asked to, torch) once and forks a child for each run.
+
+Importing torch takes seconds, and a class or an author's gates mean a hundred runs. A forked child has everything
+loaded and nothing of the runs before it. `python -m minicache.course.server MODULE…` is the process; `PytestServer` is
+its owner's end. They talk in lines: a job as JSON goes in, the child's process id and then its exit code come out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+
+from minicache.course.table import Phase
+from minicache.course.workspace import reference_file
+from minicache.errors import CourseError
+
+_GRACE = 2.0  # seconds that an aborted child has for its traceback
+_MAX_FILE_NBYTES = 2**28  # of what one run may write to a file: a loop that prints must not fill the disk
+
+
+class Child:
+    """One pytest run. Its process leads a group of its own, so that what it starts can be ended with it."""
+
+    def __init__(self, server: subprocess.Popen[str], pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+
+    def poll(self) -> int | None:
+        """The exit code, −N if signal N ended it, or None while it runs."""
+        assert self._server.stdout
+        if self.returncode is None and select.select([self._server.stdout], [], [], 0)[0]:
+            self._read()
+        return self.returncode
+
+    def abort(self) -> None:
+        """Ask it to die telling where it is: pytest's fault handler writes the traceback to the log."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGABRT)
+        until = time.monotonic() + _GRACE
+        while self.poll() is None and time.monotonic() < until:
+            time.sleep(_GRACE / 20)
+
+    def stop(self) -> int:
+        """End it, and whatever it has started, if it still runs; the exit code."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)  # it may not lead its group yet
+        with suppress(ProcessLookupError):  # the whole group may be gone already
+            os.killpg(self.pid, signal.SIGKILL)
+        return self._read() if self.returncode is None else self.returncode
+
+    def _read(self) -> int:
+        self.returncode = _answer(self._server)
+        return self.returncode
+
+
+class PytestServer:
+    """The owner's end: a context manager that starts runs, one at a time.
+
+    Args:
+        preload: modules to import once instead of in every run.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = preload
+
+    def __enter__(self) -> PytestServer:
+        # One thread: the tests are small, several runs share a machine, and only a process without threads can fork.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "minicache.course.server", *self._preload],
+            env=kept | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the owner, who then ends this
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def start(self, arguments: list[str], folder: Path, log: Path) -> Child:
+        """Run `pytest arguments` in `folder`, its output going to the file `log`."""
+        assert self._process.stdin
+        print(json.dumps([arguments, str(folder), str(log)]), file=self._process.stdin, flush=True)
+        return Child(self._process, _answer(self._process))
+
+
+def _answer(server: subprocess.Popen[str]) -> int:
+    """The next number that the server says."""
+    assert server.stdout
+    if not (line := server.stdout.readline()):
+        raise CourseError("the process that runs pytest has ended: was it killed, or is memory short?")
+    return int(line)
+
+
+def preload_for(phase: Phase) -> tuple[str, ...]:
+    """What many runs of a phase should have loaded once: hypothesis, and torch where the reference uses it."""
+    if sys.platform != "linux":
+        return ()  # macOS frameworks do not survive a fork, so there each child loads its own
+    uses_torch = any("import torch" in reference_file(module).read_text(encoding="utf-8") for module in phase.files)
+    return ("hypothesis", "torch") if uses_torch else ("hypothesis",)
+
+
+def serve(preload: Sequence[str]) -> None:
+    """The process: fork a run for each line of stdin, until there is no more."""
+    import pytest
+
+    for name in preload:
+        with suppress(ImportError):  # the run that needs it will say so
+            import_module(name)
+    for line in sys.stdin:
+        arguments, folder, log = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_NBYTES, _MAX_FILE_NBYTES))
+            os.chdir(folder)
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+                os.dup2(source, target)
+            code = 70  # EX_SOFTWARE, should pytest itself fail
+            try:
+                code = pytest.main(arguments)
+            finally:
+                os._exit(code)
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -1,0 +1,289 @@
+"""One pytest run inside a course: which tests belong to which task, whose code they see, how failures are told."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minicache.course import finder
+from minicache.course.checks import CheckFailed, is_not_written, told
+from minicache.course.journal import Event, Journal
+from minicache.course.results import Outcome, TestResult, by_task
+from minicache.course.table import Phase, Task
+from minicache.course.workspace import Workspace, open_workspace
+from minicache.errors import CourseError
+
+_TEST_FILE = re.compile(r"test_task_(\d+)_\w+\.py")
+_PRINTED_LIMIT = 2000  # characters of a learner's output that a result keeps
+
+
+class GradingSession:
+    """A pytest plugin, registered for runs inside a course.
+
+    Args:
+        root: the course's root.
+        options: pytest's options.
+        paths: the files and folders that pytest was asked to run.
+    """
+
+    def __init__(self, root: Path, options: Namespace, paths: Sequence[Path]) -> None:
+        self._mine: bool = options.mine
+        self._task: int | None = options.task
+        self._short: bool = options.mine and options.verbose < 2
+        try:
+            self._workspace: Workspace = open_workspace(root, options.labs)
+        except CourseError as error:
+            raise pytest.UsageError(str(error)) from error
+        self._phases = [phase for phase in self._workspace.course if phase.tasks and self._asked_for(phase, paths)]
+        if self._mine and not self._phases:
+            raise pytest.UsageError("--mine: none of these are the tests of a phase; try tests/phase-01-dense-cache")
+        self._journal = Journal(options.course_journal) if options.course_journal else None
+        self._lost_modules: dict[str, str] = {}
+        self._lost_tasks: set[str] = set()
+        self._done: set[str] = set()
+        self._reload()
+        self._finder: finder.LabFinder | None = None
+        self._unusable: dict[str, str] = {}
+        if self._mine:
+            self._install()
+        self._num_collected: Counter[int] = Counter()
+        self._results: dict[str, dict[str, TestResult]] = {}  # task id → node id → result
+
+    # Whose code
+
+    def _asked_for(self, phase: Phase, paths: Sequence[Path]) -> bool:
+        folder = self._workspace.tests(phase)
+        return folder.is_dir() and any(
+            folder == path or folder in path.parents or path in folder.parents for path in paths
+        )
+
+    def _install(self) -> None:
+        """Put the learner's modules in place; where one cannot be used, remember why."""
+        files = {name: file for phase in self._phases for name, file in self._workspace.lab_files(phase).items()}
+        needs: dict[str, set[str]] = {}
+        for phase in self._phases:
+            for task in phase.tasks:
+                needs.setdefault(task.module, set()).update(target.split(".")[0] for target in task.targets)
+        for name in list(files):
+            if name in self._lost_modules:
+                self._unusable[name] = f"importing {finder.show(files.pop(name))}: {self._lost_modules[name]}"
+        self._finder = finder.install(files)
+        failures = finder.import_labs(self._finder, needs, entering=lambda name: self._tell(Event("import", name)))
+        for name, error in failures.items():
+            self._unusable[name] = f"{finder.show(files[name])} cannot be imported: {told(error)}"
+        for name, reason in self._unusable.items():
+            self._tell(Event("unimportable", name, message=reason))
+
+    def pytest_unconfigure(self) -> None:
+        """Leave the process as it was found."""
+        if self._finder:
+            finder.uninstall(self._finder)
+            self._finder = None
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """One broken test file must not stop the others; a learner gets short tracebacks."""
+        if self._mine:
+            config.option.continue_on_collection_errors = True
+        if self._short and config.option.tbstyle == "auto":
+            config.option.tbstyle = "short"
+
+    def pytest_report_header(self) -> list[str]:
+        """Say whose code is graded, and where it is."""
+        if not self._phases:
+            return []
+        if not self._mine:
+            return ["minicache: grading the reference (your own files: --mine)"]
+        lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}"]
+        for phase in self._phases:
+            for name, file in self._workspace.lab_files(phase).items():
+                broken = "   NOT USABLE, the reference stands in" if name in self._unusable else ""
+                lines.append(f"  {name:<24} {finder.show(file)}{broken}")
+        return lines
+
+    # Which tests
+
+    def _task_of(self, path: Path) -> Task | None:
+        """The task that the tests in the file `path` grade."""
+        name = _TEST_FILE.fullmatch(path.name)
+        for phase in self._phases:
+            if name and path.parent == self._workspace.tests(phase):
+                return next((task for task in phase.tasks if task.number == int(name[1])), None)
+        return None
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Leave out other tasks, and a task in which an earlier child was lost: its points are, too."""
+        task = self._task_of(collection_path)
+        unwanted = task and (self._task not in (None, task.number) or task.id in self._lost_tasks)
+        return True if unwanted else None
+
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        """A test file runs the learner's code as soon as it is imported: note it first."""
+        if isinstance(collector, pytest.Module) and (task := self._task_of(collector.path)):
+            self._tell(Event("file", collector.nodeid, task.id))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """A test file that the learner's code does not let in fails its task."""
+        report = yield
+        task = self._task_of(collector.path) if isinstance(collector, pytest.Module) else None
+        if task and report.failed:
+            result = TestResult(collector.nodeid, "the tests can be imported", Outcome.FAILED, report.longreprtext)
+            self._keep(task, result)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Count the tests of each phase; with --mine, keep those only, and of them what is not yet graded."""
+        tasks = {item: self._task_of(item.path) for item in items}
+        self._num_collected.update(task.phase for task in tasks.values() if task)
+        if self._mine:
+            wanted = [item for item in items if tasks[item] and item.nodeid not in self._done]
+            config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+            items[:] = wanted
+        self._tell(Event("collected", total=len(items)))
+
+    # What came of them
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Note a test before it runs, and its result after it."""
+        task = self._task_of(item.path)
+        if task:
+            self._tell(Event("test", item.nodeid, task.id, _title(item)))
+        done = yield
+        if task and (result := self._results.get(task.id, {}).get(item.nodeid)):
+            self._keep(task, result)
+        return done
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Fail the tasks of a file that cannot be imported, each for that reason and no other."""
+        task = self._task_of(item.path)
+        if task and task.module in self._unusable:
+            pytest.fail(_explained(task, _title(item), [self._unusable[task.module]]), pytrace=False)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Tell a failure in a learner's terms instead of as a traceback; `-vv` shows the traceback."""
+        report = yield
+        task = self._task_of(item.path)
+        if not task:
+            return report
+        outcome = Outcome.FAILED if report.failed else Outcome.NOT_GRADED if report.skipped else Outcome.PASSED
+        message = _reason(report) if report.skipped else ""
+        if report.failed and call.excinfo:
+            error = _first(call.excinfo.value)
+            outcome = Outcome.NOT_WRITTEN if is_not_written(error) else Outcome.FAILED
+            lines = _lines(error)
+            message = _explained(task, _title(item), lines) if lines else report.longreprtext
+            if lines and self._short:
+                report.longrepr = message
+        # Reports carry extra attributes from process to process, so that this works under xdist too.
+        report.minicache = (task.id, _title(item), outcome.value, message)  # type: ignore[attr-defined]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Make one result of a test's setup, call and teardown: the first that is no pass counts."""
+        if not hasattr(report, "minicache"):
+            return
+        task_id, title, outcome, message = report.minicache
+        results = self._results.setdefault(task_id, {})
+        earlier = results.get(report.nodeid)
+        if earlier is None or earlier.outcome is Outcome.PASSED:
+            printed = report.capstdout[-_PRINTED_LIMIT:]
+            results[report.nodeid] = TestResult(report.nodeid, title, Outcome(outcome), message, printed)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Asking for a phase and getting no test is a failure, as it is for pytest as a whole."""
+        if self._empty(session.config) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+        self._tell(Event("finished"))
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        """The points, a line a task."""
+        for phase in self._empty(config):
+            terminalreporter.write_line(f"phase {phase.number}: no tests were collected", red=True)
+        if not self._mine:
+            return
+        terminalreporter.section("minicache: points")
+        tests = {task_id: list(results.values()) for task_id, results in self._results.items()}
+        for phase in self._phases:
+            graded = by_task([task for task in phase.tasks if task.id in tests], tests)
+            for result in graded:
+                line = f"{result.task.id:<5} {result.task.title:<40} {result.earned:>3} / {result.task.points:<3}"
+                passed = result.outcome is Outcome.PASSED
+                terminalreporter.write_line(f"{line}  {result.outcome}", green=passed, red=not passed)
+
+    def _empty(self, config: pytest.Config) -> list[Phase]:
+        """The phases that were asked for and have no test. Under xdist each worker collects, this process does not."""
+        if config.pluginmanager.hasplugin("dsession"):
+            return []
+        return [phase for phase in self._phases if not self._num_collected[phase.number]]
+
+    # The journal
+
+    def _reload(self) -> None:
+        """What earlier children of this run did."""
+        for event in self._journal.new_events() if self._journal else ():
+            if event.kind == "result":
+                self._done.add(event.name)
+            elif event.kind == "lost" and event.task:
+                self._lost_tasks.add(event.task)
+            elif event.kind == "lost":
+                self._lost_modules[event.name] = event.message
+
+    def _tell(self, event: Event) -> None:
+        if self._journal:
+            self._journal.write(event)
+
+    def _keep(self, task: Task, result: TestResult) -> None:
+        self._results.setdefault(task.id, {})[result.id] = result
+        self._tell(Event("result", result.id, task.id, result.title, result.outcome, result.message, result.printed))
+
+
+def _title(item: pytest.Item) -> str:
+    """What a test checks: the first line of its docstring, else its name."""
+    doc = getattr(getattr(item, "function", None), "__doc__", None)
+    return doc.strip().splitlines()[0] if doc and doc.strip() else item.name
+
+
+def _lines(error: BaseException) -> list[str]:
+    """The failure in a learner's terms, or nothing where pytest tells it better."""
+    notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
+    if is_not_written(error):
+        return [f"not written yet: {str(error).partition(';')[0]}"]
+    if isinstance(error, CheckFailed):
+        return [*str(error).splitlines(), *notes]
+    if isinstance(error, AssertionError | pytest.fail.Exception | pytest.skip.Exception):
+        return []
+    return [f"raised    {told(error)}", *notes]
+
+
+def _explained(task: Task, title: str, lines: list[str]) -> str:
+    """A failure: which task, what was checked, what happened, what to read."""
+    head = [f"phase {task.phase}, task {task.number}: {task.title}", f"checks    {title}"]
+    return "\n".join([*head, *lines, f"read on   {task.page}", f"hint      minicache hint {task.id}"])
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error of a group: Hypothesis groups those that it found."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Why a test was skipped."""
+    skipped = report.longrepr
+    return f"skipped: {skipped[2].removeprefix('Skipped: ')}" if isinstance(skipped, tuple) else "expected to fail"

@@ -1,0 +1,84 @@
+"""Where things are: the course's root, the learner's files, the tests that grade them, the saved progress."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import minicache
+from minicache.course.table import Course, Phase, load_course
+from minicache.errors import CourseError
+
+TABLE = "labs/course.toml"
+"""The table, from the course's root; a folder that has it is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """The folders of one copy of the course.
+
+    Attributes:
+        root: the folder that has `labs/course.toml`.
+        labs: the learner's files, one folder a phase; `root / "labs"` unless somebody else's are graded.
+        course: the table.
+    """
+
+    root: Path
+    labs: Path
+    course: Course
+
+    @property
+    def state(self) -> Path:
+        """The folder of saved progress and of the copies that `reset` keeps. It need not exist."""
+        return self.root / ".minicache"
+
+    def tests(self, phase: Phase) -> Path:
+        """The folder of the tests that grade `phase`."""
+        return self.root / "tests" / phase.folder
+
+    def lab_files(self, phase: Phase) -> dict[str, Path]:
+        """Module → the learner's file, for every module of `phase`."""
+        return {module: self.labs / phase.folder / file for module, file in phase.files.items()}
+
+
+def open_workspace(root: Path, labs: Path | None = None) -> Workspace:
+    """The course in the folder `root`, with its own `labs` or with those given.
+
+    Raises:
+        CourseError: `labs` is no folder, or the table cannot be read or has an error.
+    """
+    labs = labs.absolute() if labs else root / "labs"
+    if not labs.is_dir():
+        raise CourseError(f"{labs} is not a folder")
+    return Workspace(root, labs, load_course(root / TABLE))
+
+
+def find_workspace(labs: Path | None = None) -> Workspace:
+    """The course around the working directory, with its own `labs` or with those given.
+
+    Looks at `$MINICACHE_ROOT`, then upwards from the working directory, then at the checkout that the package was
+    installed from.
+
+    Raises:
+        CourseError: there is no course, or it cannot be opened.
+    """
+    given = os.environ.get("MINICACHE_ROOT")
+    checkout = Path(minicache.__file__).resolve().parents[2]
+    candidates = [Path(given).absolute()] if given else [Path.cwd(), *Path.cwd().parents, checkout]
+    for root in candidates:
+        if (root / TABLE).is_file():
+            return open_workspace(root, labs)
+    where = f"MINICACHE_ROOT={given} has" if given else "there is"
+    raise CourseError(f"{where} no {TABLE}: work inside a clone of minicache, or set MINICACHE_ROOT to it")
+
+
+def fingerprint(file: Path) -> str:
+    """The SHA-256 of a file, as `sha256sum` prints it; "" if there is no such file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def reference_file(module: str) -> Path:
+    """The file of a module of the package, found without importing it."""
+    return Path(minicache.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")

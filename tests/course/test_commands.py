@@ -1,0 +1,155 @@
+"""The command line, as a learner types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from minicache import __version__
+from minicache.cli import app
+from minicache.cli.learn import phases_of
+from minicache.course.starters import write_all
+from minicache.errors import CourseError, MinicacheError
+
+from .conftest import COLOR, NBYTES, Toys
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    """The output of `minicache arguments`, whose words are joined by single blanks."""
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, arguments)
+    if isinstance(result.exception, MinicacheError):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return " ".join(result.output.split())
+
+
+def test_version() -> None:
+    assert run("--version") == f"minicache {__version__}"
+
+
+def test_all_commands_are_there() -> None:
+    output = run("--help")
+    for command in ("status", "grade", "hint", "watch", "reset", "doctor", "grade-class", "generate", "train", "demo"):
+        assert command in output
+
+
+def test_from_the_first_look_to_all_points(toys: Toys) -> None:
+    write_all(toys.workspace)
+    assert "0/100" in run("status")
+    output = run("grade", "0", status=1)
+    assert "0 of 100 points" in output
+    assert "Next: task 0.1, Colours. Read docs/en/toys.md" in output
+    toys.write(nbytes=NBYTES.replace("return 2", "return 8"))
+    output = run("grade", "toys", status=1)
+    assert "30 of 100 points" in output
+    assert "got 8" in output
+    toys.write()
+    assert "edited since" in run("status")
+    assert "100 of 100 points" in run("grade", "00")
+    assert "100/100" in run("status")
+
+
+def test_one_task_is_graded_and_the_others_are_remembered(toys: Toys) -> None:
+    run("grade", "0")
+    toys.write(color="broken\n", nbytes=NBYTES)
+    assert "70 of 70 points" in run("grade", "0", "--task", "2")
+    status = run("status")
+    assert "100/100" in status
+    assert "passed, edited since" in status
+
+
+def test_result_files(toys: Toys, tmp_path: Path) -> None:
+    run("grade", "0", "--junit", str(tmp_path / "j.xml"), "--gradescope", str(tmp_path / "g.json"))
+    assert json.loads((tmp_path / "g.json").read_text())["score"] == 100
+    assert "<testsuites" in (tmp_path / "j.xml").read_text()
+
+
+def test_grading_somebody_elses_files_is_not_progress(toys: Toys, tmp_path: Path) -> None:
+    (tmp_path / "theirs" / "phase-00-toys").mkdir(parents=True)
+    run("grade", "0", "--labs", str(tmp_path / "theirs"), status=1)
+    assert not toys.workspace.state.exists()
+
+
+def test_hints_come_one_by_one(toys: Toys) -> None:
+    first = run("hint", "0.2")
+    assert "1. count" in first
+    assert "a dict" not in first
+    assert "2. a dict" in run("hint", "0.2")
+    last = run("hint", "0.2")
+    assert "3. {'float16': 2}" in last
+    assert "That was the last hint" in run("hint", "0.2")
+    assert "2. PALETTE[role].shade(scheme)" in run("hint", "0.1", "--all")
+
+
+def test_reset_keeps_a_copy(toys: Toys) -> None:
+    output = run("reset", "0", "--file", "palette.py")
+    assert "labs/phase-00-toys/palette.py is the starter again; yours is kept as .minicache/backups/toys/" in output
+    (copy,) = toys.workspace.state.glob("backups/toys/*/palette.py")
+    assert copy.read_text() == COLOR
+    assert "NotImplementedError" in toys.color.read_text()
+    assert toys.nbytes.read_text() == NBYTES
+    assert "Nothing to do" in run("reset", "0", "--file", "palette.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("grade", "9"), "no phase '9': there are 0 (toys), 1 (later)"),
+        (("grade", "later"), "phase 1 (later) is planned"),
+        (("grade", "0", "--task", "5"), "phase 0 has no task 5: there are 1, 2"),
+        (("hint", "0"), "'0' is no task: write phase and task, such as 1.3"),
+        (("hint", "1.1"), "phase 1 has no task 1: there are none yet"),
+        (("reset", "0", "--file", "cache.py"), "phase 0 has no file cache.py: there are palette.py, arithmetic.py"),
+        (("grade-class", "nowhere", "--phase", "0"), "nowhere is not a folder"),
+        (("course", "starters", "--check"), "the starters are not current"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_line(toys: Toys, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(CourseError) as error:
+        run(*arguments)
+    assert message in str(error.value)
+
+
+def test_an_error_is_one_line_on_stderr(toys: Toys) -> None:
+    command = [sys.executable, "-c", "from minicache.cli import main; main()", "grade", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "minicache: no phase '9': there are 0 (toys), 1 (later)\n"
+
+
+def test_a_class(toys: Toys, tmp_path: Path) -> None:
+    (tmp_path / "class" / "ada").mkdir(parents=True)
+    (tmp_path / "class" / "ada" / "palette.py").write_text(COLOR)
+    grades, reports = tmp_path / "grades.csv", tmp_path / "reports"
+    arguments = ["--phase", "0", "--csv", str(grades), "--reports", str(reports), "--jobs", "1"]
+    assert "ada: 30/100" in run("grade-class", str(tmp_path / "class"), *arguments)
+    assert grades.read_text().splitlines() == [
+        "student,0.1,0.2,total,max,note",
+        "ada,30,0,30,100,not handed in: arithmetic.py",
+    ]
+    assert (reports / "ada" / "report.txt").is_file()
+
+
+def test_doctor(toys: Toys) -> None:
+    output = run("doctor")
+    for part in ("ok Python", "ok torch", "ok pytest plugin active", "ok your files", "ok progress"):
+        assert part in output
+    toys.nbytes.unlink()
+    assert "no your files labs/phase-00-toys/arithmetic.py is not there → minicache reset 0" in run("doctor", status=1)
+
+
+def test_starters(toys: Toys) -> None:
+    output = run("course", "starters")
+    assert "labs/phase-00-toys/palette.py written; what was there is kept as .minicache/backups/toys/" in output
+    assert "current" in run("course", "starters", "--check")
+
+
+def test_watch_grades_the_phases_whose_files_changed(toys: Toys) -> None:
+    phases = list(toys.workspace.course)
+    assert phases_of(toys.workspace, phases, {toys.color, Path("elsewhere.py")}) == [toys.phase]
+    assert phases_of(toys.workspace, phases, {Path("elsewhere.py")}) == []

@@ -1,0 +1,177 @@
+"""Whatever a learner's file does, it costs the tasks in that file and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from minicache.course.grading import grade
+from minicache.course.results import Outcome, PhaseResult
+from minicache.errors import CourseError
+
+from .conftest import COLOR, NBYTES, Toys
+
+
+def outcomes(result: PhaseResult) -> list[Outcome]:
+    return [task.outcome for task in result.tasks]
+
+
+def test_a_right_solution_earns_all_points(toys: Toys) -> None:
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.PASSED]
+    assert (result.earned, result.points, result.passed, result.problems) == (100, 100, True, {})
+
+
+def test_a_wrong_solution_fails_its_task_and_says_how(toys: Toys) -> None:
+    toys.write(nbytes=NBYTES.replace("return 2", "print('hello'); return 4"))
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
+    assert result.earned == 30
+    problem = result.tasks[1].first_problem
+    assert problem is not None
+    for text in ("phase 0, task 2: Bytes", "A float16 takes two bytes", "dtype_nbytes('float16')", "docs/en/toys.md"):
+        assert text in problem.message
+    assert "got       4" in problem.message
+    assert "expected  2" in problem.message
+    assert problem.printed == "hello\n"
+
+
+def test_the_learners_line_is_shown(toys: Toys) -> None:
+    toys.write(nbytes="def dtype_nbytes(dtype):\n    return {}[dtype]\n")
+    problem = grade(toys.workspace, toys.phase, task=2).tasks[0].first_problem
+    assert problem is not None
+    assert "KeyError: 'float16'" in problem.message
+    assert "labs/phase-00-toys/arithmetic.py:2: return {}[dtype]" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def dtype_nbytes(dtype)\n    return 2\n", "arithmetic.py:1: def dtype_nbytes(dtype)"),
+        ("import nothing_of_that_name\n", "nothing_of_that_name"),
+        ("x = 1 / 0\n", "ZeroDivisionError"),
+        ("import sys\nsys.exit(0)\n", "SystemExit"),
+        ("def other():\n    pass\n", "does not define dtype_nbytes"),
+    ],
+    ids=["syntax", "import", "exception", "exit", "renamed"],
+)
+def test_a_file_that_cannot_be_imported(toys: Toys, source: str, reason: str) -> None:
+    toys.write(nbytes=source)
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
+    assert reason in result.problems["minicache.arithmetic"]
+    assert all(reason in test.message for test in result.tasks[1].tests)
+
+
+def test_a_missing_file(toys: Toys) -> None:
+    toys.nbytes.unlink()
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
+    assert "FileNotFoundError" in result.problems["minicache.arithmetic"]
+
+
+def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys) -> None:
+    toys.write(color="from minicache.arithmetic import dtype_nbytes\n" + COLOR, nbytes="syntax error\n")
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
+    assert list(result.problems) == ["minicache.arithmetic"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("while True: pass", "endless loop"),
+        ("import os; os._exit(0)", "ended (exit code 0)"),
+        ("import ctypes; ctypes.string_at(0)", "Segmentation fault"),
+    ],
+    ids=["loop", "exit", "segfault"],
+)
+def test_a_file_that_takes_the_process_down(toys: Toys, body: str, reason: str) -> None:
+    toys.write(color=COLOR.replace("    return", f"    if role == 'prompt':\n        {body}\n    return"))
+    result = grade(toys.workspace, toys.phase, timeout=5)
+    assert outcomes(result) == [Outcome.CRASHED, Outcome.PASSED]
+    (lost,) = result.tasks[0].tests
+    assert (lost.title, lost.outcome) == ("A prompt token is yellow.", Outcome.CRASHED)
+    assert reason in lost.message
+    if "_exit" not in body:  # which leaves no time to say where
+        assert f"labs/phase-00-toys/palette.py:3: {body}" in lost.message
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("while True: pass", "endless loop"), ("import os; os._exit(0)", "ended (exit code 0)")],
+    ids=["loop", "exit"],
+)
+def test_a_file_that_takes_the_process_down_at_import(toys: Toys, body: str, reason: str) -> None:
+    toys.write(color=f"{body}\n{COLOR}")
+    result = grade(toys.workspace, toys.phase, timeout=5)
+    assert outcomes(result) == [Outcome.FAILED, Outcome.PASSED]
+    assert len(result.tasks[0].tests) == 2
+    assert all(reason in test.message for test in result.tasks[0].tests)
+
+
+def test_what_passed_before_a_crash_is_kept_and_the_rest_of_the_task_not_run(toys: Toys) -> None:
+    with (toys.tests / "test_task_1_colours.py").open("a") as file:
+        file.write('\ndef test_more():\n    call(color, "end").gives("#FF7A33")\n')
+    toys.write(color=COLOR.replace("    return", "    if scheme == 'dark': import os; os._exit(3)\n    return"))
+    tests = {test.title: test.outcome for test in grade(toys.workspace, toys.phase).tasks[0].tests}
+    assert tests == {"A prompt token is yellow.": Outcome.PASSED, "An ended sequence is red.": Outcome.CRASHED}
+
+
+def test_sys_exit_in_a_test_is_a_failure_like_any_other(toys: Toys) -> None:
+    toys.write(color="import sys\ndef color(role, scheme='light'):\n    sys.exit(0)\n")
+    assert outcomes(grade(toys.workspace, toys.phase)) == [Outcome.FAILED, Outcome.PASSED]
+
+
+def test_stopping_pytest_does_not_end_the_grading(toys: Toys) -> None:
+    toys.write(color="def color(role, scheme='light'):\n    raise KeyboardInterrupt\n")
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.CRASHED, Outcome.PASSED]
+
+
+def test_not_written_yet(toys: Toys) -> None:
+    starter = (
+        'def dtype_nbytes(dtype):\n    raise NotImplementedError("phase 0, task 2: Bytes; read docs/en/toys.md")\n'
+    )
+    toys.write(nbytes=starter)
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.NOT_WRITTEN]
+    assert "not written yet: phase 0, task 2: Bytes" in result.tasks[1].tests[0].message
+
+
+def test_skipped_is_not_graded_and_earns_nothing(toys: Toys) -> None:
+    (toys.tests / "test_task_2_more.py").write_text(
+        'import pytest\n\ndef test_more():\n    """Needs a GPU."""\n    pytest.skip("no GPU here")\n'
+    )
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.NOT_GRADED]
+    assert result.earned == 30
+    assert not result.passed
+    assert "no GPU here" in result.tasks[1].tests[-1].message
+
+
+def test_a_task_without_tests_has_failed(toys: Toys) -> None:
+    (toys.tests / "test_task_2_bytes.py").write_text("")
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
+    assert not result.passed
+
+
+def test_a_test_file_that_cannot_be_imported_fails_its_task(toys: Toys) -> None:
+    (toys.tests / "test_task_2_bytes.py").write_text("from minicache.arithmetic import no_such_name\n")
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
+    assert "no_such_name" in result.tasks[1].tests[0].message
+
+
+def test_one_task(toys: Toys) -> None:
+    toys.write(color="syntax error\n")
+    result = grade(toys.workspace, toys.phase, task=2)
+    assert [task.task.number for task in result.tasks] == [2]
+    assert result.passed
+
+
+def test_what_cannot_be_graded_is_refused(toys: Toys) -> None:
+    with pytest.raises(CourseError, match="planned"):
+        grade(toys.workspace, toys.workspace.course.phase(1))
+    with pytest.raises(CourseError, match="no task 7: there are 1, 2"):
+        grade(toys.workspace, toys.phase, task=7)

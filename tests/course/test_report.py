@@ -1,0 +1,104 @@
+"""A result, told to people, to CI servers and to Gradescope; and remembered."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from xml.etree import ElementTree as Xml
+
+import pytest
+from rich.console import Console
+
+from minicache.course.progress import Progress
+from minicache.course.report import print_result, write_gradescope, write_junit
+from minicache.course.results import Outcome, PhaseResult, TaskResult, TestResult
+from minicache.errors import CourseError
+
+from .conftest import Toys
+
+BAD_OUTCOME = '{"tasks": {"0.1": {"outcome": "splendid", "sha256": "", "graded_at": ""}}, "hints": {}}'
+
+
+@pytest.fixture
+def result(toys: Toys) -> PhaseResult:
+    """Task 1 has passed; of task 2's tests one passed, one failed, one was skipped."""
+    one, two = toys.phase.tasks
+    tests = (
+        TestResult("t.py::c", "It is so.", Outcome.PASSED),
+        TestResult("t.py::d[<&>]", "It is <so> & not \x1b[31mso\x00.", Outcome.FAILED, "got 1 < 2\x00", "printed\x1b"),
+        TestResult("t.py::e", "It needs a GPU.", Outcome.NOT_GRADED, "skipped: no GPU"),
+    )
+    graded = (TaskResult(one, (TestResult("t.py::a", "A.", Outcome.PASSED),)), TaskResult(two, tests))
+    files = toys.workspace.lab_files(toys.phase)
+    return PhaseResult(toys.phase, graded, files, {module: f"sha of {module}" for module in files})
+
+
+def test_in_the_terminal(result: PhaseResult) -> None:
+    stream = io.StringIO()
+    print_result(result, Console(file=stream, width=100))
+    text = stream.getvalue()
+    for part in ("labs/phase-00-toys/palette.py", "30/30", "0/70", "got 1 < 2", "printed", "30 of 100 points"):
+        assert part in text
+
+
+def test_junit_can_be_parsed_and_counts(result: PhaseResult, tmp_path: Path) -> None:
+    write_junit(result, tmp_path / "junit.xml")
+    suites = Xml.parse(tmp_path / "junit.xml").getroot()
+    counts = [(suite.get("tests"), suite.get("failures"), suite.get("skipped")) for suite in suites]
+    assert counts == [("1", "0", "0"), ("3", "1", "1")]
+    failure = suites[1][1].find("failure")
+    assert failure is not None
+    assert "got 1 < 2" in str(failure.text)
+    assert suites[1][1].findtext("system-out") == "printed�"
+
+
+def test_junit_of_a_task_without_tests_has_a_failure(result: PhaseResult, tmp_path: Path) -> None:
+    empty = PhaseResult(result.phase, (TaskResult(result.phase.tasks[0], ()),), result.files, result.fingerprints)
+    write_junit(empty, tmp_path / "junit.xml")
+    suite = Xml.parse(tmp_path / "junit.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures"), len(suite.findall("testcase/failure"))) == ("1", "1", 1)
+
+
+def test_gradescope_has_a_test_for_each_task(result: PhaseResult, tmp_path: Path) -> None:
+    write_gradescope(result, tmp_path / "results.json")
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["score"] == 30
+    assert [(t["number"], t["score"], t["max_score"], t["status"]) for t in data["tests"]] == [
+        ("0.1", 30, 30, "passed"),
+        ("0.2", 0, 70, "failed"),
+    ]
+    assert "got 1 < 2" in data["tests"][1]["output"]
+
+
+def test_progress_is_saved_and_loaded(toys: Toys, result: PhaseResult) -> None:
+    progress = Progress.load(toys.workspace)
+    progress.record(result)
+    progress.hints["0.1"] = 2
+    progress.save()
+    again = Progress.load(toys.workspace)
+    assert again == progress
+    one, two = toys.phase.tasks
+    assert (again.passed(one), again.passed(two), again.warning) == (True, False, "")
+    assert again.is_stale(one, toys.color)  # its fingerprint was made up
+    assert [file.name for file in toys.workspace.state.iterdir()] == ["progress.json"]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"tasks": {"0.1": 3}, "hints": {}}', BAD_OUTCOME, '{"hints": {}}'])
+def test_damaged_progress_is_put_aside_and_said(toys: Toys, damage: str) -> None:
+    toys.workspace.state.mkdir()
+    file = toys.workspace.state / "progress.json"
+    file.write_text(damage)
+    progress = Progress.load(toys.workspace)
+    assert (progress.tasks, progress.hints) == ({}, {})
+    (aside,) = toys.workspace.state.iterdir()
+    assert aside.name in progress.warning
+    assert aside.read_text() == damage
+    progress.save()
+    assert Progress.load(toys.workspace).warning == ""
+
+
+def test_progress_that_cannot_be_saved_is_an_error_and_leaves_the_old_one(toys: Toys) -> None:
+    toys.workspace.state.write_text("in the way")
+    with pytest.raises(CourseError, match="could not be saved"):
+        Progress(toys.workspace.state / "progress.json").save()

@@ -1,0 +1,49 @@
+"""`minicache demo`, small: both ways decode, a plot is written, a cache that lies is found out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from minicache.cache import KVCache
+from minicache.cli.demo import PROMPTS, app
+from minicache.errors import MinicacheError
+from minicache.grammar import Tokenizer
+
+
+@pytest.fixture
+def threads() -> None:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_demo_shows_completions_totals_and_a_plot(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    for prompt in PROMPTS:
+        assert prompt in result.output
+    # Eight prompts of P tokens, N new ones each: P·N + N(N − 1)/2 positions without the cache, P + N − 1 with it.
+    lengths = [len(Tokenizer().encode(prompt)) for prompt in PROMPTS]
+    assert f"{sum(sum(range(length, 24)) for length in lengths):,}" in result.output
+    assert f"{8 * 23:,}" in result.output
+    assert "2,048" in result.output  # bytes a token: 2 · 4 layers · 2 KV heads · 32 · 4 bytes
+    assert (tmp_path / "time_per_token.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("threads")
+def test_demo_refuses_to_praise_a_cache_that_changes_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = KVCache.read
+
+    def forgetful(cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = read(cache, layer)
+        return k, torch.zeros_like(v)
+
+    monkeypatch.setattr(KVCache, "read", forgetful)
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"])
+    assert isinstance(result.exception, MinicacheError)
+    assert "changed the tokens" in str(result.exception)

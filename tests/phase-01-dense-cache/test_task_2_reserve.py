@@ -1,0 +1,66 @@
+"""Phase 1, task 2: reserve the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minicache.cache import KVCache
+from minicache.course.checks import call, that
+
+SIZES = {"num_layers": 3, "batch_size": 2, "num_kv_heads": 5, "max_seq_len": 7, "head_dim": 11}
+
+
+def test_minigpt_reserves_one_mebibyte():
+    """MiniGPT's cache (4 layers, 2 kv heads of 32, 512 tokens, float32) takes 1,048,576 bytes."""
+    cache = call(KVCache, 4, 1, 2, 512, 32).value
+    that("KVCache(4, 1, 2, 512, 32).nbytes", cache.nbytes).gives(1_048_576)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"),
+    [(torch.float64, 8), (torch.float32, 4), (torch.float16, 2), (torch.bfloat16, 2), (torch.float8_e4m3fn, 1)],
+)
+def test_bytes_follow_the_dtype(dtype, itemsize):
+    """Keys and values: 2 · L · B · H_kv · S_max · d numbers, each as large as its dtype says."""
+    cache = call(KVCache, *SIZES.values(), dtype=dtype).value
+    that(f"nbytes of {SIZES} in {dtype}", cache.nbytes).gives(2 * 3 * 2 * 5 * 7 * 11 * itemsize)
+
+
+@pytest.mark.parametrize("doubled", SIZES)
+def test_twice_any_size_takes_twice_the_bytes(doubled):
+    """Doubling any one of the five sizes doubles the memory."""
+    once = call(KVCache, **SIZES).value.nbytes
+    twice = call(KVCache, **{**SIZES, doubled: 2 * SIZES[doubled]}).value.nbytes
+    that(f"nbytes with {doubled} doubled", twice).gives(2 * once)
+
+
+def test_the_smallest_cache():
+    """One of everything: one key and one value, 8 bytes in float32."""
+    that("KVCache(1, 1, 1, 1, 1).nbytes", call(KVCache, 1, 1, 1, 1, 1).value.nbytes).gives(8)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", torch.device("cpu")], ids=str)
+def test_a_device_by_name_or_object(device):
+    """`device` may be a name or a torch.device; "meta" counts bytes without having any."""
+    that(f"nbytes on {device}", call(KVCache, **SIZES, device=device).value.nbytes).gives(18480)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_below_one_are_refused(name, size):
+    """A size of 0 or less raises ValueError."""
+    call(KVCache, **{**SIZES, name: size}).raises(ValueError)
+
+
+@pytest.mark.parametrize("size", [2.0, "2", None, True], ids=repr)
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_are_no_int_are_refused(name, size):
+    """A size that is no int raises TypeError: 2.0, "2", None, and True, which Python would take for 1."""
+    call(KVCache, **{**SIZES, name: size}).raises(TypeError)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float32", None], ids=str)
+def test_dtypes_that_are_not_floating_point_are_refused(dtype):
+    """Keys and values are floating-point numbers: any other dtype, or a dtype's name, raises TypeError."""
+    call(KVCache, **SIZES, dtype=dtype).raises(TypeError)

@@ -59,7 +59,7 @@ def demo(
     torch.set_num_threads(1)  # a second thread makes steps this small slower and their times noisy
     model, tokenizer = load_minigpt(), Tokenizer()
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    runs = _decode_all(model, prompts, max_seq_len, tokenizer.end_token_id, console)
+    runs = _decode_all(model, prompts, max_seq_len, console)
     for prompt, recomputed, cached in zip(PROMPTS, *runs.values(), strict=True):
         if recomputed.token_ids != cached.token_ids:
             raise MinicacheError(f"{prompt!r}: the cache changed the tokens. That is a bug: please report it.")
@@ -71,10 +71,8 @@ def demo(
     console.print(f"Plot: [bold]{_save_plot(by_position, out)}[/]", soft_wrap=True)
 
 
-def _decode_all(
-    model: MiniGPT, prompts: list[list[int]], max_seq_len: int, end_token_id: int, console: Console
-) -> dict[str, list[Run]]:
-    """Decode every prompt in both ways, until the text ends or has `max_seq_len` tokens."""
+def _decode_all(model: MiniGPT, prompts: list[list[int]], max_seq_len: int, console: Console) -> dict[str, list[Run]]:
+    """Decode every prompt in both ways up to `max_seq_len` tokens. After the end of a text the next one begins."""
     import torch
 
     from minicache.cache import KVCache
@@ -90,17 +88,14 @@ def _decode_all(
             bar = progress.add_task(way, total=sum(max_seq_len - len(prompt) for prompt in prompts))
             for prompt in prompts:
                 cache.reset()
-                max_new_tokens, run = max_seq_len - len(prompt), Run([], [])
-                steps = decode(
-                    model, torch.tensor([prompt]), max_new_tokens, cache=cache if way == "KV cache" else None
-                )
-                for token, seconds in timed(steps):
+                way_cache = cache if way == "KV cache" else None
+                run = Run([], [])
+                for token, seconds in timed(
+                    decode(model, torch.tensor([prompt]), max_seq_len - len(prompt), cache=way_cache)
+                ):
                     run.token_ids.append(int(token))
                     run.seconds.append(seconds)
                     progress.advance(bar)
-                    if run.token_ids[-1] == end_token_id:
-                        break
-                progress.advance(bar, max_new_tokens - len(run.token_ids))
                 runs[way].append(run)
     return runs
 
@@ -129,7 +124,7 @@ def _completions(tokenizer: Tokenizer, prompts: list[list[int]], runs: list[Run]
 def _totals(
     model: MiniGPT, prompts: list[list[int]], runs: dict[str, list[Run]], by_position: dict[str, dict[int, float]]
 ) -> Table:
-    """Seconds, positions computed, cache bytes and the speed-up, a row a way."""
+    """Seconds, positions that the model computed, cache bytes and the speed-up, a row a way."""
     from minicache.arithmetic import kv_bytes_per_token
 
     config = model.config
@@ -142,7 +137,7 @@ def _totals(
     }
     seconds = {way: sum(sum(run.seconds) for run in way_runs) for way, way_runs in runs.items()}
     table = Table()
-    for heading in ("", "seconds", f"ms for token {last}", "positions computed", "KV bytes a token", "speed-up"):
+    for heading in ("", "seconds", f"token {last}, ms", "positions", "KV bytes/token", "speed-up"):
         table.add_column(heading, justify="right" if heading else "left")
     for way, role in WAYS.items():
         table.add_row(

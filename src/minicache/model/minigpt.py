@@ -1,0 +1,177 @@
+"""MiniGPT: a small Llama.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings, no biases: the architecture of Llama 3
+(Dubey et al. 2024) to the letter, and with its parameter names, so that `transformers`' Llama can check it. The cache
+is an argument of `forward`, not a second model.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minicache import attention
+from minicache.model.config import MiniGPTConfig
+
+
+class Cache(Protocol):
+    """What the model asks of a KV cache: what attention asks, and where the next tokens stand.
+
+    Spelled out here, because `minicache.attention` may be a learner's file, and its `Cache` may be gone.
+    """
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store `k`, `v` `[B, H_kv, T, d]` as the newest T tokens of `layer`."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Causal attention of `q` `[B, H, T, d]` over everything that `layer` holds, `[B, H, T, d]`."""
+
+    def positions(self, num_new_tokens: int, /) -> Tensor:
+        """Positions of the next T tokens: `[T]`, or `[B, T]` where sequences differ. int64."""
+
+
+class MiniGPT(nn.Module):
+    """A decoder-only transformer: token ids in, the next token's logits out.
+
+    Args:
+        config: the model's shape.
+
+    Attributes:
+        config: as given.
+    """
+
+    def __init__(self, config: MiniGPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        cos, sin = rotary_tables(config)
+        # Derived from the config, so not part of a checkpoint.
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
+        """Compute the logits of the token after each position.
+
+        Args:
+            token_ids: the T newest tokens of B sequences, `[B, T]` int64, T ≥ 1.
+            cache: None, and the T tokens are all there is; or a cache, which holds the tokens before them and receives
+                their keys and values.
+
+        Returns:
+            `[B, T, vocab_size]` in the parameters' dtype.
+
+        Raises:
+            TypeError: `token_ids` is not an int64 tensor.
+            ValueError: it is not `[B, T]` with T ≥ 1, or a token would stand past `max_seq_len`.
+            IndexError: a token id lies outside the vocabulary.
+            CacheOverflowError: the cache has no room for T more tokens. Nothing was written.
+        """
+        self._check_token_ids(token_ids)
+        num_new = token_ids.shape[1]
+        positions = torch.arange(num_new, device=token_ids.device) if cache is None else cache.positions(num_new)
+        self._check_positions(positions)
+        # One axis for the heads, before T: [1, T, d] or [B, 1, T, d], either broadcasts against [B, H, T, d].
+        rotation = cast(Tensor, self.cos)[positions].unsqueeze(-3), cast(Tensor, self.sin)[positions].unsqueeze(-3)
+        hidden = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation, cache)
+        return F.linear(self.norm(hidden), self.embed_tokens.weight)
+
+    def num_parameters(self) -> int:
+        """The number of trained values; the tied embedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def _check_token_ids(self, token_ids: Tensor) -> None:
+        if not isinstance(token_ids, Tensor) or token_ids.dtype != torch.int64:
+            got = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
+            raise TypeError(f"token_ids must be an int64 tensor [B, T]; got {got}")
+        if token_ids.ndim != 2 or 0 in token_ids.shape:
+            raise ValueError(f"token_ids must be [B, T] with at least one token; got {list(token_ids.shape)}")
+        lowest, highest = (int(bound) for bound in token_ids.aminmax())
+        if lowest < 0 or highest >= self.config.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise IndexError(f"token id {wrong} is outside the vocabulary, 0 … {self.config.vocab_size - 1}")
+
+    def _check_positions(self, positions: Tensor) -> None:
+        last = int(positions.max())
+        if last >= self.config.max_seq_len:
+            raise ValueError(
+                f"a token would stand at position {last}; the model's last is {self.config.max_seq_len - 1}"
+            )
+
+
+class Block(nn.Module):
+    """One transformer block: attention and feed-forward, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: MiniGPTConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = Attention(config, index)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+        """`[B, T, hidden_size]` → the same shape."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, cache)
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions (Su et al. 2021)."""
+
+    def __init__(self, config: MiniGPTConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+        """`[B, T, hidden_size]` → the same shape. Keys enter the cache already rotated."""
+        q, k, v = (self._heads(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        out = attention.attention_with_cache(q, k, v, self.index, cache)
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """`[B, T, heads · d]` → `[B, heads, T, d]`."""
+        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): a gated hidden layer."""
+
+    def __init__(self, config: MiniGPTConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[B, T, hidden_size]` → the same shape."""
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)))
+
+
+def rotary_tables(config: MiniGPTConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, each `[max_seq_len, head_dim]`.
+
+    Dimension i turns together with dimension i + d/2, by position · theta^(−2i/d): "by halves", as Llama's published
+    weights expect (Su et al. 2021 pair neighbours; the two differ by a permutation of the dimensions).
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys `[B, heads, T, d]` by their positions' angles, `[…, T, d]`."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,4 +1,4 @@
-"""MiniGPT: the model itself, its checkpoint, its training and its measurement."""
+"""MiniGPT: the model itself, its checkpoint and its training."""
 
 from minicache.model.checkpoint import load_minigpt, save_minigpt
 from minicache.model.config import MiniGPTConfig

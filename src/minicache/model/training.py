@@ -49,9 +49,9 @@ def train(
 
     AdamW (Loshchilov and Hutter 2019) with a linear warm-up and a cosine decay to zero, gradients clipped to norm 1.
 
-    The loss is cross-entropy at temperature 1.8: there the model copies the corpus's frequencies, and at 1.0 it is surer
-    than the corpus. After minutes of training some probability is still left on words that cannot stand there; at 1.0
-    that becomes rare enough for texts of a hundred words.
+    The loss is cross-entropy at temperature 1.8: there the model copies the corpus's frequencies, and at 1.0 it is
+    surer than the corpus. After minutes of training some probability is still left on words that cannot stand there;
+    at 1.0 that becomes rare enough for texts of a hundred words.
 
     A seed fixes every text of the corpus on any machine, and the initial weights for a torch release. With the same
     torch release, kind of CPU and number of threads (`torch.get_num_threads()`) the whole run repeats bit for bit.

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from minicache.cache import KVCache
+from minicache.decoding import decode
 from minicache.errors import UngrammaticalError
 from minicache.grammar import Tokenizer, check_text, join_words, split_words
-from minicache.model.minigpt import MiniGPT
+from minicache.model import MiniGPT
+from minicache.sampling import sampler
 
 PROMPTS = (
     "Yesterday I",
@@ -107,26 +109,19 @@ def measure_grammaticality(
 def _complete(
     model: MiniGPT, prompt: str, batch_size: int, max_new_tokens: int, temperature: float, seed: int
 ) -> list[Completion]:
-    """Sample one prompt several times at once. A batch runs until all its texts have ended, or to the limit.
-
-    The loop is written out here because the floor of the engine lies above: this measures the model, not an engine.
-    """
+    """Sample one prompt several times at once. A batch runs until all its texts have ended, or to the limit."""
     tokenizer, config = Tokenizer(), model.config
-    prompt_ids = tokenizer.encode(prompt)
-    cache = KVCache(
-        config.num_layers, batch_size, config.num_kv_heads, len(prompt_ids) + max_new_tokens, config.head_dim
-    )
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([prompt_ids]).repeat(batch_size, 1)
-    ended = torch.zeros(batch_size, 1, dtype=torch.bool)
+    prompt_ids = torch.tensor([tokenizer.encode(prompt)]).repeat(batch_size, 1)
+    max_seq_len = prompt_ids.shape[1] + max_new_tokens
+    cache = KVCache(config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
+    ended = torch.zeros(batch_size, dtype=torch.bool)
     columns: list[torch.Tensor] = []
-    while len(columns) < max_new_tokens and not ended.all():
-        with torch.inference_mode():
-            logits = model(tokens, cache)[:, -1]
-        tokens = torch.multinomial(torch.softmax(logits / temperature, dim=-1), num_samples=1, generator=generator)
-        ended |= tokens == tokenizer.end_token_id
+    for tokens in decode(model, prompt_ids, max_new_tokens, cache=cache, pick=sampler(temperature, seed)):
         columns.append(tokens)
-    rows = torch.cat(columns, dim=1).tolist()
+        ended |= tokens == tokenizer.end_token_id
+        if ended.all():
+            break
+    rows = torch.stack(columns, dim=1).tolist()
     return [_judge(prompt, row, tokenizer) for row in rows]
 
 

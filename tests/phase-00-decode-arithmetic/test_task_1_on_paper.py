@@ -26,51 +26,60 @@ def test_opt_13b_bytes_per_token() -> None:
     call(paper.opt_13b_bytes_per_token).is_near(819_200, EXACT, reveal=False, factors=hints)
 
 
-def test_opt_13b_slots_in_12_gib() -> None:
+def test_qwen3_14b_bytes_per_token() -> None:
     hints = {
-        12e9 / (12 * 2**30): "12 GiB are 12 · 1,024³ bytes, not 12 · 10⁹",
-        2: "your bytes per token are half of what they should be",
-        40 / 12: "the weights take their part of the 40 GB; 12 GiB are left",
-        10 / 3: "the weights take their part of the 40 GB; 12 GiB are left",
-    }
-    call(paper.opt_13b_slots_in_12_gib).is_near(15_728, 0.002, reveal=False, factors=hints)
-
-
-def test_llama_3_8b_bytes_per_token() -> None:
-    hints = {
-        4: "query heads leave nothing in the cache: count the 8 KV heads",
+        5: "query heads leave nothing in the cache: count the 8 KV heads",
         1 / 2: f"{KEYS_ONLY}, and {ONE_BYTE}: one of the two is missing",
         2: FLOAT32,
-        8: f"query heads leave nothing in the cache, and {FLOAT32}; or that is bits",
+        10: f"query heads leave nothing in the cache, and {FLOAT32}",
+        8: BITS,
         1 / 8: "every KV head has a key and a value of its own",
-        1 / 32: ONE_LAYER,
+        1 / 40: ONE_LAYER,
+        1 / 128: "each head has 128 numbers, not one",
         1 / 1024: "give bytes, not KiB",
     }
-    call(paper.llama_3_8b_bytes_per_token).is_near(131_072, EXACT, reveal=False, factors=hints)
+    call(paper.qwen3_14b_bytes_per_token).is_near(163_840, EXACT, reveal=False, factors=hints)
 
 
-def test_llama_3_8b_sequences_in_60_gib() -> None:
-    hints = {
-        2048: "that is tokens; a sequence takes 2,048 of them",
-        1 / 4: "the cache holds 8 KV heads a layer, not 32",
-        2: "your bytes per token are half of what they should be",
-        1 / 2: "your bytes per token are twice what they should be",
-        223 / 240: "60 GiB are 60 · 1,024³ bytes, not 60 · 10⁹",
-    }
-    call(paper.llama_3_8b_sequences_in_60_gib).is_near(240, EXACT, reveal=False, factors=hints)
-
-
-def test_deepseek_v3_bytes_per_token() -> None:
+def test_deepseek_v2_bytes_per_token() -> None:
     hints = {
         2: "keys and values are both made from one latent: count it once. Or: 2 bytes a number, not 4",
         128: "all 128 heads share the latent",
         256: "all 128 heads share the latent, and keys and values are both made from it",
         512 / 576: "the RoPE key stands beside the latent and takes room too",
+        61 / 60: "61 layers are DeepSeek-V3",
         1 / 2: ONE_BYTE,
-        1 / 61: ONE_LAYER,
+        1 / 60: ONE_LAYER,
         8: BITS,
+        1 / 1024: "give bytes, not KiB",
     }
-    call(paper.deepseek_v3_bytes_per_token).is_near(70_272, EXACT, reveal=False, factors=hints)
+    call(paper.deepseek_v2_bytes_per_token).is_near(69_120, EXACT, reveal=False, factors=hints)
+
+
+def test_opt_30b_slots_in_20_gib() -> None:
+    hints = {
+        20e9 / (20 * 2**30): "20 GiB are 20 · 1,024³ bytes, not 20 · 10⁹",
+        2: "your bytes per token are half of what they should be",
+        1 / 2: "your bytes per token are twice what they should be",
+        4: "weights and reserve take their part of the 80 GiB; 20 GiB are left",
+        48: "a token leaves a key and a value in each of the 48 layers",
+        56: "every layer has 56 heads",
+        1_376_256 / 819_200: "that is a token of OPT-13B; OPT-30B has more layers and more heads",
+    }
+    call(paper.opt_30b_slots_in_20_gib).is_near(15_603, 0.002, reveal=False, factors=hints)
+
+
+def test_qwen3_14b_sequences_in_48_gib() -> None:
+    hints = {
+        314_572 / 38: "that is tokens; a sequence takes 8,192 of them",
+        7 / 38: "the cache holds 8 KV heads a layer, not 40",
+        2: "your bytes per token are half of what they should be",
+        1 / 2: "your bytes per token are twice what they should be",
+        35 / 38: "48 GiB are 48 · 1,024³ bytes, not 48 · 10⁹",
+        38.4 / 38: "a part of a sequence does not fit: round down",
+        39 / 38: "the last one does not fit: round down",
+    }
+    call(paper.qwen3_14b_sequences_in_48_gib).is_near(38, EXACT, reveal=False, factors=hints)
 
 
 def test_unused_rows_bytes() -> None:
@@ -85,32 +94,35 @@ def test_unused_rows_bytes() -> None:
     call(paper.unused_rows_bytes).is_near(15_360, EXACT, reveal=False, factors=hints)
 
 
-def test_a100_ridge_point() -> None:
+def test_h100_pcie_ridge_point() -> None:
+    ridge = 756.5e12 / 2.0e12
     hints = {
-        (1.555 / 312) ** 2: "FLOP/s over bytes/s, not the other way round",
+        2: "the peak with sparsity is twice that of a dense model",
+        1 / ridge**2: "FLOP/s over bytes/s, not the other way round",
+        2 / 1513 / ridge: "FLOP/s over bytes/s, not the other way round; and the dense peak is half of 1,513 · 10¹²",
         1e3: "both rates are in 10¹²: one has lost three zeros",
         1e-3: "both rates are in 10¹²: one has lost three zeros",
-        2: "312 · 10¹² is the dense peak; sparsity does not count",
     }
-    call(paper.a100_ridge_point).is_near(312e12 / 1.555e12, 0.01, reveal=False, factors=hints)
+    call(paper.h100_pcie_ridge_point).is_near(ridge, 0.01, reveal=False, factors=hints)
 
 
-def test_decode_intensity_at_batch_1() -> None:
+def test_decode_intensity_with_int8_weights() -> None:
     hints = {
-        2: "a weight takes 2 bytes, not 1",
-        1 / 2: "a multiplication and an addition are 2 FLOPs",
+        1 / 2: "a multiplication and an addition are 2 FLOPs, and an int8 is 1 byte: one of the two is wrong",
+        1 / 4: "that is bytes per FLOP",
         1 / 8: "that is FLOPs per bit",
     }
-    call(paper.decode_intensity_at_batch_1).is_near(1.0, 0.01, reveal=False, factors=hints)
+    call(paper.decode_intensity_with_int8_weights).is_near(2.0, 0.01, reveal=False, factors=hints)
 
 
-def test_decode_break_even_batch_on_a100() -> None:
+def test_decode_break_even_batch_on_h100_pcie() -> None:
+    not_one = "the intensity at batch 1 is not 1; or the ridge is that of the peak with sparsity"
     hints = {
-        200 / 201: "one fewer is still just left of the ridge: round up",
-        101 / 201: "the intensity at batch 1 is not 2",
-        100 / 201: "the intensity at batch 1 is not 2",
-        401 / 201: "the intensity at batch 1 is not 1/2",
-        402 / 201: "the intensity at batch 1 is not 1/2",
-        1 / 201: "one sequence is nowhere near the ridge",
+        189 / 190: "189 is still left of the ridge: round up",
+        189.125 / 190: "a part of a sequence cannot be served: round up",
+        378 / 190: not_one,
+        379 / 190: not_one,
+        757 / 190: "the intensity at batch 1 is not 1/2",
+        1 / 190: "one sequence is nowhere near the ridge",
     }
-    call(paper.decode_break_even_batch_on_a100).is_near(201, EXACT, reveal=False, factors=hints)
+    call(paper.decode_break_even_batch_on_h100_pcie).is_near(190, EXACT, reveal=False, factors=hints)

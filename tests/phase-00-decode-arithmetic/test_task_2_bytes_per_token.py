@@ -36,6 +36,7 @@ def test_an_unknown_dtype_is_refused_and_the_known_ones_listed(dtype: str) -> No
         ("Qwen3-8B", (36, 8, 128), 144 * 1024),
         ("one layer, multi-query", (1, 1, 64), 256),
     ],
+    ids=["opt-13b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "one layer, multi-query"],
 )
 def test_published_models_in_float16(model: str, heads: tuple[int, int, int], nbytes: int) -> None:
     call(kv_bytes_per_token, *heads).gives(nbytes)
@@ -71,6 +72,7 @@ def test_it_grows_in_proportion_to_each_count(num_layers: int, num_kv_heads: int
         ("DeepSeek-V3 in float8", 61, 512, 64, "float8_e4m3", 35_136),
         ("no RoPE part", 2, 16, 0, "float32", 128),
     ],
+    ids=["deepseek-v2", "deepseek-v3", "deepseek-v3 in float8", "no rope part"],
 )
 def test_latent_attention(case: str, layers: int, rank: int, rope: int, dtype: str, nbytes: int) -> None:
     call(mla_bytes_per_token, layers, rank, rope, dtype).gives(nbytes)
@@ -100,12 +102,14 @@ def test_the_default_is_float16() -> None:
         (specs.MINIGPT, "float32", 2_048),
         (specs.DEEPSEEK_V3, "bfloat16", 70_272),
     ],
+    ids=["opt-13b", "llama-3-8b", "llama-3-8b in int8", "qwen3-32b", "minigpt in float32", "deepseek-v3"],
 )
 def test_a_model_has_one_cache_or_the_other(model: specs.Transformer, dtype: str, nbytes: int) -> None:
     call(cache_bytes_per_token, model, dtype).gives(nbytes)
 
 
 def test_query_heads_leave_nothing_in_the_cache() -> None:
+    """Query heads leave nothing in the cache: only the KV heads count."""
     few = specs.Transformer(4, 128, 2, 2, 32, num_parameters=1000)
     many = specs.Transformer(4, 128, 16, 2, 32, num_parameters=1000)
     call(cache_bytes_per_token, few).gives(1024)

@@ -27,12 +27,14 @@ def test_weights_take_their_dtype_each(num_parameters: int, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("model", "cache_gib", "bytes_per_token", "slots"),
     [("OPT-13B", 12, 2 * 40 * 5120 * 2, 15_728), ("OPT-175B", 264, 2 * 96 * 12_288 * 2, 60_074)],
+    ids=["opt-13b", "opt-175b"],
 )
 def test_slots_of_the_pagedattention_paper(model: str, cache_gib: int, bytes_per_token: int, slots: int) -> None:
     call(cache_capacity_tokens, cache_gib * GIB, 0, bytes_per_token).gives(slots)
 
 
 def test_opt_13b_on_an_a100() -> None:
+    """OPT-13B on an A100-40GB: weights and reserve both take their part of the memory."""
     memory, weights = 40 * GIB, 25_706_946_560
     call(cache_capacity_tokens, memory, weights, 819_200).gives(21_048)
     call(cache_capacity_tokens, memory, weights, 819_200, reserved_bytes=4 * GIB).gives(15_805)
@@ -74,12 +76,14 @@ def test_weights_that_do_not_fit_are_an_error() -> None:
 
 
 def test_reserved_bytes_goes_by_name_only() -> None:
+    call(cache_capacity_tokens, 1000, 100, 10, reserved_bytes=100).gives(80)
     call(cache_capacity_tokens, 1000, 100, 10, 100).raises(TypeError)
 
 
 @pytest.mark.parametrize(
     ("capacity", "each", "sequences"),
     [(15_728, 2048, 7), (16_384, 2048, 8), (16_383, 2048, 7), (100, 101, 0), (0, 5, 0), (5, 1, 5)],
+    ids=["opt-13b", "just full", "one token short", "none fits", "no room", "one token each"],
 )
 def test_concurrent_sequences(capacity: int, each: int, sequences: int) -> None:
     call(max_concurrent_sequences, capacity, each).gives(sequences)

@@ -55,12 +55,13 @@ def test_a_decode_step_after_1000_tokens() -> None:
 
 
 def test_a_prefill_of_four_tokens() -> None:
-    # They attend to 1 + 2 + 3 + 4 = 10 positions.
+    """A new token attends to itself and to those before it: four new ones to 1 + 2 + 3 + 4 = 10 positions."""
     call(step_flops, specs.LLAMA_3_8B, 4).gives(4 * 16_060_522_496 + 10 * 524_288)
     call(step_bytes, specs.LLAMA_3_8B, 4).gives(16_060_522_496 + 4 * 131_072)
 
 
 def test_a_batch_of_32() -> None:
+    """A batch reads the weights once, but every sequence does its own FLOPs with them and has its own cache."""
     call(step_flops, specs.LLAMA_3_8B, 1, 1000, 32).gives(32 * (16_060_522_496 + 1001 * 524_288))
     call(step_bytes, specs.LLAMA_3_8B, 1, 1000, 32).gives(16_060_522_496 + 32 * 1001 * 131_072)
 
@@ -73,6 +74,7 @@ def test_arguments_have_names_and_defaults() -> None:
 
 
 def test_latent_attention_reads_few_bytes_and_does_many_flops() -> None:
+    """With a latent, all query heads work on kv_latent_dim numbers, of which one row is stored."""
     model = Transformer(2, 8, 4, 4, 3, num_parameters=100, kv_latent_dim=5)
     call(step_flops, model, 1, 9).gives(2 * 100 + 4 * 2 * 4 * 5 * 10)
     call(step_bytes, model, 1, 9).gives(2 * 100 + 10 * 2 * 5 * 2)

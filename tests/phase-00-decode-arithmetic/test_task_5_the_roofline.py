@@ -27,6 +27,7 @@ accelerators = st.builds(Accelerator, st.just("any"), st.just(1), bandwidth=rate
         (specs.LAPTOP_CPU, 10.0),
         (TOY, 8.0),
     ],
+    ids=lambda value: value.name if isinstance(value, Accelerator) else None,
 )
 def test_ridge_points(accelerator: Accelerator, ridge: float) -> None:
     call(ridge_point, accelerator).is_near(ridge, 1e-4)
@@ -40,6 +41,7 @@ def test_the_roofline_rises_and_then_is_flat(intensity: float, flops: float) -> 
 
 
 def test_decode_on_an_a100_reaches_half_a_percent_of_its_peak() -> None:
+    """Decode at batch 1 is held back by the bandwidth: of the two rates the lower one holds."""
     call(attainable_flops, specs.A100_40GB, 1.0).is_close(1.555e12, rtol=1e-12, atol=0)
 
 
@@ -51,6 +53,7 @@ def test_a_step_takes_the_longer_of_the_two_times(flops: float, nbytes: float, s
 
 
 def test_a_token_of_llama_3_8b_takes_10_ms_on_an_a100() -> None:
+    """A token of Llama-3-8B takes 10 ms on an A100: the longer of the two times, not their sum."""
     call(step_seconds, specs.A100_40GB, 16_061_046_784, 16_060_653_568).is_near(0.010328, 1e-3)
 
 

@@ -52,7 +52,20 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "accelerator", "context_len", "dtype"), PUBLISHED)
+PUBLISHED_IDS = [
+    "llama-3-8b on a100-40gb, context 0",
+    "llama-3-8b on a100-40gb, context 256",
+    "llama-3-8b on h100, context 256",
+    "llama-3-8b in int8 on h100, context 512",
+    "llama-3-70b on a100-80gb, context 2048",
+    "opt-13b on a100-40gb, context 0",
+    "qwen3-8b on h200, context 0",
+    "qwen3-32b in float8 on l4, context 100",
+    "minigpt in float32 on a laptop, context 10",
+]
+
+
+@pytest.mark.parametrize(("model", "accelerator", "context_len", "dtype"), PUBLISHED, ids=PUBLISHED_IDS)
 def test_it_is_the_first_batch_that_reaches_the_ridge(
     model: Transformer, accelerator: Accelerator, context_len: int, dtype: str
 ) -> None:
@@ -73,6 +86,7 @@ def test_llama_3_8b_on_an_a100_by_context() -> None:
         (specs.LLAMA_3_8B, specs.H100, 4096),
         (specs.LLAMA_3_70B, specs.H200, 65_536),
     ],
+    ids=["opt-13b on a100-40gb, context 512", "llama-3-8b on h100, context 4096", "llama-3-70b on h200, context 65536"],
 )
 def test_a_long_context_keeps_decode_memory_bound_for_ever(
     model: Transformer, accelerator: Accelerator, context_len: int
@@ -92,6 +106,19 @@ def test_a_step_exactly_at_the_ridge_is_not_memory_bound(context_len: int) -> No
     model = Transformer(3, 16, 8, 1, 2, num_parameters=1000)
     machine = Accelerator("toy", 1024, bandwidth=4.0, peak_flops=32.0)
     call(break_even_batch, model, machine, context_len).gives(8)
+
+
+@pytest.mark.parametrize(("num_parameters", "peak_flops", "batch"), [(4, 7.0, 7), (11, 14.0, 14), (8, 14.0, 56)])
+def test_a_batch_exactly_at_the_ridge_is_not_missed_by_rounding(
+    num_parameters: int, peak_flops: float, batch: int
+) -> None:
+    # Ties whose ridge is a third of a whole number, which a float cannot hold. The first: 7 sequences of 12 FLOPs each
+    # over 8 + 7 · 4 bytes are 7/3 FLOP/byte, just the ridge; the formula worked in floats says 8.
+    model = Transformer(1, 1, 1, 1, 1, num_parameters=num_parameters)
+    machine = Accelerator("toy", 1024, bandwidth=3.0, peak_flops=peak_flops)
+    tie = intensity(model, 0, batch, "float16") == ridge(machine)
+    that(f"whether a batch of {batch} lies exactly on the ridge", tie).gives(True)
+    call(break_even_batch, model, machine, 0).gives(batch)
 
 
 def test_a_limit_that_is_only_the_ridge_is_never_reached() -> None:
@@ -125,7 +152,7 @@ def transformers(draw: st.DrawFn) -> Transformer:
     )
 
 
-# Bandwidths are powers of two: every ridge is exact as a float, so that a solution in floats is judged by its formula.
+# Bandwidths are powers of two: every ridge is exact as a float, so that here a solution is judged by its formula alone.
 machines = st.builds(
     Accelerator, st.just("any"), st.just(1), bandwidth=st.sampled_from([1.0, 2.0, 4.0]), peak_flops=st.integers(1, 90)
 )

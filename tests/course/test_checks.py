@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -55,7 +56,11 @@ def test_gives_accepts(got: object, expected: object) -> None:
 @pytest.mark.parametrize(
     ("got", "expected", "difference"),
     [
-        (4, 3, "got 4, expected 3"),
+        (4, 3, "yours is 1.33 times the expected"),
+        (409_600, 819_200, "yours is 0.5 times the expected"),
+        (-3.0, 2.0, "yours is -1.5 times the expected"),
+        (20_500, 819_200_000, "yours is about 40,000 times too small"),
+        (3e12, 2e3, "yours is about 1,500,000,000 times too large"),
         (True, 1, "a bool, expected an int"),
         (1, True, "an int, expected a bool"),
         (3.0, 3, "a float, expected an int"),
@@ -78,11 +83,16 @@ def test_gives_refuses(got: object, expected: object, difference: str) -> None:
     assert difference in failure(that("it", got).gives, expected).first_difference
 
 
+@pytest.mark.parametrize(("got", "expected"), [(21_047, 21_048), (0, 3), (3, 0), (float("nan"), 1.0), ("a", "b")])
+def test_a_difference_that_would_tell_nothing_more_is_left_out(got: object, expected: object) -> None:
+    assert "differs" not in str(failure(that("it", got).gives, expected))
+
+
 def test_is_close() -> None:
     that("x", 1.0 + 1e-7).is_close(1.0)
     that("x", EYE + 1e-7).is_close(EYE)
     that("x", torch.tensor([float("inf")])).is_close(torch.tensor([float("inf")]))
-    assert "got 1.1, expected 1.0" in failure(that("x", 1.1).is_close, 1.0).first_difference
+    assert "1.1 times the expected" in failure(that("x", 1.1).is_close, 1.0).first_difference
     that("x", 1.1).is_close(1.0, rtol=0.2)
 
 
@@ -94,6 +104,20 @@ def test_is_near_can_keep_the_answer_to_itself() -> None:
     assert "count both K and V" in str(error)
     assert "16384" in str(failure(that("bytes", 8192).is_near, 16384, 0.01))
     assert "not a number" in str(failure(that("bytes", "many").is_near, 16384, 0.01))
+
+
+@pytest.mark.parametrize(
+    ("got", "rel", "expected", "difference"),
+    [
+        (8192, 0.01, "the right number, within 1 %", "your answer is 0.5 times the right one"),
+        (1, 1e-4, "the right number, within 0.01 %", "your answer is about 16,000 times too small"),
+        (16383, 0, "the right number, exactly", "your answer is close, but not close enough"),
+        (0, 0, "the right number, exactly", ""),
+    ],
+)
+def test_is_near_says_how_near_is_near(got: int, rel: float, expected: str, difference: str) -> None:
+    error = failure(that("bytes", got).is_near, 16384, rel, reveal=False)
+    assert (error.expected, error.first_difference) == (expected, difference)
 
 
 def test_raises() -> None:
@@ -141,6 +165,22 @@ def test_a_starters_error_goes_through() -> None:
 )
 def test_values_are_told_in_a_line(value: object, text: str) -> None:
     assert short(value) == text
+
+
+@dataclass(frozen=True)
+class Model:
+    num_layers: int
+    vocabulary: str
+    latent: int | None = None
+    scale: torch.Tensor | None = None
+
+
+def test_a_dataclass_is_told_by_its_fields_that_are_not_the_default() -> None:
+    words = "sixty characters, so that the whole takes more than eighty"
+    assert short(Model(32, words)) == f"Model(num_layers=32, vocabulary={words!r})"
+    assert short(Model(32, "", 3, torch.ones(9))) == (
+        "Model(num_layers=32, vocabulary='', latent=3, scale=tensor[9] float32)"
+    )
 
 
 def test_long_values_are_cut() -> None:

@@ -47,7 +47,7 @@ def test_a_class(toys: Toys, folder: Path, tmp_path: Path) -> None:
         "dan": ("0", "70", "70", "100"),
     }
     assert rows["ada"]["note"] == ""
-    assert "arithmetic.py:1: def dtype_nbytes(dtype)" in rows["bob"]["note"]
+    assert "arithmetic.py:1 def dtype_nbytes(dtype)" in rows["bob"]["note"]
     assert rows["cleo"]["note"] == "not handed in: arithmetic.py"
     assert "0.1: endless loop?" in rows["dan"]["note"]
 

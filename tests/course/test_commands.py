@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,12 +89,25 @@ def test_hints_come_one_by_one(toys: Toys) -> None:
 
 def test_reset_keeps_a_copy(toys: Toys) -> None:
     output = run("reset", "0", "--file", "palette.py")
-    assert "labs/phase-00-toys/palette.py is the starter again; yours is kept as .minicache/backups/toys/" in output
+    assert "labs/phase-00-toys/palette.py is the starter again; yours is kept" in output
+    assert "name it" not in output
     (copy,) = toys.workspace.state.glob("backups/toys/*/palette.py")
     assert copy.read_text() == COLOR
     assert "NotImplementedError" in toys.color.read_text()
     assert toys.nbytes.read_text() == NBYTES
     assert "Nothing to do" in run("reset", "0", "--file", "palette.py")
+    (command,) = re.findall("To get it back: (cp .*)", output)
+    subprocess.run(command, shell=True, check=True)
+    assert toys.color.read_text() == COLOR
+
+
+def test_reset_of_a_phase_says_how_to_reset_one_file(toys: Toys) -> None:
+    assert "To reset one file only, name it: minicache reset 0 --file palette.py" in run("reset", "0")
+
+
+def test_status_says_what_to_do_about_a_file_that_is_not_there(toys: Toys) -> None:
+    toys.nbytes.unlink()
+    assert "no file: rename it back, or minicache reset 0 --file arithmetic.py" in run("status")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +154,10 @@ def test_doctor(toys: Toys) -> None:
     for part in ("ok Python", "ok torch", "ok pytest plugin active", "ok your files", "ok progress"):
         assert part in output
     toys.nbytes.unlink()
-    assert "no your files labs/phase-00-toys/arithmetic.py is not there → minicache reset 0" in run("doctor", status=1)
+    assert (
+        "no your files labs/phase-00-toys/arithmetic.py is not there"
+        " → rename it back, or minicache reset 0 --file arithmetic.py"
+    ) in run("doctor", status=1)
 
 
 def test_starters(toys: Toys) -> None:

@@ -28,7 +28,7 @@ def test_a_wrong_solution_fails_its_task_and_says_how(toys: Toys) -> None:
     assert result.earned == 30
     problem = result.tasks[1].first_problem
     assert problem is not None
-    for text in ("phase 0, task 2: Bytes", "A float16 takes two bytes", "dtype_nbytes('float16')", "docs/en/toys.md"):
+    for text in ("checks    A float16 takes two bytes", "dtype_nbytes('float16')", "yours is 2 times the expected"):
         assert text in problem.message
     assert "got       4" in problem.message
     assert "expected  2" in problem.message
@@ -46,7 +46,12 @@ def test_the_learners_line_is_shown(toys: Toys) -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("def dtype_nbytes(dtype)\n    return 2\n", "arithmetic.py:1: def dtype_nbytes(dtype)"),
+        (
+            "def dtype_nbytes(dtype)\n    return 2\n",
+            "SyntaxError: expected ':'\n"
+            "at        labs/phase-00-toys/arithmetic.py:1\n"
+            "          def dtype_nbytes(dtype)",
+        ),
         ("import nothing_of_that_name\n", "nothing_of_that_name"),
         ("x = 1 / 0\n", "ZeroDivisionError"),
         ("import sys\nsys.exit(0)\n", "SystemExit"),
@@ -66,7 +71,9 @@ def test_a_missing_file(toys: Toys) -> None:
     toys.nbytes.unlink()
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
-    assert "FileNotFoundError" in result.problems["minicache.arithmetic"]
+    assert result.problems["minicache.arithmetic"] == (
+        "labs/phase-00-toys/arithmetic.py is not there: rename it back, or `minicache reset 0 --file arithmetic.py`"
+    )
 
 
 def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys) -> None:
@@ -77,23 +84,32 @@ def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys) -> 
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("body", "outcome", "reason"),
     [
-        ("while True: pass", "endless loop"),
-        ("import os; os._exit(0)", "ended (exit code 0)"),
-        ("import ctypes; ctypes.string_at(0)", "Segmentation fault"),
+        ("while True: pass", Outcome.STALLED, "endless loop"),
+        ("import os; os._exit(0)", Outcome.CRASHED, "ended (exit code 0)"),
+        ("import ctypes; ctypes.string_at(0)", Outcome.CRASHED, "Segmentation fault"),
     ],
     ids=["loop", "exit", "segfault"],
 )
-def test_a_file_that_takes_the_process_down(toys: Toys, body: str, reason: str) -> None:
+def test_a_file_that_takes_the_process_down(toys: Toys, body: str, outcome: Outcome, reason: str) -> None:
     toys.write(color=COLOR.replace("    return", f"    if role == 'prompt':\n        {body}\n    return"))
     result = grade(toys.workspace, toys.phase, timeout=5)
-    assert outcomes(result) == [Outcome.CRASHED, Outcome.PASSED]
+    assert outcomes(result) == [outcome, Outcome.PASSED]
     (lost,) = result.tasks[0].tests
-    assert (lost.title, lost.outcome) == ("A prompt token is yellow.", Outcome.CRASHED)
+    assert (lost.title, lost.outcome) == ("A prompt token is yellow.", outcome)
     assert reason in lost.message
     if "_exit" not in body:  # which leaves no time to say where
         assert f"labs/phase-00-toys/palette.py:3: {body}" in lost.message
+
+
+def test_a_stall_is_told_with_the_line_and_where_it_was_called_from(toys: Toys) -> None:
+    toys.write(color="def spin():\n    while True: pass\n\ndef color(role, scheme='light'):\n    return spin()\n")
+    problem = grade(toys.workspace, toys.phase, task=1, timeout=3).tasks[0].first_problem
+    assert problem is not None
+    at, called_from = problem.message.splitlines()[1:3]
+    assert at == "at        labs/phase-00-toys/palette.py:2: while True: pass"
+    assert called_from == "from      labs/phase-00-toys/palette.py:5: return spin()"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +151,29 @@ def test_not_written_yet(toys: Toys) -> None:
     toys.write(nbytes=starter)
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.NOT_WRITTEN]
-    assert "not written yet: phase 0, task 2: Bytes" in result.tasks[1].tests[0].message
+    assert "dtype_nbytes is not written yet" in result.tasks[1].tests[0].message
+
+
+def test_parameters_belong_to_the_title(toys: Toys) -> None:
+    (toys.tests / "test_task_2_bytes.py").write_text(
+        "import pytest\n\n"
+        '@pytest.mark.parametrize("n", [1, 2])\ndef test_it(n):\n    """It is so."""\n\n'
+        '@pytest.mark.parametrize("n", [3])\ndef test_that(n):\n    pass\n'
+    )
+    tests = grade(toys.workspace, toys.phase, task=2).tasks[0].tests
+    assert [test.title for test in tests] == ["It is so. [1]", "It is so. [2]", "test_that[3]"]
+
+
+def test_hypothesis_tells_its_example_and_nothing_of_the_grader(toys: Toys) -> None:
+    (toys.tests / "test_task_2_bytes.py").write_text(
+        "from hypothesis import given, settings\nfrom hypothesis import strategies as st\n"
+        "from minicache.arithmetic import dtype_nbytes\nfrom minicache.course.checks import call\n\n"
+        "@settings(database=None)\n@given(n=st.integers(0, 9), text=st.just('a # b'))\ndef test_it(n, text):\n"
+        "    call(dtype_nbytes, 'float16').gives(2 if n < 4 else 3)\n"
+    )
+    problem = grade(toys.workspace, toys.phase, task=2).tasks[0].first_problem
+    assert problem is not None
+    assert problem.message.splitlines()[-1] == "example   n=4, text='a # b'"
 
 
 def test_skipped_is_not_graded_and_earns_nothing(toys: Toys) -> None:

@@ -31,7 +31,10 @@ def test_the_header_says_whose_code_and_where(toys: Toys) -> None:
     assert status == 1
     assert "grading YOUR files in labs" in output
     assert "labs/phase-00-toys/palette.py\n" in output
-    assert "labs/phase-00-toys/arithmetic.py   NOT USABLE, the reference stands in" in output
+    assert (
+        "labs/phase-00-toys/arithmetic.py   CANNOT BE IMPORTED: its tasks fail, the reference serves the others"
+        in output
+    )
 
 
 def test_points_are_listed(toys: Toys) -> None:
@@ -59,6 +62,7 @@ def test_a_failure_is_short_and_the_traceback_a_matter_of_vv(toys: Toys) -> None
     _, output = run(toys, "--mine", "--task", "1")
     assert "called    color('prompt')" in output
     assert "IndexError: list index out of range  (labs/phase-00-toys/palette.py:2: return [][3])" in output
+    assert "phase 0, task 1: Colours\nchecks    A prompt token is yellow." in output
     assert "hint      minicache hint 0.1" in output
     assert "Traceback" not in output
     assert "checks.py" not in output

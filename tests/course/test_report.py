@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
@@ -35,10 +36,54 @@ def result(toys: Toys) -> PhaseResult:
 
 
 def test_in_the_terminal(result: PhaseResult) -> None:
+    text = shown(result)
+    for part in ("labs/phase-00-toys/palette.py", "30/30", "0/70", "got 1 < 2", "printed", "30 of 100 points"):
+        assert part in text
+
+
+def shown(result: PhaseResult) -> str:
     stream = io.StringIO()
     print_result(result, Console(file=stream, width=100))
-    text = stream.getvalue()
-    for part in ("labs/phase-00-toys/palette.py", "30/30", "0/70", "got 1 < 2", "printed", "30 of 100 points"):
+    return stream.getvalue()
+
+
+def test_each_problem_of_a_task_has_a_line(result: PhaseResult) -> None:
+    kinds = [Outcome.PASSED, *[Outcome.FAILED] * 12, *[Outcome.NOT_WRITTEN] * 2]
+    tests = tuple(TestResult(f"t.py::{i}", f"Number {i}.", kind, f"got {i}") for i, kind in enumerate(kinds))
+    text = shown(replace(result, tasks=(TaskResult(result.phase.tasks[1], tests),)))
+    assert text.count("Bytes") == 2  # in the table, and over the panel
+    assert "got 1 " in text
+    assert "got 2 " not in text
+    assert "read on   docs/en/toys.md" in text
+    assert "hint      minicache hint 0.2" in text
+    assert [line.split()[1:4] for line in text.splitlines() if "failed      Number" in line] == [
+        ["failed", "Number", f"{i}."] for i in range(2, 12)
+    ]
+    assert "… and 1 more failed, 2 more not written" in text
+
+
+def test_a_task_that_was_begun_says_what_is_missing(result: PhaseResult) -> None:
+    missing = TestResult("t.py::b", "B.", Outcome.NOT_WRITTEN, "missing   dtype_nbytes is not written yet")
+    passed = TestResult("t.py::a", "A.", Outcome.PASSED)
+    task = result.phase.tasks[1]
+    assert "dtype_nbytes is not written yet" in shown(replace(result, tasks=(TaskResult(task, (passed, missing)),)))
+    assert "dtype_nbytes" not in shown(replace(result, tasks=(TaskResult(task, (missing,)),)))
+
+
+def test_a_file_that_cannot_be_imported_is_told_once(result: PhaseResult) -> None:
+    text = shown(replace(result, problems={"minicache.arithmetic": "because of this"}))
+    assert "its tasks fail, the reference serves the others" in text
+    assert text.count("cannot be imported") == 2  # beside the file, and in the table
+    assert text.count("because of this") == 1
+    assert text.count("hint      minicache hint 0.2") == 1
+    assert "got 1 < 2" not in text
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CRASHED, Outcome.STALLED])
+def test_a_lost_process_leaves_a_way_on(result: PhaseResult, outcome: Outcome) -> None:
+    lost = TestResult("t.py::b", "B.", outcome, "no answer")
+    text = shown(replace(result, tasks=(TaskResult(result.phase.tasks[1], (lost,)),)))
+    for part in (outcome, "no answer", "hint      minicache hint 0.2", "tests were not run"):
         assert part in text
 
 

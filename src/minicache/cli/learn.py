@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +44,7 @@ def status() -> None:
         files = workspace.lab_files(phase)
         for task in phase.tasks:
             points = f"{task.points if saved.passed(task) else 0}/{task.points}"
-            table.add_row(task.id, task.title, str(task.file), points, _state(saved, task, files[task.module]))
+            table.add_row(task.id, task.title, str(task.file), points, _state(saved, phase, task, files[task.module]))
     console.print(table)
     console.print(f"Your files: {show(workspace.labs)}", soft_wrap=True)
 
@@ -123,8 +125,11 @@ def reset(
         raise CourseError(f"phase {found.number} has no file {file or ''}: there are {there}")
     written = restore(workspace, found, modules)
     for path, copy in written.items():
-        kept = f"; yours is kept as {show(copy)}" if copy else ""
-        console.print(f"{show(path)} is the starter again{kept}", soft_wrap=True, highlight=False)
+        kept = f"; yours is kept. To get it back: {_copy_command(copy, path)}" if copy else ""
+        console.print(f"{show(path)} is the starter again{escape(kept)}", soft_wrap=True, highlight=False)
+    if len(written) > 1:
+        one = found.restoring(modules[0])
+        console.print(f"To reset one file only, name it: {one}", soft_wrap=True, highlight=False)
     if not written:
         console.print("Nothing to do: these are the starters.")
 
@@ -160,7 +165,7 @@ def grade_class(
         raise CourseError(f"{folder} is not a folder")
     submissions = classroom.find_submissions(folder, graded_phase)
     grades = []
-    with _progress() as progress:
+    with _progress(console) as progress:
         bar = progress.add_task("submissions", total=len(submissions))
         for done in classroom.grade_class(workspace, graded_phase, submissions, jobs=jobs, timeout=timeout):
             grades.append(done)
@@ -175,7 +180,7 @@ def grade_class(
 
 def _grade(workspace: Workspace, phase: Phase, task: int | None, timeout: float, *, save: bool) -> PhaseResult:
     """Grade with a progress bar, print the report, remember the result."""
-    with _progress() as progress:
+    with _progress(Console(stderr=True)) as progress:  # to be seen even if the report goes into a file
         bar = progress.add_task("starting", total=None)
 
         def on_event(event: Event) -> None:
@@ -195,7 +200,12 @@ def _grade(workspace: Workspace, phase: Phase, task: int | None, timeout: float,
     return result
 
 
-def _progress() -> Progress:
+def _copy_command(source: Path, target: Path) -> str:
+    """The command that copies a file, as it can be typed where one is."""
+    return shlex.join(["cp", os.path.relpath(source), os.path.relpath(target)])
+
+
+def _progress(console: Console) -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
 
@@ -207,10 +217,10 @@ def _load(workspace: Workspace) -> Saved:
     return saved
 
 
-def _state(saved: Saved, task: Task, file: Path) -> str:
+def _state(saved: Saved, phase: Phase, task: Task, file: Path) -> str:
     """One word or two on where a task stands."""
     if not file.is_file():
-        return f"[red]no file: minicache reset {task.phase}[/]"
+        return f"[red]no file: rename it back, or {phase.restoring(task.module)}[/]"
     if task.id not in saved.tasks:
         return "[dim]not graded yet[/]"
     outcome = saved.tasks[task.id].outcome

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,7 +27,7 @@ class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
         called: the call or the value that was looked at, as text.
         got: what came back.
         expected: what should have come back.
-        first_difference: the first place where the two differ, or "".
+        first_difference: the first place where the two differ, or "" where `got` and `expected` tell it all.
     """
 
     def __init__(self, called: str, got: str, expected: str, first_difference: str = "") -> None:
@@ -70,7 +70,7 @@ class Outcome:
         """`expected` up to |got − expected| ≤ atol + rtol · |expected|: floats, tensors, or sequences of them."""
         __tracebackhide__ = True
         got = self._result(short(expected))
-        if difference := _difference(got, expected, rtol, atol):
+        if (difference := _difference(got, expected, rtol, atol)) is not None:
             raise CheckFailed(self.called, short(got), short(expected), difference)
 
     def is_near(
@@ -86,16 +86,16 @@ class Outcome:
         """
         __tracebackhide__ = True
         right = short(expected) if reveal else "the right number"
-        wanted = f"{right}, within {rel:.3g} of it" if rel else f"{right}, exactly"
+        wanted = f"{right}, within {100 * rel:.3g} %" if rel else f"{right}, exactly"
         got = self._result(wanted)
         if not _is_number(got):
             raise CheckFailed(self.called, short(got), wanted, f"{_kind(got)} is not a number")
         if abs(got - expected) <= rel * abs(expected):
             return
-        ratio = got / expected
-        hints = [hint for factor, hint in (factors or {}).items() if math.isclose(ratio, factor, rel_tol=rel)]
-        difference = f"your answer is {ratio:.3g} times the right one" + "".join(f": {hint}" for hint in hints[:1])
-        raise CheckFailed(self.called, short(got), wanted, difference)
+        hints = [hint for factor, hint in (factors or {}).items() if math.isclose(got / expected, factor, rel_tol=rel)]
+        close = "your answer is close, but not close enough" if math.isclose(got, expected, rel_tol=0.01) else ""
+        parts = [_ratio(got, expected, "your answer is", "the right one") or close, *hints[:1]]
+        raise CheckFailed(self.called, short(got), wanted, ": ".join(filter(None, parts)))
 
     def raises(self, error: type[BaseException] | tuple[type[BaseException], ...], saying: str | None = None) -> None:
         """An error of that type, its message containing `saying` (upper and lower case are the same)."""
@@ -138,16 +138,24 @@ def is_not_written(error: BaseException) -> bool:
     return isinstance(error, NotImplementedError) and _STARTER.match(str(error)) is not None
 
 
+def named(error: BaseException) -> str:
+    """An error's type and message in a line."""
+    # The text of a SyntaxError repeats the file and the line.
+    message = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def told(error: BaseException) -> str:
     """An error in a line: its type, its message, and the learner's line that it passed through."""
     line = learners_line(error)
-    message = " ".join(str(error).split())
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return f"{text}  ({line})" if line else text
+    return f"{named(error)}  ({line})" if line else named(error)
 
 
 def short(value: Any) -> str:
-    """`value` in a line: tensors as shape and dtype, small ones with their values; long things cut."""
+    """`value` in a line: tensors as shape and dtype, small ones with their values; long things cut.
+
+    Of a dataclass, the fields that have not their defaults.
+    """
     if _is_tensor(value):
         dtype = str(value.dtype).removeprefix("torch.")
         if value.numel() <= 8 and value.ndim <= 1:
@@ -158,14 +166,22 @@ def short(value: Any) -> str:
         return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if len(value) == 1 else f"({inside})"
     if callable(value) and hasattr(value, "__qualname__"):
         return _name(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = [(each, short(getattr(value, each.name))) for each in fields(value) if each.repr]
+        told_fields = [f"{each.name}={text}" for each, text in shown if text != short(each.default)]
+        return _cut(f"{type(value).__qualname__}({', '.join(told_fields)})", 240)
     text = repr(value)
     if " object at 0x" in text:  # Python's own repr: an address tells nothing
         return f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:76]} …{text[-1]}"
+    return _cut(text, 80)
 
 
-def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "") -> str:
-    """Where and how `got` first differs from `expected`, or "" if it does not."""
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 4]} …{text[-1]}"
+
+
+def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "") -> str | None:
+    """Where and how `got` first differs from `expected`, "" if the two alone tell it, or None if they are the same."""
     prefix = f"at {at}: " if at else ""
     if _is_tensor(expected):
         return _tensor_difference(got, expected, rtol, atol, prefix)
@@ -174,21 +190,38 @@ def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "")
         if not isinstance(got, kind):
             return f"{prefix}{_kind(got)}, expected a {kind.__name__}"
         for index, (one, other) in enumerate(zip(got, expected, strict=False)):
-            if difference := _difference(one, other, rtol, atol, f"{at}[{index}]"):
+            if (difference := _difference(one, other, rtol, atol, f"{at}[{index}]")) is not None:
                 return difference
-        return "" if len(got) == len(expected) else f"{prefix}{len(got)} items, expected {len(expected)}"
+        return None if len(got) == len(expected) else f"{prefix}{len(got)} items, expected {len(expected)}"
     if _is_number(expected):
         # A bool is no number here, and a count of things is an integer.
         if not _is_number(got) or (isinstance(expected, Integral) and not isinstance(got, Integral)):
             return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
-        close = got == expected or abs(got - expected) <= atol + rtol * abs(expected)
-        return "" if close else f"{prefix}got {short(got)}, expected {short(expected)}"
+        if got == expected or abs(got - expected) <= atol + rtol * abs(expected):
+            return None
+        return f"{prefix}got {short(got)}, expected {short(expected)}" if at else _ratio(got, expected)
     if type(got) is not type(expected) and isinstance(expected, bool | str | None):
         return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
-    return "" if got == expected else f"{prefix}got {short(got)}, expected {short(expected)}"
+    if got == expected:
+        return None
+    return f"{prefix}got {short(got)}, expected {short(expected)}" if at else ""
 
 
-def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix: str) -> str:
+def _ratio(got: Any, expected: Any, subject: str = "yours is", other: str = "the expected") -> str:
+    """How many times `expected` the number `got` is, in words, or "" where that tells nothing."""
+    try:
+        ratio = got / expected
+    except (OverflowError, ZeroDivisionError):
+        return ""
+    if not math.isfinite(ratio) or ratio == 0 or f"{ratio:.3g}" == "1":
+        return ""
+    if 0.01 <= ratio <= 100 or ratio < 0:
+        return f"{subject} {ratio:.3g} times {other}"
+    factor = float(f"{max(ratio, 1 / ratio):.2g}")
+    return f"{subject} about {factor:,.0f} times too {'large' if ratio > 1 else 'small'}"
+
+
+def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix: str) -> str | None:
     if not _is_tensor(got):
         return f"{prefix}{_kind(got)}, expected a tensor"
     if got.shape != expected.shape:
@@ -203,7 +236,7 @@ def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix
     wrong = ~((error <= atol + rtol * other.abs()) | (one == other))
     count = int(wrong.sum())
     if not count:
-        return ""
+        return None
     index = wrong.nonzero()[0].tolist()
     here = f"first at {index}: got {one[tuple(index)].item():.6g}, expected {other[tuple(index)].item():.6g}"
     return f"{prefix}{here}; {count} of {wrong.numel()} differ, largest error {error[wrong].max().item():.3g}"

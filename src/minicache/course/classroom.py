@@ -19,7 +19,7 @@ from rich.console import Console
 
 from minicache.course.grading import grade
 from minicache.course.report import print_result, write_gradescope
-from minicache.course.results import Outcome, PhaseResult
+from minicache.course.results import PhaseResult
 from minicache.course.server import PytestServer, preload_for
 from minicache.course.table import Phase
 from minicache.course.workspace import Workspace
@@ -114,8 +114,8 @@ def _grade_one(
     except (CourseError, OSError) as error:
         return Grade(submission.student, None, f"not graded: {error}")
     notes += [why for module, why in result.problems.items() if module in submission.files]
-    crashed = [graded for graded in result.tasks if graded.outcome is Outcome.CRASHED]
-    notes += [f"{graded.task.id}: {graded.first_problem.message}" for graded in crashed if graded.first_problem]
+    lost = [graded for graded in result.tasks if graded.outcome.is_lost]
+    notes += [f"{graded.task.id}: {graded.first_problem.message}" for graded in lost if graded.first_problem]
     return Grade(submission.student, result, "; ".join(" ".join(note.split()) for note in notes))
 
 

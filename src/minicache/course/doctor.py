@@ -77,20 +77,17 @@ def _package(name: str, remedy: str, use: Callable[[], str] | None = None, *, re
 def _use_torch() -> str:
     import torch
 
-    device = "with a GPU" if torch.cuda.is_available() else "on the CPU, which is all that it needs"
-    return f"{torch.__version__} {device}, {int(torch.ones(2, 2).sum())} ones counted"
+    torch.ones(2, 2).sum()  # a torch that does not fit the machine imports, and fails here
+    device = "with a GPU" if torch.cuda.is_available() else "CPU only: all that the course needs"
+    return f"{torch.__version__} ({device})"
 
 
 def _labs(workspace: Workspace) -> Finding:
-    absent = [
-        file.relative_to(workspace.root)
-        for phase in workspace.course
-        for file in workspace.lab_files(phase).values()
-        if not file.is_file()
-    ]
-    if absent:
-        number = next(phase.number for phase in workspace.course if phase.folder == absent[0].parts[1])
-        return Finding("your files", False, f"{absent[0]} is not there", f"minicache reset {number}")
+    for phase in workspace.course:
+        for module, file in workspace.lab_files(phase).items():
+            if not file.is_file():
+                remedy = f"rename it back, or {phase.restoring(module)}"
+                return Finding("your files", False, f"{file.relative_to(workspace.root)} is not there", remedy)
     return Finding("your files", True, str(workspace.labs))
 
 

@@ -152,8 +152,24 @@ def install_finished_labs() -> list[Lab]:
     return labs
 
 
-def learners_line(error: BaseException) -> str | None:
-    """The deepest line of a learner's file that `error` passed through, see `line_of`, or None."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file, as a person reads it: `labs/phase-01-dense-cache/cache.py:41: the code`.
+
+    Attributes:
+        place: `labs/phase-01-dense-cache/cache.py:41`.
+        code: the source, "" if it cannot be read.
+    """
+
+    place: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.code}" if self.code else self.place
+
+
+def learners_line(error: BaseException) -> Line | None:
+    """The deepest line of a learner's file that `error` passed through, or None."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return line_of(error.filename, error.lineno, error.text)
     found = None
@@ -172,10 +188,16 @@ def show(file: Path | str) -> str:
         return str(Path(path.parent.name, path.name))
 
 
-def line_of(file: str, lineno: int, code: str | None = None) -> str:
-    """A line as a person reads it: `labs/phase-01-dense-cache/cache.py:41: the code`."""
-    code = (code or linecache.getline(file, lineno)).strip()
-    return f"{show(file)}:{lineno}: {code}" if code else f"{show(file)}:{lineno}"
+def learners_function(error: BaseException) -> str | None:
+    """The deepest function of a learner's file that `error` passed through, such as `KVCache.append`, or None."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [each.f_code.co_qualname for each in frames if isinstance(each.f_globals.get("__loader__"), LabLoader)]
+    return names[-1] if names else None
+
+
+def line_of(file: str, lineno: int, code: str | None = None) -> Line:
+    """The line `lineno` of `file`, and its source unless that is given."""
+    return Line(f"{show(file)}:{lineno}", (code or linecache.getline(file, lineno)).strip())
 
 
 def _culprit(error: BaseException, files: Mapping[str, Path]) -> str | None:

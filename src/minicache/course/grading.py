@@ -111,13 +111,12 @@ class _Run:
         if culprit is None or culprit.kind not in ("import", "file", "test", "result"):
             raise CourseError(f"pytest could not grade {self.workspace.labs}:\n{_tail(log)}")
         if stalled:
-            reason = f"endless loop? No answer within {self.patience:.0f} s"
+            outcome, reason = Outcome.STALLED, f"endless loop? No answer within {self.patience:.0f} s"
             self.patience = self.timeout / 3
         else:
+            outcome = Outcome.CRASHED
             reason = "pytest was made to stop" if self.finished else _how_it_ended(returncode)
-        if line := _last_line(log, self.files):
-            reason += f"\nat        {line}"
-        journal.write(self._lose(culprit, reason))
+        journal.write(self._lose(culprit, outcome, "\n".join([reason, *_where(log, self.files)])))
         return False
 
     def results_of(self, tasks: tuple[Task, ...]) -> dict[str, list[TestResult]]:
@@ -156,11 +155,11 @@ class _Run:
         self.last = event
         self.finished = event.kind == "finished"
 
-    def _lose(self, event: Event, reason: str) -> Event:
+    def _lose(self, event: Event, outcome: Outcome, reason: str) -> Event:
         """Record that a child was lost while doing `event`, or just after it."""
         if event.kind != "import":  # a module's tasks fail one by one when the next child cannot use it
             message = f"{reason}\nin        {event.title or event.name}"
-            self.results[event.name] = (event.task, TestResult(event.name, event.title, Outcome.CRASHED, message))
+            self.results[event.name] = (event.task, TestResult(event.name, event.title, outcome, message))
         self.doing = self.last = None
         lost = replace(event, kind="lost", message=reason)
         self.on_event(lost)
@@ -173,14 +172,17 @@ def _how_it_ended(returncode: int) -> str:
     return f"the process was ended (exit code {returncode})"
 
 
-def _last_line(log: Path, files: dict[str, Path]) -> str | None:
-    """Where in the learner's files a dying child was, if Python's fault handler could still tell."""
+def _where(log: Path, files: dict[str, Path]) -> list[str]:
+    """Where in the learner's files a dying child was, and from where it got there, if the fault handler could tell."""
     names = {str(file) for file in files.values()}
     text = log.read_text(encoding="utf-8", errors="replace")
-    for file, lineno in re.findall(r'^  File "(.+)", line (\d+) in ', text, re.MULTILINE):  # the deepest comes first
-        if file in names:
-            return line_of(file, int(lineno))
-    return None
+    for thread in text.split("(most recent call first)"):
+        frames = re.findall(r'^  File "(.+)", line (\d+) in ', thread, re.MULTILINE)
+        if lines := [line_of(file, int(lineno)) for file, lineno in frames if file in names]:
+            innermost, outermost = lines[0], lines[-1]
+            called_from = [f"from      {outermost}"] if outermost != innermost else []
+            return [f"at        {innermost}", *called_from]
+    return []
 
 
 def _arguments(workspace: Workspace, tests: Path, task: int | None, journal: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
@@ -13,16 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from minicache.course.finder import show
-from minicache.course.results import Outcome, PhaseResult, TaskResult
+from minicache.course.results import Outcome, PhaseResult, TaskResult, pointers
 
 STYLES = {
     Outcome.PASSED: "green",
     Outcome.CRASHED: "red",
+    Outcome.STALLED: "red",
     Outcome.FAILED: "red",
     Outcome.NOT_WRITTEN: "yellow",
     Outcome.NOT_GRADED: "yellow",
 }
 """How each outcome is coloured in the terminal; the word always stands beside the colour."""
+
+_MAX_LISTED = 10  # of a task's tests that did not pass, below the first
 
 
 def print_result(result: PhaseResult, console: Console) -> None:
@@ -30,7 +34,8 @@ def print_result(result: PhaseResult, console: Console) -> None:
     phase = result.phase
     console.print(f"[bold]Phase {phase.number}, {phase.title}.[/] Graded: your files.")
     for module, file in result.files.items():
-        note = "  [red]not usable, the reference stands in[/]" if module in result.problems else ""
+        broken = module in result.problems
+        note = "  [red]cannot be imported: its tasks fail, the reference serves the others[/]" if broken else ""
         console.print(f"  {module:<22} {show(file)}{note}", soft_wrap=True, highlight=False)
     table = Table("task", "", "file")
     for heading in ("tests", "points"):
@@ -38,19 +43,24 @@ def print_result(result: PhaseResult, console: Console) -> None:
     table.add_column("")
     for graded in result.tasks:
         task = graded.task
+        outcome = "cannot be imported" if task.module in result.problems else str(graded.outcome)
         table.add_row(
             task.id,
             task.title,
             task.file.name,
             f"{graded.num_passed}/{len(graded.tests)}",
             f"{graded.earned}/{task.points}",
-            Text(graded.outcome, style=STYLES[graded.outcome]),
+            Text(outcome, style=STYLES[graded.outcome]),
         )
     console.print(table)
-    for problem in result.problems.values():
-        console.print(Panel(Text(problem), title="cannot be used", title_align="left", border_style="red"))
+    for module, problem in result.problems.items():
+        tasks = [graded.task for graded in result.tasks if graded.task.module == module]
+        text = Text("\n".join([problem, *map(pointers, tasks[:1])]))
+        console.print(Panel(text, title="cannot be used", title_align="left", border_style="red"))
     for graded in result.tasks:
-        if graded.outcome in (Outcome.CRASHED, Outcome.FAILED) and graded.task.module not in result.problems:
+        wrong = graded.outcome is Outcome.FAILED or graded.outcome.is_lost
+        begun = graded.outcome is Outcome.NOT_WRITTEN and graded.num_passed
+        if (wrong or begun) and graded.task.module not in result.problems:
             console.print(_problem(graded))
     unfinished = [graded.task for graded in result.tasks if graded.outcome is Outcome.NOT_WRITTEN]
     if unfinished:
@@ -60,17 +70,21 @@ def print_result(result: PhaseResult, console: Console) -> None:
 
 
 def _problem(graded: TaskResult) -> Panel:
-    """The first failure of a task in full, and how many more there are."""
+    """The first failure of a task in full, and a line for each of the others."""
     test = graded.first_problem
     message = [Text(test.message if test else "no tests were collected, so nothing was graded")]
     if test and test.printed.strip():
         message.append(Text(f"your code printed:\n{test.printed.rstrip()}", style="dim"))
-    if graded.outcome is Outcome.CRASHED:
+    message.append(Text(pointers(graded.task)))
+    if others := graded.other_problems:
+        lines = [f"{other.outcome:<12}{other.title}" for other in others[:_MAX_LISTED]]
+        if left := Counter(str(other.outcome) for other in others[_MAX_LISTED:]):
+            lines.append("… and " + ", ".join(f"{count} more {outcome}" for outcome, count in left.items()))
+        message.append(Text("\n".join(["", *lines]), no_wrap=True, overflow="ellipsis"))
+    if graded.outcome.is_lost:
         message.append(Text("The rest of this task's tests were not run.", style="dim"))
-    elif num_others := len(graded.tests) - graded.num_passed - 1:
-        message.append(Text(f"… and {num_others} more of this task's tests did not pass", style="dim"))
     title = f"{graded.task.id} {graded.task.title}"
-    return Panel(Group(*message), title=title, title_align="left", border_style="red")
+    return Panel(Group(*message), title=title, title_align="left", border_style=STYLES[graded.outcome])
 
 
 def write_junit(result: PhaseResult, file: Path) -> None:
@@ -113,7 +127,7 @@ def write_gradescope(result: PhaseResult, file: Path) -> None:
             "max_score": graded.task.points,
             "status": "passed" if graded.outcome is Outcome.PASSED else "failed",
             "output": f"{graded.outcome}: {graded.num_passed} of {len(graded.tests)} tests passed"
-            + (f"\n\n{graded.first_problem.message}" if graded.first_problem else ""),
+            + (f"\n\n{graded.first_problem.message}\n{pointers(graded.task)}" if graded.first_problem else ""),
         }
         for graded in result.tasks
     ]

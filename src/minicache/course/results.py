@@ -14,10 +14,26 @@ class Outcome(StrEnum):
     """How a test, or all tests of a task, went."""
 
     PASSED = "passed"
-    CRASHED = "crashed"  # the process died in it, or had to be stopped
+    CRASHED = "crashed"  # the process died in it
+    STALLED = "endless loop?"  # no answer came, and the process had to be stopped
     FAILED = "failed"
     NOT_WRITTEN = "not written"
     NOT_GRADED = "not graded"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process was lost, so that the rest of the task's tests did not run."""
+        return self in (Outcome.CRASHED, Outcome.STALLED)
+
+
+_WORST_FIRST = (
+    Outcome.CRASHED,
+    Outcome.STALLED,
+    Outcome.FAILED,
+    Outcome.NOT_WRITTEN,
+    Outcome.NOT_GRADED,
+    Outcome.PASSED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +42,7 @@ class TestResult:
 
     Attributes:
         id: pytest's node id.
-        title: the first line of the test's docstring: what it checks.
+        title: what it checks: the first line of its docstring, else its name; then its parameters, if it has any.
         outcome: how it went. A skipped test is not graded.
         message: what a learner is told; "" if it passed.
         printed: the end of what the learner's code printed.
@@ -52,10 +68,7 @@ class TaskResult:
     def outcome(self) -> Outcome:
         """Passed only if every test did; no test at all is a failure."""
         found = {test.outcome for test in self.tests} or {Outcome.FAILED}
-        for outcome in (Outcome.CRASHED, Outcome.FAILED, Outcome.NOT_WRITTEN, Outcome.NOT_GRADED):
-            if outcome in found:
-                return outcome
-        return Outcome.PASSED
+        return next(outcome for outcome in _WORST_FIRST if outcome in found)
 
     @property
     def earned(self) -> int:
@@ -71,6 +84,11 @@ class TaskResult:
     def first_problem(self) -> TestResult | None:
         """The first test that did not pass, the worst kind first."""
         return next((test for test in self.tests if test.outcome is self.outcome is not Outcome.PASSED), None)
+
+    @property
+    def other_problems(self) -> list[TestResult]:
+        """The other tests that did not pass, in their order."""
+        return [test for test in self.tests if test.outcome is not Outcome.PASSED and test is not self.first_problem]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +123,11 @@ class PhaseResult:
     def passed(self) -> bool:
         """Whether every graded task passed."""
         return all(task.outcome is Outcome.PASSED for task in self.tasks)
+
+
+def pointers(task: Task) -> str:
+    """Where a learner who is stuck goes on: the page, and the hints."""
+    return f"read on   {task.page}\nhint      minicache hint {task.id}"
 
 
 def by_task(tasks: Sequence[Task], tests: dict[str, list[TestResult]]) -> tuple[TaskResult, ...]:

@@ -12,15 +12,19 @@ from typing import Any
 import pytest
 
 from minicache.course import finder
-from minicache.course.checks import CheckFailed, is_not_written, told
+from minicache.course.checks import CheckFailed, is_not_written, named, told
 from minicache.course.journal import Event, Journal
-from minicache.course.results import Outcome, TestResult, by_task
+from minicache.course.results import Outcome, TestResult, by_task, pointers
 from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, open_workspace
 from minicache.errors import CourseError
 
 _TEST_FILE = re.compile(r"test_task_(\d+)_\w+\.py")
 _PRINTED_LIMIT = 2000  # characters of a learner's output that a result keeps
+
+# What Hypothesis writes to an error, and what it adds to the arguments there.
+_EXAMPLE = re.compile(r"(?:Failing test case|Falsifying example): \w+\((.*)\)", re.DOTALL)
+_EXAMPLE_COMMENT = re.compile(r"^ *#.*|  # or any other generated value$", re.MULTILINE)
 
 
 class GradingSession:
@@ -76,7 +80,8 @@ class GradingSession:
         self._finder = finder.install(files)
         failures = finder.import_labs(self._finder, needs, entering=lambda name: self._tell(Event("import", name)))
         for name, error in failures.items():
-            self._unusable[name] = f"{finder.show(files[name])} cannot be imported: {told(error)}"
+            phase = next(phase for phase in self._phases if name in phase.files)
+            self._unusable[name] = _unusable(files[name], error, phase.restoring(name))
         for name, reason in self._unusable.items():
             self._tell(Event("unimportable", name, message=reason))
 
@@ -102,8 +107,9 @@ class GradingSession:
         lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}"]
         for phase in self._phases:
             for name, file in self._workspace.lab_files(phase).items():
-                broken = "   NOT USABLE, the reference stands in" if name in self._unusable else ""
-                lines.append(f"  {name:<24} {finder.show(file)}{broken}")
+                broken = name in self._unusable
+                note = "   CANNOT BE IMPORTED: its tasks fail, the reference serves the others" if broken else ""
+                lines.append(f"  {name:<24} {finder.show(file)}{note}")
         return lines
 
     # Which tests
@@ -168,7 +174,7 @@ class GradingSession:
         """Fail the tasks of a file that cannot be imported, each for that reason and no other."""
         task = self._task_of(item.path)
         if task and task.module in self._unusable:
-            pytest.fail(_explained(task, _title(item), [self._unusable[task.module]]), pytrace=False)
+            pytest.fail(self._unusable[task.module], pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -185,9 +191,10 @@ class GradingSession:
             error = _first(call.excinfo.value)
             outcome = Outcome.NOT_WRITTEN if is_not_written(error) else Outcome.FAILED
             lines = _lines(error)
-            message = _explained(task, _title(item), lines) if lines else report.longreprtext
+            message = "\n".join([f"checks    {_title(item)}", *lines]) if lines else report.longreprtext
             if lines and self._short:
-                report.longrepr = message
+                head = f"phase {task.phase}, task {task.number}: {task.title}"
+                report.longrepr = "\n".join([head, message, pointers(task)])
         # Reports carry extra attributes from process to process, so that this works under xdist too.
         report.minicache = (task.id, _title(item), outcome.value, message)  # type: ignore[attr-defined]
         return report
@@ -253,27 +260,47 @@ class GradingSession:
 
 
 def _title(item: pytest.Item) -> str:
-    """What a test checks: the first line of its docstring, else its name."""
+    """What a test checks: the first line of its docstring, else its name; and with which parameters."""
     doc = getattr(getattr(item, "function", None), "__doc__", None)
-    return doc.strip().splitlines()[0] if doc and doc.strip() else item.name
+    if not doc or not doc.strip():
+        return item.name  # which has the parameters in it
+    title = str(doc).strip().splitlines()[0]
+    return f"{title} [{item.callspec.id}]" if hasattr(item, "callspec") else title
+
+
+def _unusable(file: Path, error: BaseException, restoring: str) -> str:
+    """Why a learner's file cannot be used, and what to do about it."""
+    if not file.is_file():
+        return f"{finder.show(file)} is not there: rename it back, or `{restoring}`"
+    lines = [f"{finder.show(file)} cannot be imported", f"raised    {named(error)}"]
+    if line := finder.learners_line(error):
+        lines += [f"at        {line.place}", f"          {line.code}"]
+    return "\n".join(lines)
 
 
 def _lines(error: BaseException) -> list[str]:
     """The failure in a learner's terms, or nothing where pytest tells it better."""
-    notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
     if is_not_written(error):
-        return [f"not written yet: {str(error).partition(';')[0]}"]
+        return [f"missing   {finder.learners_function(error) or 'a function'} is not written yet"]
     if isinstance(error, CheckFailed):
-        return [*str(error).splitlines(), *notes]
+        return [*str(error).splitlines(), *_notes(error)]
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        return str(error).splitlines()
     if isinstance(error, AssertionError | pytest.fail.Exception | pytest.skip.Exception):
         return []
-    return [f"raised    {told(error)}", *notes]
+    return [f"raised    {told(error)}", *_notes(error)]
 
 
-def _explained(task: Task, title: str, lines: list[str]) -> str:
-    """A failure: which task, what was checked, what happened, what to read."""
-    head = [f"phase {task.phase}, task {task.number}: {task.title}", f"checks    {title}"]
-    return "\n".join([*head, *lines, f"read on   {task.page}", f"hint      minicache hint {task.id}"])
+def _notes(error: BaseException) -> list[str]:
+    """The notes on an error; of Hypothesis's, the example alone."""
+    lines: list[str] = []
+    for note in getattr(error, "__notes__", ()):
+        if example := _EXAMPLE.fullmatch(note):
+            arguments = (line.strip() for line in _EXAMPLE_COMMENT.sub("", example[1]).splitlines())
+            lines.append(f"example   {' '.join(filter(None, arguments)).rstrip(',')}")
+        elif not note.startswith(("Explanation:", "    ")):  # which names lines of the grader
+            lines.extend(note.splitlines())
+    return lines
 
 
 def _first(error: BaseException) -> BaseException:

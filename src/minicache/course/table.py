@@ -74,6 +74,10 @@ class Phase:
         """Module → the learner's file in the phase's folder, in the order of the tasks."""
         return {task.module: task.file for task in self.tasks}
 
+    def restoring(self, module: str) -> str:
+        """The command that puts the starter of one module back."""
+        return f"minicache reset {self.number} --file {self.files[module]}"
+
     def task(self, number: int) -> Task:
         """Task `number`.
 

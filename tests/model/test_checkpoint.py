@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from minicache.errors import CheckpointError
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt, save_minigpt
+from minicache.model.checkpoint import FORMAT, SHIPPED
 
 
 @pytest.fixture
@@ -42,6 +43,12 @@ def test_round_trip(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "m.safetensors"]
 
 
+def test_equal_weights_make_equal_files(tmp_path: Path, saved: Path) -> None:
+    for number in range(8):
+        save_minigpt(load_minigpt(saved), tmp_path / f"{number}.safetensors")
+        assert (tmp_path / f"{number}.safetensors").read_bytes() == saved.read_bytes()
+
+
 def test_dtype_is_taken(saved: Path) -> None:
     model = load_minigpt(saved, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -49,8 +56,6 @@ def test_dtype_is_taken(saved: Path) -> None:
 
 
 def test_the_shipped_checkpoint_is_small_and_loads() -> None:
-    from minicache.model.checkpoint import SHIPPED
-
     assert SHIPPED.stat().st_size <= 4_000_000
     model = load_minigpt()
     assert model.config == MiniGPTConfig(vocab_size=Tokenizer().vocab_size)
@@ -69,14 +74,22 @@ def a_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps({"embed_tokens.weight": [1.0]}))
 
 
-def other_metadata(key: str, value: str | None) -> Callable[[Path], None]:
+def no_metadata(path: Path) -> None:
+    save_file(load_file(path), path)
+
+
+def half_a_metadata(path: Path) -> None:
+    save_file(load_file(path), path, {FORMAT: metadata_of(path)[FORMAT][:-5]})
+
+
+def other_metadata(key: str, value: object) -> Callable[[Path], None]:
     def change(path: Path) -> None:
-        metadata, tensors = metadata_of(path), load_file(path)
+        about = json.loads(metadata_of(path)[FORMAT])
         if value is None:
-            del metadata[key]
+            del about[key]
         else:
-            metadata[key] = value
-        save_file(tensors, path, metadata)
+            about[key] = value
+        save_file(load_file(path), path, {FORMAT: json.dumps(about)})
 
     return change
 
@@ -99,12 +112,13 @@ def a_tensor_of_another_shape(path: Path) -> None:
         (no_file, "no checkpoint at"),
         (half_a_file, "cannot be read"),
         (a_pickle, "cannot be read"),
-        (other_metadata("format", "other"), "no MiniGPT checkpoint"),
+        (no_metadata, "no MiniGPT checkpoint"),
+        (half_a_metadata, "says about itself"),
         (other_metadata("vocabulary", "0123"), "another vocabulary"),
-        (other_metadata("config", "{"), "do not fit"),
-        (other_metadata("config", '{"vocab_size": 0}'), "do not fit"),
-        (other_metadata("config", '{"depth": 4}'), "do not fit"),
-        (other_metadata("config", None), "do not fit"),
+        (other_metadata("config", "large"), "do not fit"),
+        (other_metadata("config", {"vocab_size": 0}), "do not fit"),
+        (other_metadata("config", {"depth": 4}), "do not fit"),
+        (other_metadata("config", None), "says about itself"),
         (a_tensor_less, "norm.weight"),
         (a_tensor_of_another_shape, "norm.weight"),
     ],

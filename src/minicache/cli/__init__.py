@@ -16,7 +16,7 @@ from minicache.errors import MinicacheError
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
 for group in (learn, model, demo):
     app.add_typer(group.app)
-app.add_typer(author.app, name="course")
+app.add_typer(author.app, name="course", rich_help_panel="For teachers and authors")
 
 
 def _print_version(wanted: bool) -> None:

@@ -147,7 +147,7 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel="For teachers and authors")
 def grade_class(
     folder: Annotated[Path, typer.Argument(help="A folder with a sub-folder for each student.")],
     phase: Annotated[str, typer.Option(help="The phase: 1, 01 or dense-cache.")],

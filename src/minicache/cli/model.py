@@ -66,7 +66,7 @@ def generate(
     )
 
 
-@app.command()
+@app.command(rich_help_panel="For teachers and authors")
 def train(
     out: Annotated[Path, typer.Option(help="Where to write the checkpoint.")] = Path("out/minigpt.safetensors"),
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; default: the shipped model's.")] = None,
@@ -108,8 +108,8 @@ def _stream(console: Console, tokenizer: Tokenizer, prompt_ids: list[int], steps
 
 def _install_labs(console: Console) -> None:
     """Put the learner's finished files in place, and say whose every module is."""
-    from minicache.course.finder import install_finished_labs
+    from minicache.course.finder import install_finished_labs, show
 
     for lab in install_finished_labs():
-        whose = f"yours, {lab.file}" if lab.mine else f"the reference ({lab.reason})"
+        whose = f"yours, {show(lab.file)}" if lab.mine else f"the reference ({lab.reason})"
         console.print(f"{lab.module}: {whose}", style="dim", soft_wrap=True)

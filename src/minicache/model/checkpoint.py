@@ -33,15 +33,12 @@ def save_minigpt(model: MiniGPT, path: str | Path) -> None:
         CheckpointError: the file cannot be written.
     """
     path = Path(path)
-    metadata = {
-        "format": FORMAT,
-        "config": json.dumps(asdict(model.config)),
-        "vocabulary": Tokenizer().fingerprint,
-    }
+    about = {"config": asdict(model.config), "vocabulary": Tokenizer().fingerprint}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     draft = path.with_name(path.name + ".part")
     try:
-        save_file(tensors, draft, metadata)
+        # One key only: safetensors writes several in random order, and equal weights should give equal files.
+        save_file(tensors, draft, {FORMAT: json.dumps(about)})
         draft.replace(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
@@ -68,18 +65,23 @@ def load_minigpt(
     """
     path = SHIPPED if path is None else Path(path)
     metadata, tensors = _read(path)
-    if metadata.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no MiniGPT checkpoint: its metadata lacks format={FORMAT!r}")
+    if FORMAT not in metadata:
+        raise CheckpointError(f"{path} is no MiniGPT checkpoint: its metadata lacks {FORMAT!r}")
+    try:
+        about = json.loads(metadata[FORMAT])
+        vocabulary, config = about["vocabulary"], about["config"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: what it says about itself cannot be read: {error}") from error
     fingerprint = Tokenizer().fingerprint
-    if metadata.get("vocabulary") != fingerprint:
+    if vocabulary != fingerprint:
         raise CheckpointError(
-            f"{path} was made for another vocabulary ({metadata.get('vocabulary')}, not {fingerprint}): "
+            f"{path} was made for another vocabulary ({vocabulary}, not {fingerprint}): "
             "train a new one with `minicache train`"
         )
     try:
-        model = MiniGPT(MiniGPTConfig(**json.loads(metadata["config"])))
+        model = MiniGPT(MiniGPTConfig(**config))
         model.load_state_dict(tensors)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: the config and the tensors do not fit together: {error}") from error
     return model.to(device=device, dtype=dtype).eval()
 

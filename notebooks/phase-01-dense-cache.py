@@ -30,7 +30,7 @@ from matplotlib.colors import ListedColormap
 
 from minicache.arithmetic import step_flops
 from minicache.grammar import Tokenizer
-from minicache.model import MiniGPT, MiniGPTConfig
+from minicache.model import load_minigpt
 from minicache.palette import color
 from minicache.specs import MINIGPT
 from minicache.timing import timed
@@ -38,9 +38,8 @@ from minicache.timing import timed
 torch.set_num_threads(1)  # a second thread makes steps this small slower, and their times noisy
 torch.manual_seed(0)
 tokenizer = Tokenizer()
-# As large as the shipped model. How long a step takes does not depend on what the weights are.
-config = MiniGPTConfig(vocab_size=tokenizer.vocab_size)
-model = MiniGPT(config).eval()
+model = load_minigpt()
+config = model.config
 
 
 def new_cache(max_seq_len=512, batch_size=1):

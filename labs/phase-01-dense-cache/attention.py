@@ -66,8 +66,9 @@ def attention_with_cache(q: Tensor, k: Tensor, v: Tensor, layer: int, cache: Cac
         `[B, H, T, d]`.
 
     Raises:
-        CacheOverflowError: the cache has no room for T more tokens. Nothing was written.
-        ValueError: shapes do not fit together, or layers are out of step.
+        ValueError: without a cache, what `causal_attention` refuses. It takes more keys than queries, so S > T passes.
+        Exception: with a cache, whatever `append` or `attend` raises goes through: CacheOverflowError, ValueError,
+            IndexError and TypeError from a `KVCache`. After an error in `append`, nothing is attended to.
     """
     raise NotImplementedError(
         "phase 1, task 7: Attention with an optional cache; read docs/en/phase-01-dense-cache/lab/02-decode.md"

@@ -73,8 +73,9 @@ def attention_with_cache(q: Tensor, k: Tensor, v: Tensor, layer: int, cache: Cac
         `[B, H, T, d]`.
 
     Raises:
-        CacheOverflowError: the cache has no room for T more tokens. Nothing was written.
-        ValueError: shapes do not fit together, or layers are out of step.
+        ValueError: without a cache, what `causal_attention` refuses. It takes more keys than queries, so S > T passes.
+        Exception: with a cache, whatever `append` or `attend` raises goes through: CacheOverflowError, ValueError,
+            IndexError and TypeError from a `KVCache`. After an error in `append`, nothing is attended to.
     """
     if cache is None:
         return causal_attention(q, k, v)

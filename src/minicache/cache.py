@@ -18,12 +18,13 @@ from minicache.errors import CacheOverflowError
 class KVCache:
     """Keys and values of all tokens so far, for every layer of one batch.
 
-    One tensor for keys and one for values, both laid out as
+    All sequences of the batch have the same length, `num_tokens`. The reference keeps one tensor for keys and one for
+    values, both laid out as
 
         [num_layers, batch_size, num_kv_heads, max_seq_len, head_dim]
 
     so that the rows of one head of one sequence lie side by side in memory: decode attention streams through them.
-    All sequences of the batch have the same length, `num_tokens`.
+    That is a choice of the reference and no part of the contract: the tests ask for the public behaviour only.
 
     A forward pass appends to layer 0, 1, … num_layers − 1, in this order and with the same T in each. `num_tokens`
     moves when the last layer has its rows; until then `read(layer)` already shows the new rows of the layers that
@@ -151,8 +152,8 @@ class KVCache:
             layer: 0 … num_layers − 1.
 
         Returns:
-            `(k, v)`, each `[batch_size, num_kv_heads, S, head_dim]`, oldest token first. Here they are views into the
-            cache: no copy.
+            `(k, v)`, each `[batch_size, num_kv_heads, S, head_dim]`, oldest token first. The reference
+            gives views into the cache, without a copy; a copy is as good. Callers must not write to either.
 
         Raises:
             IndexError: there is no such layer (negative ones included).

@@ -25,8 +25,8 @@ class Box:
 
 
 def test_the_call_is_told_with_its_arguments() -> None:
-    outcome = call(Box().put, torch.zeros(2, 3), times=2)
-    assert outcome.called == "Box.put(tensor[2, 3] float32, times=2)"
+    outcome = call(Box().put, torch.zeros(3, 6), times=2)
+    assert outcome.called == "Box.put(tensor[3, 6] float32, times=2)"
     assert len(outcome.value) == 2
 
 
@@ -77,6 +77,7 @@ def test_gives_accepts(got: object, expected: object) -> None:
         (EYE * 2, EYE, "first at [0, 0]: got 2, expected 1; 3 of 9 differ, largest error 1"),
         ((EYE, EYE + 0.5), (EYE, EYE), "at [1]: first at [0, 0]"),
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0]), "first at [1]: got nan, expected 2"),
+        (torch.tensor([float("nan"), 1.0]), torch.zeros(2), "2 of 2 differ, contains NaN"),
     ],
 )
 def test_gives_refuses(got: object, expected: object, difference: str) -> None:
@@ -157,8 +158,15 @@ def test_a_starters_error_goes_through() -> None:
     ("value", "text"),
     [
         (torch.arange(3), "tensor([0, 1, 2]) int64"),
-        (torch.zeros(2, 2, dtype=torch.float16), "tensor[2, 2] float16"),
-        ((torch.zeros(2, 2),), "(tensor[2, 2] float32,)"),
+        (torch.eye(2, dtype=torch.float16), "tensor[2, 2] float16 [[1, 0], [0, 1]]"),
+        (torch.full((1, 2), 1 / 3), "tensor[1, 2] float32 [[0.333333, 0.333333]]"),
+        (torch.zeros(2, 0), "tensor[2, 0] float32"),
+        (torch.zeros(2, device="meta"), "tensor[2] float32"),
+        ((torch.zeros(3, 6),), "(tensor[3, 6] float32,)"),
+        ([1 / 3] * 32, "a list of 32 floats"),
+        ([[1 / 3] * 4, [1 / 7] * 5], "a list of 9 floats"),
+        ((1, *[1 / 3] * 8), "a tuple of 9 numbers"),
+        (list(range(9)), "[0, 1, 2, 3, 4, 5, 6, 7, 8]"),
         (Box(), "a Box"),
         (print, "print"),
     ],
@@ -178,8 +186,8 @@ class Model:
 def test_a_dataclass_is_told_by_its_fields_that_are_not_the_default() -> None:
     words = "sixty characters, so that the whole takes more than eighty"
     assert short(Model(32, words)) == f"Model(num_layers=32, vocabulary={words!r})"
-    assert short(Model(32, "", 3, torch.ones(9))) == (
-        "Model(num_layers=32, vocabulary='', latent=3, scale=tensor[9] float32)"
+    assert short(Model(32, "", 3, torch.ones(17))) == (
+        "Model(num_layers=32, vocabulary='', latent=3, scale=tensor[17] float32)"
     )
 
 

@@ -62,6 +62,16 @@ def test_each_problem_of_a_task_has_a_line(result: PhaseResult) -> None:
     assert "… and 1 more failed, 2 more not written" in text
 
 
+def test_tests_that_check_the_same_share_a_line(result: PhaseResult) -> None:
+    tests = [TestResult(f"t.py::a[{i}-[]]", f"It fits. [{i}-[]]", Outcome.FAILED, f"got {i}") for i in range(41)]
+    tests.append(TestResult("t.py::b[k]", "It is alone. [k]", Outcome.FAILED, "got k"))
+    text = shown(replace(result, tasks=(TaskResult(result.phase.tasks[1], tuple(tests)),)))
+    assert "failed      ×40  It fits. " in text
+    assert "failed      It is alone. [k]" in text
+    assert text.count("It fits.") == 1
+    assert "more failed" not in text
+
+
 def test_a_task_that_was_begun_says_what_is_missing(result: PhaseResult) -> None:
     missing = TestResult("t.py::b", "B.", Outcome.NOT_WRITTEN, "missing   dtype_nbytes is not written yet")
     passed = TestResult("t.py::a", "A.", Outcome.PASSED)

@@ -55,7 +55,10 @@ def test_any_shape_agrees_with_attention_by_hand(by_hand, batch, num_kv_heads, g
     call(causal_attention, q, k, v).is_close(by_hand(q, k, v))
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 2), (5, 1), (16, 2)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"),
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((4, 4), (4, 2), (6, 2), (5, 1), (16, 2))],
+)
 def test_each_query_head_reads_the_kv_head_of_its_group(num_heads, num_kv_heads):
     """Query head h reads key/value head h // (H / H_kv): neighbours share, as 0 0 1 1 for H = 4, H_kv = 2."""
     q = torch.randn(1, num_heads, 2, 3)
@@ -79,7 +82,7 @@ def test_later_tokens_change_nothing():
     that("the outputs of tokens 0 … 3 after tokens 4 and 5 were changed", after[:, :, :4]).is_close(before[:, :, :4])
 
 
-@pytest.mark.parametrize("num_new", [1, 2, 5])
+@pytest.mark.parametrize("num_new", [1, 2, 5], ids="T = {}".format)
 def test_the_new_tokens_are_the_last_ones(num_new):
     """The last T queries alone give the last T rows of the result for all queries."""
     q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
@@ -87,7 +90,7 @@ def test_the_new_tokens_are_the_last_ones(num_new):
     call(causal_attention, q[:, :, -num_new:], k, v).is_close(everything[:, :, -num_new:])
 
 
-@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize("num_before", [0, 3], ids="{} tokens before".format)
 def test_large_scores_do_not_overflow(by_hand, num_before):
     """Scores of several thousand are no problem: no infinity, no NaN."""
     q = 100 * torch.randn(1, 2, 3, 8)
@@ -97,7 +100,9 @@ def test_large_scores_do_not_overflow(by_hand, num_before):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)]
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)],
+    ids=["float64", "bfloat16", "float16"],
 )
 def test_the_result_has_the_dtype_of_q(by_hand, dtype, tolerance):
     """float64, bfloat16 and float16 come back as they went in, as exact as they can be."""
@@ -120,7 +125,9 @@ def test_views_are_welcome_and_stay_as_they_are(by_hand):
     ("q", "k", "v"),
     [
         pytest.param((4, 2, 8), (1, 2, 2, 8), (1, 2, 2, 8), id="q has three dimensions"),
-        pytest.param((1, 4, 2, 8), (2, 2, 8), (2, 2, 8), id="k and v have three dimensions"),
+        pytest.param((1, 4, 2, 8), (2, 2, 8), (2, 2, 8), id="k and v have three dimensions: no batch"),
+        pytest.param((1, 4, 2, 8), (1, 2, 8), (1, 2, 8), id="k and v have three dimensions: no heads"),
+        pytest.param((1, 4, 2, 8), (1, 1, 2, 2, 8), (1, 1, 2, 2, 8), id="k and v have five dimensions"),
         pytest.param((1, 4, 2, 8), (1, 2, 5, 8), (1, 2, 4, 8), id="v has fewer tokens than k"),
         pytest.param((1, 4, 2, 8), (1, 2, 5, 8), (1, 1, 5, 8), id="v has fewer heads than k"),
         pytest.param((2, 4, 2, 8), (1, 2, 5, 8), (1, 2, 5, 8), id="another batch size"),

@@ -20,6 +20,7 @@ def test_minigpt_reserves_one_mebibyte():
 @pytest.mark.parametrize(
     ("dtype", "itemsize"),
     [(torch.float64, 8), (torch.float32, 4), (torch.float16, 2), (torch.bfloat16, 2), (torch.float8_e4m3fn, 1)],
+    ids=["float64", "float32", "float16", "bfloat16", "float8"],
 )
 def test_bytes_follow_the_dtype(dtype, itemsize):
     """Keys and values: 2 · L · B · H_kv · S_max · d numbers, each as large as its dtype says."""

@@ -111,7 +111,7 @@ def test_any_chunks_in_any_cache_read_back_whole(case):
     that("nbytes, which tokens do not change", cache.nbytes).gives(max_seq_len * row)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_values_are_stored_in_the_caches_dtype(dtype):
     """What is stored in float64, float16 or bfloat16 comes back bit by bit, and takes that dtype's bytes."""
     cache = KVCache(1, 2, 2, 4, 3, dtype=dtype)

@@ -11,7 +11,9 @@ from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError
 
 LAYERS, BATCH, HEADS, MAX_SEQ_LEN, HEAD_DIM = 3, 2, 2, 6, 4
-STATES = ("empty", "three tokens", "three tokens, layer 0 of the next two")
+STATES = {"empty": 0, "three tokens": 3, "three tokens, layer 0 of the next two": 3}
+"""A state in words → the tokens that every layer holds in it, which is what `num_tokens` counts."""
+MID_PASS = "three tokens, layer 0 of the next two"
 
 
 def rows(num_new=2, *, batch=BATCH, heads=HEADS, head_dim=HEAD_DIM):
@@ -25,7 +27,7 @@ def cache_in(state):
     if state != "empty":
         for layer in range(LAYERS):
             put(cache, held, layer, rows(3), rows(3))
-    if state == STATES[2]:
+    if state == MID_PASS:
         put(cache, held, 0, rows(2), rows(2))
         return cache, held, 1
     return cache, held, 0
@@ -37,27 +39,25 @@ def put(cache, held, layer, k, v):
     held[layer] = tuple(torch.cat(pair, dim=2) for pair in zip(held[layer], (k, v), strict=True))
 
 
-def check_untouched(cache, held, num_tokens):
-    """The cache reads as `held` says, and goes on as if the refused call had not been."""
+def check_holds(cache, held, num_tokens, when):
+    """Each layer reads as `held` says, and the cursor stands at `num_tokens`."""
     for layer in range(LAYERS):
-        that(f"read({layer}) after the refused call", cache.read(layer)).gives(held[layer])
-    that("num_tokens after the refused call", cache.num_tokens).gives(num_tokens)
-    that("positions(1) after the refused call", cache.positions(1)).gives(torch.tensor([num_tokens]))
-    that("nbytes_used after the refused call", cache.nbytes_used).gives(
-        2 * LAYERS * BATCH * HEADS * HEAD_DIM * 4 * num_tokens
-    )
+        that(f"read({layer}) {when}", cache.read(layer)).gives(held[layer])
+    that(f"num_tokens {when}", cache.num_tokens).gives(num_tokens)
+    that(f"positions(1) {when}", cache.positions(1)).gives(torch.tensor([num_tokens]))
+    that(f"nbytes_used {when}", cache.nbytes_used).gives(2 * LAYERS * BATCH * HEADS * HEAD_DIM * 4 * num_tokens)
 
 
 def check_refused(state, error, make_call):
     """`make_call(turn)` gives layer, k and v of a bad append in `state`, where it is layer `turn`'s turn."""
     cache, held, turn = cache_in(state)
-    num_tokens = cache.num_tokens
     layer, k, v = make_call(turn)
     call(cache.append, layer, k, v).raises(error)
-    check_untouched(cache, held, num_tokens)
+    check_holds(cache, held, STATES[state], f"after the refused call (before it: {state})")
     for layer in range(turn, LAYERS):  # the pass can still be made, or finished
         put(cache, held, layer, rows(2), rows(2))
-    check_untouched(cache, held, num_tokens + 2)
+    when = f"when the pass of 2 tokens that follows the refused call is over (before it: {state})"
+    check_holds(cache, held, STATES[state] + 2, when)
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
@@ -95,7 +95,7 @@ def test_no_rows_at_all(state):
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("layer", [-1, -3, LAYERS, 100])
+@pytest.mark.parametrize("layer", [-1, -3, LAYERS, 100], ids="layer {}".format)
 def test_layers_that_do_not_exist(state, layer):
     """A layer below 0 or past the last raises IndexError: −1 is not the last layer."""
     check_refused(state, IndexError, lambda turn: (layer, rows(), rows()))
@@ -104,7 +104,7 @@ def test_layers_that_do_not_exist(state, layer):
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("off_by", [1, 2])
+@pytest.mark.parametrize("off_by", [1, 2], ids="{} too far".format)
 def test_layers_out_of_turn(state, off_by):
     """A skipped layer, or a layer that was already served in this pass, raises ValueError."""
     check_refused(state, ValueError, lambda turn: ((turn + off_by) % LAYERS, rows(), rows()))
@@ -113,17 +113,21 @@ def test_layers_out_of_turn(state, off_by):
 def test_another_number_of_tokens_than_the_layers_before():
     """All layers of a pass get the same T: 2 in layer 0, then 1 or 3 in layer 1, is a ValueError."""
     for bad in (rows(1), rows(3)):
-        check_refused(STATES[2], ValueError, lambda turn, bad=bad: (turn, bad, bad))
+        check_refused(MID_PASS, ValueError, lambda turn, bad=bad: (turn, bad, bad))
 
 
 def test_a_layer_already_served_keeps_its_rows_even_if_only_v_is_bad():
     """Layer 0 again, with good k and bad v: nothing of k may be written before v is looked at."""
     for bad in (rows(1), rows(heads=1), rows().double()):
-        check_refused(STATES[2], (ValueError, TypeError), lambda turn, bad=bad: (0, rows(), bad))
+        check_refused(MID_PASS, (ValueError, TypeError), lambda turn, bad=bad: (0, rows(), bad))
 
 
 @pytest.mark.parametrize(
-    ("held_tokens", "num_new"), [(0, MAX_SEQ_LEN + 1), (3, 4), (5, 2), (MAX_SEQ_LEN, 1), (MAX_SEQ_LEN, MAX_SEQ_LEN)]
+    ("held_tokens", "num_new"),
+    [
+        pytest.param(held, new, id=f"{held} of 6 held, {new} new")
+        for held, new in ((0, 7), (3, 4), (5, 2), (6, 1), (6, 6))
+    ],
 )
 def test_overflow_writes_nothing(held_tokens, num_new):
     """One token past max_seq_len raises CacheOverflowError; what is there stays, and what fits still fits."""
@@ -133,12 +137,12 @@ def test_overflow_writes_nothing(held_tokens, num_new):
         for layer in range(LAYERS):
             put(cache, held, layer, rows(held_tokens), rows(held_tokens))
     call(cache.append, 0, rows(num_new), rows(num_new)).raises(CacheOverflowError)
-    check_untouched(cache, held, held_tokens)
+    check_holds(cache, held, held_tokens, f"after the refused call (before it: {held_tokens} tokens)")
     if held_tokens < MAX_SEQ_LEN:
         fits = MAX_SEQ_LEN - held_tokens
         for layer in range(LAYERS):
             put(cache, held, layer, rows(fits), rows(fits))
-        check_untouched(cache, held, MAX_SEQ_LEN)
+        check_holds(cache, held, MAX_SEQ_LEN, f"when {fits} more tokens have filled the cache")
 
 
 def test_a_refusal_is_no_pass():
@@ -148,4 +152,4 @@ def test_a_refusal_is_no_pass():
         call(cache.append, 0, rows(4), rows(4)).raises(CacheOverflowError)
         call(cache.append, 1, rows(), rows()).raises(ValueError)
         call(cache.append, 0, rows(), None).raises(TypeError)
-    check_untouched(cache, held, 3)
+    check_holds(cache, held, 3, "after 30 refused calls")

@@ -13,7 +13,10 @@ from minicache.course.checks import call, that
 repeatable = settings(max_examples=40, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (3, 1), (5, 1), (16, 2)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"),
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((2, 2), (4, 2), (3, 1), (5, 1), (16, 2))],
+)
 def test_a_whole_prompt(by_hand, num_heads, num_kv_heads):
     """Prefill: all tokens at once give causal attention over the prompt."""
     cache = KVCache(1, 2, num_kv_heads, 8, 4)
@@ -23,7 +26,7 @@ def test_a_whole_prompt(by_hand, num_heads, num_kv_heads):
     call(cache.attend, 0, q).is_close(by_hand(q, k, v))
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids="{} kv heads".format)
 def test_one_token_after_the_prompt(by_hand, num_kv_heads):
     """Decode: one new token sees the whole prompt and itself."""
     cache = KVCache(1, 1, num_kv_heads, 8, 4)

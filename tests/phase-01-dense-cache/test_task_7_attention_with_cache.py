@@ -36,7 +36,7 @@ def draw_qkv(num_tokens, *, batch=2, num_heads=4, num_kv_heads=2, head_dim=8):
     return q, *(torch.randn(batch, num_kv_heads, num_tokens, head_dim) for _ in range(2))
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids="{} kv heads".format)
 def test_without_a_cache(by_hand, num_kv_heads):
     """cache=None: causal attention among the T tokens, as when it is left out."""
     q, k, v = draw_qkv(5, num_kv_heads=num_kv_heads)
@@ -116,6 +116,6 @@ def test_what_the_cache_refuses_is_refused(by_hand):
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    """Without a cache, shapes that do not fit together raise ValueError."""
+    """Without a cache, what causal_attention refuses is refused with ValueError."""
     q, k, v = draw_qkv(3)
     call(attention_with_cache, q[:, :3], k, v, 0).raises(ValueError)

@@ -45,7 +45,7 @@ class RuleModel:
     def __init__(self):
         self.shown, self.caches = [], []
 
-    def __call__(self, tokens, cache=None):
+    def __call__(self, tokens, cache):  # both, always: the contract is model(token_ids, cache)
         self.shown.append(tokens.tolist())
         self.caches.append(cache)
         history = tokens
@@ -138,6 +138,15 @@ def test_each_token_comes_as_soon_as_it_is_picked(cached):
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["recomputed", "cached"])
+def test_between_tokens_the_caller_is_in_no_special_mode(cached):
+    """While a token is with the caller, neither inference_mode nor no_grad is on: close them before the yield."""
+    tokens = decode(RuleModel(), torch.tensor([[5, 11, 2]]), 3, cache=a_cache() if cached else None)
+    modes = call(lambda: [(torch.is_inference_mode_enabled(), torch.is_grad_enabled()) for _ in tokens]).value
+    that("torch.is_inference_mode_enabled() after each token", [mode for mode, _ in modes]).gives([False] * 3)
+    that("torch.is_grad_enabled() after each token", [grad for _, grad in modes]).gives([True] * 3)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["recomputed", "cached"])
 def test_no_tokens_no_work(cached):
     """max_new_tokens = 0: nothing is yielded and the model is not called."""
     model, cache = RuleModel(), a_cache() if cached else None
@@ -174,7 +183,10 @@ def test_the_pick_decides(cached):
         histories = [[*history, token] for history, token in zip(histories, step, strict=True)]
 
 
-@pytest.mark.parametrize(("length", "max_seq_len"), [(3, 5), (3, 3), (1, 4)])
+@pytest.mark.parametrize(
+    ("length", "max_seq_len"),
+    [pytest.param(p, rows, id=f"prompt of {p}, cache of {rows}") for p, rows in ((3, 5), (3, 3), (1, 4))],
+)
 def test_a_full_cache_ends_in_an_error_after_good_tokens(length, max_seq_len):
     """S_max − P + 1 tokens come out, all good; the next needs one row too many: CacheOverflowError."""
     prompt, good = list(range(length)), max_seq_len - length + 1
@@ -237,7 +249,10 @@ def minigpt(num_heads, num_kv_heads):
     ).eval()
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (5, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"),
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((4, 4), (4, 2), (5, 1))],
+)
 def test_minigpt_gives_the_same_tokens_both_ways(num_heads, num_kv_heads):
     """A transformer with random weights and a batch of 2: the same 20 tokens with your cache and without."""
     model, prompt = minigpt(num_heads, num_kv_heads), torch.randint(50, (2, 7))

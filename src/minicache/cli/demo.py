@@ -30,7 +30,7 @@ PROMPTS = (
     "Did he",
     "Will the children",
 )
-WAYS = {"full recomputation": "wasted", "KV cache": "generated"}
+WAYS = {"recompute": "wasted", "KV cache": "generated"}
 """Way of decoding → its colour role."""
 
 app = typer.Typer()
@@ -82,7 +82,7 @@ def _decode_all(model: MiniGPT, prompts: list[list[int]], max_seq_len: int, cons
     config = model.config
     cache = KVCache(config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
+    columns = (TextColumn("{task.description:<9}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         for way in WAYS:
             bar = progress.add_task(way, total=sum(max_seq_len - len(prompt) for prompt in prompts))
@@ -132,12 +132,12 @@ def _totals(
     row_nbytes = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, "float32")
     lengths = [(len(prompt), len(run.token_ids)) for prompt, run in zip(prompts, runs["KV cache"], strict=True)]
     computed = {
-        "full recomputation": sum(p * n + n * (n - 1) // 2 for p, n in lengths),
+        "recompute": sum(p * n + n * (n - 1) // 2 for p, n in lengths),
         "KV cache": sum(p + n - 1 for p, n in lengths),
     }
     seconds = {way: sum(sum(run.seconds) for run in way_runs) for way, way_runs in runs.items()}
-    table = Table()
-    for heading in ("", "seconds", f"token {last}, ms", "positions", "KV bytes/token", "speed-up"):
+    table = Table(caption="positions: how many the model computed · KV bytes: what one token leaves in the cache")
+    for heading in ("", "seconds", f"ms, token {last}", "positions", "KV bytes", "speed-up"):
         table.add_column(heading, justify="right" if heading else "left")
     for way, role in WAYS.items():
         table.add_row(
@@ -146,7 +146,7 @@ def _totals(
             f"{by_position[way][last]:.2f}",
             f"{computed[way]:,}",
             f"{row_nbytes:,}" if way == "KV cache" else "0",
-            f"{seconds['full recomputation'] / seconds[way]:.1f} ×",
+            f"{seconds['recompute'] / seconds[way]:.1f} ×",
         )
     return table
 

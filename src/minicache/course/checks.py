@@ -19,6 +19,8 @@ from minicache.course.finder import learners_line
 _STARTER = re.compile(r"phase \d+, task \d+: ")
 """How the message of a starter's NotImplementedError begins."""
 
+_MAX_NUMBERS = 16  # of a tensor that is told with its values
+
 
 class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
     """A check did not hold.
@@ -158,9 +160,17 @@ def short(value: Any) -> str:
     """
     if _is_tensor(value):
         dtype = str(value.dtype).removeprefix("torch.")
-        if value.numel() <= 8 and value.ndim <= 1:
-            return f"tensor({value.tolist()}) {dtype}"
-        return f"tensor{list(value.shape)} {dtype}"
+        told_shape = f"tensor{list(value.shape)} {dtype}"
+        if value.numel() > _MAX_NUMBERS or value.device.type == "meta":
+            return told_shape
+        if value.ndim <= 1:
+            return f"tensor({_numbers(value.tolist())}) {dtype}"
+        return f"{told_shape} {_numbers(value.tolist())}" if value.numel() else told_shape
+    if isinstance(value, list | tuple):
+        leaves = _leaves(value)
+        if len(leaves) > 8 and all(map(_is_number, leaves)) and len(repr(value)) > 80:
+            kinds = {type(leaf).__name__ for leaf in leaves}
+            return f"a {type(value).__name__} of {len(leaves)} {kinds.pop() if len(kinds) == 1 else 'number'}s"
     if isinstance(value, list | tuple) and 0 < len(value) <= 8:
         inside = ", ".join(short(item) for item in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if len(value) == 1 else f"({inside})"
@@ -174,6 +184,18 @@ def short(value: Any) -> str:
     if " object at 0x" in text:  # Python's own repr: an address tells nothing
         return f"a {type(value).__name__}"
     return _cut(text, 80)
+
+
+def _numbers(value: Any) -> str:
+    """What a tensor's `tolist()` gave, its floats in six digits."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_numbers, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What nested lists and tuples hold, in order."""
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list | tuple) else [value]
 
 
 def _cut(text: str, limit: int) -> str:
@@ -239,7 +261,9 @@ def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix
         return None
     index = wrong.nonzero()[0].tolist()
     here = f"first at {index}: got {one[tuple(index)].item():.6g}, expected {other[tuple(index)].item():.6g}"
-    return f"{prefix}{here}; {count} of {wrong.numel()} differ, largest error {error[wrong].max().item():.3g}"
+    largest = error[wrong].max().item()  # NaN if one of them is
+    how = "contains NaN" if math.isnan(largest) else f"largest error {largest:.3g}"
+    return f"{prefix}{here}; {count} of {wrong.numel()} differ, {how}"
 
 
 def _is_tensor(value: object) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minicache.course.finder import show
-from minicache.course.results import Outcome, PhaseResult, TaskResult, pointers
+from minicache.course.results import Outcome, PhaseResult, TaskResult, TestResult, pointers
 
 STYLES = {
     Outcome.PASSED: "green",
@@ -72,19 +72,34 @@ def print_result(result: PhaseResult, console: Console) -> None:
 def _problem(graded: TaskResult) -> Panel:
     """The first failure of a task in full, and a line for each of the others."""
     test = graded.first_problem
-    message = [Text(test.message if test else "no tests were collected, so nothing was graded")]
+    message: list[Text | Table] = [Text(test.message if test else "no tests were collected, so nothing was graded")]
     if test and test.printed.strip():
         message.append(Text(f"your code printed:\n{test.printed.rstrip()}", style="dim"))
     message.append(Text(pointers(graded.task)))
     if others := graded.other_problems:
-        lines = [f"{other.outcome:<12}{other.title}" for other in others[:_MAX_LISTED]]
-        if left := Counter(str(other.outcome) for other in others[_MAX_LISTED:]):
-            lines.append("… and " + ", ".join(f"{count} more {outcome}" for outcome, count in left.items()))
-        message.append(Text("\n".join(["", *lines]), no_wrap=True, overflow="ellipsis"))
+        groups: dict[tuple[Outcome, str], list[TestResult]] = {}
+        for other in others:
+            groups.setdefault((other.outcome, _check(other)), []).append(other)
+        lines = Table.grid()
+        lines.add_column(min_width=12, no_wrap=True)
+        for (outcome, check), tests in list(groups.items())[:_MAX_LISTED]:
+            title = tests[0].title if len(tests) == 1 else f"×{len(tests)}  {check}"
+            lines.add_row(Text(str(outcome)), Text(title))
+        message += [Text(), lines]
+        left: Counter[str] = Counter()
+        for (outcome, _), tests in list(groups.items())[_MAX_LISTED:]:
+            left[str(outcome)] += len(tests)
+        if left:
+            message.append(Text("… and " + ", ".join(f"{count} more {outcome}" for outcome, count in left.items())))
     if graded.outcome.is_lost:
         message.append(Text("The rest of this task's tests were not run.", style="dim"))
     title = f"{graded.task.id} {graded.task.title}"
     return Panel(Group(*message), title=title, title_align="left", border_style=STYLES[graded.outcome])
+
+
+def _check(test: TestResult) -> str:
+    """A test's title without its parameters: what it has in common with those that check the same."""
+    return test.title.removesuffix(f" [{test.id.partition('[')[2]}")
 
 
 def write_junit(result: PhaseResult, file: Path) -> None:

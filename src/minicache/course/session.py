@@ -190,7 +190,7 @@ class GradingSession:
         if report.failed and call.excinfo:
             error = _first(call.excinfo.value)
             outcome = Outcome.NOT_WRITTEN if is_not_written(error) else Outcome.FAILED
-            lines = _lines(error)
+            lines = _lines(error, getattr(item, "fixturenames", ()))
             message = "\n".join([f"checks    {_title(item)}", *lines]) if lines else report.longreprtext
             if lines and self._short:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
@@ -278,26 +278,27 @@ def _unusable(file: Path, error: BaseException, restoring: str) -> str:
     return "\n".join(lines)
 
 
-def _lines(error: BaseException) -> list[str]:
+def _lines(error: BaseException, fixtures: Sequence[str]) -> list[str]:
     """The failure in a learner's terms, or nothing where pytest tells it better."""
     if is_not_written(error):
         return [f"missing   {finder.learners_function(error) or 'a function'} is not written yet"]
     if isinstance(error, CheckFailed):
-        return [*str(error).splitlines(), *_notes(error)]
+        return [*str(error).splitlines(), *_notes(error, fixtures)]
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:
         return str(error).splitlines()
     if isinstance(error, AssertionError | pytest.fail.Exception | pytest.skip.Exception):
         return []
-    return [f"raised    {told(error)}", *_notes(error)]
+    return [f"raised    {told(error)}", *_notes(error, fixtures)]
 
 
-def _notes(error: BaseException) -> list[str]:
-    """The notes on an error; of Hypothesis's, the example alone."""
+def _notes(error: BaseException, fixtures: Sequence[str]) -> list[str]:
+    """The notes on an error; of Hypothesis's, the example alone, without the grader's fixtures."""
     lines: list[str] = []
     for note in getattr(error, "__notes__", ()):
         if example := _EXAMPLE.fullmatch(note):
             arguments = (line.strip() for line in _EXAMPLE_COMMENT.sub("", example[1]).splitlines())
-            lines.append(f"example   {' '.join(filter(None, arguments)).rstrip(',')}")
+            shown = [line for line in arguments if line and line.partition("=")[0] not in fixtures]
+            lines.append(f"example   {' '.join(shown).rstrip(',')}")
         elif not note.startswith(("Explanation:", "    ")):  # which names lines of the grader
             lines.extend(note.splitlines())
     return lines

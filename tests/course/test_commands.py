@@ -22,7 +22,7 @@ from .conftest import COLOR, NBYTES, Toys
 
 def run(*arguments: str, status: int = 0) -> str:
     """The output of `minicache arguments`, whose words are joined by single blanks."""
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, arguments)
+    result = CliRunner(env={"COLUMNS": "120", "TERM": "xterm"}).invoke(app, arguments)
     if isinstance(result.exception, MinicacheError):
         raise result.exception
     assert result.exit_code == status, result.output

@@ -299,7 +299,8 @@ def _notes(error: BaseException, fixtures: Sequence[str]) -> list[str]:
             arguments = (line.strip() for line in _EXAMPLE_COMMENT.sub("", example[1]).splitlines())
             shown = [line for line in arguments if line and line.partition("=")[0] not in fixtures]
             lines.append(f"example   {' '.join(shown).rstrip(',')}")
-        elif not note.startswith(("Explanation:", "    ")):  # which names lines of the grader
+        # Those that explain name lines of the grader; those on reproducing, which appear on CI, want it edited.
+        elif not note.startswith(("Explanation:", "    ", "\nYou can reproduce")):
             lines.extend(note.splitlines())
     return lines
 

@@ -13,6 +13,30 @@ class CacheOverflowError(MinicacheError):
     """An append would pass the cache's `max_seq_len`. Nothing was written."""
 
 
+class OutOfSlotsError(MinicacheError):
+    """No hole is large enough for a contiguous reservation. Nothing was reserved."""
+
+
+class OutOfBlocksError(MinicacheError):
+    """The pool has fewer free blocks than were asked for. Nothing was allocated and nothing was written."""
+
+
+class SharedBlockError(MinicacheError):
+    """A table would write into a block that another table reads too. Nothing was allocated and nothing was written."""
+
+
+class InvariantError(MinicacheError):
+    """A `check()` found a structure in a state that no sequence of calls should reach."""
+
+
+class KernelUnavailableError(MinicacheError):
+    """A Triton kernel was asked for where none can run: no Triton, no GPU and no interpreter, or one that miscomputes."""
+
+
+class MemoryAccessError(MinicacheError):
+    """A kernel under the tracer touched memory that no tensor of its own owns, or that it had no business with."""
+
+
 class UnknownWordError(MinicacheError):
     """A text has a word that the tokenizer's vocabulary lacks."""
 

@@ -13,6 +13,9 @@ LOWER_FLOOR = [
     "minicache.arithmetic",
     "minicache.paper",
     "minicache.grammar",
+    "minicache.blocks",
+    "minicache.reservation",
+    "minicache.simulator",
 ]
 
 

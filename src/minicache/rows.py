@@ -1,0 +1,113 @@
+"""What every cache asks of the rows it is given, and whose turn it is.
+
+You wrote these checks once, in phase 1, inside `KVCache`. The caches of later phases share them from here. No phase
+builds this module.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise unless every size is an int of at least 1.
+
+    Raises:
+        TypeError: a size is not an int; True, which Python takes for 1, is none.
+        ValueError: a size is below 1.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} must be an int; got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1; got {size}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless keys and values can be stored in `dtype`: a floating-point `torch.dtype`."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point torch.dtype such as torch.float16; got {dtype!r}")
+
+
+def check_layer(layer: int, num_layers: int) -> None:
+    """Raise IndexError unless `layer` is one of 0 … num_layers − 1. Negative ones do not count from the end."""
+    if not 0 <= layer < num_layers:
+        raise IndexError(f"no layer {layer}: this cache has layers 0 … {num_layers - 1}")
+
+
+def check_rows(
+    k: Tensor, v: Tensor, batch_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless `k` and `v` are rows that a cache of these sizes can store.
+
+    Args:
+        k: keys, should be `[batch_size, num_kv_heads, T, head_dim]` with T ≥ 1.
+        v: values, the same shape.
+        batch_size: B.
+        num_kv_heads: H_kv.
+        head_dim: d.
+        dtype: what the cache stores.
+        device: where it stores it.
+
+    Raises:
+        TypeError: `k` or `v` is not a tensor, or has another dtype.
+        ValueError: another shape or device, T = 0, or T differs between `k` and `v`.
+    """
+    for name, rows in (("k", k), ("v", v)):
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(rows).__name__}")
+        fits = rows.ndim == 4 and rows.shape == (batch_size, num_kv_heads, k.shape[2], head_dim)
+        if not fits or rows.shape[2] == 0:
+            raise ValueError(
+                f"{name} must be [{batch_size}, {num_kv_heads}, T ≥ 1, {head_dim}], "
+                f"with one T for k and v; got {list(rows.shape)}"
+            )
+        if rows.dtype != dtype:
+            raise TypeError(f"{name} is {rows.dtype}, the cache stores {dtype}: convert it first")
+        if rows.device != device:
+            raise ValueError(f"{name} is on {rows.device}, the cache on {device}: move it first")
+
+
+class LayerTurns:
+    """Layers in step: a forward pass goes through layer 0, 1, … num_layers − 1, with the same T in each.
+
+    Args:
+        num_layers: attention layers, ≥ 1.
+
+    Attributes:
+        num_new: T of the pass under way, or of the one that ended last.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.num_new = 0
+        self._next = 0
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether some layers have had their turn and others have not."""
+        return self._next > 0
+
+    def check(self, layer: int, num_new: int) -> None:
+        """Raise ValueError unless it is `layer`'s turn and T is that of this pass's earlier layers."""
+        if layer != self._next:
+            raise ValueError(f"layers out of step: it is layer {self._next}'s turn, not layer {layer}'s")
+        if self._next and num_new != self.num_new:
+            raise ValueError(
+                f"layers out of step: the earlier layers got {self.num_new} tokens, layer {layer} {num_new}"
+            )
+
+    def advance(self, num_new: int) -> bool:
+        """Note that the layer whose turn it was has its T rows. True if it was the last: the pass is over."""
+        self.num_new = num_new
+        self._next = (self._next + 1) % self.num_layers
+        return self._next == 0
+
+    def is_ahead(self, layer: int) -> bool:
+        """Whether `layer` already holds the new rows of the pass under way."""
+        return layer < self._next
+
+    def reset(self) -> None:
+        """Forget a pass that stopped half-way: it is layer 0's turn."""
+        self._next = 0

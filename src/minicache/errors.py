@@ -30,7 +30,7 @@ class InvariantError(MinicacheError):
 
 
 class KernelUnavailableError(MinicacheError):
-    """A Triton kernel was asked for where none can run: no Triton, no GPU and no interpreter, or one that miscomputes."""
+    """A Triton kernel was asked for where none can run: no Triton, no GPU, no interpreter, or one that miscomputes."""
 
 
 class MemoryAccessError(MinicacheError):

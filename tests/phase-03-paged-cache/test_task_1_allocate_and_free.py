@@ -1,0 +1,238 @@
+"""Phase 3, task 1: allocate blocks, and free them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minicache.blocks import BlockPool, blocks_for
+from minicache.course.checks import call, that
+from minicache.errors import OutOfBlocksError
+
+NO_INTS = [2.0, "2", None, True]
+
+
+def check_pool(pool, owners, when):
+    """Each block of `pool` has as many owners as `owners` says; those with 0 are free."""
+    free = owners.count(0)
+    that(f"num_free {when}", pool.num_free).gives(free)
+    that(f"num_used {when}", pool.num_used).gives(len(owners) - free)
+    counts = [pool.ref_count(block_id) for block_id in range(len(owners))]
+    that(f"ref_count of blocks 0 … {len(owners) - 1} {when}", counts).gives(owners)
+
+
+def check_line(pool, line, when):
+    """All free blocks, taken at once, come in the order `line`."""
+    that(f"allocate({len(line)}), all that is free, {when}", pool.allocate(len(line))).gives(line)
+
+
+# Blocks for tokens
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_size", "blocks"),
+    [(0, 16, 0), (1, 16, 1), (15, 16, 1), (16, 16, 1), (17, 16, 2), (32, 16, 2), (33, 16, 3), (5, 1, 5), (7, 100, 1)],
+)
+def test_blocks_for_some_tokens(num_tokens, block_size, blocks):
+    """An unfinished block is a block; no tokens take none."""
+    call(blocks_for, num_tokens, block_size).gives(blocks)
+
+
+@given(st.integers(0, 400), st.integers(1, 50))
+def test_blocks_hold_the_tokens_and_no_block_is_idle(num_tokens, block_size):
+    """The blocks have room for all tokens, and one block less would not."""
+    held, blocks = 0, 0
+    while held < num_tokens:
+        held, blocks = held + block_size, blocks + 1
+    call(blocks_for, num_tokens, block_size).gives(blocks)
+
+
+def test_large_numbers_stay_exact():
+    """10¹⁸ + 1 tokens in blocks of 10 take 10¹⁷ + 1 blocks: a division through a float loses the last one."""
+    call(blocks_for, 10**18 + 1, 10).gives(10**17 + 1)
+
+
+def test_blocks_for_refuses():
+    """Tokens below 0 and block sizes below 1 raise ValueError; what is no int raises TypeError."""
+    for num_tokens, block_size in [(-1, 16), (5, 0), (5, -4)]:
+        call(blocks_for, num_tokens, block_size).raises(ValueError)
+    for bad in NO_INTS:
+        call(blocks_for, bad, 16).raises(TypeError)
+        call(blocks_for, 16, bad).raises(TypeError)
+
+
+# A new pool
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (5, 16), (1000, 32)])
+def test_a_new_pool_is_free(num_blocks, block_size):
+    """A new pool has the sizes that it was given, and all of its blocks are free."""
+    pool = call(BlockPool, num_blocks, block_size).value
+    that("num_blocks", pool.num_blocks).gives(num_blocks)
+    that("block_size", pool.block_size).gives(block_size)
+    check_pool(pool, [0] * num_blocks, "in a new pool")
+
+
+def test_sizes_of_a_pool_are_refused():
+    """Fewer than 1 block, or blocks for fewer than 1 token, raise ValueError; what is no int raises TypeError."""
+    for bad in (0, -1):
+        call(BlockPool, bad, 16).raises(ValueError)
+        call(BlockPool, 8, bad).raises(ValueError)
+    for bad in NO_INTS:
+        call(BlockPool, bad, 16).raises(TypeError)
+        call(BlockPool, 8, bad).raises(TypeError)
+
+
+# Allocate
+
+
+def test_a_new_pool_counts_from_0():
+    """A new pool hands out 0, 1, 2, …, however many are asked for at a time."""
+    pool = BlockPool(6, 16)
+    call(pool.allocate, 1).gives([0])
+    call(pool.allocate, 3).gives([1, 2, 3])
+    check_pool(pool, [1, 1, 1, 1, 0, 0], "after allocate(1) and allocate(3)")
+    call(pool.allocate, 2).gives([4, 5])
+    check_pool(pool, [1] * 6, "of the full pool")
+
+
+def test_allocating_nothing():
+    """allocate(0) gives an empty list, from a full pool too."""
+    pool = BlockPool(2, 16)
+    call(pool.allocate, 0).gives([])
+    check_pool(pool, [0, 0], "after allocate(0)")
+    call(pool.allocate, 2).gives([0, 1])
+    call(pool.allocate, 0).gives([])
+
+
+@pytest.mark.parametrize("count", [3, 4, 100])
+def test_out_of_blocks(count):
+    """More blocks than are free: OutOfBlocksError. None is taken, and the next call gets what it would have got."""
+    pool = BlockPool(5, 16)
+    call(pool.allocate, 3).gives([0, 1, 2])
+    call(pool.allocate, count).raises(OutOfBlocksError)
+    check_pool(pool, [1, 1, 1, 0, 0], f"after allocate({count}) was refused")
+    call(pool.allocate, 2).gives([3, 4])
+    call(pool.allocate, 1).raises(OutOfBlocksError)
+
+
+def test_counts_that_are_refused():
+    """A negative count raises ValueError, one that is no int TypeError, and nothing is taken."""
+    pool = BlockPool(5, 16)
+    call(pool.allocate, -1).raises(ValueError)
+    for bad in NO_INTS:
+        call(pool.allocate, bad).raises(TypeError)
+    check_pool(pool, [0] * 5, "after refused calls")
+    check_line(pool, [0, 1, 2, 3, 4], "after refused calls")
+
+
+def test_the_list_that_comes_back_is_the_callers():
+    """What a caller does with the list of ids changes nothing in the pool."""
+    pool = BlockPool(4, 16)
+    taken = call(pool.allocate, 2).value
+    taken.clear()
+    check_pool(pool, [1, 1, 0, 0], "after the caller cleared the list")
+    given_back = [1, 0]
+    call(pool.free, given_back).gives(None)
+    given_back.append(99)
+    check_line(pool, [2, 3, 1, 0], "after the caller changed the list that it freed")
+
+
+# Free
+
+
+def test_a_freed_block_waits_behind_the_others():
+    """First in, first out: freed blocks go to the end of the line, in the order in which free was given them."""
+    pool = BlockPool(5, 16)
+    call(pool.allocate, 3).gives([0, 1, 2])
+    call(pool.free, [2, 0]).gives(None)
+    check_pool(pool, [0, 1, 0, 0, 0], "after free([2, 0])")
+    call(pool.allocate, 3).gives([3, 4, 2])
+    call(pool.free, [1]).gives(None)
+    call(pool.free, [4]).gives(None)
+    check_line(pool, [0, 1, 4], "after free([1]) and free([4])")
+
+
+def test_one_block_goes_round():
+    """A pool of one block hands the same one out again and again."""
+    pool = BlockPool(1, 16)
+    for _ in range(3):
+        call(pool.allocate, 1).gives([0])
+        call(pool.allocate, 1).raises(OutOfBlocksError)
+        call(pool.free, [0]).gives(None)
+
+
+def test_freeing_nothing():
+    """free([]) does nothing."""
+    pool = BlockPool(3, 16)
+    call(pool.free, []).gives(None)
+    check_line(pool, [0, 1, 2], "after free([])")
+
+
+BAD_IDS = [
+    pytest.param([3], ValueError, id="a block that was never taken"),
+    pytest.param([1], ValueError, id="a block that was freed before"),
+    pytest.param([0, 3], ValueError, id="a used block, then a free one"),
+    pytest.param([3, 0], ValueError, id="a free block, then a used one"),
+    pytest.param([0, 0], ValueError, id="one block twice"),
+    pytest.param([0, 2, 0], ValueError, id="one block twice, another between"),
+    pytest.param([5], IndexError, id="an id past the last"),
+    pytest.param([0, 2, 5], IndexError, id="used blocks, then an id past the last"),
+    pytest.param([-1], IndexError, id="minus 1, which Python counts from the end"),
+    pytest.param([0, -3], IndexError, id="a used block, then minus 3"),
+    pytest.param([-100], IndexError, id="far below 0"),
+    pytest.param([0.0], TypeError, id="a float"),
+    pytest.param([0, 2, "4"], TypeError, id="used blocks, then a string"),
+    pytest.param([0, None], TypeError, id="a used block, then None"),
+]
+
+
+@pytest.mark.parametrize(("block_ids", "error"), BAD_IDS)
+def test_free_is_all_or_nothing(block_ids, error):
+    """A free block or one given too often: ValueError. No such block: IndexError. No int: TypeError. None is freed."""
+    pool = BlockPool(5, 16)
+    call(pool.allocate, 3).gives([0, 1, 2])
+    call(pool.free, [1]).gives(None)  # used: 0 and 2; in line: 3, 4, 1
+    call(pool.free, block_ids).raises(error)
+    check_pool(pool, [1, 0, 1, 0, 0], f"after free({block_ids}) was refused")
+    call(pool.free, [2, 0]).gives(None)
+    check_line(pool, [3, 4, 1, 2, 0], f"after free({block_ids}) was refused and free([2, 0]) was not")
+
+
+@pytest.mark.parametrize("block_id", [2, -2], ids=str)
+def test_ids_of_a_full_pool(block_id):
+    """Where every block is used, −2 and the first id past the last are still no blocks."""
+    pool = BlockPool(2, 16)
+    call(pool.allocate, 2).gives([0, 1])
+    call(pool.free, [block_id]).raises(IndexError)
+    call(pool.free, [0, block_id]).raises(IndexError)
+    check_pool(pool, [1, 1], f"after block {block_id} was refused")
+
+
+def test_owners_of_no_block():
+    """ref_count of an id outside the pool raises IndexError, of what is no int TypeError."""
+    pool = BlockPool(3, 16)
+    for bad in (3, -1, 100):
+        call(pool.ref_count, bad).raises(IndexError)
+    for bad in (1.0, "1", None):
+        call(pool.ref_count, bad).raises(TypeError)
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 11), min_size=1, max_size=6))))
+def test_many_calls(num_blocks, calls):
+    """Whatever is allocated and freed in whatever order: the longest free come first, and no block has two owners."""
+    pool = BlockPool(num_blocks, 4)
+    line, used = list(range(num_blocks)), []  # longest free first; longest used first
+    for allocates, numbers in calls:
+        if allocates and len(numbers) > len(line):
+            call(pool.allocate, len(numbers)).raises(OutOfBlocksError)
+        elif allocates:
+            call(pool.allocate, len(numbers)).gives(line[: len(numbers)])
+            used, line = used + line[: len(numbers)], line[len(numbers) :]
+        else:
+            chosen = list(dict.fromkeys(used[number % len(used)] for number in numbers if used))
+            call(pool.free, chosen).gives(None)
+            used, line = [each for each in used if each not in chosen], line + chosen
+        check_pool(pool, [int(block_id in used) for block_id in range(num_blocks)], f"after {len(line)} are left free")
+    check_line(pool, line, "at the end")

@@ -1,0 +1,228 @@
+"""Phase 3, task 2: blocks with several owners, and a pool that checks its books."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minicache.blocks import BlockPool
+from minicache.course.checks import CheckFailed, call, that
+from minicache.errors import InvariantError, OutOfBlocksError
+
+
+def check_pool(pool, owners, when):
+    """Each block of `pool` has as many owners as `owners` says; those with 0 are free. The pool's own check agrees."""
+    free = owners.count(0)
+    that(f"num_free {when}", pool.num_free).gives(free)
+    that(f"num_used {when}", pool.num_used).gives(len(owners) - free)
+    counts = [pool.ref_count(block_id) for block_id in range(len(owners))]
+    that(f"ref_count of blocks 0 … {len(owners) - 1} {when}", counts).gives(owners)
+    call(pool.check).gives(None)
+
+
+# Share
+
+
+def test_a_shared_block_is_freed_by_its_last_owner():
+    """Two owners: the first free leaves the block in use, the second sends it to the end of the line."""
+    pool = BlockPool(4, 16)
+    call(pool.allocate, 2).gives([0, 1])
+    call(pool.share, [1]).gives(None)
+    check_pool(pool, [1, 2, 0, 0], "after share([1])")
+    call(pool.free, [1]).gives(None)
+    check_pool(pool, [1, 1, 0, 0], "after share([1]) and free([1])")
+    call(pool.free, [0, 1]).gives(None)
+    check_pool(pool, [0, 0, 0, 0], "after each owner freed its blocks")
+    that("the line at the end", pool.allocate(4)).gives([2, 3, 0, 1])
+
+
+def test_a_block_in_use_is_never_handed_out():
+    """A block that one of two owners freed stays out of the line: the pool runs out before it hands it out."""
+    pool = BlockPool(2, 16)
+    call(pool.allocate, 1).gives([0])
+    call(pool.share, [0]).gives(None)
+    call(pool.free, [0]).gives(None)
+    call(pool.allocate, 2).raises(OutOfBlocksError)
+    call(pool.allocate, 1).gives([1])
+    check_pool(pool, [1, 1], "at the end")
+
+
+def test_sharing_takes_no_block():
+    """Sharing needs no free block: it works in a full pool, and num_used counts a shared block once."""
+    pool = BlockPool(3, 16)
+    call(pool.allocate, 3).gives([0, 1, 2])
+    call(pool.share, [2, 0]).gives(None)
+    call(pool.share, [0]).gives(None)
+    check_pool(pool, [3, 1, 2], "of a full pool after share([2, 0]) and share([0])")
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_an_id_given_more_than_once(times):
+    """share([0, 0]) gives block 0 two more owners, and free([0, 0]) takes two away."""
+    pool = BlockPool(2, 16)
+    call(pool.allocate, 1).gives([0])
+    call(pool.share, [0] * times).gives(None)
+    check_pool(pool, [1 + times, 0], f"after share({[0] * times})")
+    call(pool.free, [0] * times).gives(None)
+    check_pool(pool, [1, 0], f"after free({[0] * times})")
+    call(pool.share, [0] * times).gives(None)
+    call(pool.free, [0] * (times + 1)).gives(None)
+    check_pool(pool, [0, 0], f"after free({[0] * (times + 1)})")
+    that("the line at the end", pool.allocate(2)).gives([1, 0])
+
+
+def test_sharing_nothing():
+    """share([]) does nothing."""
+    pool = BlockPool(2, 16)
+    call(pool.allocate, 1).gives([0])
+    call(pool.share, []).gives(None)
+    check_pool(pool, [1, 0], "after share([])")
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "error"),
+    [
+        pytest.param([3], ValueError, id="a block that was never taken"),
+        pytest.param([1], ValueError, id="a block that was freed before"),
+        pytest.param([0, 2, 3], ValueError, id="used blocks, then a free one"),
+        pytest.param([4], IndexError, id="an id past the last"),
+        pytest.param([0, 4], IndexError, id="a used block, then an id past the last"),
+        pytest.param([-4], IndexError, id="minus 4, which Python takes for block 0"),
+        pytest.param([2, -2], IndexError, id="a used block, then minus 2"),
+        pytest.param([0, "2"], TypeError, id="a used block, then a string"),
+        pytest.param([0, 2.0], TypeError, id="a used block, then a float"),
+    ],
+)
+def test_share_is_all_or_nothing(block_ids, error):
+    """A free block: ValueError. No such block: IndexError. No int: TypeError. Not even the good ones are shared."""
+    pool = BlockPool(4, 16)
+    call(pool.allocate, 3).gives([0, 1, 2])
+    call(pool.free, [1]).gives(None)
+    call(pool.share, [2]).gives(None)
+    call(pool.share, block_ids).raises(error)
+    check_pool(pool, [1, 0, 2, 0], f"after share({block_ids}) was refused")
+    that("the line at the end", pool.allocate(2)).gives([3, 1])
+
+
+@pytest.mark.parametrize(
+    "block_ids", [[0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 1, 0], [1, 1], [0, 1, 1]], ids="free({})".format
+)
+def test_freed_more_often_than_owned(block_ids):
+    """Block 0 has two owners, block 1 has one. Freed once more than that in a call: ValueError, and none is freed."""
+    pool = BlockPool(3, 16)
+    call(pool.allocate, 2).gives([0, 1])
+    call(pool.share, [0]).gives(None)
+    call(pool.free, block_ids).raises(ValueError)
+    check_pool(pool, [2, 1, 0], f"after free({block_ids}) was refused")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.lists(st.integers(0, 9), max_size=4))))
+def test_many_calls(calls):
+    """Good and bad calls in whatever order: owners, line and refusals are those of a pool kept on paper."""
+    pool = BlockPool(6, 4)
+    line, held = [0, 1, 2, 3, 4, 5], []  # on paper: `held` has a block once for each owner
+    for name, numbers in calls:
+        ids = [held[number % len(held)] if held else number for number in numbers]
+        if name == "allocate" and len(ids) <= len(line):
+            ids, line = line[: len(ids)], line[len(ids) :]
+            call(pool.allocate, len(ids)).gives(ids)
+            held = held + ids
+        elif name == "allocate":
+            call(pool.allocate, len(ids)).raises(OutOfBlocksError)
+        elif not held and ids:
+            call(getattr(pool, name), ids).raises((IndexError, ValueError))
+        elif name == "share":
+            call(pool.share, ids).gives(None)
+            held = held + ids
+        elif any(ids.count(block_id) > held.count(block_id) for block_id in ids):
+            call(pool.free, ids).raises(ValueError)
+        else:
+            call(pool.free, ids).gives(None)
+            for block_id in ids:
+                held.remove(block_id)
+                line = line if block_id in held else [*line, block_id]
+        check_pool(pool, [held.count(block_id) for block_id in range(6)], f"after {name} of {ids}")
+    that("all that is free at the end", pool.allocate(len(line))).gives(line)
+
+
+# Check
+
+
+def pool_in_use():
+    """Eight blocks: 0 and 4 with one owner, 1 with two, 2 with three; free and in this order: 5, 6, 7, 3."""
+    pool = BlockPool(8, 16)
+    call(pool.allocate, 5).gives([0, 1, 2, 3, 4])
+    call(pool.share, [1, 2, 2]).gives(None)
+    call(pool.free, [3]).gives(None)
+    return pool
+
+
+def test_check_accepts_what_calls_can_lead_to():
+    """A pool that was only ever called is in order, and check leaves it as it is."""
+    for pool in (BlockPool(1, 1), BlockPool(8, 16), pool_in_use()):
+        call(pool.check).gives(None)
+    pool = pool_in_use()
+    call(pool.check).gives(None)
+    check_pool(pool, [1, 2, 3, 0, 1, 0, 0, 0], "after check()")
+    that("the line after check()", pool.allocate(4)).gives([5, 6, 7, 3])
+
+
+def lines_of(pool):
+    """The containers in which a pool in use, however it is written, keeps its free blocks. There may be none."""
+    return [
+        held
+        for held in getattr(pool, "__dict__", {}).values()
+        if isinstance(held, deque | list | set | dict) and len(held) == 4 and all(each in held for each in (3, 5, 6, 7))
+    ]
+
+
+def counts_of(pool):
+    """The containers in which a pool in use, however it is written, counts the owners of a block. There may be none."""
+    owners = {0: 1, 1: 2, 2: 3, 4: 1}
+    return [
+        held
+        for held in getattr(pool, "__dict__", {}).values()
+        if (isinstance(held, dict) and all(held.get(block_id) == count for block_id, count in owners.items()))
+        or (isinstance(held, list) and len(held) == 8 and all(held[each] == owners[each] for each in owners))
+    ]
+
+
+def put_into(line, block_id):
+    """One more free block, in a container of whatever kind."""
+    if isinstance(line, dict):
+        line[block_id] = next(iter(line.values()))
+    elif isinstance(line, set):
+        line.add(block_id)
+    else:
+        line.append(block_id)
+
+
+@pytest.mark.parametrize(
+    ("books", "damage"),
+    [
+        pytest.param(
+            lines_of, lambda line: line.pop(6) if isinstance(line, dict) else line.remove(6), id="a lost block"
+        ),
+        pytest.param(lines_of, lambda line: put_into(line, 1), id="a used block among the free ones"),
+        pytest.param(lines_of, lambda line: put_into(line, 1000), id="block 1000 among the free ones"),
+        pytest.param(
+            lines_of, lambda line: put_into(line, 6 if isinstance(line, list | deque) else 1), id="a block free twice"
+        ),
+        pytest.param(counts_of, lambda owners: owners.__setitem__(1, 0), id="a used block without owners"),
+        pytest.param(counts_of, lambda owners: owners.__setitem__(6, 1), id="a free block with an owner"),
+        pytest.param(counts_of, lambda owners: owners.__setitem__(1, -1), id="a block with minus 1 owners"),
+    ],
+)
+def test_check_finds_books_that_were_changed(books, damage, request):
+    """A pool in use whose list of free blocks, or whose counts of owners, were changed from outside: InvariantError."""
+    outcomes = []
+    for index in range(len(books(pool_in_use()))):
+        pool = pool_in_use()
+        damage(books(pool)[index])
+        outcomes.append(call(pool.check))
+    # A pool may keep its books in another way, and then there is nothing to change, or twice, and then one is enough.
+    if outcomes and not any(isinstance(outcome.error, InvariantError) for outcome in outcomes):
+        raise CheckFailed(f"check() of a pool with {request.node.callspec.id}", "no InvariantError", "InvariantError")

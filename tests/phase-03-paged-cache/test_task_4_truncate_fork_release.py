@@ -1,0 +1,268 @@
+"""Phase 3, task 4: make a sequence shorter, double it, let it go."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from minicache.blocks import BlockPool, BlockTable
+from minicache.course.checks import call, that
+from minicache.errors import OutOfBlocksError, SharedBlockError
+
+
+def filled(num_tokens, *, num_blocks=6, block_size=4):
+    """A table of `num_tokens` tokens in blocks 0, 1, 2, … of a new pool, and the pool."""
+    pool = BlockPool(num_blocks, block_size)
+    table = BlockTable(pool)
+    call(table.append, num_tokens).gives(list(range(num_tokens)))
+    return table, pool
+
+
+def check_table(table, block_ids, num_tokens, when):
+    """The table holds these blocks and this many tokens."""
+    that(f"block_ids {when}", table.block_ids).gives(block_ids)
+    that(f"num_tokens {when}", table.num_tokens).gives(num_tokens)
+
+
+def check_owners(pool, owners, when):
+    """Each block has as many owners as `owners` says, and the pool's own check agrees."""
+    counts = [pool.ref_count(block_id) for block_id in range(pool.num_blocks)]
+    that(f"ref_count of blocks 0 … {pool.num_blocks - 1} {when}", counts).gives(owners)
+    that(f"num_free {when}", pool.num_free).gives(owners.count(0))
+    call(pool.check).gives(None)
+
+
+# Truncate
+
+
+@pytest.mark.parametrize(
+    ("kept", "blocks"), [(11, 3), (10, 3), (9, 3), (8, 2), (7, 2), (5, 2), (4, 1), (3, 1), (1, 1), (0, 0)]
+)
+def test_truncate(kept, blocks):
+    """Of 11 tokens in blocks of 4, keep some: blocks without a token are freed, the one that is cut stays."""
+    table, pool = filled(11)
+    call(table.truncate, kept).gives(None)
+    check_table(table, [0, 1, 2][:blocks], kept, f"after truncate({kept})")
+    check_owners(pool, [1] * blocks + [0] * (6 - blocks), f"after truncate({kept})")
+    call(table.slot, kept).raises(IndexError)
+    slots = call(table.append, 2).value
+    positions = [table.slot(kept), table.slot(kept + 1)]
+    that(f"the slots of 2 tokens appended after truncate({kept})", slots).gives(positions)
+
+
+def test_what_is_appended_after_a_cut():
+    """The tokens after a cut take the slots of those that were dropped, as long as their block was kept."""
+    table, _ = filled(11)
+    call(table.truncate, 6).gives(None)
+    call(table.append, 3).gives([6, 7, 12])  # blocks 2 and later: the line is 3, 4, 5, 2
+    check_table(table, [0, 1, 3], 9, "after truncate(6) and append(3)")
+
+
+def test_truncate_frees_the_last_block_first():
+    """The blocks go back from the last to the first: a text's beginning stays longest in memory."""
+    table, pool = filled(15)
+    call(table.truncate, 3).gives(None)
+    that("the line after truncate(3)", pool.allocate(5)).gives([4, 5, 3, 2, 1])
+
+
+@pytest.mark.parametrize(("bad", "error"), [(12, ValueError), (100, ValueError), (-1, ValueError)])
+def test_truncate_refuses(bad, error):
+    """More tokens than there are, or fewer than none: ValueError, and nothing changes."""
+    table, pool = filled(11)
+    call(table.truncate, bad).raises(error)
+    check_table(table, [0, 1, 2], 11, f"after truncate({bad}) was refused")
+    check_owners(pool, [1, 1, 1, 0, 0, 0], f"after truncate({bad}) was refused")
+
+
+@pytest.mark.parametrize("bad", [2.0, "2", None, True], ids=repr)
+def test_truncate_wants_an_int(bad):
+    """What is no int raises TypeError, and nothing changes."""
+    table, pool = filled(11)
+    call(table.truncate, bad).raises(TypeError)
+    check_table(table, [0, 1, 2], 11, f"after truncate({bad!r}) was refused")
+    check_owners(pool, [1, 1, 1, 0, 0, 0], f"after truncate({bad!r}) was refused")
+
+
+# Release
+
+
+def test_release_gives_all_blocks_back():
+    """A released table is empty, its blocks are free, and the last one is first in line."""
+    table, pool = filled(11)
+    call(table.release).gives(None)
+    check_table(table, [], 0, "after release()")
+    check_owners(pool, [0] * 6, "after release()")
+    that("the line after release()", pool.allocate(6)).gives([3, 4, 5, 2, 1, 0])
+
+
+def test_a_released_table_may_be_used_again():
+    """After release a table begins anew, at position 0 of a new block; releasing an empty table does nothing."""
+    table, pool = filled(11)
+    call(table.release).gives(None)
+    call(table.release).gives(None)
+    call(table.append, 5).gives([12, 13, 14, 15, 16])
+    check_table(table, [3, 4], 5, "after release() and append(5)")
+    check_owners(pool, [0, 0, 0, 1, 1, 0], "after release() and append(5)")
+
+
+# Fork
+
+
+def test_a_fork_shares_every_block():
+    """A fork has its parent's blocks and tokens, the unfinished block too. None is taken; each has one more owner."""
+    table, pool = filled(10)
+    twin = call(table.fork).value
+    that("twin.pool is the table's pool", twin.pool is pool).gives(True)
+    check_table(twin, [0, 1, 2], 10, "of the fork")
+    check_table(table, [0, 1, 2], 10, "of the parent")
+    check_owners(pool, [2, 2, 2, 0, 0, 0], "after fork()")
+    that("the fork's slots", [twin.slot(position) for position in range(10)]).gives(list(range(10)))
+
+
+def test_a_fork_needs_no_free_block():
+    """A fork works in a full pool, and so does the fork of a fork."""
+    table, pool = filled(8, num_blocks=2)
+    twin = call(table.fork).value
+    third = call(twin.fork).value
+    check_table(third, [0, 1], 8, "of the fork's fork")
+    check_owners(pool, [3, 3], "after two forks")
+
+
+def test_the_fork_of_an_empty_table():
+    """An empty table's fork is empty, and each then takes blocks of its own."""
+    table, pool = filled(0)
+    twin = call(table.fork).value
+    check_table(twin, [], 0, "of an empty table's fork")
+    call(table.append, 1).gives([0])
+    call(twin.append, 1).gives([4])
+    check_owners(pool, [1, 1, 0, 0, 0, 0], "after both appended")
+
+
+def test_parent_and_fork_grow_apart():
+    """Behind full shared blocks each table takes blocks of its own; what one does, the other does not see."""
+    table, pool = filled(8)
+    twin = call(table.fork).value
+    call(table.append, 1).gives([8])
+    call(twin.append, 5).gives([12, 13, 14, 15, 16])
+    check_table(table, [0, 1, 2], 9, "of the parent")
+    check_table(twin, [0, 1, 3, 4], 13, "of the fork")
+    check_owners(pool, [2, 2, 1, 1, 1, 0], "after both appended")
+    call(table.release).gives(None)
+    check_table(twin, [0, 1, 3, 4], 13, "of the fork after its parent's release")
+    check_owners(pool, [1, 1, 0, 1, 1, 0], "after the parent's release")
+
+
+def test_neither_writes_into_the_block_that_both_read():
+    """The unfinished block is shared: append raises SharedBlockError in both, until one has let the block go."""
+    table, pool = filled(10)
+    twin = call(table.fork).value
+    for each in (table, twin):
+        call(each.append, 1).raises(SharedBlockError)
+        check_table(each, [0, 1, 2], 10, "after the refused append")
+    check_owners(pool, [2, 2, 2, 0, 0, 0], "after the refused appends")
+    call(twin.truncate, 8).gives(None)
+    check_owners(pool, [2, 2, 1, 0, 0, 0], "after the fork's truncate(8)")
+    call(table.append, 1).gives([10])
+    call(twin.append, 1).gives([12])
+    check_table(twin, [0, 1, 3], 9, "of the fork at the end")
+
+
+def test_a_cut_into_a_shared_block():
+    """A full shared block that one table cuts is unfinished for this table alone: the other goes on behind it."""
+    table, pool = filled(8)
+    twin = call(table.fork).value
+    call(twin.truncate, 6).gives(None)
+    check_owners(pool, [2, 2, 0, 0, 0, 0], "after the fork's truncate(6)")
+    call(twin.append, 1).raises(SharedBlockError)
+    call(table.append, 1).gives([8])
+    call(table.release).gives(None)
+    call(twin.append, 3).gives([6, 7, 12])
+
+
+def test_a_shared_block_outlives_all_owners_but_one():
+    """Released in any order, the last table gives the blocks back, the last block first."""
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        table, pool = filled(7)
+        tables = [table, call(table.fork).value, call(table.fork).value]
+        for left, which in zip((2, 1, 0), order, strict=True):
+            call(tables[which].release).gives(None)
+            check_owners(pool, [left, left, 0, 0, 0, 0], f"when {left} of 3 tables are left")
+        that("the line at the end", pool.allocate(6)).gives([2, 3, 4, 5, 1, 0])
+
+
+# Everything together
+
+
+class TablesOnPaper(RuleBasedStateMachine):
+    """Tables over a pool of 9 blocks of 3, and the same on paper: the line, and each table's blocks and length."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = BlockPool(9, 3)
+        self.line = list(range(9))
+        self.tables = [(BlockTable(self.pool), [], 0)]  # (the table, its blocks, its length)
+
+    def owners(self):
+        return [sum(block_ids.count(each) for _, block_ids, _ in self.tables) for each in range(9)]
+
+    def let_go(self, dropped):
+        """Blocks that a table had, and that nobody has now, go to the line."""
+        self.line += [each for each in dropped if not self.owners()[each]]
+
+    @rule()
+    def new(self):
+        if len(self.tables) < 5:
+            self.tables.append((BlockTable(self.pool), [], 0))
+
+    @rule(which=st.integers(0, 4), count=st.integers(0, 10))
+    def append(self, which, count):
+        table, block_ids, length = self.tables[which % len(self.tables)]
+        needed = -(-(length + count) // 3) - len(block_ids)
+        shared = bool(count and length % 3 and self.owners()[block_ids[-1]] > 1)
+        short = needed > len(self.line)
+        if shared or short:
+            errors = [SharedBlockError] * shared + [OutOfBlocksError] * short
+            call(table.append, count).raises(tuple(errors))
+            return
+        block_ids, self.line = block_ids + self.line[:needed], self.line[needed:]
+        slots = [3 * block_ids[position // 3] + position % 3 for position in range(length, length + count)]
+        call(table.append, count).gives(slots)
+        self.tables[which % len(self.tables)] = (table, block_ids, length + count)
+
+    @rule(which=st.integers(0, 4))
+    def fork(self, which):
+        table, block_ids, length = self.tables[which % len(self.tables)]
+        if len(self.tables) < 5:
+            self.tables.append((call(table.fork).value, list(block_ids), length))
+
+    @rule(which=st.integers(0, 4), kept=st.integers(0, 27))
+    def truncate(self, which, kept):
+        table, block_ids, length = self.tables[which % len(self.tables)]
+        kept %= length + 1
+        call(table.truncate, kept).gives(None)
+        blocks = -(-kept // 3)
+        self.tables[which % len(self.tables)] = (table, block_ids[:blocks], kept)
+        self.let_go(block_ids[blocks:][::-1])
+
+    @rule(which=st.integers(0, 4))
+    def release(self, which):
+        table, block_ids, _ = self.tables[which % len(self.tables)]
+        call(table.release).gives(None)
+        self.tables[which % len(self.tables)] = (table, [], 0)
+        self.let_go(block_ids[::-1])
+
+    @invariant()
+    def agree(self):
+        for number, (table, block_ids, length) in enumerate(self.tables):
+            check_table(table, block_ids, length, f"of table {number}")
+        check_owners(self.pool, self.owners(), "now")
+
+    def teardown(self):
+        that("all that is free at the end", self.pool.allocate(len(self.line))).gives(self.line)
+
+
+def test_many_calls_in_any_order():
+    """Tables that grow, fork, shrink and go, in any order: blocks, owners, slots and line are those on paper."""
+    run_state_machine_as_test(TablesOnPaper, settings=settings(max_examples=30, stateful_step_count=25))

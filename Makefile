@@ -13,7 +13,7 @@ help: ## list the targets
 
 setup: $(SETUP) ## make .venv and install
 
-demo: $(SETUP) ## eight prompts, with and without the KV cache: same tokens, two speeds
+demo: $(SETUP) ## eight prompts, with and without a KV cache, dense and paged: same tokens
 	@$(BIN)/minicache demo
 
 test: $(SETUP) ## everything: reference, graders, author gates, model, site

@@ -3,6 +3,7 @@
     {$ source("minicache.cache:KVCache.append") $}    the code of that symbol, taken from its file
     {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes
     {$ result("decode_cost", "speedup.512", ".1f") $} a number that a benchmark wrote
+    {$ result_table("kernels", "rungs", name="rung", bytes="bytes") $}   a list of results as a table
     {$ machine("decode_cost") $}                      where and with what command it was measured
     {$ tasks(0) $}  {$ phases() $}                    tables from labs/course.toml
     {$ commands() $}                                  every `minicache` command, from its own help
@@ -65,7 +66,7 @@ def define_env(env: Any) -> None:
     def spanish(page: str, text: str) -> str:
         return other_language("es", page, text, here=env.page.url)
 
-    for function in (source, figure, result, machine, tasks, phases, commands, roles, english, spanish):
+    for function in (source, figure, result, result_table, machine, tasks, phases, commands, roles, english, spanish):
         env.macro(function)
 
 
@@ -185,13 +186,34 @@ def other_language(lang: str, page: str, text: str, *, here: str) -> str:
 
 def result(name: str, key: str, form: str = "") -> str:
     """The value at `key` of benchmarks/results/<name>.json, formatted: dots go deeper, numbers index a list."""
+    return format(_value(name, key), form)
+
+
+def result_table(name: str, key: str, /, **columns: str) -> str:
+    """The list at `key` as a table: a row for each entry, a column for each of its fields that is given a heading.
+
+    Whole numbers get commas and stand on the right. An empty list is "not measured": the benchmark could not run here.
+    """
+    entries = _value(name, key)
+    if not entries:
+        return "*Not measured.*"
+    if missing := [field for field in columns if any(field not in entry for entry in entries)]:
+        raise PageError(f'result_table("{name}", "{key}"): there is no {", ".join(missing)}')
+    numbers = {field for field in columns if all(isinstance(entry[field], int) for entry in entries)}
+    rows = [[f"{entry[field]:,}" if field in numbers else str(entry[field]) for field in columns] for entry in entries]
+    rules = ["--:" if field in numbers else "---" for field in columns]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [list(columns.values()), rules, *rows])
+
+
+def _value(name: str, key: str) -> Any:
+    """What is at `key` of benchmarks/results/<name>.json."""
     value: Any = _results(name)
     for part in key.split("."):
         try:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):
             raise PageError(f'result("{name}", "{key}"): there is no {part!r}') from None
-    return format(value, form)
+    return value
 
 
 def machine(name: str) -> str:

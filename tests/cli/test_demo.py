@@ -1,4 +1,4 @@
-"""`minicache demo`, small: both ways decode, a plot is written, a cache that lies is found out."""
+"""`minicache demo`, small: all ways decode, plots are written, a cache that lies is found out."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from minicache.cache import KVCache
 from minicache.cli.demo import PROMPTS, app
 from minicache.errors import MinicacheError
 from minicache.grammar import Tokenizer
+from minicache.paged import PagedKVCache
 
 
 @pytest.fixture
@@ -31,6 +32,11 @@ def test_demo_shows_completions_totals_and_a_plot(tmp_path: Path) -> None:
     assert f"{8 * 23:,}" in result.output
     assert "2,048" in result.output  # bytes a token: 2 · 4 layers · 2 KV heads · 32 · 4 bytes
     assert (tmp_path / "time_per_token.png").read_bytes().startswith(b"\x89PNG")
+    # Dense: eight caches of 24 rows, 2,048 bytes a row. Paged: no text ends that early, so each takes two blocks of 16.
+    rows = {line.split("│")[1].strip(): line for line in result.output.splitlines() if line.count("│") == 7}
+    assert f" {8 * 24 * 2} " in rows["dense"]
+    assert f" {8 * 2 * 16 * 2} " in rows["paged"]
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("threads")
@@ -47,3 +53,14 @@ def test_demo_refuses_to_praise_a_cache_that_changes_the_tokens(
     result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"])
     assert isinstance(result.exception, MinicacheError)
     assert "changed the tokens" in str(result.exception)
+
+
+@pytest.mark.usefixtures("threads")
+def test_demo_refuses_to_praise_a_paged_cache_that_changes_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = PagedKVCache.attend
+    monkeypatch.setattr(PagedKVCache, "attend", lambda cache, layer, q: attend(cache, layer, -q))
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"])
+    assert isinstance(result.exception, MinicacheError)
+    assert "the paged cache changed the tokens" in str(result.exception)

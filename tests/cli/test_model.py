@@ -41,11 +41,18 @@ def test_generate_completes_the_prompt() -> None:
 
 def test_generate_says_the_same_without_a_cache() -> None:
     cached, cached_summary = run("generate", "Did you", "--max-tokens", "20")
-    recomputed, recomputed_summary = run("generate", "Did you", "--max-tokens", "20", "--no-cache")
+    recomputed, recomputed_summary = run("generate", "Did you", "--max-tokens", "20", "--cache", "none")
     assert cached == recomputed
     # 4 layers × 2 (keys, values) × 2 heads × 32 × 4 bytes a row; the last token is never fed back.
     assert f"{(2 + 20 - 1) * 4 * 2 * 2 * 32 * 4:,} bytes" in cached_summary
     assert "no KV cache" in recomputed_summary
+
+
+def test_generate_says_the_same_through_a_paged_cache() -> None:
+    dense = run("generate", "Did you", "--max-tokens", "20")
+    paged = run("generate", "Did you", "--max-tokens", "20", "--cache", "paged")
+    assert dense[0] == paged[0]
+    assert dense[1].split(", ")[-2:] == paged[1].split(", ")[-2:]  # the bytes in use
 
 
 def test_a_seed_repeats_a_sample() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minicache.course.classroom import find_submissions, grade_class, write_csv, write_report
+from minicache.course.workspace import open_workspace
 from minicache.errors import CourseError
 
 from .conftest import COLOR, NBYTES, Toys
@@ -53,6 +54,16 @@ def test_a_class(toys: Toys, folder: Path, tmp_path: Path) -> None:
 
     assert "SyntaxError" in (tmp_path / "reports" / "bob" / "report.txt").read_text()
     assert json.loads((tmp_path / "reports" / "dan" / "results.json").read_text())["score"] == 70
+
+
+def test_a_file_of_a_subfolder_may_be_handed_in_without_it(tmp_path: Path) -> None:
+    phase = open_workspace(Path(__file__).parents[2]).course.phase("paged-cache")
+    for place in ("ada/kernels", "bob"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "plain.py").write_text("")
+    found = {each.student: each.files for each in find_submissions(tmp_path, phase)}
+    assert found["ada"] == {"minicache.kernels.plain": tmp_path / "ada" / "kernels" / "plain.py"}
+    assert found["bob"] == {"minicache.kernels.plain": tmp_path / "bob" / "plain.py"}
 
 
 def test_a_submission_that_cannot_be_graded_is_noted(toys: Toys, folder: Path) -> None:

@@ -89,6 +89,17 @@ def test_result_refuses_what_was_not_measured(macros: ModuleType, results: Path,
         macros.result(name, key)
 
 
+def test_result_table_has_a_row_for_each_entry(macros: ModuleType, results: Path) -> None:
+    rungs = [{"name": "naive", "bytes": 2048, "time": "not measured"}, {"name": "tuned", "bytes": 512, "time": "3 µs"}]
+    (results / "speed.json").write_text(json.dumps({"rungs": rungs, "others": []}), encoding="utf-8")
+    assert macros.result_table("speed", "rungs", name="rung", bytes="bytes", time="measured") == (
+        "| rung | bytes | measured |\n| --- | --: | --- |\n| naive | 2,048 | not measured |\n| tuned | 512 | 3 µs |"
+    )
+    assert macros.result_table("speed", "others", name="kernel") == "*Not measured.*"
+    with pytest.raises(macros.PageError, match="share"):
+        macros.result_table("speed", "rungs", share="share")
+
+
 def test_machine_needs_machine_and_command(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"machine": "a laptop", "command": "python x.py"}), encoding="utf-8")
     assert macros.machine("speed") == "Measured on a laptop, with `python x.py`."

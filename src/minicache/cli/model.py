@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from minicache.cache import KVCache
     from minicache.grammar import Tokenizer
+    from minicache.model import MiniGPTConfig
 
 app = typer.Typer()
+
+CacheKind = Literal["none", "dense", "paged"]
 
 
 @app.command()
@@ -28,7 +32,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 48,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest word; 1 samples.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Recompute every position in every step.")] = False,
+    cache: Annotated[CacheKind, typer.Option(help="Where keys and values are kept; none recomputes all.")] = "dense",
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of `minicache train`.")] = None,
     mine: Annotated[bool, typer.Option("--mine", help="Run on the lab files that you have finished.")] = False,
 ) -> None:
@@ -38,7 +42,6 @@ def generate(
         _install_labs(console)
     import torch
 
-    from minicache.cache import KVCache
     from minicache.decoding import decode
     from minicache.grammar import Tokenizer
     from minicache.model import load_minigpt
@@ -51,16 +54,12 @@ def generate(
     if not prompt_ids or room < 1:
         raise typer.BadParameter(f"the prompt must have 1 … {model.config.max_seq_len - 1} words")
     max_tokens = min(max_tokens, room)
-    cache = None
-    if not no_cache:
-        config = model.config
-        num_rows = len(prompt_ids) + max_tokens
-        cache = KVCache(config.num_layers, 1, config.num_kv_heads, num_rows, config.head_dim)
+    kv_cache = _make_cache(cache, model.config, num_rows=len(prompt_ids) + max_tokens)
     start = time.perf_counter()
-    steps = decode(model, torch.tensor([prompt_ids]), max_tokens, cache=cache, pick=sampler(temperature, seed))
+    steps = decode(model, torch.tensor([prompt_ids]), max_tokens, cache=kv_cache, pick=sampler(temperature, seed))
     num_tokens = _stream(console, tokenizer, prompt_ids, steps)
     seconds = time.perf_counter() - start
-    kv = "no KV cache" if cache is None else f"{cache.nbytes_used:,} bytes of KV cache used"
+    kv = "no KV cache" if kv_cache is None else f"{kv_cache.nbytes_used:,} bytes of KV cache used"
     console.print(
         f"{num_tokens} tokens, {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, {kv}", style="dim", soft_wrap=True
     )
@@ -87,6 +86,17 @@ def train(
         f"{time.perf_counter() - start:.0f} s. Try it: minicache generate 'Yesterday I' --checkpoint {out}",
         soft_wrap=True,
     )
+
+
+def _make_cache(kind: CacheKind, config: MiniGPTConfig, num_rows: int) -> KVCache | None:
+    """An empty cache of `num_rows` rows for one sequence, or None."""
+    if kind == "none":
+        return None
+    from minicache.cache import KVCache
+    from minicache.paged import PagedKVCache
+
+    cache_class = PagedKVCache if kind == "paged" else KVCache
+    return cache_class(config.num_layers, 1, config.num_kv_heads, num_rows, config.head_dim)
 
 
 def _stream(console: Console, tokenizer: Tokenizer, prompt_ids: list[int], steps: Iterable[Tensor]) -> int:

@@ -6,12 +6,15 @@ expected and the first place where the two differ. Pure standard library; a tens
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
+from types import TracebackType
 from typing import Any
 
 from minicache.course.finder import learners_line
@@ -127,7 +130,7 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     except (Exception, SystemExit) as error:
         if is_not_written(error):
             raise
-        return Outcome(called, error=error)
+        return Outcome(called, error=unwrapped(error))
 
 
 def that(description: str, got: object) -> Outcome:
@@ -136,8 +139,33 @@ def that(description: str, got: object) -> Outcome:
 
 
 def is_not_written(error: BaseException) -> bool:
-    """Whether `error` is what an untouched starter raises: `NotImplementedError("phase 1, task 2: …")`."""
-    return isinstance(error, NotImplementedError) and _STARTER.match(str(error)) is not None
+    """Whether `error` is what an untouched starter raises: `NotImplementedError("phase 1, task 2: …")`.
+
+    Or, where a kernel was to run, what Triton made of it: the interpreter wraps it, the compiler cannot translate it.
+    """
+    if isinstance(error, NotImplementedError):
+        return _STARTER.match(str(error)) is not None
+    if isinstance(line := getattr(error, "node", None), ast.Raise) and _STARTER.search(ast.unparse(line)):
+        return True
+    return _is_tritons(error) and error.__cause__ is not None and is_not_written(error.__cause__)
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """What a kernel raised, its traceback without Triton's own frames: of these there are a dozen for every line of it.
+
+    Triton's interpreter wraps an error, once for every function that it passes through.
+    """
+    while _is_tritons(error) and type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__
+    kept: TracebackType | None = None
+    for frame, lineno in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not frame.f_globals.get("__name__", "").startswith("triton."):
+            kept = TracebackType(kept, frame, frame.f_lasti, lineno)
+    return error.with_traceback(kept)
+
+
+def _is_tritons(error: BaseException) -> bool:
+    return type(error).__module__.startswith("triton.")
 
 
 def named(error: BaseException) -> str:

@@ -57,7 +57,8 @@ class Grade:
 def find_submissions(folder: Path, phase: Phase) -> list[Submission]:
     """The sub-folders of `folder`, each with the lab files that it has.
 
-    A lab file is looked for as `labs/phase-01-dense-cache/cache.py`, `phase-01-dense-cache/cache.py` and `cache.py`.
+    A lab file is looked for as `labs/phase-03-paged-cache/kernels/plain.py`, `phase-03-paged-cache/kernels/plain.py`,
+    `kernels/plain.py` and `plain.py`.
 
     Raises:
         CourseError: there is no sub-folder.
@@ -69,7 +70,8 @@ def find_submissions(folder: Path, phase: Phase) -> list[Submission]:
     for student in students:
         files = {}
         for module, name in phase.files.items():
-            places = [student / "labs" / phase.folder / name, student / phase.folder / name, student / name]
+            folders = [student / "labs" / phase.folder, student / phase.folder, student]
+            places = [*(folder / name for folder in folders), student / name.name]
             # A link could point to anything on the grader's machine.
             if existing := [place for place in places if place.is_file() and not place.is_symlink()]:
                 files[module] = existing[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -47,8 +48,7 @@ def examine() -> Iterator[Finding]:
     plugins = {entry.value for entry in entry_points(group="pytest11")}
     active = "minicache.course.plugin" in plugins
     yield Finding("pytest plugin", active, "active" if active else "not found by pytest", f"{_INSTALL} again")
-    if sys.platform == "linux":
-        yield _package("triton", "not needed before phase 4: pip install triton", required=False)
+    yield _triton()
     browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     needed = "only the tests of the site need it: install chromium"
     yield Finding("browser", browser is not None, browser or "no chromium", needed, required=False)
@@ -62,16 +62,16 @@ def examine() -> Iterator[Finding]:
     yield _state(workspace.state)
 
 
-def _package(name: str, remedy: str, use: Callable[[], str] | None = None, *, required: bool = True) -> Finding:
+def _package(name: str, remedy: str, use: Callable[[], str] | None = None) -> Finding:
     """Is a package there, and, where it is worth trying, does it work?"""
     try:
         if find_spec(name) is None:
             raise PackageNotFoundError(name)
-        return Finding(name, True, use() if use else version(name), required=required)
+        return Finding(name, True, use() if use else version(name))
     except PackageNotFoundError:
-        return Finding(name, False, "not installed", remedy, required)
+        return Finding(name, False, "not installed", remedy)
     except (ImportError, OSError, RuntimeError) as error:
-        return Finding(name, False, f"does not work: {error}", remedy, required)
+        return Finding(name, False, f"does not work: {error}", remedy)
 
 
 def _use_torch() -> str:
@@ -80,6 +80,27 @@ def _use_torch() -> str:
     torch.ones(2, 2).sum()  # a torch that does not fit the machine imports, and fails here
     device = "with a GPU" if torch.cuda.is_available() else "CPU only: all that the course needs"
     return f"{torch.__version__} ({device})"
+
+
+_TRY_TRITON = """
+from minicache.errors import KernelUnavailableError
+from minicache.kernels import runtime
+
+runtime.interpret_without_gpu()
+try:
+    print(runtime.describe())
+except KernelUnavailableError as error:
+    raise SystemExit(str(error))
+"""
+
+
+def _triton() -> Finding:
+    """Which Triton there is, and whether it computes. In a process of its own: importing it settles where it runs."""
+    done = subprocess.run([sys.executable, "-c", _TRY_TRITON], capture_output=True, text=True, check=False)
+    told = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["no answer"]
+    return Finding(
+        "triton", done.returncode == 0, told[-1], "phase 4 will not be graded; all else works", required=False
+    )
 
 
 def _labs(workspace: Workspace) -> Finding:

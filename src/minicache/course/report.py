@@ -33,10 +33,11 @@ def print_result(result: PhaseResult, console: Console) -> None:
     """Whose code was graded, the points of each task, and for each task that did not pass, what to do first."""
     phase = result.phase
     console.print(f"[bold]Phase {phase.number}, {phase.title}.[/] Graded: your files.")
+    width = max(map(len, result.files))
     for module, file in result.files.items():
         broken = module in result.problems
         note = "  [red]cannot be imported: its tasks fail, the reference serves the others[/]" if broken else ""
-        console.print(f"  {module:<22} {show(file)}{note}", soft_wrap=True, highlight=False)
+        console.print(f"  {module:<{width}} {show(file)}{note}", soft_wrap=True, highlight=False)
     table = Table("task", "", "file")
     for heading in ("tests", "points"):
         table.add_column(heading, justify="right")
@@ -62,6 +63,9 @@ def print_result(result: PhaseResult, console: Console) -> None:
         begun = graded.outcome is Outcome.NOT_WRITTEN and graded.num_passed
         if (wrong or begun) and graded.task.module not in result.problems:
             console.print(_problem(graded))
+    idle = [graded.first_problem for graded in result.tasks if graded.outcome is Outcome.NOT_GRADED]
+    for reason in dict.fromkeys(test.message.removeprefix("skipped: ") for test in idle if test):
+        console.print(Text(f"Not graded: {reason}"), soft_wrap=True)
     unfinished = [graded.task for graded in result.tasks if graded.outcome is Outcome.NOT_WRITTEN]
     if unfinished:
         task = unfinished[0]

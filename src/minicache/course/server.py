@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from minicache.course.table import Phase
-from minicache.course.workspace import reference_file
+from minicache.course.workspace import phase_imports
 from minicache.errors import CourseError
 
 _GRACE = 2.0  # seconds that an aborted child has for its traceback
@@ -111,11 +111,10 @@ def _answer(server: subprocess.Popen[str]) -> int:
 
 
 def preload_for(phase: Phase) -> tuple[str, ...]:
-    """What many runs of a phase should have loaded once: hypothesis, and torch where the reference uses it."""
+    """What many runs of a phase should have loaded once: hypothesis, and torch and Triton if its reference has them."""
     if sys.platform != "linux":
         return ()  # macOS frameworks do not survive a fork, so there each child loads its own
-    uses_torch = any("import torch" in reference_file(module).read_text(encoding="utf-8") for module in phase.files)
-    return ("hypothesis", "torch") if uses_torch else ("hypothesis",)
+    return ("hypothesis", *(package for package in ("torch", "triton") if phase_imports(phase, package)))
 
 
 def serve(preload: Sequence[str]) -> None:
@@ -124,6 +123,8 @@ def serve(preload: Sequence[str]) -> None:
 
     for name in preload:
         with suppress(ImportError):  # the run that needs it will say so
+            if name == "triton":  # built for the GPU or for the interpreter when it is imported, here and for all runs
+                import_module("minicache.kernels.runtime").interpret_without_gpu()
             import_module(name)
     for line in sys.stdin:
         arguments, folder, log = json.loads(line)

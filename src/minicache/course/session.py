@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from minicache.course import finder
-from minicache.course.checks import CheckFailed, is_not_written, named, told
+from minicache.course.checks import CheckFailed, is_not_written, named, told, unwrapped
 from minicache.course.journal import Event, Journal
 from minicache.course.results import Outcome, TestResult, by_task, pointers
 from minicache.course.table import Phase, Task
-from minicache.course.workspace import Workspace, open_workspace
-from minicache.errors import CourseError
+from minicache.course.workspace import Workspace, open_workspace, phase_imports
+from minicache.errors import CourseError, KernelUnavailableError
 
 _TEST_FILE = re.compile(r"test_task_(\d+)_\w+\.py")
 _PRINTED_LIMIT = 2000  # characters of a learner's output that a result keeps
@@ -52,6 +52,7 @@ class GradingSession:
         self._lost_tasks: set[str] = set()
         self._done: set[str] = set()
         self._reload()
+        self._no_triton = _prepare_triton() if any(phase_imports(phase, "triton") for phase in self._phases) else ""
         self._finder: finder.LabFinder | None = None
         self._unusable: dict[str, str] = {}
         if self._mine:
@@ -69,7 +70,8 @@ class GradingSession:
 
     def _install(self) -> None:
         """Put the learner's modules in place; where one cannot be used, remember why."""
-        files = {name: file for phase in self._phases for name, file in self._workspace.lab_files(phase).items()}
+        phases = [phase for phase in self._phases if not self._cannot_run(phase)]
+        files = {name: file for phase in phases for name, file in self._workspace.lab_files(phase).items()}
         needs: dict[str, set[str]] = {}
         for phase in self._phases:
             for task in phase.tasks:
@@ -85,6 +87,10 @@ class GradingSession:
         for name, reason in self._unusable.items():
             self._tell(Event("unimportable", name, message=reason))
 
+    def _cannot_run(self, phase: Phase) -> str:
+        """Why no code for this phase can run on this machine, whoever wrote it; "" if it can."""
+        return self._no_triton if phase_imports(phase, "triton") else ""
+
     def pytest_unconfigure(self) -> None:
         """Leave the process as it was found."""
         if self._finder:
@@ -99,17 +105,19 @@ class GradingSession:
             config.option.tbstyle = "short"
 
     def pytest_report_header(self) -> list[str]:
-        """Say whose code is graded, and where it is."""
+        """Say whose code is graded, where it is, and what cannot be graded here."""
         if not self._phases:
             return []
+        idle = [phase for phase in self._phases if self._cannot_run(phase)]
+        not_graded = [f"  phase {phase.number} is not graded here: {self._cannot_run(phase)}" for phase in idle]
         if not self._mine:
-            return ["minicache: grading the reference (your own files: --mine)"]
-        lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}"]
+            return ["minicache: grading the reference (your own files: --mine)", *not_graded]
+        lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}", *not_graded]
         for phase in self._phases:
             for name, file in self._workspace.lab_files(phase).items():
                 broken = name in self._unusable
                 note = "   CANNOT BE IMPORTED: its tasks fail, the reference serves the others" if broken else ""
-                lines.append(f"  {name:<24} {finder.show(file)}{note}")
+                lines.append(f"  {name:<26} {finder.show(file)}{note}")
         return lines
 
     # Which tests
@@ -171,8 +179,13 @@ class GradingSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Fail the tasks of a file that cannot be imported, each for that reason and no other."""
+        """Fail the tasks of a file that cannot be imported, each for that reason and no other.
+
+        Where no file could be, nobody is graded.
+        """
         task = self._task_of(item.path)
+        if task and (reason := self._cannot_run(self._workspace.course.phase(task.phase))):
+            pytest.skip(reason)
         if task and task.module in self._unusable:
             pytest.fail(self._unusable[task.module], pytrace=False)
 
@@ -181,16 +194,19 @@ class GradingSession:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Tell a failure in a learner's terms instead of as a traceback; `-vv` shows the traceback."""
-        report = yield
         task = self._task_of(item.path)
+        error = _first(call.excinfo.value) if task and call.excinfo else None
+        lines = _lines(error, getattr(item, "fixturenames", ())) if error else []
+        if lines and self._short:
+            # pytest parses a whole file for each frame of a traceback that nobody would see.
+            vars(item)["repr_failure"] = lambda excinfo: ""
+        report = yield
         if not task:
             return report
         outcome = Outcome.FAILED if report.failed else Outcome.NOT_GRADED if report.skipped else Outcome.PASSED
         message = _reason(report) if report.skipped else ""
-        if report.failed and call.excinfo:
-            error = _first(call.excinfo.value)
+        if report.failed and error:
             outcome = Outcome.NOT_WRITTEN if is_not_written(error) else Outcome.FAILED
-            lines = _lines(error, getattr(item, "fixturenames", ()))
             message = "\n".join([f"checks    {_title(item)}", *lines]) if lines else report.longreprtext
             if lines and self._short:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
@@ -259,6 +275,18 @@ class GradingSession:
         self._tell(Event("result", result.id, task.id, result.title, result.outcome, result.message, result.printed))
 
 
+def _prepare_triton() -> str:
+    """Have Triton run on the GPU if there is one and in its interpreter if not, and say why it cannot, or ""."""
+    from minicache.kernels import runtime
+
+    runtime.interpret_without_gpu()
+    try:
+        runtime.require_triton(runtime.usual_device())
+    except KernelUnavailableError as error:
+        return str(error)
+    return ""
+
+
 def _title(item: pytest.Item) -> str:
     """What a test checks: the first line of its docstring, else its name; and with which parameters."""
     doc = getattr(getattr(item, "function", None), "__doc__", None)
@@ -306,10 +334,10 @@ def _notes(error: BaseException, fixtures: Sequence[str]) -> list[str]:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first error of a group: Hypothesis groups those that it found."""
+    """The first error of a group: Hypothesis groups those that it found. Of a kernel's, what the kernel raised."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
+    return unwrapped(error)
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -79,6 +79,12 @@ def fingerprint(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
+def phase_imports(phase: Phase, package: str) -> bool:
+    """Whether the reference of the phase imports `package`, told without importing it."""
+    files = map(reference_file, phase.files)
+    return any(f"import {package}" in file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
 def reference_file(module: str) -> Path:
     """The file of a module of the package, found without importing it."""
     return Path(minicache.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")

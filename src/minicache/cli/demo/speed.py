@@ -1,13 +1,13 @@
-"""`minicache demo`: what a KV cache is for, on the trained model, in under a minute."""
+"""The demo's first half: what a KV cache is for. Full recomputation and the dense cache: same tokens, two speeds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -20,20 +20,8 @@ if TYPE_CHECKING:
     from minicache.grammar import Tokenizer
     from minicache.model import MiniGPT
 
-PROMPTS = (
-    "Yesterday I",
-    "Tomorrow she",
-    "Every day they",
-    "Now we",
-    "Last week the teacher",
-    "Next year you",
-    "Did he",
-    "Will the children",
-)
 WAYS = {"recompute": "wasted", "KV cache": "generated"}
 """Way of decoding → its colour role."""
-
-app = typer.Typer()
 
 
 @dataclass(frozen=True)
@@ -44,25 +32,19 @@ class Run:
     seconds: list[float]
 
 
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("out/demo"),
-    max_seq_len: Annotated[int, typer.Option(min=16, max=512, help="Length of prompt + text, in tokens.")] = 400,
+def show(
+    model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], max_seq_len: int, out: Path, console: Console
 ) -> None:
-    """Complete eight prompts with full recomputation and with the KV cache: same tokens, two speeds."""
-    import torch
+    """Complete `texts` in both ways, print what came out and how long it took, and save the plot in `out`.
 
-    from minicache.grammar import Tokenizer
-    from minicache.model import load_minigpt
-
-    console = Console()
-    torch.set_num_threads(1)  # a second thread makes steps this small slower and their times noisy
-    model, tokenizer = load_minigpt(), Tokenizer()
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    Raises:
+        MinicacheError: the two ways disagree about a token.
+    """
+    prompts = [tokenizer.encode(text) for text in texts]
     runs = _decode_all(model, prompts, max_seq_len, console)
-    for prompt, recomputed, cached in zip(PROMPTS, *runs.values(), strict=True):
+    for text, recomputed, cached in zip(texts, *runs.values(), strict=True):
         if recomputed.token_ids != cached.token_ids:
-            raise MinicacheError(f"{prompt!r}: the cache changed the tokens. That is a bug: please report it.")
+            raise MinicacheError(f"{text!r}: the cache changed the tokens. That is a bug: please report it.")
 
     by_position = {way: _median_by_position(prompts, way_runs) for way, way_runs in runs.items()}
     console.print(_completions(tokenizer, prompts, runs["KV cache"]))

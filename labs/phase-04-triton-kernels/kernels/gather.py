@@ -1,0 +1,79 @@
+# Phase 4, triton-kernels: your file. It stands in for minicache.kernels.gather.
+# Write what raises NotImplementedError. `minicache grade 4` grades it, `minicache hint 4.K` helps with task K.
+"""Gather: one sequence's rows out of its blocks, in the order of its tokens. Phase 4 builds it.
+
+What `PagedKVCache.read` runs on a GPU. Its heart is the load of a tile of tokens through a block table; decode
+attention does the same load and then computes instead of writing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 64
+"""Tokens that one program copies: 64 rows of 128 half-precision numbers are 16 KB, 128 bytes in flight per thread."""
+
+
+@triton.jit
+def gather_kernel(
+    cache_ptr,
+    block_table_ptr,
+    out_ptr,
+    num_tokens,
+    stride_cache_block,
+    stride_cache_slot,
+    stride_cache_head,
+    stride_cache_dim,
+    stride_out_token,
+    stride_out_head,
+    stride_out_dim,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program copies one head of TILE consecutive tokens: a tile `[TILE, PADDED_HEAD_DIM]`.
+
+    Grid (H_kv, ⌈num_tokens / TILE⌉): program (h, t) owns head h of the tokens t · TILE, t · TILE + 1, … Programs that
+    differ in the first index only run side by side, and their rows are neighbours in memory.
+
+    A tile has nothing to do with a block: it may be part of one or span many, so each of its tokens looks up its own
+    block. The last tile reaches past num_tokens. There three things are masked: the entry of the block table, which
+    lies past the blocks in use or past the table; the cache's row; and the row of the output.
+
+    Pointers:
+        cache_ptr: keys or values, `[num_blocks, BLOCK_SIZE, H_kv, HEAD_DIM]`.
+        block_table_ptr: `[max_blocks]`, contiguous, int32 or int64. Only the first ⌈num_tokens / BLOCK_SIZE⌉ are read.
+        out_ptr: `[num_tokens, H_kv, HEAD_DIM]`, in the dtype of the cache.
+
+    Strides, in elements: of the cache's block, slot in the block, head and dimension, and of the output's token, head
+    and dimension. Any may come. Block ids and tokens are multiplied in int64.
+
+    Constants:
+        HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
+        PADDED_HEAD_DIM: the power of two that HEAD_DIM is padded to.
+        TILE: tokens of a tile, a power of two.
+    """
+    raise NotImplementedError(
+        "phase 4, task 2: Gather; read docs/en/phase-04-triton-kernels/lab/00-store-and-gather.md"
+    )
+
+
+def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int) -> Tensor:
+    """Launch `gather_kernel`: a program a head and tile. `minicache.kernels.gather_kv` has checked the arguments.
+
+    Without tokens nothing is launched.
+
+    Args:
+        cache: keys or values, `[num_blocks, block_size, H_kv, d]`; any strides.
+        block_table: `[max_blocks]` int32 or int64, the tail undefined; any stride.
+        num_tokens: rows to copy.
+
+    Returns:
+        `[num_tokens, H_kv, d]`, new, in the cache's dtype.
+    """
+    raise NotImplementedError(
+        "phase 4, task 2: Gather; read docs/en/phase-04-triton-kernels/lab/00-store-and-gather.md"
+    )

@@ -1,0 +1,43 @@
+"""`minicache demo`: what the engine's parts are for, on the trained model, in under a minute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+PROMPTS = (
+    "Yesterday I",
+    "Tomorrow she",
+    "Every day they",
+    "Now we",
+    "Last week the teacher",
+    "Next year you",
+    "Did he",
+    "Will the children",
+)
+
+app = typer.Typer()
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("out/demo"),
+    max_seq_len: Annotated[int, typer.Option(min=16, max=512, help="Length of prompt + text, in tokens.")] = 400,
+) -> None:
+    """Complete eight prompts: recomputed and with a KV cache (two speeds), dense and paged (two sizes); same tokens."""
+    import torch
+
+    from minicache.cli.demo import memory, speed
+    from minicache.grammar import Tokenizer
+    from minicache.model import load_minigpt
+
+    console = Console()
+    torch.set_num_threads(1)  # a second thread makes steps this small slower and their times noisy
+    model, tokenizer = load_minigpt(), Tokenizer()
+    console.rule("A KV cache: same tokens, less time", align="left")
+    speed.show(model, tokenizer, PROMPTS, max_seq_len, out, console)
+    console.rule("A paged KV cache: same tokens, less memory", align="left")
+    memory.show(model, tokenizer, PROMPTS, max_seq_len, out, console)

@@ -1,0 +1,183 @@
+"""The demo's second half: what a paged cache is for. Dense and paged side by side: same tokens, two sizes.
+
+Eight requests start together and each ends when its text does, which nobody knows in advance. The dense caches reserve
+the longest text for each. The paged caches share one storage, no larger than what they need at once, and take a block
+when the last one is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from minicache.errors import MinicacheError
+from minicache.palette import GRID, INK, color
+
+if TYPE_CHECKING:
+    from minicache.cache import KVCache
+    from minicache.grammar import Tokenizer
+    from minicache.model import MiniGPT
+    from minicache.paged import PagedKVCache, PagedStorage
+
+BLOCK_SIZE = 16
+WAYS = {"dense": "wasted", "paged": "generated"}
+"""Way of keeping rows → its colour role."""
+
+
+@dataclass
+class Run:
+    """All requests decoded over one kind of cache, step by step.
+
+    Attributes:
+        token_ids: the new tokens of each request.
+        reserved: bytes reserved, from start to end.
+        taken: bytes of these that a request has for itself, after each step.
+        used: bytes of these that hold a token of a request still running.
+    """
+
+    token_ids: list[list[int]]
+    reserved: int
+    taken: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+
+
+def show(
+    model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], max_seq_len: int, out: Path, console: Console
+) -> None:
+    """Complete `texts` over dense and over paged caches, print the memory of both, and save the plot in `out`.
+
+    Raises:
+        MinicacheError: the two ways disagree about a token.
+    """
+    prompts = [tokenizer.encode(text) for text in texts]
+    caches = _dense_caches(model, len(texts), max_seq_len)
+    dense = _decode_all(model, tokenizer, prompts, max_seq_len, caches, console)
+    storage = _storage(model, _most_blocks_at_once(prompts, dense.token_ids))
+    paged = _decode_all(
+        model, tokenizer, prompts, max_seq_len, _paged_caches(storage, len(texts), max_seq_len), console
+    )
+    paged.reserved = storage.nbytes
+    for text, expected, got in zip(texts, dense.token_ids, paged.token_ids, strict=True):
+        if expected != got:
+            raise MinicacheError(f"{text!r}: the paged cache changed the tokens. That is a bug: please report it.")
+    lengths = ", ".join(str(len(token_ids)) for token_ids in paged.token_ids)
+    console.print(f"Sampled until each text ended, {max_seq_len} tokens at most. New tokens: {lengths}", soft_wrap=True)
+    runs = {"dense": dense, "paged": paged}
+    console.print(_totals(runs))
+    console.print(f"Plot: [bold]{_save_plot(runs, out)}[/]", soft_wrap=True)
+
+
+def _dense_caches(model: MiniGPT, count: int, max_seq_len: int) -> list[KVCache]:
+    """A cache a request; each reserves `max_seq_len` rows for as long as it lives."""
+    from minicache.cache import KVCache
+
+    config = model.config
+    return [KVCache(config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim) for _ in range(count)]
+
+
+def _most_blocks_at_once(prompts: list[list[int]], token_ids: list[list[int]]) -> int:
+    """The blocks that all running requests hold together when they hold most."""
+    from minicache.blocks import blocks_for
+
+    lengths = [(len(prompt), len(new)) for prompt, new in zip(prompts, token_ids, strict=True)]
+    steps = range(max(num_new for _, num_new in lengths))
+    return max(sum(blocks_for(p + step, BLOCK_SIZE) for p, num_new in lengths if step < num_new) for step in steps)
+
+
+def _storage(model: MiniGPT, num_blocks: int) -> PagedStorage:
+    from minicache.blocks import BlockPool
+    from minicache.paged import PagedStorage
+
+    config = model.config
+    return PagedStorage(BlockPool(num_blocks, BLOCK_SIZE), config.num_layers, config.num_kv_heads, config.head_dim)
+
+
+def _paged_caches(storage: PagedStorage, count: int, max_seq_len: int) -> list[PagedKVCache]:
+    """A cache a request, all over one storage; a request that has ended gives its blocks to the others."""
+    from minicache.paged import PagedKVCache
+
+    sizes = (storage.num_layers, 1, storage.num_kv_heads, max_seq_len, storage.head_dim)
+    return [PagedKVCache(*sizes, storage=storage) for _ in range(count)]
+
+
+def _decode_all(
+    model: MiniGPT,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    max_seq_len: int,
+    caches: Sequence[KVCache],
+    console: Console,
+) -> Run:
+    """One token of every unfinished request a step, until all have ended; the bytes of all caches after each step."""
+    import torch
+
+    from minicache.decoding import decode
+    from minicache.sampling import sampler
+
+    run = Run([[] for _ in prompts], reserved=sum(cache.nbytes for cache in caches))
+    running = {
+        index: decode(model, torch.tensor([ids]), max_seq_len - len(ids), cache=cache, pick=sampler(1.0, seed=index))
+        for index, (ids, cache) in enumerate(zip(prompts, caches, strict=True))
+    }
+    for _ in track(range(max_seq_len), description=type(caches[0]).__name__, console=console, transient=True):
+        for index, steps in list(running.items()):
+            token = next(steps, None)
+            if token is not None:
+                run.token_ids[index].append(int(token))
+            if token is None or int(token) == tokenizer.end_token_id:
+                caches[index].reset()
+                del running[index]
+        if not running:
+            break
+        run.taken.append(sum(cache.nbytes for cache in caches))
+        run.used.append(sum(cache.nbytes_used for cache in caches))
+    return run
+
+
+def _totals(runs: dict[str, Run]) -> Table:
+    """Bytes reserved, taken and used, a row a way."""
+    table = Table(caption="means of all steps · taken: nobody else can use it · with tokens: of running requests")
+    for heading in ("", "KiB reserved", "KiB taken", "KiB with tokens", "tokens / reserved", "tokens / taken"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for way, run in runs.items():
+        taken, used = fmean(run.taken), fmean(run.used)
+        table.add_row(
+            Text(way, style=color(WAYS[way], "dark")),
+            *(f"{nbytes / 1024:,.0f}" for nbytes in (run.reserved, taken, used)),
+            f"{100 * used / run.reserved:.1f} %",
+            f"{100 * used / taken:.1f} %",
+        )
+    return table
+
+
+def _save_plot(runs: dict[str, Run], out: Path) -> Path:
+    """Bytes reserved in both ways, and used, after each step, as a PNG in `out`; its path."""
+    from matplotlib.figure import Figure
+
+    out.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    dense, paged = runs["dense"], runs["paged"]
+    steps = range(len(paged.used))
+    mib = {name: [n / 2**20 for n in sizes] for name, sizes in (("taken", paged.taken), ("used", paged.used))}
+    axes.axhline(dense.reserved / 2**20, label="dense: reserved", color=color(WAYS["dense"]))
+    axes.axhline(paged.reserved / 2**20, label="paged: reserved", color=color(WAYS["paged"]), linestyle="--")
+    axes.step(steps, mib["taken"], where="post", label="paged: taken", color=color(WAYS["paged"]))
+    axes.fill_between(steps, mib["used"], step="post", label="holds a token", color=color("prompt"), alpha=0.7)
+    axes.set_xlabel("step", color=INK["light"])
+    axes.set_ylabel("MiB of KV cache", color=INK["light"])
+    axes.set_title("Eight requests: reserved in advance, or block by block", color=INK["light"])
+    axes.set_ylim(bottom=0)
+    axes.grid(color=GRID["light"], linewidth=0.6)
+    axes.legend(frameon=False)
+    path = out / "memory.png"
+    figure.savefig(path)
+    return path

@@ -1,0 +1,441 @@
+"""Store, gather and attend through block tables: four functions, two backends.
+
+The functions here check their arguments once, for both backends, and pass them on: CPU tensors to PyTorch (`plain`,
+phase 3; `optional` where an option is given), CUDA tensors to Triton (`store`, `gather`, `decode`, `split_kv`,
+`prefill`, phase 4). A backend is imported when it is first needed, so that the package works where Triton does not. No
+phase builds this module.
+
+The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
+is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size (Kwon et al.
+2023, §4.2).
+
+Tensors on a GPU are never looked into by a check: that would wait for the device. What needs values (slots, lengths,
+block ids) is checked for CPU tensors only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Backend = Literal["torch", "triton"]
+
+_STORABLE = (torch.int8, torch.float8_e4m3fn)
+"""What a cache may hold instead of the dtype of the queries: numbers that a scale turns into keys and values."""
+
+
+def store_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, backend: Backend | None = None
+) -> None:
+    """Write one row of keys and one of values to each slot, in place.
+
+    Values are stored, not history: no gradient flows through a cache. Two rows for one slot: one of them wins, and
+    which is undefined.
+
+    Args:
+        k: keys `[N, H_kv, d]`, in the cache's dtype; any strides.
+        v: values, the same shape and dtype.
+        k_cache: `[num_blocks, block_size, H_kv, d]`, contiguous.
+        v_cache: the same shape and dtype.
+        slot_mapping: `[N]` int32 or int64, where each row goes: a slot 0 … num_blocks · block_size − 1, or −1 to skip
+            the row (a batch's padding).
+        backend: "torch", "triton", or None to go by the device.
+
+    Raises:
+        TypeError: something is no tensor, or has the wrong dtype.
+        ValueError: shapes do not fit, tensors are on different devices, a cache is not contiguous, or the backend is
+            unknown.
+        IndexError: a slot lies outside the cache (CPU tensors). Nothing was written.
+        KernelUnavailableError: Triton was asked for and cannot run here.
+    """
+    _check_caches(k_cache, v_cache)
+    _check_tensor("slot_mapping", slot_mapping, k_cache.device)
+    _check_ints("slot_mapping", slot_mapping, ndim=1)
+    for name, rows in (("k", k), ("v", v)):
+        _check_tensor(name, rows, k_cache.device)
+        if rows.shape != (slot_mapping.shape[0], *k_cache.shape[2:]):
+            wanted = [slot_mapping.shape[0], *k_cache.shape[2:]]
+            raise ValueError(f"{name} must be {wanted}, a row for every slot; got {list(rows.shape)}")
+        if rows.dtype != k_cache.dtype:
+            raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
+    if k_cache.is_meta:
+        return  # a tensor on "meta" has a shape and no values
+    if _choose(backend, k_cache.device) == "torch":
+        from minicache.kernels import plain
+
+        plain.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        return
+    from minicache.kernels import store
+
+    if slot_mapping.device.type == "cpu":
+        _check_range("slot", slot_mapping, -1, k_cache.shape[0] * k_cache.shape[1])
+    store.store_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: Backend | None = None) -> Tensor:
+    """Copy the rows of one sequence out of its blocks, in the order of its tokens.
+
+    Args:
+        cache: keys or values, `[num_blocks, block_size, H_kv, d]`, contiguous.
+        block_table: `[max_blocks]` int32 or int64, the sequence's blocks in order. Entries past the last block in use
+            may be anything.
+        num_tokens: how many rows, 0 … max_blocks · block_size.
+        backend: "torch", "triton", or None to go by the device.
+
+    Returns:
+        `[num_tokens, H_kv, d]`, the cache's dtype. To be read: it may be a view of the cache.
+
+    Raises:
+        TypeError: something is no tensor, has the wrong dtype, or `num_tokens` is no int.
+        ValueError: shapes do not fit, tensors are on different devices, the cache is not contiguous, `num_tokens` is
+            negative or more than the table has room for, or the backend is unknown.
+        IndexError: a block in use lies outside the cache (CPU tensors).
+        KernelUnavailableError: Triton was asked for and cannot run here.
+    """
+    _check_caches(cache, cache)
+    _check_tensor("block_table", block_table, cache.device)
+    _check_ints("block_table", block_table, ndim=1)
+    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
+        raise TypeError(f"num_tokens must be an int; got {num_tokens!r}")
+    room = block_table.shape[0] * cache.shape[1]
+    if not 0 <= num_tokens <= room:
+        raise ValueError(f"num_tokens must be 0 … {room}, what {block_table.shape[0]} blocks hold; got {num_tokens}")
+    if cache.is_meta:
+        return cache.new_empty(num_tokens, *cache.shape[2:])
+    if _choose(backend, cache.device) == "torch":
+        from minicache.kernels import plain
+
+        return plain.gather_kv(cache, block_table, num_tokens)
+    from minicache.kernels import gather
+
+    if block_table.device.type == "cpu":
+        _check_range("block", block_table[: -(-num_tokens // cache.shape[1])], 0, cache.shape[0])
+    return gather.gather_kv(cache, block_table, num_tokens)
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Attention of one query token per sequence over that sequence's rows, read where they lie.
+
+    Sequence i's query stands at position context_lens[i] − 1 and sees the rows 0 … context_lens[i] − 1 of its blocks.
+    Query head h reads key/value head h // (H / H_kv). A row at or after context_lens[i] and an entry of a block table
+    past the last block in use are never read: they may hold anything, NaN included. Follows PagedAttention (Kwon et al.
+    2023, §4.1); `num_splits` > 1 follows Flash-Decoding (Dao et al. 2023).
+
+    Args:
+        q: queries `[B, H, d]`, floating point; H is a multiple of H_kv.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, contiguous, in the dtype of `q`, or int8 or float8_e4m3fn.
+        v_cache: values, the same shape and dtype.
+        block_tables: `[B, max_blocks]` int32 or int64, B ≥ 1, each sequence's blocks in order, the tail undefined.
+        context_lens: `[B]` int32 or int64, rows of each sequence, 0 … max_blocks · block_size. 0 is padding.
+        scale: what the scores are multiplied by; None is 1 / √d.
+        alibi_slopes: `[H]` floating point: score += slope · (key position − query position) (Press et al. 2022).
+        k_scale: a float or `[H_kv]`: the keys are the cache's numbers times this. None is 1.
+        v_scale: a float or `[H_kv]`: the values are the cache's numbers times this. None is 1.
+        sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
+        softcap: c > 0: score = c · tanh(score / c), after the scale, before ALiBi and the mask. None is no cap.
+        num_splits: into how many parts a Triton kernel cuts each sequence, ≥ 1; None chooses by how large the batch and
+            the block tables are. PyTorch does not split.
+        backend: "torch", "triton", or None to go by the device.
+
+    Returns:
+        `[B, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
+
+    Raises:
+        TypeError: something is no tensor, or has the wrong dtype or type.
+        ValueError: shapes do not fit, tensors are on different devices, a cache is not contiguous, a length is more
+            than its table has room for (CPU tensors), an option has an impossible value, or the backend is unknown.
+        IndexError: a block in use lies outside the cache (CPU tensors).
+        KernelUnavailableError: Triton was asked for and cannot run here.
+    """
+    _check_attention(q, k_cache, v_cache, block_tables, context_lens)
+    _check_options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
+    if q.shape[0] != block_tables.shape[0]:
+        raise ValueError(f"one query per sequence: q has {q.shape[0]}, block_tables {block_tables.shape[0]}")
+    if num_splits is not None:
+        _check_count("num_splits", num_splits)
+    paged = (q, k_cache, v_cache, block_tables, context_lens)
+    options: dict[str, Any] = {
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+    }
+    if q.is_meta:
+        return torch.empty_like(q)
+    if _choose(backend, q.device) == "torch":
+        if _is_plain(q, k_cache, options):
+            from minicache.kernels import plain
+
+            return plain.paged_decode_attention(*paged, scale=scale)
+        from minicache.kernels import optional
+
+        return optional.paged_decode_attention(*paged, scale=scale, **options)
+    if q.device.type == "cpu":
+        _check_blocks_in_use(k_cache, block_tables, context_lens)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    from minicache.kernels import split_kv
+
+    if num_splits is None:
+        # The tables' width bounds every context, and reading the lengths themselves would wait for the GPU.
+        longest = block_tables.shape[1] * k_cache.shape[1]
+        num_splits = split_kv.choose_num_splits(q.shape[0], k_cache.shape[2], longest, _num_processors(q.device))
+    if num_splits > 1:
+        return split_kv.paged_decode_attention(*paged, scale=scale, **options, num_splits=num_splits)
+    from minicache.kernels import decode
+
+    return decode.paged_decode_attention(*paged, scale=scale, **options)
+
+
+def paged_prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's newest tokens over all its rows, read where they lie.
+
+    Sequence i owns the query rows query_start_loc[i] : query_start_loc[i + 1]; call their number n. They are its last n
+    tokens, and context_lens[i] counts them too: query t of them stands at position context_lens[i] − n + t and sees the
+    rows 0 … context_lens[i] − n + t. Sequences with n = 1 (decode) may stand between others, and n = 0 is a sequence
+    that has its rest. Heads, rows that are never read, and options are as in `paged_decode_attention`.
+
+    Args:
+        q: queries `[N, H, d]` of all sequences, one sequence after the other; floating point, H a multiple of H_kv.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, contiguous, in the dtype of `q`, or int8 or float8_e4m3fn.
+        v_cache: values, the same shape and dtype.
+        block_tables: `[B, max_blocks]` int32 or int64, B ≥ 1, each sequence's blocks in order, the tail undefined.
+        context_lens: `[B]` int32 or int64, rows of each sequence with the new ones, at least n.
+        query_start_loc: `[B + 1]` int32 or int64, from 0 to N, never falling.
+        scale: what the scores are multiplied by; None is 1 / √d.
+        alibi_slopes: `[H]` floating point, as in `paged_decode_attention`.
+        k_scale: a float or `[H_kv]`, as there.
+        v_scale: a float or `[H_kv]`, as there.
+        sliding_window: W ≥ 1, as there.
+        softcap: c > 0, as there.
+        backend: "torch", "triton", or None to go by the device.
+
+    Returns:
+        `[N, H, d]`, the dtype of `q`.
+
+    Raises:
+        TypeError: something is no tensor, or has the wrong dtype or type.
+        ValueError: shapes do not fit, tensors are on different devices, a cache is not contiguous, an option has an
+            impossible value, or the backend is unknown. For CPU tensors also: a length is more than its table has room
+            for or less than its queries, or query_start_loc does not go from 0 to N without falling.
+        IndexError: a block in use lies outside the cache (CPU tensors).
+        KernelUnavailableError: Triton was asked for and cannot run here.
+    """
+    _check_attention(q, k_cache, v_cache, block_tables, context_lens)
+    _check_options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
+    _check_query_start_loc(q, context_lens, query_start_loc)
+    paged = (q, k_cache, v_cache, block_tables, context_lens, query_start_loc)
+    options: dict[str, Any] = {
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+    }
+    if q.is_meta:
+        return torch.empty_like(q)
+    if _choose(backend, q.device) == "torch":
+        if _is_plain(q, k_cache, options):
+            from minicache.kernels import plain
+
+            return plain.paged_prefill_attention(*paged, scale=scale)
+        from minicache.kernels import optional
+
+        return optional.paged_prefill_attention(*paged, scale=scale, **options)
+    if q.device.type == "cpu":
+        _check_blocks_in_use(k_cache, block_tables, context_lens)
+    from minicache.kernels import prefill
+
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    return prefill.paged_prefill_attention(*paged, scale=scale, **options)
+
+
+# Which backend
+
+
+def _choose(backend: Backend | None, device: torch.device) -> Backend:
+    """The backend that runs; where it is Triton, make sure that it can."""
+    if backend not in (None, "torch", "triton"):
+        raise ValueError(f'backend must be "torch", "triton" or None; got {backend!r}')
+    chosen = backend or ("triton" if device.type == "cuda" else "torch")
+    if chosen == "triton":
+        from minicache.kernels import runtime
+
+        runtime.require_triton(device)
+    return chosen
+
+
+def _is_plain(q: Tensor, k_cache: Tensor, options: dict[str, Any]) -> bool:
+    """Whether `plain` can do it: no option is given, and the cache holds what the queries are."""
+    return k_cache.dtype == q.dtype and all(value is None for value in options.values())
+
+
+def _num_processors(device: torch.device) -> int:
+    """How many programs of a kernel run at the same time: a GPU's multiprocessors; 1 under the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# Checks
+
+
+def _check_tensor(name: str, value: Tensor, device: torch.device) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}, the cache on {device}: move it first")
+
+
+def _check_ints(name: str, value: Tensor, ndim: int) -> None:
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64; got {value.dtype}")
+    if value.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension{'s' if ndim > 1 else ''}; got {list(value.shape)}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int; got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}")
+
+
+def _check_range(name: str, values: Tensor, low: int, end: int) -> None:
+    """Raise IndexError unless every value of a CPU tensor is in low … end − 1."""
+    if bool(((values < low) | (values >= end)).any()):
+        wrong = int(values[(values < low) | (values >= end)][0])
+        raise IndexError(f"no {name} {wrong}: this cache has {name}s 0 … {end - 1}")
+
+
+def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(cache, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(cache).__name__}")
+        _check_tensor(name, cache, k_cache.device)
+        if cache.ndim != 4 or 0 in cache.shape or cache.shape != k_cache.shape:
+            raise ValueError(
+                f"a cache is [num_blocks, block_size, H_kv, d], keys and values alike; {name} is {list(cache.shape)}"
+            )
+        if cache.dtype != k_cache.dtype or not (cache.dtype.is_floating_point or cache.dtype in _STORABLE):
+            raise TypeError(f"a cache holds floats or int8, keys and values alike; {name} is {cache.dtype}")
+        if not cache.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: slots count its rows in memory")
+
+
+def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
+    """Raise unless `q` `[…, H, d]` can attend to the cache through the tables; on a CPU, look at the lengths too."""
+    _check_caches(k_cache, v_cache)
+    for name, value in (("q", q), ("block_tables", block_tables), ("context_lens", context_lens)):
+        _check_tensor(name, value, k_cache.device)
+    _check_ints("block_tables", block_tables, ndim=2)
+    _check_ints("context_lens", context_lens, ndim=1)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] == 0 or q.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"q must have three dimensions, a multiple of {num_kv_heads} heads and head_dim {head_dim}; "
+            f"got {list(q.shape)}"
+        )
+    if not q.dtype.is_floating_point or k_cache.dtype not in (q.dtype, *_STORABLE):
+        raise TypeError(f"q is {q.dtype}, the cache holds {k_cache.dtype}: only int8 and float8_e4m3fn may differ")
+    if context_lens.shape[0] != block_tables.shape[0] or not context_lens.shape[0]:
+        raise ValueError(f"one length for each table, B ≥ 1; got {context_lens.shape[0]} and {block_tables.shape[0]}")
+    room = block_tables.shape[1] * k_cache.shape[1]
+    if context_lens.device.type == "cpu":
+        shortest, longest = (int(bound) for bound in context_lens.aminmax())
+        if shortest < 0 or longest > room:
+            wrong = shortest if shortest < 0 else longest
+            raise ValueError(f"a context_len must be 0 … {room}, what {block_tables.shape[1]} blocks hold; got {wrong}")
+
+
+def _check_query_start_loc(q: Tensor, context_lens: Tensor, query_start_loc: Tensor) -> None:
+    """Raise unless the queries are cut into the newest tokens of each sequence; the values on a CPU only."""
+    _check_tensor("query_start_loc", query_start_loc, q.device)
+    _check_ints("query_start_loc", query_start_loc, ndim=1)
+    if query_start_loc.shape[0] != context_lens.shape[0] + 1:
+        raise ValueError(
+            f"query_start_loc needs {context_lens.shape[0] + 1} entries, one more than there are sequences; "
+            f"got {query_start_loc.shape[0]}"
+        )
+    if query_start_loc.device.type != "cpu":
+        return
+    starts = query_start_loc.tolist()
+    if starts[0] != 0 or starts[-1] != q.shape[0] or starts != sorted(starts):
+        raise ValueError(f"query_start_loc must go from 0 to {q.shape[0]} without falling; got {starts}")
+    for sequence, (start, end, num_tokens) in enumerate(zip(starts, starts[1:], context_lens.tolist(), strict=False)):
+        if num_tokens < end - start:
+            raise ValueError(
+                f"sequence {sequence} has {num_tokens} tokens, its {end - start} newest cannot be among them"
+            )
+
+
+def _check_blocks_in_use(k_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
+    """Raise IndexError unless every block in use exists: the interpreter would read outside the cache, and crash."""
+    blocks_in_use = (context_lens + k_cache.shape[1] - 1) // k_cache.shape[1]
+    in_use = torch.arange(block_tables.shape[1]) < blocks_in_use[:, None]
+    _check_range("block", block_tables[in_use], 0, k_cache.shape[0])
+
+
+def _check_options(
+    q: Tensor,
+    k_cache: Tensor,
+    scale: float | None,
+    alibi_slopes: Tensor | None,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> None:
+    if scale is not None and not isinstance(scale, float | int):
+        raise TypeError(f"scale must be a float; got {type(scale).__name__}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be more than 0; got {softcap}")
+    if sliding_window is not None:
+        _check_count("sliding_window", sliding_window)
+    if alibi_slopes is not None:
+        _check_per_head("alibi_slopes", alibi_slopes, q.shape[1], q.device)
+    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if isinstance(value, Tensor):
+            _check_per_head(name, value, k_cache.shape[2], q.device)
+        elif value is not None and not isinstance(value, float | int):
+            raise TypeError(f"{name} must be a float or a tensor [{k_cache.shape[2]}]; got {type(value).__name__}")
+
+
+def _check_per_head(name: str, value: Tensor, num_heads: int, device: torch.device) -> None:
+    _check_tensor(name, value, device)
+    if not value.dtype.is_floating_point:
+        raise TypeError(f"{name} must be floating point; got {value.dtype}")
+    if value.shape != (num_heads,):
+        raise ValueError(f"{name} must be [{num_heads}], one for each head; got {list(value.shape)}")

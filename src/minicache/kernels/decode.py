@@ -1,0 +1,382 @@
+"""Paged decode attention: one query token per sequence over that sequence's rows, read where they lie.
+
+Phase 4 builds it. Decode is bound by memory: a key or a value is read for one multiplication per query head. So the
+kernel's one aim is to read each row once, with many reads under way, and it never writes a score down. `attend_range`
+is that loop; split-KV runs it over a part of the context, and prefill over many query tokens at once.
+
+Follows PagedAttention (Kwon et al. 2023, §4.1), online softmax (Milakov and Gimelshein 2018) and FlashAttention (Dao et
+al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minicache.kernels import runtime
+
+STAGE_BYTES = 32 * 1024
+"""What one tile of keys and one of values take together: see `launch_options`."""
+
+ROOMY = 160 * 1024
+"""Bytes of shared memory that a processor of an A100 or H100 has, and one of a desktop's GPU has not."""
+
+MIN_ROWS = 16
+"""The matrix unit multiplies no fewer rows at a time than these."""
+
+
+@triton.jit
+def attend_range(
+    q,
+    query_positions,
+    slopes,
+    k_head_ptr,
+    v_head_ptr,
+    block_table_ptr,
+    start,
+    end,
+    scale,
+    sliding_window,
+    softcap,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_dim,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_dim,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Online softmax of some query rows over the tokens start … end − 1 of one sequence, TILE tokens at a time.
+
+    Not a kernel but a function that kernels call. For each tile: look up each token's block, load its key and value
+    rows, score them against all query rows, and fold them into three running results in fp32. When a tile brings a new
+    maximum, what was summed under the old one is rescaled by exp(old − new). Nothing before `start` and nothing from
+    `end` on is read, of the block table neither. An empty range gives −inf, 0 and 0.
+
+    Query row r sees the tokens up to its own position, so a tile may be invisible to some rows, or to a row all tiles
+    so far: its maximum is then −inf, and −inf − (−inf) is NaN. Subtract 0 in its place, and every exp gives 0.
+
+    Per score, in fp32 and in this order: times `scale`; `softcap`; plus slope · (key position − query position); −inf
+    where the token is not visible. tanh(x) is best written (1 − e) / (1 + e) with e = exp(−2 |x|) and the sign of x:
+    it cannot overflow, and the interpreter has no tanh.
+
+    Args of the rows, which are query tokens or query heads, as the caller packs them:
+        q: queries `[ROWS, PADDED_HEAD_DIM]`, zero past HEAD_DIM. Keys, values and probabilities are converted to q's
+            dtype for `tl.dot`, which adds up in fp32; `input_precision="ieee"` keeps fp32 from becoming TF32.
+        query_positions: `[ROWS]`, where each row's query token stands.
+        slopes: `[ROWS]` fp32, ALiBi's slope for each row, or None.
+
+    Args of the cache:
+        k_head_ptr, v_head_ptr: the caches' pointers, moved on to this head.
+        block_table_ptr: this sequence's block table, contiguous.
+        start, end: the range, run-time integers; `start` need not be a multiple of anything.
+        stride_*: in elements, of the block, the slot in the block and the dimension. Block ids are multiplied in int64.
+
+    Args that change scores:
+        scale: fp32, what the scores are multiplied by.
+        sliding_window: W or None. A row sees its own position and the W − 1 before it.
+        softcap: c or None. score = c · tanh(score / c).
+
+    Constants:
+        HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
+        TILE: tokens of a tile, a power of two from 16 on. It has nothing to do with BLOCK_SIZE.
+
+    Result:
+        row_max `[ROWS]`, the largest score m; row_sum `[ROWS]`, the sum of exp(score − m); acc
+        `[ROWS, PADDED_HEAD_DIM]`, the sum of exp(score − m) · value. All fp32. Attention over the range is acc /
+        row_sum.
+    """
+    rows: tl.constexpr = q.shape[0]
+    dims = tl.arange(0, q.shape[1])[None, :]
+    row_max = tl.full([rows], float("-inf"), tl.float32)
+    row_sum = tl.zeros([rows], tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    for tile_start in range(start, end, TILE):
+        tokens = tile_start + tl.arange(0, TILE)
+        present = tokens < end
+        mask = present[:, None] & (dims < HEAD_DIM)
+        # A token's block is looked up token by token, so a tile may span any number of blocks, of any size.
+        blocks = tl.load(block_table_ptr + tokens // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+        slots = tokens % BLOCK_SIZE
+        k_rows = k_head_ptr + blocks * stride_k_block + slots * stride_k_slot
+        v_rows = v_head_ptr + blocks * stride_v_block + slots * stride_v_slot
+        k = tl.load(k_rows[:, None] + dims * stride_k_dim, mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_rows[:, None] + dims * stride_v_dim, mask=mask, other=0.0).to(q.dtype)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if softcap is not None:
+            e = tl.exp(-2.0 * tl.abs(scores) / softcap)
+            capped = softcap * (1.0 - e) / (1.0 + e)
+            scores = tl.where(scores < 0, -capped, capped)
+        if slopes is not None:
+            scores += slopes[:, None] * (tokens[None, :] - query_positions[:, None])
+        visible = present[None, :] & (tokens[None, :] <= query_positions[:, None])
+        if sliding_window is not None:
+            visible = visible & (tokens[None, :] > query_positions[:, None] - sliding_window)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing visible yet: −inf − −inf would be NaN
+        p = tl.exp(scores - base[:, None])
+        rescale = tl.exp(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None] + tl.dot(p.to(q.dtype), v, input_precision="ieee")
+        row_max = new_max
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    out_ptr,
+    alibi_slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale,
+    sliding_window,
+    softcap,
+    stride_q_seq,
+    stride_q_head,
+    stride_q_dim,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_k_dim,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_v_dim,
+    stride_table_seq,
+    stride_out_seq,
+    stride_out_head,
+    stride_out_dim,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """One program attends with all query heads of one group: one key/value head of one sequence.
+
+    Grid (H_kv, B): program (h, i) owns key/value head h of sequence i, and with it the query heads h · GROUP …
+    h · GROUP + GROUP − 1. They are the rows of its matrix product, so that each key and value is loaded once for all of
+    them. The matrix unit takes 16 rows or more: row r ≥ GROUP is padding, loaded as zeros and not stored.
+
+    The query stands at position context_len − 1. With a sliding window the range begins at context_len − W, never below
+    0: what lies before is not loaded. A context of 0 is an empty range, and its output is zeros, not 0 / 0.
+
+    Pointers:
+        q_ptr: `[B, H, HEAD_DIM]`, H = H_kv · GROUP.
+        k_cache_ptr, v_cache_ptr: `[num_blocks, BLOCK_SIZE, H_kv, HEAD_DIM]`, in q's dtype, int8 or fp8.
+        block_tables_ptr: `[B, max_blocks]`, each row contiguous, int32 or int64; entries past the last block in use are
+            undefined and not read.
+        context_lens_ptr: `[B]`, contiguous, int32 or int64.
+        out_ptr: `[B, H, HEAD_DIM]`, of the dtype `out_ptr.dtype.element_ty`: convert before the store.
+        alibi_slopes_ptr: `[H]`, contiguous, or None.
+        k_scale_ptr, v_scale_ptr: `[H_kv]` fp32, contiguous, or None. A key is k_scale times what the cache holds, and
+            the product is linear: scale the scores, not the keys; and the output, not the values.
+
+    Numbers: scale, sliding_window (or None), softcap (or None). What is None is compiled away.
+
+    Strides, in elements: q's sequence, head and dimension; the caches' block, slot in the block, head and dimension;
+    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences and block ids are
+    multiplied in int64.
+
+    Constants:
+        GROUP: query heads to a key/value head.
+        ROWS: a power of two, at least 16 and at least GROUP.
+        HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
+        PADDED_HEAD_DIM: a power of two, at least 16 and at least HEAD_DIM.
+        TILE: tokens of a tile, a power of two from 16 on.
+        DOT_DTYPE: what q is converted to right after its load, and what `tl.dot` multiplies.
+    """
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
+    heads = kv_head * GROUP + rows
+    mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)
+    q_rows = q_ptr + seq * stride_q_seq + heads * stride_q_head
+    q = tl.load(q_rows[:, None] + dims * stride_q_dim, mask=mask, other=0.0).to(DOT_DTYPE)
+
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        slopes = tl.load(alibi_slopes_ptr + heads, mask=rows < GROUP, other=0.0).to(tl.float32)
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + kv_head)
+    start = 0
+    if sliding_window is not None:
+        start = tl.maximum(context_len - sliding_window, 0)
+
+    _, row_sum, acc = attend_range(
+        q,
+        tl.zeros([ROWS], tl.int32) + context_len - 1,
+        slopes,
+        k_cache_ptr + kv_head * stride_k_head,
+        v_cache_ptr + kv_head * stride_v_head,
+        block_tables_ptr + seq * stride_table_seq,
+        start,
+        context_len,
+        scale,
+        sliding_window,
+        softcap,
+        stride_k_block,
+        stride_k_slot,
+        stride_k_dim,
+        stride_v_block,
+        stride_v_slot,
+        stride_v_dim,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE,
+    )
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr + kv_head)
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # no context: 0 / 1
+    out_rows = out_ptr + seq * stride_out_seq + heads * stride_out_head
+    tl.store(out_rows[:, None] + dims * stride_out_dim, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Launch `decode_kernel`: a program a sequence and key/value head. The arguments have been checked.
+
+    `launch_options`, `new_output`, `per_head` and `rows_contiguous` below do what every launcher needs: constants, an
+    output that is converted to q's dtype at the end, scales as tensors, tables as the kernel wants them. `scale` is
+    passed as a float, since Triton takes an integer 1 for a constant. An empty batch launches nothing.
+
+    Args:
+        q: queries `[B, H, d]`; any strides.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, in q's dtype, int8 or float8_e4m3fn; any strides.
+        v_cache: values, the same shape and dtype.
+        block_tables: `[B, max_blocks]` int32 or int64; any strides.
+        context_lens: `[B]` int32 or int64, 0 … max_blocks · block_size.
+        scale: what the scores are multiplied by.
+        alibi_slopes: `[H]`, or None.
+        k_scale: a float or `[H_kv]`, or None.
+        v_scale: a float or `[H_kv]`, or None.
+        sliding_window: W ≥ 1, or None.
+        softcap: c > 0, or None.
+
+    Returns:
+        `[B, H, d]`, the dtype of `q`; zeros where the context is empty.
+    """
+    out = new_output(q)
+    if q.shape[0] == 0:
+        return out.to(q.dtype)
+    num_kv_heads = k_cache.shape[2]
+    tables = rows_contiguous(block_tables)
+    decode_kernel[(num_kv_heads, q.shape[0])](
+        q,
+        k_cache,
+        v_cache,
+        tables,
+        context_lens.contiguous(),
+        out,
+        None if alibi_slopes is None else alibi_slopes.contiguous(),
+        per_head(k_scale, k_cache),
+        per_head(v_scale, k_cache),
+        float(scale),
+        sliding_window,
+        softcap,
+        *q.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        tables.stride(0),
+        *out.stride(),
+        **launch_options(q, k_cache),
+    )
+    return out.to(q.dtype)
+
+
+# What the launchers share
+
+
+def launch_options(q: Tensor, k_cache: Tensor) -> dict[str, Any]:
+    """A decode kernel's constants, and how many warps and pipeline stages it gets.
+
+    Chosen by hand for Hopper. A tile of keys and one of values take STAGE_BYTES together: 64 tokens of 128 bf16
+    numbers. The arithmetic is light (16 rows), so 4 warps do. `num_stages` 5 gives two buffers for such tiles and not
+    five: the compiler spends one stage on computing, and two for each tile ahead, one of which waits for the block
+    table. With 3 there is a single buffer, and nothing is read while it is computed on. Two buffers are 72 KB of shared
+    memory, so a processor, which has 227 KB, holds three programs; with one tile each under way that is 96 KB in
+    flight. By Little's law 4.8 TB/s at a latency of 0.7 µs ask for 3.4 MB, 26 KB on each of 132 processors. A desktop's
+    GPU has 100 KB a processor: half the tile there, and one buffer.
+
+    Args:
+        q: queries, `[…, H, d]`.
+        k_cache: keys, `[num_blocks, block_size, H_kv, d]`.
+    """
+    num_heads, head_dim = q.shape[-2:]
+    num_kv_heads = k_cache.shape[2]
+    padded_head_dim = max(MIN_ROWS, triton.next_power_of_2(head_dim))
+    roomy = not q.is_cuda or torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor >= ROOMY
+    tile = (STAGE_BYTES if roomy else STAGE_BYTES // 2) // (2 * padded_head_dim * k_cache.element_size())
+    return {
+        "GROUP": num_heads // num_kv_heads,
+        "ROWS": max(MIN_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
+        "HEAD_DIM": head_dim,
+        "PADDED_HEAD_DIM": padded_head_dim,
+        "BLOCK_SIZE": k_cache.shape[1],
+        "TILE": min(max(MIN_ROWS, tile), 128),
+        "DOT_DTYPE": dot_dtype(q),
+        "num_warps": 4,
+        "num_stages": 5 if roomy else 3,
+    }
+
+
+def dot_dtype(q: Tensor) -> tl.dtype:
+    """What `tl.dot` multiplies: half precision as it is, for the matrix unit; everything else in fp32.
+
+    Under the interpreter always fp32: bf16 arithmetic is silently wrong there. An int8 or fp8 number fits into bf16 and
+    into fp16 without rounding.
+    """
+    halves = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    return tl.float32 if runtime.interpreting() else halves.get(q.dtype, tl.float32)
+
+
+def new_output(q: Tensor) -> Tensor:
+    """An uninitialised output like `q`, contiguous, for the kernel to fill and the launcher to convert to q's dtype.
+
+    Under the interpreter it is fp32, because a store to bf16 cuts bits off there instead of rounding. On a GPU it has
+    q's dtype already, and the conversion does nothing.
+    """
+    return torch.empty(q.shape, dtype=torch.float32 if runtime.interpreting() else q.dtype, device=q.device)
+
+
+def per_head(scale: float | Tensor | None, k_cache: Tensor) -> Tensor | None:
+    """A cache's scale as `[H_kv]` fp32, contiguous, however it was given; None stays None, and costs nothing."""
+    if scale is None or isinstance(scale, Tensor):
+        return None if scale is None else scale.float().expand(k_cache.shape[2]).contiguous()
+    return torch.full((k_cache.shape[2],), scale, dtype=torch.float32, device=k_cache.device)
+
+
+def rows_contiguous(block_tables: Tensor) -> Tensor:
+    """Block tables whose rows are contiguous: as they are, cut from a wider tensor too, or else a copy."""
+    return block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()

@@ -1,0 +1,107 @@
+"""Attention through block tables with every option, in PyTorch and fp32: slow, plain to read, and right.
+
+It is what a CPU runs where an option is given, and what phase 4's Triton kernels are compared with. Each sequence's
+scores are one matrix, and each option one line on it. No phase builds this module.
+
+What the arguments are is said once, in `minicache.kernels`, which has checked them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`minicache.kernels.paged_decode_attention` in PyTorch: one query per sequence, a sequence of length 0 has none.
+
+    Returns:
+        `[B, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
+    """
+    in_use = context_lens > 0
+    out = torch.zeros_like(q)
+    out[in_use] = paged_prefill_attention(
+        q[in_use],
+        k_cache,
+        v_cache,
+        block_tables[in_use],
+        context_lens[in_use],
+        torch.arange(int(in_use.sum()) + 1, device=q.device),
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    return out
+
+
+def paged_prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`minicache.kernels.paged_prefill_attention` in PyTorch.
+
+    Returns:
+        `[N, H, d]`, the dtype of `q`.
+    """
+    out = torch.empty_like(q)
+    starts = query_start_loc.tolist()
+    for i, num_tokens in enumerate(context_lens.tolist()):
+        start, end = starts[i : i + 2]
+        if start == end:
+            continue
+        # Positions before the first that any query's window reaches are masked anyway: they are read all the same.
+        k = _rows(k_cache, block_tables[i], num_tokens, k_scale, q.shape[1])
+        v = _rows(v_cache, block_tables[i], num_tokens, v_scale, q.shape[1])
+        scores = q[start:end].float().transpose(0, 1) @ k.transpose(1, 2)
+        scores = scores * (q.shape[2] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        # How far a key stands behind its query: 0 is the query's own position, negative is the future.
+        behind = torch.arange(num_tokens - (end - start), num_tokens, device=q.device)[:, None]
+        behind = behind - torch.arange(num_tokens, device=q.device)
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes.float()[:, None, None] * behind
+        hidden = behind < 0
+        if sliding_window is not None:
+            hidden = hidden | (behind >= sliding_window)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        out[start:end] = (weights @ v).transpose(0, 1).to(q.dtype)
+    return out
+
+
+def _rows(
+    cache: Tensor, block_table: Tensor, num_tokens: int, head_scale: float | Tensor | None, num_heads: int
+) -> Tensor:
+    """One sequence's keys or values in fp32, scaled, a copy for each query head: `[H, num_tokens, d]`."""
+    num_blocks = -(-num_tokens // cache.shape[1])
+    rows = cache.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:num_tokens].float().transpose(0, 1)
+    if head_scale is not None:
+        rows = rows * torch.as_tensor(head_scale, dtype=torch.float32, device=rows.device).reshape(-1, 1, 1)
+    return rows.repeat_interleave(num_heads // cache.shape[2], dim=0)

@@ -1,0 +1,242 @@
+"""Paged prefill attention: many query tokens per sequence, ragged and causal, over rows in blocks. Phase 4 builds it.
+
+The queries of all sequences lie one after the other, `query_start_loc` says where each begins, and they are the newest
+tokens of their sequences: a whole prompt, a chunk after a cached beginning, or a single token. A key that was loaded
+serves a tile of query tokens here and not only one, so prefill is bound by arithmetic where decode is bound by memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
+
+QUERY_ROWS = 128
+"""Query tokens times heads of a group in one program: two matrix instructions of Hopper, 64 rows each."""
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    query_start_loc_ptr,
+    out_ptr,
+    alibi_slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale,
+    sliding_window,
+    softcap,
+    num_seqs,
+    stride_q_token,
+    stride_q_head,
+    stride_q_dim,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_k_dim,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_v_dim,
+    stride_table_seq,
+    stride_out_token,
+    stride_out_head,
+    stride_out_dim,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PADDED_SEQS: tl.constexpr,
+):
+    """One program attends with a tile of one sequence's query tokens, all heads of one group, to one key/value head.
+
+    The rows are packed as in `decode_kernel`, with tokens beside heads: QUERIES = ROWS // GROUP tokens make a tile, and
+    row r is query head h · GROUP + r % GROUP of the tile's token r // GROUP. If GROUP does not divide ROWS, the last
+    rows are padding.
+
+    Grid (H_kv, N // QUERIES + B). Which tile of which sequence is a program's cannot be known when it is launched: that
+    would need the lengths, and they are on the GPU. So the tiles are numbered with gaps: sequence i's are the numbers
+    from query_start_loc[i] // QUERIES + i on. The next sequence's first number is never smaller than that plus
+    ⌈its queries / QUERIES⌉, so each tile has a number, and N // QUERIES + B of them are enough. A program finds
+    its sequence by counting how many first numbers are at most its own; if its tile begins at or after the sequence's
+    last query, it has nothing to do and returns. (vLLM's unified attention numbers its tiles in this way.)
+
+    Of n queries of a sequence, query t stands at position context_len − n + t. The tile's range ends after the position
+    of its last query; with a sliding window W it begins W − 1 before the position of its first, never below 0.
+    `attend_range` masks what single rows do not see.
+
+    Pointers:
+        q_ptr: `[N, H, HEAD_DIM]`, H = H_kv · GROUP.
+        query_start_loc_ptr: `[B + 1]`, contiguous, int32 or int64, from 0 to N and never falling.
+        out_ptr: `[N, H, HEAD_DIM]`. Every row of a query is written by one program.
+        all others: as in `decode_kernel`, like the numbers.
+
+    Numbers: num_seqs is B.
+
+    Strides, in elements: of q's and the output's token, head and dimension; the others as in `decode_kernel`. Tokens,
+    sequences and block ids are multiplied in int64.
+
+    Constants:
+        ROWS: a power of two, at least 16 and at least GROUP.
+        PADDED_SEQS: the power of two that B is padded to.
+        all others: as in `decode_kernel`.
+    """
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    queries: tl.constexpr = ROWS // GROUP
+
+    seqs = tl.arange(0, PADDED_SEQS)
+    starts = tl.load(query_start_loc_ptr + seqs, mask=seqs < num_seqs, other=0).to(tl.int32)
+    begun = (seqs < num_seqs) & (starts // queries + seqs <= tile)
+    seq = tl.sum(begun.to(tl.int32), 0) - 1
+
+    query_start = tl.load(query_start_loc_ptr + seq).to(tl.int32)
+    query_len = tl.load(query_start_loc_ptr + seq + 1).to(tl.int32) - query_start
+    first_query = (tile - query_start // queries - seq) * queries
+    if first_query >= query_len:
+        return
+    context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
+    row_queries = first_query + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    present = (rows < queries * GROUP) & (row_queries < query_len)
+    mask = present[:, None] & (dims < HEAD_DIM)
+    tokens = (query_start + row_queries).to(tl.int64)
+    q_rows = q_ptr + tokens * stride_q_token + heads * stride_q_head
+    q = tl.load(q_rows[:, None] + dims * stride_q_dim, mask=mask, other=0.0).to(DOT_DTYPE)
+
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        slopes = tl.load(alibi_slopes_ptr + heads, mask=present, other=0.0).to(tl.float32)
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + kv_head)
+    first_position = context_len - query_len
+    start = 0
+    if sliding_window is not None:
+        start = tl.maximum(first_position + first_query - sliding_window + 1, 0)
+
+    _, row_sum, acc = attend_range(
+        q,
+        first_position + row_queries,
+        slopes,
+        k_cache_ptr + kv_head * stride_k_head,
+        v_cache_ptr + kv_head * stride_v_head,
+        block_tables_ptr + seq.to(tl.int64) * stride_table_seq,
+        start,
+        first_position + tl.minimum(first_query + queries, query_len),
+        scale,
+        sliding_window,
+        softcap,
+        stride_k_block,
+        stride_k_slot,
+        stride_k_dim,
+        stride_v_block,
+        stride_v_slot,
+        stride_v_dim,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE,
+    )
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr + kv_head)
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # a padding row may have seen nothing
+    out_rows = out_ptr + tokens * stride_out_token + heads * stride_out_head
+    tl.store(out_rows[:, None] + dims * stride_out_dim, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def paged_prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Launch `prefill_kernel`: N // QUERIES + B programs a key/value head. The arguments have been checked.
+
+    `prefill_options` gives constants and warps; QUERIES is its ROWS // GROUP. `minicache.kernels.decode` has what every
+    launcher needs. The lengths stay on the GPU: nothing here may read them. Without queries nothing is launched.
+
+    Args:
+        q: queries `[N, H, d]` of all sequences, one sequence after the other; any strides.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, in q's dtype, int8 or float8_e4m3fn; any strides.
+        v_cache: values, the same shape and dtype.
+        block_tables: `[B, max_blocks]` int32 or int64; any strides.
+        context_lens: `[B]` int32 or int64, at least each sequence's queries.
+        query_start_loc: `[B + 1]` int32 or int64, from 0 to N and never falling.
+        scale: what the scores are multiplied by.
+        alibi_slopes: `[H]`, or None.
+        k_scale: a float or `[H_kv]`, or None.
+        v_scale: a float or `[H_kv]`, or None.
+        sliding_window: W ≥ 1, or None.
+        softcap: c > 0, or None.
+
+    Returns:
+        `[N, H, d]`, the dtype of `q`.
+    """
+    out = new_output(q)
+    num_queries, num_seqs = q.shape[0], context_lens.shape[0]
+    if num_queries == 0:
+        return out.to(q.dtype)
+    tables = rows_contiguous(block_tables)
+    options = prefill_options(q, k_cache)
+    num_tiles = num_queries // (options["ROWS"] // options["GROUP"]) + num_seqs
+    prefill_kernel[(k_cache.shape[2], num_tiles)](
+        q,
+        k_cache,
+        v_cache,
+        tables,
+        context_lens.contiguous(),
+        query_start_loc.contiguous(),
+        out,
+        None if alibi_slopes is None else alibi_slopes.contiguous(),
+        per_head(k_scale, k_cache),
+        per_head(v_scale, k_cache),
+        float(scale),
+        sliding_window,
+        softcap,
+        num_seqs,
+        *q.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        tables.stride(0),
+        *out.stride(),
+        **options,
+        PADDED_SEQS=triton.next_power_of_2(num_seqs),
+    )
+    return out.to(q.dtype)
+
+
+def prefill_options(q: Tensor, k_cache: Tensor) -> dict[str, Any]:
+    """The kernel's constants, warps and stages: those of decode, with more rows and the warps to compute on them.
+
+    Chosen by hand for Hopper. 128 rows give each loaded key 128 · 2 FLOPs a number, and 8 warps hold their scores
+    `[128, 64]` and accumulators `[128, 128]` in fp32 registers. In fp32 there is no matrix unit that is exact: fewer
+    rows, so that the accumulators still fit.
+
+    Args:
+        q: queries, `[…, H, d]`.
+        k_cache: keys, `[num_blocks, block_size, H_kv, d]`.
+    """
+    options = launch_options(q, k_cache)
+    rows = QUERY_ROWS if q.element_size() == 2 else QUERY_ROWS // 4
+    return options | {"ROWS": max(rows, options["ROWS"]), "num_warps": 8 if rows == QUERY_ROWS else 4}

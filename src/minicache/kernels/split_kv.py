@@ -1,0 +1,295 @@
+"""Split-KV: decode attention with each context cut into parts that are attended to side by side. Phase 4 builds it.
+
+Decode attention starts B · H_kv programs. A GPU runs hundreds at a time: one sequence with one key/value head would
+keep a single processor busy. So a context is cut into splits; each split's program writes down its running softmax, and
+a second kernel merges them. Follows Flash-Decoding (Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Programs of `split_kernel` that a processor holds and needs: see `minicache.kernels.decode.launch_options`."""
+
+MIN_SPLIT_TOKENS = 256
+"""A shorter split is not worth its merge: 8 query heads of 128 write and read 8 KB a split, against 128 KB of rows."""
+
+MAX_SPLITS = 64
+"""The merge holds a row of every split at once."""
+
+
+def choose_num_splits(batch_size: int, num_kv_heads: int, max_context_len: int, num_processors: int) -> int:
+    """Into how many splits to cut each context, from sizes that are known without asking the GPU.
+
+    If the programs without a split fill 80 % of the places on the processors, 1. Else the smallest number that uses the
+    places nearly as well as the best does: programs run in waves, and a last wave of a few programs leaves the other
+    places empty. FlashAttention's rule (`num_splits_heuristic`).
+
+    Args:
+        batch_size: sequences.
+        num_kv_heads: key/value heads.
+        max_context_len: an upper bound of the contexts, in tokens.
+        num_processors: multiprocessors of the GPU.
+
+    Returns:
+        1 … MAX_SPLITS, never so many that a split of the longest context has fewer than MIN_SPLIT_TOKENS tokens.
+    """
+    places = PROGRAMS_PER_PROCESSOR * num_processors
+    programs = batch_size * num_kv_heads
+    most = min(max_context_len // MIN_SPLIT_TOKENS, MAX_SPLITS)
+    if most <= 1 or programs == 0 or programs >= 0.8 * places:
+        return 1
+    used = {splits: _share_of_places_used(programs * splits, places) for splits in range(1, most + 1)}
+    return next(splits for splits, share in used.items() if share >= 0.85 * max(used.values()))
+
+
+def _share_of_places_used(programs: int, places: int) -> float:
+    """Over all waves that the programs need, the share of places that have a program."""
+    return programs / (math.ceil(programs / places) * places)
+
+
+@triton.jit
+def split_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    max_ptr,
+    sum_ptr,
+    acc_ptr,
+    alibi_slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale,
+    sliding_window,
+    softcap,
+    stride_q_seq,
+    stride_q_head,
+    stride_q_dim,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_k_dim,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_v_dim,
+    stride_table_seq,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """One program attends with one group's query heads to one split, and writes its running softmax down.
+
+    Grid (H_kv, B, S): program (h, i, s) owns key/value head h of sequence i, as in `decode_kernel`, and split s of S.
+    The visible tokens, context_len − W … context_len − 1 with a sliding window, else 0 … context_len − 1, are cut into
+    splits of ⌈⌈visible / TILE⌉ / S⌉ whole tiles each; the last one that has tokens may be shorter, and splits after it
+    are empty. They write −inf, 0 and zeros all the same: the buffers come uninitialised, and the merge reads every
+    split.
+
+    For query head j of sequence i a split's results are row (i · H + j) · S + s of three contiguous fp32 buffers, H
+    being the grid's first size times GROUP. Only rows of the own group are written, and only HEAD_DIM dimensions.
+
+    Pointers:
+        max_ptr: `[B, H, S]`, the largest score.
+        sum_ptr: `[B, H, S]`, the sum of exp(score − largest).
+        acc_ptr: `[B, H, S, HEAD_DIM]`, the sum of exp(score − largest) · value, not divided; times v_scale if there is
+            one.
+        all others: as in `decode_kernel`, like the numbers, strides and constants.
+    """
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    num_heads, num_splits = tl.num_programs(0) * GROUP, tl.num_programs(2)
+    context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
+    heads = kv_head * GROUP + rows
+    mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)
+    q_rows = q_ptr + seq * stride_q_seq + heads * stride_q_head
+    q = tl.load(q_rows[:, None] + dims * stride_q_dim, mask=mask, other=0.0).to(DOT_DTYPE)
+
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        slopes = tl.load(alibi_slopes_ptr + heads, mask=rows < GROUP, other=0.0).to(tl.float32)
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + kv_head)
+    first = 0
+    if sliding_window is not None:
+        first = tl.maximum(context_len - sliding_window, 0)
+    split_len = tl.cdiv(tl.cdiv(context_len - first, TILE), num_splits) * TILE
+    start = first + split * split_len
+
+    row_max, row_sum, acc = attend_range(
+        q,
+        tl.zeros([ROWS], tl.int32) + context_len - 1,
+        slopes,
+        k_cache_ptr + kv_head * stride_k_head,
+        v_cache_ptr + kv_head * stride_v_head,
+        block_tables_ptr + seq * stride_table_seq,
+        start,
+        tl.minimum(start + split_len, context_len),
+        scale,
+        sliding_window,
+        softcap,
+        stride_k_block,
+        stride_k_slot,
+        stride_k_dim,
+        stride_v_block,
+        stride_v_slot,
+        stride_v_dim,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE,
+    )
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr + kv_head)
+    partial = (seq * num_heads + heads) * num_splits + split
+    tl.store(max_ptr + partial, row_max, mask=rows < GROUP)
+    tl.store(sum_ptr + partial, row_sum, mask=rows < GROUP)
+    tl.store(acc_ptr + partial[:, None] * HEAD_DIM + dims, acc, mask=mask)
+
+
+@triton.jit
+def merge_kernel(
+    max_ptr,
+    sum_ptr,
+    acc_ptr,
+    out_ptr,
+    num_splits,
+    stride_out_seq,
+    stride_out_head,
+    stride_out_dim,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+):
+    """One program merges the splits of one query head of one sequence.
+
+    Grid (H, B): program (j, i) owns query head j of sequence i. Each split summed under a maximum of its own. The
+    largest of them, M, is the maximum of all; a split's sum and accumulator, times exp(its maximum − M), are what they
+    would be under M, and then they add up. The output is the sum of the accumulators over the sum of the sums.
+
+    An empty split has maximum −inf and weighs exp(−inf − M) = 0. Where all are empty, M itself is −inf, and
+    −inf − (−inf) is NaN: such a sequence gets zeros.
+
+    Pointers:
+        max_ptr, sum_ptr: `[B, H, num_splits]` fp32, contiguous.
+        acc_ptr: `[B, H, num_splits, HEAD_DIM]` fp32, contiguous.
+        out_ptr: `[B, H, HEAD_DIM]`.
+
+    Numbers: num_splits, and the output's strides in elements: sequence, head, dimension.
+
+    Constants:
+        HEAD_DIM, PADDED_HEAD_DIM: as in `decode_kernel`.
+        PADDED_SPLITS: the power of two that num_splits is padded to. Padding counts as empty.
+    """
+    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    splits = tl.arange(0, PADDED_SPLITS)
+    dims = tl.arange(0, PADDED_HEAD_DIM)
+    present = splits < num_splits
+    partial = (seq * tl.num_programs(0) + head) * num_splits + splits
+
+    split_max = tl.load(max_ptr + partial, mask=present, other=float("-inf"))
+    split_sum = tl.load(sum_ptr + partial, mask=present, other=0.0)
+    mask = present[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.load(acc_ptr + partial[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+
+    largest = tl.max(split_max, 0)
+    weights = tl.exp(split_max - tl.where(largest == float("-inf"), 0.0, largest))
+    total = tl.sum(weights * split_sum, 0)
+    out = tl.sum(weights[:, None] * acc, 0) / tl.where(total > 0, total, 1.0)
+    out_row = out_ptr + seq * stride_out_seq + head * stride_out_head
+    tl.store(out_row + dims * stride_out_dim, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    num_splits: int,
+) -> Tensor:
+    """Launch `split_kernel` into three new fp32 buffers, then `merge_kernel`. The arguments have been checked.
+
+    The buffers are as the kernels say: two of `[B, H, num_splits]` and one of `[B, H, num_splits, d]`, not filled. An
+    empty batch launches nothing. `minicache.kernels.decode` has what every launcher needs.
+
+    Args:
+        q: queries `[B, H, d]`; any strides.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, in q's dtype, int8 or float8_e4m3fn; any strides.
+        v_cache: values, the same shape and dtype.
+        block_tables: `[B, max_blocks]` int32 or int64; any strides.
+        context_lens: `[B]` int32 or int64, 0 … max_blocks · block_size.
+        scale: what the scores are multiplied by.
+        alibi_slopes: `[H]`, or None.
+        k_scale: a float or `[H_kv]`, or None.
+        v_scale: a float or `[H_kv]`, or None.
+        sliding_window: W ≥ 1, or None.
+        softcap: c > 0, or None.
+        num_splits: splits of every context, ≥ 1; more than a context has tiles is allowed.
+
+    Returns:
+        `[B, H, d]`, the dtype of `q`; zeros where the context is empty.
+    """
+    out = new_output(q)
+    batch_size, num_heads, head_dim = q.shape
+    if batch_size == 0:
+        return out.to(q.dtype)
+    maxima, sums = torch.empty(2, batch_size, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    accs = torch.empty(batch_size, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
+    tables = rows_contiguous(block_tables)
+    options = launch_options(q, k_cache)
+    split_kernel[(k_cache.shape[2], batch_size, num_splits)](
+        q,
+        k_cache,
+        v_cache,
+        tables,
+        context_lens.contiguous(),
+        maxima,
+        sums,
+        accs,
+        None if alibi_slopes is None else alibi_slopes.contiguous(),
+        per_head(k_scale, k_cache),
+        per_head(v_scale, k_cache),
+        float(scale),
+        sliding_window,
+        softcap,
+        *q.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        tables.stride(0),
+        **options,
+    )
+    merge_kernel[(num_heads, batch_size)](
+        maxima,
+        sums,
+        accs,
+        out,
+        num_splits,
+        *out.stride(),
+        HEAD_DIM=head_dim,
+        PADDED_HEAD_DIM=options["PADDED_HEAD_DIM"],
+        PADDED_SPLITS=triton.next_power_of_2(num_splits),
+    )
+    return out.to(q.dtype)

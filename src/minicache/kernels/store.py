@@ -1,0 +1,108 @@
+"""Store: the keys and values of new tokens, each row into its slot of the cache. Phase 4 builds it.
+
+The slot mapping says, token by token, where a row goes: slot s is row s % block_size of block s // block_size. This is
+the only kernel that writes to a cache, and the simplest there is: one program a token, one tile, no loop.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def store_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    stride_k_token,
+    stride_k_head,
+    stride_k_dim,
+    stride_v_token,
+    stride_v_head,
+    stride_v_dim,
+    stride_kc_block,
+    stride_kc_slot,
+    stride_kc_head,
+    stride_kc_dim,
+    stride_vc_block,
+    stride_vc_slot,
+    stride_vc_head,
+    stride_vc_dim,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+):
+    """One program copies one token's keys and values, all heads at once, into the token's slot.
+
+    Grid (N,): program n owns token n. Its tile is `[PADDED_HEADS, PADDED_HEAD_DIM]`, an element per head and dimension.
+    `tl.arange` makes only powers of two, so the tile is larger than `[NUM_KV_HEADS, HEAD_DIM]` where these are none,
+    and a mask keeps every load and store inside.
+
+    Pointers:
+        k_ptr, v_ptr: `[N, NUM_KV_HEADS, HEAD_DIM]`, in the dtype of the cache.
+        k_cache_ptr, v_cache_ptr: `[num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]`, written in place.
+        slot_mapping_ptr: `[N]`, contiguous, int32 or int64. A negative slot marks padding: the program returns, and
+            nothing of that token is read or written.
+
+    Strides, in elements: (n, h, i) of k is at `k_ptr + n * stride_k_token + h * stride_k_head + i * stride_k_dim`; `kc`
+    and `vc` are the caches, whose rows are found by block and by slot in the block. Any strides may come. Tokens and
+    block ids are multiplied in int64: in a cache of more than 2³¹ elements a block id times its stride passes 2³¹.
+
+    Constants:
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
+        PADDED_HEADS, PADDED_HEAD_DIM: the next powers of two.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if slot < 0:  # padding of the batch; slot // BLOCK_SIZE would name a block all the same
+        return
+    heads = tl.arange(0, PADDED_HEADS)[:, None]
+    dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
+    mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
+
+    k = tl.load(k_ptr + token * stride_k_token + heads * stride_k_head + dims * stride_k_dim, mask=mask, other=0.0)
+    v = tl.load(v_ptr + token * stride_v_token + heads * stride_v_head + dims * stride_v_dim, mask=mask, other=0.0)
+    block, row = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    k_row = k_cache_ptr + block * stride_kc_block + row * stride_kc_slot
+    v_row = v_cache_ptr + block * stride_vc_block + row * stride_vc_slot
+    tl.store(k_row + heads * stride_kc_head + dims * stride_kc_dim, k, mask=mask)
+    tl.store(v_row + heads * stride_vc_head + dims * stride_vc_dim, v, mask=mask)
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Launch `store_kernel`: one program a token. `minicache.kernels.store_kv` has checked the arguments.
+
+    Without tokens nothing is launched: a grid of no programs is an error on a GPU.
+
+    Args:
+        k: keys `[N, H_kv, d]`, in the cache's dtype; any strides.
+        v: values, the same shape and dtype.
+        k_cache: `[num_blocks, block_size, H_kv, d]`, written in place.
+        v_cache: the same shape and dtype.
+        slot_mapping: `[N]` int32 or int64, a slot or −1; any stride.
+    """
+    num_tokens, num_kv_heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    store_kernel[(num_tokens,)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping.contiguous(),
+        *k.stride(),
+        *v.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=k_cache.shape[1],
+        PADDED_HEADS=triton.next_power_of_2(num_kv_heads),
+        PADDED_HEAD_DIM=triton.next_power_of_2(head_dim),
+    )

@@ -1,0 +1,419 @@
+"""The tracer: which rows each program of a kernel loads and stores, under Triton's interpreter.
+
+    with trace(k_cache=k_cache, block_tables=block_tables) as log:
+        paged_decode_attention(q, k_cache, …, backend="triton")
+    print(log.draw("k_cache"))
+
+An access outside the tensor that its pointer began in raises `MemoryAccessError`, which names kernel, program, tensor,
+index and line. On a GPU it would read somebody else's numbers; in the bare interpreter it may end the process. A masked
+load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. No phase builds
+this module; it is phase 4's debugger, and draws its pictures.
+
+How it works: a kernel gets, instead of each tensor's address, a made-up one. These lie 2**52 bytes apart. So whatever a
+kernel adds to a pointer, the sum still tells which tensor it began with and how far it has gone.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minicache.errors import KernelUnavailableError, MemoryAccessError
+from minicache.kernels import runtime
+
+Program = tuple[int, int, int]
+"""A program's place in the grid: `tl.program_id(0)`, `(1)`, `(2)`."""
+
+Row = tuple[int, ...]
+"""A row's place in its tensor: the index without the last two dimensions (heads and numbers), where there are more."""
+
+Offsets = npt.NDArray[np.int64]
+Lanes = npt.NDArray[np.bool_]
+
+_SPACING = 52  # log2 of the bytes between two made-up addresses
+_NAN_BITS = {"bf16": 0x7FC0, "fp8e4nv": 0x7F, "fp8e5": 0x7F}  # of the dtypes that NumPy lacks
+_WIDTH = 100  # characters of a drawn line
+_NO_KERNEL = re.compile(rf"triton(\.|$)|{re.escape(__name__)}$")  # modules between a kernel and the tracer
+_LOCK = threading.Lock()  # the interpreter is one object for the whole process
+
+
+@dataclass(frozen=True)
+class Access:
+    """One `tl.load` or `tl.store`, by one program.
+
+    Attributes:
+        kernel: the kernel's name.
+        program: which program of the grid.
+        kind: "load", "store" or "atomic".
+        tensor: the name that `trace` was given, else the kernel's argument without `_ptr`.
+        indices: `[lanes, ndim]` int64, the element that each lane's pointer points to; −1 where that is none.
+        masked: `[lanes]` bool, the lanes that the mask switches off: they touch nothing.
+        line: the line of the kernel's file.
+    """
+
+    kernel: str
+    program: Program
+    kind: str
+    tensor: str
+    indices: npt.NDArray[np.int64]
+    masked: npt.NDArray[np.bool_]
+    line: int
+
+
+@dataclass(frozen=True)
+class Forbidden:
+    """Elements of a tensor that a kernel has no business with.
+
+    Attributes:
+        where: bool, over the tensor's first dimensions: True is forbidden.
+        because: what they are: "a row that no sequence uses".
+    """
+
+    where: Tensor
+    because: str
+
+
+def unused_rows(cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> Forbidden:
+    """The rows of `cache` that no sequence uses: they are in no table, or at or after their sequence's `context_lens`.
+
+    Args:
+        cache: `[num_blocks, block_size, …]`, keys or values.
+        block_tables: `[B, max_blocks]`.
+        context_lens: `[B]`.
+    """
+    num_blocks, block_size = cache.shape[:2]
+    where = torch.ones(num_blocks, block_size, dtype=torch.bool)
+    for table, length in zip(block_tables.tolist(), context_lens.tolist(), strict=True):
+        for position in range(length):
+            where[table[position // block_size], position % block_size] = False
+    return Forbidden(where, "a row that no sequence uses")
+
+
+def unused_entries(block_tables: Tensor, context_lens: Tensor, block_size: int) -> Forbidden:
+    """The entries of `block_tables` `[B, max_blocks]` after the last block that `context_lens` `[B]` tokens need."""
+    num_used = -(-context_lens.cpu() // block_size)
+    where = torch.arange(block_tables.shape[1]) >= num_used[:, None]
+    return Forbidden(where, "after the last block in use")
+
+
+@dataclass
+class Log:
+    """What was accessed, in order.
+
+    Attributes:
+        accesses: every access, masked ones too.
+        shapes: name → shape, of every tensor that `trace` was given or a kernel had.
+    """
+
+    accesses: list[Access] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def rows(self, tensor: str, kind: str | None = None) -> dict[Program, list[Row]]:
+        """Program → the rows of `tensor` that it touches, in the order of their first touch.
+
+        Args:
+            tensor: its name.
+            kind: "load" or "store"; both by default.
+
+        Raises:
+            KeyError: no kernel had a tensor of that name.
+        """
+        return {program: rows for program, (rows, _) in self._by_program(tensor, kind).items()}
+
+    def draw(self, tensor: str, kind: str | None = None) -> str:
+        """The tensor's rows as characters, a line for each program: █ touched, ░ pointed to but masked, · neither.
+
+        Bars part the rows of one block (the second dimension) from those of the next, where a row has two.
+
+        Args:
+            tensor: its name.
+            kind: "load" or "store"; both by default.
+
+        Raises:
+            KeyError: no kernel had a tensor of that name.
+        """
+        by_program = self._by_program(tensor, kind)
+        shape = self.shapes[tensor]
+        dims = _row_dims(len(shape))
+        all_rows = list(np.ndindex(*shape[:dims]))
+        labels = {program: f"program {program} " for program in by_program}
+        margin = max(map(len, labels.values()), default=0)
+        verb = {"load": "loaded", "store": "stored"}.get(kind or "", "touched")
+        kernels = ", ".join(dict.fromkeys(access.kernel for access in self._of(tensor, kind)))
+        lines = [f"{tensor} {list(shape)}, {verb} by {kernels or 'no kernel'}: █ {verb}  ░ masked  · neither"]
+        for program, (touched, masked) in by_program.items():
+            marks = dict.fromkeys(masked, "░") | dict.fromkeys(touched, "█")
+            drawn = "".join(
+                ("│" if dims == 2 and row[-1] == 0 and row != all_rows[0] else "") + marks.get(row, "·")
+                for row in all_rows
+            )
+            for start in range(0, len(drawn), _WIDTH - margin):
+                label = labels[program] if start == 0 else ""
+                lines.append(f"{label:<{margin}}{drawn[start : start + _WIDTH - margin]}")
+        return "\n".join(lines)
+
+    def _of(self, tensor: str, kind: str | None) -> list[Access]:
+        if tensor not in self.shapes:
+            raise KeyError(f"no kernel had a tensor {tensor!r}: there are {', '.join(self.shapes) or 'none'}")
+        return [access for access in self.accesses if access.tensor == tensor and kind in (None, access.kind)]
+
+    def _by_program(self, tensor: str, kind: str | None) -> dict[Program, tuple[list[Row], list[Row]]]:
+        """Program → rows touched, rows pointed to by masked lanes only."""
+        dims = _row_dims(len(self.shapes.get(tensor, ())))
+        found: dict[Program, tuple[dict[Row, None], dict[Row, None]]] = {}
+        for access in self._of(tensor, kind):
+            touched, masked = found.setdefault(access.program, ({}, {}))
+            touched.update(dict.fromkeys(_rows(access.indices[~access.masked], dims)))
+            masked.update(dict.fromkeys(row for row in _rows(access.indices[access.masked], dims) if min(row) >= 0))
+        return {
+            program: (list(touched), [row for row in masked if row not in touched])
+            for program, (touched, masked) in found.items()
+        }
+
+
+@contextmanager
+def trace(*, forbid: Mapping[str, Forbidden] | None = None, **tensors: Tensor) -> Iterator[Log]:
+    """Watch every kernel that the interpreter runs inside the `with`.
+
+    Args:
+        forbid: name → elements of that tensor that no program may touch.
+        tensors: name → CPU tensor; what is None or a number is passed over. A kernel's argument that lies in one of
+            them goes by its name and indices, any other by the argument's own. All arguments are watched.
+
+    Raises:
+        KernelUnavailableError: the interpreter is not on, or cannot be trusted.
+        RuntimeError: another `trace` is active.
+    """
+    runtime.require_triton(torch.device("cpu"))
+    if not runtime.interpreting():
+        raise KernelUnavailableError("only the interpreter can be traced")
+    if not _LOCK.acquire(blocking=False):
+        raise RuntimeError("another trace is active: the interpreter is one object for the whole process")
+    try:
+        watch = _Watch({name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, forbid or {})
+        with watch.installed():
+            yield watch.log
+    finally:
+        _LOCK.release()
+
+
+@dataclass(frozen=True)
+class _Region:
+    """What one argument of a kernel points to.
+
+    Attributes:
+        name: as told to a person.
+        tensor: what indices are indices of.
+        start: bytes from the tensor's first element to the argument's.
+        forbidden: elements that are not to be touched.
+    """
+
+    name: str
+    tensor: Tensor
+    start: int
+    forbidden: Forbidden | None
+
+    def locate(self, offsets: Offsets) -> tuple[Offsets, Lanes]:
+        """Byte offsets from the argument's pointer → indices `[lanes, ndim]`, and which of them are no element's."""
+        elements, rest = np.divmod(offsets + self.start, self.tensor.element_size())
+        shape, strides = self.tensor.shape, self.tensor.stride()
+        indices = np.zeros((offsets.size, self.tensor.ndim), dtype=np.int64)
+        # From the largest stride to the smallest; a dimension of size 1 may have any.
+        for dim in sorted(range(self.tensor.ndim), key=lambda dim: (-strides[dim], shape[dim] == 1)):
+            if strides[dim] > 0:
+                indices[:, dim], elements = np.divmod(elements, strides[dim])
+        outside = ((indices < 0) | (indices >= np.array(shape))).any(axis=1) | (elements != 0) | (rest != 0)
+        return indices, outside
+
+    def told(self, index: Offsets) -> str:
+        """An index, which may be out of bounds, as a person writes it."""
+        return f"{self.name}[{', '.join(map(str, index.tolist()))}]"
+
+
+class _Watch:
+    """One active trace: what it knows of the kernel that runs, and what it hooks into the interpreter."""
+
+    def __init__(self, named: Mapping[str, Tensor], forbid: Mapping[str, Forbidden]) -> None:
+        if unknown := sorted(set(forbid) - set(named)):
+            raise ValueError(f"forbid names {', '.join(unknown)}, which trace was not given")
+        self.named, self.forbid = named, forbid
+        self.log = Log(shapes={name: tuple(tensor.shape) for name, tensor in named.items()})
+        self.kernel = ""
+        self.names: dict[int, str] = {}  # id of an argument → its name
+        self.regions: list[_Region] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hook into the interpreter, and out again."""
+        from triton.runtime import interpreter
+
+        launcher, builder = interpreter.GridExecutor, interpreter.interpreter_builder
+        to_host, to_pointer, run = launcher._init_args_hst, interpreter._implicit_cvt, launcher.__call__
+
+        def init_args_hst(launch: Any, args: Any, kwargs: Any) -> Any:
+            args, kwargs = to_host(launch, args, kwargs)
+            self.kernel, self.regions = launch.fn.__name__, []
+            self.names = {id(arg): name for name, arg in [*zip(launch.arg_names, args, strict=False), *kwargs.items()]}
+            return args, kwargs
+
+        def implicit_cvt(arg: Any) -> Any:
+            converted = to_pointer(arg)
+            if hasattr(arg, "data_ptr"):
+                name = self.names.get(id(arg), "a tensor").removesuffix("_ptr")
+                converted.handle.data = np.array([self.place(name, interpreter._unwrap_tensor(arg))], dtype=np.uint64)
+            return converted
+
+        def call(launch: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(launch, *args, **kwargs)
+            except interpreter.InterpreterError as error:
+                raise _wrapped(error, interpreter.InterpreterError) from None
+
+        def access(method: str, kind: str, ptr: int, mask: int | None) -> Callable[..., Any]:
+            """The builder's `method`, whose arguments number `ptr` and `mask` are what their names say."""
+            original = getattr(builder, method)
+
+            def accessing(*args: Any, **kwargs: Any) -> Any:
+                handles = list(args)
+                pointers = handles[ptr]
+                off = np.zeros(pointers.data.shape, bool) if mask is None else ~handles[mask].data.astype(bool)
+                handles[ptr] = interpreter.TensorHandle(self.visit(kind, pointers.data, off), pointers.dtype)
+                # Of a single element the interpreter drops an `other` of 0 itself.
+                if kind == "load" and handles[2] is None and pointers.data.size > 1:
+                    handles[2] = poison(pointers)
+                return original(*handles, **kwargs)
+
+            return accessing
+
+        def poison(pointers: Any) -> Any:
+            """What a load gets in its masked lanes if it does not say `other`: on a GPU that is undefined."""
+            element = pointers.get_element_ty()
+            dtype = interpreter._get_np_dtype(element)
+            worst = np.array(np.nan if dtype.kind == "f" else _NAN_BITS.get(element.name, -1)).astype(dtype)
+            return interpreter.TensorHandle(np.full(pointers.data.shape, worst), element)
+
+        patches = [
+            (launcher, "_init_args_hst", init_args_hst),
+            (launcher, "__call__", call),
+            (interpreter, "_implicit_cvt", implicit_cvt),
+            (builder, "create_masked_load", access("create_masked_load", "load", ptr=0, mask=1)),
+            (builder, "create_masked_store", access("create_masked_store", "store", ptr=0, mask=2)),
+            (builder, "create_atomic_rmw", access("create_atomic_rmw", "atomic", ptr=1, mask=3)),
+            (builder, "create_atomic_cas", access("create_atomic_cas", "atomic", ptr=0, mask=None)),
+        ]
+        with ExitStack() as stack:
+            for owner, name, hook in patches:
+                stack.enter_context(patch.object(owner, name, hook))
+            yield
+
+    def place(self, name: str, argument: Tensor) -> int:
+        """Make up an address for an argument of the kernel that is being launched."""
+        first, last = _span(argument)
+        region = _Region(name, argument, 0, None)
+        for known, tensor in self.named.items():
+            start, end = _span(tensor)
+            if start <= first and last <= end:
+                region = _Region(known, tensor, first - start, self.forbid.get(known))
+                break
+        self.regions.append(region)
+        self.log.shapes.setdefault(region.name, tuple(region.tensor.shape))
+        return len(self.regions) << _SPACING
+
+    def visit(self, kind: str, pointers: npt.NDArray[np.uint64], masked: Lanes) -> npt.NDArray[np.uint64]:
+        """Record and check an access; the real addresses."""
+        addresses, masked = pointers.reshape(-1), np.broadcast_to(masked, pointers.shape).reshape(-1)
+        numbers = (addresses + np.uint64(1 << (_SPACING - 1))) >> np.uint64(_SPACING)
+        number = int(numbers[np.argmin(masked)])  # the first lane that is on, or the first
+        if not 1 <= number <= len(self.regions) or (numbers[~masked] != number).any():
+            raise self._error(kind, "far outside every tensor that it was given")
+        region = self.regions[number - 1]
+        offsets = (addresses - np.uint64(number << _SPACING)).astype(np.int64)
+        indices, outside = region.locate(offsets)
+        recorded = np.where(outside[:, None], -1, indices)
+        line = _line_of_kernel()[1]
+        self.log.accesses.append(Access(self.kernel, _program(), kind, region.name, recorded, masked, line))
+        self._check(region, kind, indices, outside, masked)
+        real = np.uint64(region.tensor.data_ptr() + region.start) + offsets.astype(np.uint64)
+        return real.reshape(pointers.shape)
+
+    def _check(self, region: _Region, kind: str, indices: Offsets, outside: Lanes, masked: Lanes) -> None:
+        """Raise if a lane that is on touches what it may not."""
+        if (wrong := outside & ~masked).any():
+            where = region.told(indices[np.argmax(wrong)])
+            lanes = f"{wrong.sum()} of {wrong.size} lanes are outside, and no lane is masked"
+            if masked.any():
+                lanes = f"{wrong.sum()} of the {(~masked).sum()} lanes that the mask leaves on are outside"
+            raise self._error(kind, f"{where}, but {region.name} is {list(region.tensor.shape)}: {lanes}")
+        if region.forbidden is not None:
+            forbidden = region.forbidden.where.numpy(force=True)
+            inside = np.flatnonzero(~masked)
+            wrong = forbidden[tuple(indices[inside, : forbidden.ndim].T)]
+            if wrong.any():
+                where = region.told(indices[inside[np.argmax(wrong)]])
+                raise self._error(kind, f"{where}, {region.forbidden.because}")
+
+    def _error(self, kind: str, what: str) -> MemoryAccessError:
+        verb = {"load": "loads", "store": "stores to", "atomic": "changes"}[kind]
+        error = MemoryAccessError(f"{self.kernel}, program {_program()}, {verb} {what}")
+        file, line = _line_of_kernel()
+        error.add_note(f"at {_shown(file)}:{line}: {linecache.getline(file, line).strip()}")
+        return error
+
+
+def _row_dims(ndim: int) -> int:
+    """How many of a tensor's dimensions make a row's index."""
+    return ndim if ndim <= 2 else ndim - 2
+
+
+def _rows(indices: npt.NDArray[np.int64], dims: int) -> list[Row]:
+    """The rows that elements lie in, each once, in order of appearance."""
+    rows, first = np.unique(indices[:, :dims], axis=0, return_index=True)
+    return [tuple(row) for row in rows[np.argsort(first)].tolist()]
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and of the first after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def _wrapped(error: BaseException, wrapper: type[BaseException]) -> BaseException:
+    """What the interpreter wrapped, once for every function that it passed through."""
+    while isinstance(error, wrapper) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _program() -> Program:
+    """The program that runs."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    x, y, z = interpreter_builder.grid_idx
+    return x, y, z
+
+
+def _line_of_kernel() -> tuple[str, int]:
+    """File and line of the innermost frame that is neither the tracer's nor Triton's."""
+    frame = sys._getframe()
+    while frame.f_back and _NO_KERNEL.match(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _shown(file: str) -> str:
+    """A path from the working directory, if it lies there."""
+    return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file

@@ -1,0 +1,205 @@
+"""The four functions of `minicache.kernels`: what they refuse, for every backend alike, and whom they call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minicache import kernels
+from minicache.kernels import optional, plain
+
+BLOCKS, SIZE, HEADS, DIM = 5, 4, 2, 8
+
+
+def caches(dtype=torch.float32):
+    return [torch.randn(BLOCKS, SIZE, HEADS, DIM).to(dtype) for _ in range(2)]
+
+
+def stored(**changes):
+    """Arguments of store_kv for three rows."""
+    k_cache, v_cache = caches()
+    k, v = torch.randn(3, HEADS, DIM), torch.randn(3, HEADS, DIM)
+    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": torch.tensor([4, -1, 0])} | changes
+
+
+def decoded(**changes):
+    """Arguments of paged_decode_attention for two sequences of 6 and 3 tokens."""
+    k_cache, v_cache = caches()
+    tables, lens = torch.tensor([[3, 1], [0, 99]]), torch.tensor([6, 3])
+    given = {"q": torch.randn(2, 4, DIM), "k_cache": k_cache, "v_cache": v_cache}
+    return given | {"block_tables": tables, "context_lens": lens} | changes
+
+
+def prefilled(**changes):
+    """Arguments of paged_prefill_attention: of the same sequences, the 4 and the 3 newest tokens."""
+    return decoded(q=torch.randn(7, 4, DIM), query_start_loc=torch.tensor([0, 4, 7])) | changes
+
+
+def test_nothing_is_imported_before_it_is_needed():
+    """`import minicache.kernels` brings in neither Triton nor a kernel: a learner's file may stand in for one."""
+    code = (
+        "import sys, minicache.kernels\n"
+        "print([m for m in sys.modules if m.split('.')[0] == 'triton' or m.startswith('minicache.kernels.')])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_cpu_tensors_take_pytorch(backend):
+    given = decoded()
+    assert kernels.paged_decode_attention(**given, backend=backend).equal(plain.paged_decode_attention(**given))
+    given = prefilled()
+    assert kernels.paged_prefill_attention(**given, backend=backend).equal(plain.paged_prefill_attention(**given))
+    given, same = stored(), stored()
+    same |= {name: given[name].clone() for name in given}
+    kernels.store_kv(**given, backend=backend)
+    plain.store_kv(**same)
+    assert given["k_cache"].equal(same["k_cache"])
+    assert given["v_cache"].equal(same["v_cache"])
+    table = torch.tensor([4, 2, 99])
+    got = kernels.gather_kv(given["k_cache"], table, 7, backend=backend)
+    assert got.equal(plain.gather_kv(given["k_cache"], table, 7))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+        {"k_scale": 0.5},
+        {"v_scale": torch.tensor([0.5, 2.0])},
+        {"sliding_window": 2},
+        {"softcap": 5.0},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_an_option_takes_the_twin_that_has_it(option):
+    """Each option has an effect, and it is the one of the fp32 twin."""
+    given = decoded()
+    got = kernels.paged_decode_attention(**given, **option)
+    assert got.equal(optional.paged_decode_attention(**given, **option))
+    assert not torch.allclose(got, plain.paged_decode_attention(**given), atol=1e-4)
+    given = prefilled()
+    got = kernels.paged_prefill_attention(**given, **option)
+    assert got.equal(optional.paged_prefill_attention(**given, **option))
+    assert not torch.allclose(got, plain.paged_prefill_attention(**given), atol=1e-4)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 64])
+def test_pytorch_does_not_split(num_splits):
+    given = decoded()
+    got = kernels.paged_decode_attention(**given, num_splits=num_splits)
+    assert got.equal(kernels.paged_decode_attention(**given))
+
+
+def test_a_meta_tensor_has_a_shape_and_no_values():
+    """Shapes and dtypes flow through, and nobody asks for a value."""
+    on_meta = {name: value.to("meta") for name, value in stored().items()}
+    kernels.store_kv(**on_meta)
+    got = kernels.gather_kv(on_meta["k_cache"], torch.zeros(3, dtype=torch.int64, device="meta"), 9)
+    assert (got.shape, got.device.type) == ((9, HEADS, DIM), "meta")
+    for function, given in (
+        (kernels.paged_decode_attention, decoded()),
+        (kernels.paged_prefill_attention, prefilled()),
+    ):
+        got = function(**{name: value.to("meta") for name, value in given.items()})
+        assert (got.shape, got.device.type) == (given["q"].shape, "meta")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        pytest.param({"k": None}, TypeError, id="no tensor"),
+        pytest.param({"k": torch.randn(2, HEADS, DIM)}, ValueError, id="fewer keys than slots"),
+        pytest.param({"v": torch.randn(3, HEADS, DIM + 1)}, ValueError, id="values of another head size"),
+        pytest.param({"v": torch.randn(3, 1, DIM)}, ValueError, id="one head, which would broadcast"),
+        pytest.param({"k": torch.randn(3, HEADS, DIM).half()}, TypeError, id="keys in half precision"),
+        pytest.param({"k": torch.randn(3, HEADS, DIM, device="meta")}, ValueError, id="another device"),
+        pytest.param({"slot_mapping": torch.tensor([0.0, 1, 2])}, TypeError, id="slots that are floats"),
+        pytest.param({"slot_mapping": torch.tensor([[0, 1, 2]])}, ValueError, id="slots in two dimensions"),
+        pytest.param({"slot_mapping": [0, 1, 2]}, TypeError, id="slots in a list"),
+        pytest.param({"slot_mapping": torch.tensor([0, 20, 2])}, IndexError, id="a slot past the last"),
+        pytest.param({"slot_mapping": torch.tensor([0, -2, 2])}, IndexError, id="slot −2"),
+        pytest.param({"v_cache": torch.randn(BLOCKS, SIZE, HEADS, DIM + 1)}, ValueError, id="caches unlike"),
+        pytest.param({"v_cache": torch.randn(BLOCKS, SIZE, HEADS, DIM).half()}, TypeError, id="caches of two dtypes"),
+        pytest.param({"k_cache": torch.randn(DIM, HEADS, SIZE, BLOCKS).permute(3, 2, 1, 0)}, ValueError, id="strided"),
+        pytest.param({"backend": "cuda"}, ValueError, id="an unknown backend"),
+    ],
+)
+def test_store_refuses(changes, error):
+    given = stored(**changes)
+    before = [given[name].clone() for name in ("k_cache", "v_cache")]
+    with pytest.raises(error):
+        kernels.store_kv(**given)
+    assert all(given[name].equal(then) for name, then in zip(("k_cache", "v_cache"), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("table", "num_tokens", "error"),
+    [
+        ([0, 1], 9, ValueError),
+        ([0, 1], -1, ValueError),
+        ([0, 1], 2.0, TypeError),
+        ([0, 1], True, TypeError),
+        ([0, 5], 5, IndexError),
+        ([0, -1], 5, IndexError),
+        ([[0, 1]], 5, ValueError),
+        ([0.0, 1.0], 5, TypeError),
+    ],
+    ids=str,
+)
+def test_gather_refuses(table, num_tokens, error):
+    with pytest.raises(error):
+        kernels.gather_kv(caches()[0], torch.tensor(table), num_tokens)
+
+
+ATTENTION_REFUSES = [
+    pytest.param({"q": torch.randn(2, 3, DIM)}, ValueError, id="3 query heads on 2 kv heads"),
+    pytest.param({"q": torch.randn(2, 4, DIM + 1)}, ValueError, id="another head size"),
+    pytest.param({"q": torch.randn(2, 1, 4, DIM)}, ValueError, id="four dimensions"),
+    pytest.param({"q": torch.randn(2, 4, DIM).bfloat16()}, TypeError, id="another dtype"),
+    pytest.param({"q": [1.0]}, TypeError, id="a list"),
+    pytest.param({"q": torch.randn(3, 4, DIM)}, ValueError, id="more queries than sequences"),
+    pytest.param({"block_tables": torch.tensor([3, 1])}, ValueError, id="tables in one dimension"),
+    pytest.param({"block_tables": torch.tensor([[3.0, 1], [0, 0]])}, TypeError, id="tables of floats"),
+    pytest.param({"block_tables": torch.tensor([[3, 5], [0, 0]])}, IndexError, id="a block that is not there"),
+    pytest.param({"context_lens": torch.tensor([6, 9])}, ValueError, id="more tokens than the table has room for"),
+    pytest.param({"context_lens": torch.tensor([6, -1])}, ValueError, id="a negative length"),
+    pytest.param({"context_lens": torch.tensor([6])}, ValueError, id="one length for two tables"),
+    pytest.param({"context_lens": torch.tensor([6, 3]).short()}, TypeError, id="lengths in int16"),
+    pytest.param({"scale": "1"}, TypeError, id="a scale that is text"),
+    pytest.param({"softcap": 0.0}, ValueError, id="softcap 0"),
+    pytest.param({"sliding_window": 0}, ValueError, id="a window of 0"),
+    pytest.param({"sliding_window": 2.5}, TypeError, id="a window of 2.5"),
+    pytest.param({"alibi_slopes": torch.randn(2)}, ValueError, id="slopes for 2 of 4 query heads"),
+    pytest.param({"alibi_slopes": torch.tensor([1, 2, 3, 4])}, TypeError, id="slopes that are ints"),
+    pytest.param({"k_scale": torch.ones(4)}, ValueError, id="a scale for each query head"),
+    pytest.param({"v_scale": [1.0, 2.0]}, TypeError, id="scales in a list"),
+    pytest.param({"backend": "cpu"}, ValueError, id="an unknown backend"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error"), [*ATTENTION_REFUSES, ({"num_splits": 0}, ValueError)])
+def test_decode_refuses(changes, error):
+    with pytest.raises(error):
+        kernels.paged_decode_attention(**decoded(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        *ATTENTION_REFUSES,
+        pytest.param({"query_start_loc": torch.tensor([0, 4, 8])}, ValueError, id="more queries than there are"),
+        pytest.param({"query_start_loc": torch.tensor([1, 4, 7])}, ValueError, id="not from 0"),
+        pytest.param({"query_start_loc": torch.tensor([0, 8, 7])}, ValueError, id="falling"),
+        pytest.param({"query_start_loc": torch.tensor([0, 3, 7])}, ValueError, id="4 queries of 3 tokens"),
+        pytest.param({"query_start_loc": torch.tensor([0, 7])}, ValueError, id="too few"),
+        pytest.param({"query_start_loc": torch.tensor([0.0, 4, 7])}, TypeError, id="floats"),
+    ],
+)
+def test_prefill_refuses(changes, error):
+    with pytest.raises(error):
+        kernels.paged_prefill_attention(**prefilled(**changes))

@@ -1,0 +1,127 @@
+"""Where Triton runs, and what is said where it does not. Each case in a process of its own: an import decides it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from minicache.errors import KernelUnavailableError
+from minicache.kernels import runtime
+
+HIDE_TRITON = "import sys; sys.modules['triton'] = None\n"
+REQUIRE = """
+import torch
+from minicache.errors import KernelUnavailableError
+from minicache.kernels import runtime
+try:
+    runtime.require_triton(torch.device("cpu"))
+    print("runs", runtime.interpreting())
+except KernelUnavailableError as error:
+    print(error)
+"""
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+without_gpu = pytest.mark.skipif(runtime.has_gpu(), reason="there is a GPU")
+
+
+def said(code: str, interpret: str | None = None) -> str:
+    """What `code` prints in a new process, with TRITON_INTERPRET as given."""
+    kept = {name: value for name, value in os.environ.items() if name != runtime.INTERPRET}
+    environment = kept | ({runtime.INTERPRET: interpret} if interpret else {})
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_triton
+def test_the_interpreter_runs_where_it_was_asked_for() -> None:
+    assert said(REQUIRE, interpret="1") == "runs True"
+
+
+@needs_triton
+@without_gpu
+def test_without_gpu_it_can_be_asked_for_in_time() -> None:
+    code = "from minicache.kernels import runtime; runtime.interpret_without_gpu()"
+    assert said(code + REQUIRE) == "runs True"
+
+
+@needs_triton
+def test_nobody_asked_for_the_interpreter() -> None:
+    message = said(REQUIRE)
+    assert "set TRITON_INTERPRET=1 before the first import of triton" in message
+    assert "PyTorch" in message
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [(None, "os.environ['TRITON_INTERPRET'] = '1'", "set"), ("1", "del os.environ['TRITON_INTERPRET']", "unset")],
+)
+def test_too_late(before: str | None, after: str, change: str) -> None:
+    message = said(f"import os, triton; {after}\n" + REQUIRE, interpret=before)
+    assert f"TRITON_INTERPRET was {change} after triton was imported" in message
+    assert "before the process starts" in message
+
+
+def test_no_triton_on_linux() -> None:
+    message = said(HIDE_TRITON + "sys.platform = 'linux'\n" + REQUIRE)
+    assert message.startswith("Triton is not installed: pip install triton")
+    assert "phase 4" in message
+
+
+def test_no_triton_elsewhere() -> None:
+    message = said(HIDE_TRITON + "import torch; sys.platform = 'darwin'\n" + REQUIRE)
+    assert "Linux only, and this is darwin" in message
+
+
+def test_the_kernels_package_brings_no_triton() -> None:
+    code = "import sys, minicache.kernels, minicache.kernels.runtime; print('triton' in sys.modules)"
+    assert said(code) == "False"
+
+
+def test_everything_but_the_kernels_runs_without_triton() -> None:
+    code = """
+import torch
+from minicache.kernels import gather_kv, store_kv
+cache = torch.zeros(3, 4, 2, 8)
+k = torch.randn(5, 2, 8)
+store_kv(k, k, cache, cache.clone(), torch.arange(4, 9))
+print(torch.equal(gather_kv(cache, torch.tensor([1, 2]), 5), k))
+"""
+    assert said(HIDE_TRITON + code) == "True"
+
+
+def test_other_devices_are_refused() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    with pytest.raises(KernelUnavailableError, match="these tensors are on meta"):
+        runtime.require_triton(torch.device("meta"))
+
+
+def test_the_canary_sings(interpreter: None) -> None:
+    runtime.canary()
+    assert "canary passed" in runtime.describe()
+
+
+def test_an_interpreter_that_computes_wrongly_is_refused(interpreter: None) -> None:
+    wrong = """
+from triton.runtime.interpreter import InterpreterBuilder
+import numpy as np
+InterpreterBuilder.create_fadd = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.subtract)
+"""
+    message = said(wrong + REQUIRE, interpret="1")
+    assert "computes wrongly here (tl.dot, tl.sum in a loop of run-time length)" in message
+    assert "pip install -c constraints.txt" in message
+
+
+def test_an_interpreter_that_raises_is_refused(interpreter: None) -> None:
+    wrong = """
+from triton.runtime.interpreter import InterpreterBuilder
+del InterpreterBuilder.create_dot
+"""
+    assert "it raised InterpreterError" in said(wrong + REQUIRE, interpret="1")

@@ -1,0 +1,270 @@
+"""What the tests of phase 4 share: a paged batch with poison in its unused memory, and attention that is obvious.
+
+Without a GPU every kernel runs in Triton's interpreter and under the tracer, so that touching memory that is not the
+kernel's is a failure with a name and a line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minicache.course.checks import call, that
+from minicache.kernels import paged_decode_attention, paged_prefill_attention, runtime
+from minicache.kernels.tracer import Forbidden, trace, unused_entries, unused_rows
+
+NOBODY = 2**31 - 1
+"""What stands in the tail of a block table: nobody's block."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU, or the CPU and its interpreter."""
+    return runtime.usual_device()
+
+
+@pytest.fixture(scope="session")
+def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`watched(f)`: f with Triton, and under the tracer if the interpreter runs it."""
+
+    def wrap(fn):
+        @functools.wraps(fn)
+        def run(*args, **kwargs):
+            if device.type == "cuda":
+                return fn(*args, **kwargs, backend="triton")
+            given = inspect.signature(fn).bind(*args, **kwargs).arguments
+            with trace(forbid=_forbidden(**given), **given):
+                return fn(*args, **kwargs, backend="triton")
+
+        return run
+
+    return wrap
+
+
+def _forbidden(**given: Any) -> dict[str, Forbidden]:
+    """What a call with these arguments has no business with."""
+    if "slot_mapping" in given:
+        where = torch.ones(given["k_cache"].shape[:2], dtype=torch.bool)
+        where.view(-1)[given["slot_mapping"][given["slot_mapping"] >= 0].long()] = False
+        row = Forbidden(where, "a row whose slot is not in the slot mapping")
+        return {"k_cache": row, "v_cache": row}
+    if "num_tokens" in given:
+        table, length = given["block_table"][None], torch.tensor([given["num_tokens"]])
+        tail = unused_entries(table, length, given["cache"].shape[1])
+        return {
+            "cache": unused_rows(given["cache"], table, length),
+            "block_table": Forbidden(tail.where[0], tail.because),
+        }
+    tables, lengths, cache = given["block_tables"], given["context_lens"], given["k_cache"]
+    rows = unused_rows(cache, tables, lengths)
+    return {"k_cache": rows, "v_cache": rows, "block_tables": unused_entries(tables, lengths, cache.shape[1])}
+
+
+@dataclass
+class Batch:
+    """Sequences in a paged cache, and the same rows one after the other.
+
+    Attributes:
+        lengths: the tokens of each.
+        keys: of each sequence, `[length, H_kv, d]`, as stored.
+        values: the same.
+        k_cache: `[num_blocks, block_size, H_kv, d]`; NaN (127 in int8) where no sequence has a row, as in block 0.
+        v_cache: the same.
+        block_tables: `[B, max_blocks]`, two entries more than the longest needs; the tails are nobody's blocks.
+        context_lens: `[B]`.
+    """
+
+    lengths: list[int]
+    keys: list[Tensor]
+    values: list[Tensor]
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def paged(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the attention functions take after q."""
+        return self.k_cache, self.v_cache, self.block_tables, self.context_lens
+
+    def moved(self, seed: int) -> Batch:
+        """The same rows in other blocks."""
+        return _lay_out(self.keys, self.values, **(self.extra | {"seed": seed}))
+
+
+@pytest.fixture(scope="session")
+def batch(device) -> Callable[..., Batch]:
+    """`batch([5, 40], H_kv, d, block_size)`: a `Batch` of random rows.
+
+    With `shared=n`, the first n blocks of all sequences are the same. `at=` makes values of that size instead of 1.
+    """
+
+    def make(
+        lengths: Sequence[int],
+        num_kv_heads: int = 2,
+        head_dim: int = 32,
+        block_size: int = 16,
+        *,
+        dtype: torch.dtype = torch.float32,
+        index: torch.dtype = torch.int32,
+        shared: int = 0,
+        at: float = 1.0,
+        seed: int = 0,
+    ) -> Batch:
+        random = torch.Generator().manual_seed(seed)
+
+        def rows(length: int) -> Tensor:
+            drawn = torch.randn(length, num_kv_heads, head_dim, generator=random) * at
+            return (drawn * 40).clamp(-127, 127).round().to(dtype) if dtype == torch.int8 else drawn.to(dtype)
+
+        keys, values = [[rows(length) for length in lengths] for _ in range(2)]
+        for dense in (keys, values):
+            for each in dense[1:]:
+                each[: shared * block_size] = dense[0][: shared * block_size]
+        return _lay_out(keys, values, device=device, block_size=block_size, index=index, shared=shared, seed=seed)
+
+    return make
+
+
+def _lay_out(
+    keys: list[Tensor],
+    values: list[Tensor],
+    *,
+    device: torch.device,
+    block_size: int,
+    index: torch.dtype,
+    shared: int,
+    seed: int,
+) -> Batch:
+    """Put rows into blocks in random order, leaving block 0 and the last to nobody."""
+    lengths = [len(rows) for rows in keys]
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(counts) + 2
+    ids = (torch.randperm(num_blocks - 2, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    tables = torch.full((len(lengths), max(counts) + 2), NOBODY)
+    caches = []
+    for dense in (keys, values):
+        poison = 127 if dense[0].dtype == torch.int8 else float("nan")
+        # A block of poison before the cache and after it, too: what a stray pointer finds there is no number.
+        shape = (num_blocks + 2, block_size, *dense[0].shape[1:])
+        cache = torch.full(shape, poison, dtype=dense[0].dtype, device=device)[1:-1]
+        unused = iter(ids)
+        for i, (rows, count) in enumerate(zip(dense, counts, strict=True)):
+            own = shared if i else 0
+            table = [*tables[0, :own].tolist(), *itertools.islice(unused, count - own)]
+            tables[i, :count] = torch.tensor(table, dtype=torch.int64)
+            for start, block in zip(range(0, len(rows), block_size), table, strict=True):
+                piece = rows[start : start + block_size]
+                cache[block, : len(piece)] = piece.to(device)
+        caches.append(cache)
+    extra = {"device": device, "block_size": block_size, "index": index, "shared": shared, "seed": seed}
+    context_lens = torch.tensor(lengths, dtype=index, device=device)
+    return Batch(lengths, keys, values, *caches, tables.to(index).to(device), context_lens, extra)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dtype: torch.dtype = torch.float64,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of the last n tokens of a sequence, computed in `dtype`: q [n, H, d], k and v [S, H_kv, d]."""
+    num_new, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[1]
+    k, v = k.to(dtype) * _per_head(k_scale, dtype), v.to(dtype) * _per_head(v_scale, dtype)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("nhd,shd->hns", q.to(dtype), k) * (head_dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    keys, queries = torch.arange(len(k)), torch.arange(len(k) - num_new, len(k))
+    distance = keys[None, :] - queries[:, None]
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.cpu().to(dtype)[:, None, None] * distance
+    visible = distance <= 0
+    if sliding_window is not None:
+        visible &= distance > -sliding_window
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("hns,shd->nhd", scores.softmax(dim=-1), v)
+
+
+def _per_head(scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """One scale, or one per head, to multiply rows `[S, H_kv, d]` with."""
+    return torch.as_tensor(scale).cpu().to(dtype).reshape(-1, 1)
+
+
+def _check(what: str, got: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+    """`got` is attention to 3 times the error that PyTorch makes in the same dtype, + 1e-5."""
+    __tracebackhide__ = True
+    q = q.cpu()
+    expected = attend(q, k, v, **options)
+    error = (attend(q, k, v, dtype=q.dtype, **options).double() - expected).abs().max().item()
+    that(what, got.cpu().double()).is_close(expected, rtol=0, atol=3 * error + 1e-5)
+
+
+@pytest.fixture(scope="session")
+def decode(watched, device) -> Callable[..., Tensor]:
+    """`decode(batch, H, **options)`: run and check `paged_decode_attention` with random queries; the output."""
+
+    def run(batch: Batch, num_heads: int, *, q: Tensor | None = None, num_splits: int = 1, **options: Any) -> Tensor:
+        __tracebackhide__ = True
+        dtype = torch.float32 if batch.k_cache.dtype == torch.int8 else batch.k_cache.dtype
+        if q is None:
+            q = torch.randn(len(batch.lengths), num_heads, batch.k_cache.shape[3]).to(dtype).to(device)
+        attention = watched(paged_decode_attention)
+        got = call(attention, q, *batch.paged, num_splits=num_splits, **options).value
+        that("the output's shape and dtype", (list(got.shape), got.dtype)).gives((list(q.shape), q.dtype))
+        for i, length in enumerate(batch.lengths):
+            what = f"the output of sequence {i}, {length} tokens"
+            if length == 0:
+                that(what, got[i].cpu()).gives(torch.zeros_like(got[i].cpu()))
+            else:
+                _check(what, got[i][None], q[i][None], batch.keys[i], batch.values[i], options)
+        return got
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def prefill(watched, device) -> Callable[..., Tensor]:
+    """`prefill(batch, [3, 1], H, **options)`: run and check `paged_prefill_attention` of the last 3 and 1 tokens."""
+
+    def run(batch: Batch, num_new: Sequence[int], num_heads: int, *, q: Tensor | None = None, **options: Any) -> Tensor:
+        __tracebackhide__ = True
+        dtype = torch.float32 if batch.k_cache.dtype == torch.int8 else batch.k_cache.dtype
+        if q is None:
+            q = torch.randn(sum(num_new), num_heads, batch.k_cache.shape[3]).to(dtype).to(device)
+        starts = [0, *itertools.accumulate(num_new)]
+        query_start_loc = torch.tensor(starts, dtype=batch.context_lens.dtype, device=device)
+        attention = watched(paged_prefill_attention)
+        got = call(attention, q, *batch.paged, query_start_loc, **options).value
+        that("the output's shape and dtype", (list(got.shape), got.dtype)).gives((list(q.shape), q.dtype))
+        for i, (count, start) in enumerate(zip(num_new, starts, strict=False)):
+            if count:
+                mine = slice(start, start + count)
+                what = f"the output of sequence {i}, the last {count} of {batch.lengths[i]} tokens"
+                _check(what, got[mine], q[mine], batch.keys[i], batch.values[i], options)
+        return got
+
+    return run

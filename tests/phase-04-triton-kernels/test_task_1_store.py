@@ -1,0 +1,115 @@
+"""Phase 4, task 1: store keys and values through a slot mapping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minicache.course.checks import call, that
+from minicache.kernels import store_kv
+
+
+def rows(device, *shape, dtype=torch.float32):
+    """Random keys and values."""
+    return [torch.randn(shape).to(dtype).to(device) for _ in range(2)]
+
+
+def empty(device, *shape, dtype=torch.float32):
+    """Two caches that hold −7 everywhere."""
+    return [torch.full(shape, -7, dtype=dtype, device=device) for _ in range(2)]
+
+
+def after(cache, new, slots):
+    """The cache as it should be afterwards, written one row at a time."""
+    expected = cache.clone()
+    for row, slot in zip(new, slots, strict=True):
+        if slot >= 0:
+            expected[slot // cache.shape[1], slot % cache.shape[1]] = row
+    return expected
+
+
+@pytest.fixture(scope="session")
+def stores(watched):
+    """`stores(k, v, k_cache, v_cache, slots)`: run store_kv and compare both caches with what should be in them."""
+
+    def run(k, v, k_cache, v_cache, slots, slot_mapping=None):
+        __tracebackhide__ = True
+        expected = after(k_cache, k, slots), after(v_cache, v, slots)
+        if slot_mapping is None:
+            slot_mapping = torch.tensor(slots, device=k.device)
+        call(watched(store_kv), k, v, k_cache, v_cache, slot_mapping).gives(None)
+        that("k_cache afterwards", k_cache).gives(expected[0])
+        that("v_cache afterwards", v_cache).gives(expected[1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "block_size"),
+    [
+        pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes))
+        for sizes in ((2, 64, 16), (4, 80, 8), (1, 128, 32), (8, 256, 16), (3, 5, 4))
+    ],
+)
+def test_rows_land_in_their_slots(device, stores, num_kv_heads, head_dim, block_size):
+    """Slot s is row s % block_size of block s // block_size: every row is there, and nothing else has changed."""
+    caches = empty(device, 4, block_size, num_kv_heads, head_dim)
+    slots = [block_size + 1, 0, 4 * block_size - 1, block_size, 2 * block_size + 3]
+    stores(*rows(device, 5, num_kv_heads, head_dim), *caches, slots)
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        pytest.param([-1, 3, 9], id="first"),
+        pytest.param([3, -1, 9], id="between"),
+        pytest.param([3, 9, -1], id="last"),
+        pytest.param([-1, -1, -1], id="all"),
+    ],
+)
+def test_slot_minus_one_is_skipped(device, stores, slots):
+    """A row with slot −1 is padding: it is written nowhere, not even into the last slot."""
+    stores(*rows(device, 3, 2, 16), *empty(device, 3, 4, 2, 16), slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+def test_every_number_arrives_bit_for_bit(device, stores, dtype):
+    """Storing copies: no number changes, in any dtype."""
+    k, v = ((each * 30).to(dtype) for each in rows(device, 3, 2, 16))
+    stores(k, v, *empty(device, 3, 4, 2, 16, dtype=dtype), [5, 11, 0])
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_slot_mappings_of_both_integers(device, stores, index):
+    """Slots may be int32 or int64, and every other entry of a longer tensor."""
+    slots = [6, -1, 1]
+    longer = torch.tensor([value for slot in slots for value in (slot, 4)], dtype=index, device=device)
+    stores(*rows(device, 3, 2, 16), *empty(device, 3, 4, 2, 16), slots, longer[::2])
+
+
+def test_keys_and_values_with_strides_of_their_own(device, stores):
+    """k and v may be views whose rows, heads and numbers lie in any order, each in its own."""
+    wide = torch.randn(3, 2, 48, device=device)
+    k = torch.randn(16, 2, 3, device=device).permute(2, 1, 0)
+    v = wide[:, :, 8:24]
+    stores(k, v, *empty(device, 3, 4, 2, 16), [6, 2, 11])
+
+
+def test_keys_as_a_model_makes_them(device, stores):
+    """One matrix product makes q, k and v: they are slices of it, and a row's stride is that of all three."""
+    qkv = torch.randn(4, (4 + 2 + 2) * 16, device=device)
+    k, v = qkv[:, 64:96].view(4, 2, 16), qkv[:, 96:].view(4, 2, 16)
+    stores(k, v, *empty(device, 3, 4, 2, 16), [8, 9, 10, 11])
+
+
+def test_no_tokens(device, stores):
+    """Nothing to store: no error, and nothing changes."""
+    slots = torch.zeros(0, dtype=torch.int64, device=device)
+    stores(*rows(device, 0, 2, 16), *empty(device, 3, 4, 2, 16), [], slots)
+
+
+def test_padding_is_not_stored_whatever_it_holds(device, stores):
+    """A padded row may hold NaN; its neighbours' slots do not get it."""
+    k, v = rows(device, 4, 3, 20)
+    k[1::2] = v[1::2] = float("nan")
+    stores(k, v, *empty(device, 2, 4, 3, 20), [4, -1, 5, -1])

@@ -1,0 +1,108 @@
+"""Phase 4, task 5: split-KV: parts of one context side by side, and their merge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minicache.course.checks import call, that
+from minicache.kernels import paged_decode_attention
+
+WIDE = 256
+"""A head size with which a tile has 16 tokens, so that short contexts have several parts."""
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 8], ids="{} parts".format)
+def test_parts_of_ragged_contexts(batch, decode, num_splits):
+    """However many parts, the output is that of the whole. Short contexts leave parts empty."""
+    decode(batch([70, 1, 33], 1, WIDE, 16), 2, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (5, 1), (8, 2)], ids=str)
+def test_groups_of_query_heads(batch, decode, num_heads, num_kv_heads):
+    """Each query head has its own maximum, sum and accumulator in every part."""
+    decode(batch([40], num_kv_heads, WIDE, 8), num_heads, num_splits=2)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "length"), [(80, 16, 70), (128, 32, 70), (5, 5, 150)], ids=str)
+def test_sizes(batch, decode, head_dim, block_size, length):
+    """Head sizes and block sizes that are powers of two, and that are none."""
+    decode(batch([length, block_size], 1, head_dim, block_size), 2, num_splits=3)
+
+
+def test_more_parts_than_tokens(batch, decode):
+    """Most parts are empty: maximum −inf, sum 0. exp(−inf − −inf) is NaN, and must not be taken."""
+    decode(batch([3, 1], 1, 16, 8), 2, num_splits=8)
+
+
+def test_no_context(batch, decode):
+    """All parts of a context of 0 are empty: zeros, not 0 / 0."""
+    decode(batch([0, 40, 0], 1, WIDE, 8), 2, num_splits=3)
+
+
+@pytest.mark.parametrize("position", [2, 45], ids="in token {}".format)
+def test_a_part_may_hold_all_the_weight(batch, decode, device, position):
+    """One key far above all others: its part has a maximum of its own, and the others hardly count."""
+    some = batch([64], 1, WIDE, 16)
+    some.keys[0].mul_(0.1)
+    some.keys[0][position] = 1.0
+    decode(some.moved(0), 2, q=torch.ones(1, 2, WIDE, device=device), num_splits=4)
+
+
+def test_parts_far_below_zero(batch, decode, device):
+    """All scores at −400: the merge subtracts the largest maximum, never 0."""
+    low = batch([40], 1, WIDE, 8)
+    low.keys[0].fill_(-5.0)
+    decode(low.moved(0), 2, q=torch.full((1, 2, WIDE), 5.0, device=device), num_splits=3)
+
+
+def test_parts_that_rise(batch, decode, device):
+    """Scores that rise with the position: each part's maximum is above the last one's."""
+    rising = batch([64], 1, WIDE, 16)
+    for position in range(64):
+        rising.keys[0][position] = (position - 32) / 8
+    decode(rising.moved(0), 2, q=torch.ones(1, 2, WIDE, device=device), num_splits=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(batch, decode, dtype):
+    """What the parts hand over is fp32: rounding it to half precision would be an error of its own."""
+    decode(batch([70, 5], 1, WIDE, 16, dtype=dtype), 2, num_splits=2)
+
+
+def test_integers_of_both_kinds(batch, decode):
+    """Block tables and lengths may be int64."""
+    decode(batch([33, 8], 1, WIDE, 8, index=torch.int64), 2, num_splits=2)
+
+
+def test_alibi_in_every_part(batch, decode, device):
+    """Positions count from the context's beginning, not from the part's."""
+    slopes = torch.tensor([0.25, 0.0625], device=device)
+    decode(batch([50, 18], 1, WIDE, 8), 2, num_splits=3, alibi_slopes=slopes)
+
+
+def test_scales_and_a_soft_cap_in_every_part(batch, decode, device):
+    """v_scale counts once, in the parts or in the merge."""
+    v_scale = torch.tensor([1.3, 0.6], device=device)
+    decode(batch([50, 18], 2, WIDE, 8, at=2.0), 2, num_splits=3, k_scale=0.7, v_scale=v_scale, softcap=1.5, scale=0.2)
+
+
+@pytest.mark.parametrize("window", [1, 10, 30], ids="a window of {}".format)
+def test_a_window_and_parts(batch, decode, window):
+    """The window is what is cut into parts; a small one leaves some of them nothing to see."""
+    decode(batch([90, 18], 1, WIDE, 8), 2, num_splits=3, sliding_window=window)
+
+
+def test_queries_with_strides_of_their_own(batch, decode, device):
+    """q may be a view whose heads and numbers lie in any order."""
+    q = torch.randn(WIDE, 2, 2, device=device).permute(2, 1, 0)
+    decode(batch([40, 8], 1, WIDE, 8), 2, q=q, num_splits=2)
+
+
+def test_other_blocks_same_output(batch, watched, device):
+    """The same rows in other blocks: the output is the same, bit for bit."""
+    one = batch([37, 20], 1, WIDE, 8)
+    q = torch.randn(2, 2, WIDE, device=device)
+    first = call(watched(paged_decode_attention), q, *one.paged, num_splits=3).value
+    again = call(watched(paged_decode_attention), q, *one.moved(5).paged, num_splits=3).value
+    that("the output with the rows in other blocks", again).gives(first)

@@ -159,21 +159,22 @@ check(slot_of_37, int(gather_kv(numbers, block_table, 38, backend="triton")[37].
 # %% [markdown]
 # ## 3. Gather: two loads, one after the other
 #
-# 130 tokens in blocks of 16, in tiles of 64. Each line is a program, each column a row of the cache; its colour says which.
+# 130 tokens in blocks of 16, in tiles of 64. Each line is a program, each column a row of the cache; blue ones are loaded.
 
 # %% alt="Three lines over the 160 rows of ten blocks. The first program loads four whole blocks, the second four others, the third the first two rows of one more block; no block is loaded twice."
 cache, table = torch.zeros(10, 16, 1, 8), torch.tensor([5, 1, 8, 3, 0, 9, 2, 7, 4])
 with trace(cache=cache, block_table=table) as log:
     gather_kv(cache, table, 130, backend="triton")
 
-picture = torch.zeros(3, 160)
-for line, found in enumerate(loaded_rows(log, "cache")):
+programs = loaded_rows(log, "cache")
+picture = torch.zeros(len(programs), 160)
+for line, found in enumerate(programs):
     for block, offset in found:
         picture[line, block * 16 + offset] = 1
 two_colours = ListedColormap([color("free"), color("generated")])
 _, ax = plt.subplots(figsize=(7.2, 2.0), layout="constrained")
 ax.imshow(picture, aspect="auto", cmap=two_colours, interpolation="nearest")
-ax.set(xlabel="row of the cache (16 a block)", ylabel="program", yticks=range(3), xticks=range(0, 161, 16))
+ax.set(xlabel="row of the cache (16 a block)", ylabel="program", yticks=range(len(programs)), xticks=range(0, 161, 16))
 plt.show()
 print("rows loaded by each program:", [int(line.sum()) for line in picture])
 
@@ -397,7 +398,7 @@ plt.show()
 factor = None
 
 # %%
-check(factor, 8)
+check(factor, 8)  # each query head reads for itself
 
 # %% [markdown]
 # What a GPU makes of these bytes is on the page *The ladder*.

@@ -203,3 +203,40 @@ def test_decode_refuses(changes, error):
 def test_prefill_refuses(changes, error):
     with pytest.raises(error):
         kernels.paged_prefill_attention(**prefilled(**changes))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "optional"])
+def test_a_cache_may_be_a_slice_of_a_wider_tensor(options):
+    """Keys and values in one tensor, `[num_blocks, 2, block_size, H_kv, d]`, are read where they lie."""
+    pytest.importorskip("triton")
+    both = torch.randn(BLOCKS, 2, SIZE, HEADS, DIM)
+    k_cache, v_cache = both[:, 0], both[:, 1]
+    packed = {"k_cache": k_cache.contiguous(), "v_cache": v_cache.contiguous()}
+    for attend, given in (
+        (kernels.paged_decode_attention, decoded(k_cache=k_cache, v_cache=v_cache)),
+        (kernels.paged_prefill_attention, prefilled(k_cache=k_cache, v_cache=v_cache)),
+    ):
+        for backend in ("torch", "triton"):
+            got = attend(**given, **options, backend=backend)
+            torch.testing.assert_close(got, attend(**(given | packed), **options, backend="torch"))
+    for backend in ("torch", "triton"):
+        table = torch.tensor([4, 2, 99])
+        assert kernels.gather_kv(v_cache, table, 7, backend=backend).equal(
+            kernels.gather_kv(packed["v_cache"], table, 7)
+        )
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.store_kv(**stored(k_cache=k_cache, v_cache=v_cache), backend="torch")
+    given = stored(k_cache=k_cache, v_cache=v_cache)
+    kernels.store_kv(**given, backend="triton")
+    assert k_cache.flatten(0, 1)[4].equal(given["k"][0])
+    assert v_cache.flatten(0, 1)[0].equal(given["v"][2])
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5, 0.5])], ids=str)
+def test_one_scale_for_all_heads_may_be_a_tensor(scale):
+    pytest.importorskip("triton")
+    given = decoded()
+    expected = kernels.paged_decode_attention(**given, k_scale=0.5, v_scale=0.25)
+    for backend in ("torch", "triton"):
+        got = kernels.paged_decode_attention(**given, k_scale=scale, v_scale=scale / 2, backend=backend)
+        torch.testing.assert_close(got, expected)

@@ -44,7 +44,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int) -> Tensor:
     Token t's row is row t % block_size of block block_table[t // block_size].
 
     Args:
-        cache: keys or values, `[num_blocks, block_size, H_kv, d]`, contiguous.
+        cache: keys or values, `[num_blocks, block_size, H_kv, d]`; any strides.
         block_table: `[max_blocks]` int32 or int64, the sequence's blocks in order. Entries past the last block in use
             may be anything, even blocks that are not there.
         num_tokens: how many rows, 0 … max_blocks · block_size.
@@ -77,7 +77,7 @@ def paged_decode_attention(
 
     Args:
         q: queries `[B, H, d]`; H is a multiple of H_kv.
-        k_cache: keys `[num_blocks, block_size, H_kv, d]`, contiguous, in the dtype of `q`.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, each sequence's blocks in order, the tail undefined.
         context_lens: `[B]` int32 or int64, rows of each sequence. 0 is padding of the batch.
@@ -113,7 +113,7 @@ def paged_prefill_attention(
 
     Args:
         q: queries `[N, H, d]` of all sequences, one sequence after the other; H is a multiple of H_kv.
-        k_cache: keys `[num_blocks, block_size, H_kv, d]`, contiguous, in the dtype of `q`.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, each sequence's blocks in order, the tail undefined.
         context_lens: `[B]` int32 or int64, rows of each sequence with the new ones, at least n.

@@ -37,7 +37,7 @@ def store_kv(
     Args:
         k: keys `[N, H_kv, d]`, in the cache's dtype; any strides.
         v: values, the same shape and dtype.
-        k_cache: `[num_blocks, block_size, H_kv, d]`, contiguous.
+        k_cache: `[num_blocks, block_size, H_kv, d]`; any strides on a GPU, contiguous where PyTorch stores.
         v_cache: the same shape and dtype.
         slot_mapping: `[N]` int32 or int64, where each row goes: a slot 0 … num_blocks · block_size − 1, or −1 to skip
             the row (a batch's padding).
@@ -45,8 +45,8 @@ def store_kv(
 
     Raises:
         TypeError: something is no tensor, or has the wrong dtype.
-        ValueError: shapes do not fit, tensors are on different devices, a cache is not contiguous, or the backend is
-            unknown.
+        ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or it is PyTorch and a
+            cache is not contiguous.
         IndexError: a slot lies outside the cache (CPU tensors). Nothing was written.
         KernelUnavailableError: Triton was asked for and cannot run here.
     """
@@ -63,6 +63,8 @@ def store_kv(
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
     if _choose(backend, k_cache.device) == "torch":
+        if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+            raise ValueError("PyTorch stores into contiguous caches only: it takes a slot for a row's number in memory")
         from minicache.kernels import plain
 
         plain.store_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -78,7 +80,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
     """Copy the rows of one sequence out of its blocks, in the order of its tokens.
 
     Args:
-        cache: keys or values, `[num_blocks, block_size, H_kv, d]`, contiguous.
+        cache: keys or values, `[num_blocks, block_size, H_kv, d]`; any strides.
         block_table: `[max_blocks]` int32 or int64, the sequence's blocks in order. Entries past the last block in use
             may be anything.
         num_tokens: how many rows, 0 … max_blocks · block_size.
@@ -89,8 +91,8 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
 
     Raises:
         TypeError: something is no tensor, has the wrong dtype, or `num_tokens` is no int.
-        ValueError: shapes do not fit, tensors are on different devices, the cache is not contiguous, `num_tokens` is
-            negative or more than the table has room for, or the backend is unknown.
+        ValueError: shapes do not fit, tensors are on different devices, `num_tokens` is negative or more than the table
+            has room for, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
         KernelUnavailableError: Triton was asked for and cannot run here.
     """
@@ -140,14 +142,14 @@ def paged_decode_attention(
 
     Args:
         q: queries `[B, H, d]`, floating point; H is a multiple of H_kv.
-        k_cache: keys `[num_blocks, block_size, H_kv, d]`, contiguous, in the dtype of `q`, or int8 or float8_e4m3fn.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`, or int8 or float8_e4m3fn.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, B ≥ 1, each sequence's blocks in order, the tail undefined.
         context_lens: `[B]` int32 or int64, rows of each sequence, 0 … max_blocks · block_size. 0 is padding.
         scale: what the scores are multiplied by; None is 1 / √d.
         alibi_slopes: `[H]` floating point: score += slope · (key position − query position) (Press et al. 2022).
-        k_scale: a float or `[H_kv]`: the keys are the cache's numbers times this. None is 1.
-        v_scale: a float or `[H_kv]`: the values are the cache's numbers times this. None is 1.
+        k_scale: a float, a tensor of one number or `[H_kv]`: the keys are the cache's numbers times this. None is 1.
+        v_scale: alike for the values.
         sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
         softcap: c > 0: score = c · tanh(score / c), after the scale, before ALiBi and the mask. None is no cap.
         num_splits: into how many parts a Triton kernel cuts each sequence, ≥ 1; None chooses by how large the batch and
@@ -159,8 +161,8 @@ def paged_decode_attention(
 
     Raises:
         TypeError: something is no tensor, or has the wrong dtype or type.
-        ValueError: shapes do not fit, tensors are on different devices, a cache is not contiguous, a length is more
-            than its table has room for (CPU tensors), an option has an impossible value, or the backend is unknown.
+        ValueError: shapes do not fit, tensors are on different devices, a length is more than its table has room for
+            (CPU tensors), an option has an impossible value, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
         KernelUnavailableError: Triton was asked for and cannot run here.
     """
@@ -229,15 +231,15 @@ def paged_prefill_attention(
 
     Args:
         q: queries `[N, H, d]` of all sequences, one sequence after the other; floating point, H a multiple of H_kv.
-        k_cache: keys `[num_blocks, block_size, H_kv, d]`, contiguous, in the dtype of `q`, or int8 or float8_e4m3fn.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`, or int8 or float8_e4m3fn.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, B ≥ 1, each sequence's blocks in order, the tail undefined.
         context_lens: `[B]` int32 or int64, rows of each sequence with the new ones, at least n.
         query_start_loc: `[B + 1]` int32 or int64, from 0 to N, never falling.
         scale: what the scores are multiplied by; None is 1 / √d.
         alibi_slopes: `[H]` floating point, as in `paged_decode_attention`.
-        k_scale: a float or `[H_kv]`, as there.
-        v_scale: a float or `[H_kv]`, as there.
+        k_scale: a float, a tensor of one number or `[H_kv]`, as there.
+        v_scale: alike for the values.
         sliding_window: W ≥ 1, as there.
         softcap: c > 0, as there.
         backend: "torch", "triton", or None to go by the device.
@@ -247,8 +249,8 @@ def paged_prefill_attention(
 
     Raises:
         TypeError: something is no tensor, or has the wrong dtype or type.
-        ValueError: shapes do not fit, tensors are on different devices, a cache is not contiguous, an option has an
-            impossible value, or the backend is unknown. For CPU tensors also: a length is more than its table has room
+        ValueError: shapes do not fit, tensors are on different devices, an option has an impossible value, or the
+            backend is unknown. For CPU tensors also: a length is more than its table has room
             for or less than its queries, or query_start_loc does not go from 0 to N without falling.
         IndexError: a block in use lies outside the cache (CPU tensors).
         KernelUnavailableError: Triton was asked for and cannot run here.
@@ -351,8 +353,6 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
             )
         if cache.dtype != k_cache.dtype or not (cache.dtype.is_floating_point or cache.dtype in _STORABLE):
             raise TypeError(f"a cache holds floats or int8, keys and values alike; {name} is {cache.dtype}")
-        if not cache.is_contiguous():
-            raise ValueError(f"{name} must be contiguous: slots count its rows in memory")
 
 
 def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
@@ -428,7 +428,8 @@ def _check_options(
         _check_per_head("alibi_slopes", alibi_slopes, q.shape[1], q.device)
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
         if isinstance(value, Tensor):
-            _check_per_head(name, value, k_cache.shape[2], q.device)
+            one_for_all = value.ndim <= 1 and value.numel() == 1
+            _check_per_head(name, value, 1 if one_for_all else k_cache.shape[2], q.device)
         elif value is not None and not isinstance(value, float | int):
             raise TypeError(f"{name} must be a float or a tensor [{k_cache.shape[2]}]; got {type(value).__name__}")
 
@@ -437,5 +438,5 @@ def _check_per_head(name: str, value: Tensor, num_heads: int, device: torch.devi
     _check_tensor(name, value, device)
     if not value.dtype.is_floating_point:
         raise TypeError(f"{name} must be floating point; got {value.dtype}")
-    if value.shape != (num_heads,):
+    if value.shape != (num_heads,) and not (num_heads == 1 and value.ndim == 0):
         raise ValueError(f"{name} must be [{num_heads}], one for each head; got {list(value.shape)}")

@@ -56,7 +56,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int) -> Tensor:
     Token t's row is row t % block_size of block block_table[t // block_size].
 
     Args:
-        cache: keys or values, `[num_blocks, block_size, H_kv, d]`, contiguous.
+        cache: keys or values, `[num_blocks, block_size, H_kv, d]`; any strides.
         block_table: `[max_blocks]` int32 or int64, the sequence's blocks in order. Entries past the last block in use
             may be anything, even blocks that are not there.
         num_tokens: how many rows, 0 … max_blocks · block_size.
@@ -88,7 +88,7 @@ def paged_decode_attention(
 
     Args:
         q: queries `[B, H, d]`; H is a multiple of H_kv.
-        k_cache: keys `[num_blocks, block_size, H_kv, d]`, contiguous, in the dtype of `q`.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, each sequence's blocks in order, the tail undefined.
         context_lens: `[B]` int32 or int64, rows of each sequence. 0 is padding of the batch.
@@ -100,14 +100,18 @@ def paged_decode_attention(
     Raises:
         IndexError: a block in use is not in the cache.
     """
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    # One token sees everything, so its group's query heads can be one head's query rows: each key is read once.
+    groups = q.reshape(len(q), 1, num_kv_heads, -1, head_dim).unbind()
     out = []
-    for query, block_table, num_tokens in zip(q[:, None], block_tables, context_lens.tolist(), strict=True):
+    for rows, block_table, num_tokens in zip(groups, block_tables.unbind(), context_lens.tolist(), strict=True):
         if num_tokens:
             k, v = gather_kv(k_cache, block_table, num_tokens), gather_kv(v_cache, block_table, num_tokens)
-            out.append(_attend(query, k, v, scale))
+            k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, H_kv, S, d]
+            out.append(F.scaled_dot_product_attention(rows, k, v, scale=scale))
         else:
-            out.append(torch.zeros_like(query))
-    return torch.cat(out)
+            out.append(torch.zeros_like(rows))
+    return torch.cat(out).reshape(q.shape)
 
 
 def paged_prefill_attention(
@@ -129,7 +133,7 @@ def paged_prefill_attention(
 
     Args:
         q: queries `[N, H, d]` of all sequences, one sequence after the other; H is a multiple of H_kv.
-        k_cache: keys `[num_blocks, block_size, H_kv, d]`, contiguous, in the dtype of `q`.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, each sequence's blocks in order, the tail undefined.
         context_lens: `[B]` int32 or int64, rows of each sequence with the new ones, at least n.

@@ -136,7 +136,9 @@ class Log:
     def draw(self, tensor: str, kind: str | None = None) -> str:
         """The tensor's rows as characters, a line for each program: █ touched, ░ pointed to but masked, · neither.
 
-        Bars part the rows of one block (the second dimension) from those of the next, where a row has two.
+        Where a row's place has two numbers, bars part the rows of one block from those of the next. A lane is masked
+        because its token is not there, and then points to wherever `other` has put it; or because the tile is wider
+        than the row, and then points into the next row.
 
         Args:
             tensor: its name.

@@ -23,6 +23,7 @@ from itertools import takewhile
 from math import sqrt
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -176,18 +177,20 @@ def results(runs: dict[str, Run], found: dict[str, Any], series: dict[str, Any])
         "paper": PAPER,
         "paged_over_oracle": batched["paged"] / batched["oracle"],
         "paged_over_max": batched["paged"] / batched["max"],
-        "paper_paged_share_by_batch": PAPER["paged"]["batched"] * tokens_of_a_request(found) / NUM_SLOTS * 100,
+        "paper_paged_share_by_batch": paged_share_by_batch(),
         **found,
         "series_seconds": SERIES_SECONDS,
         "series": series,
     }
 
 
-def tokens_of_a_request(found: dict[str, Any]) -> float:
-    """Tokens that a running request holds on average, in our run of Max."""
-    held = found["at_2_per_s"]["max"]
-    share: float = held["used"] / held["batched"]
-    return share / 100 * NUM_SLOTS
+def paged_share_by_batch() -> dict[str, float]:
+    """What 30.42 requests would use, in percent, if each held as many tokens as one does under another policy.
+
+    All of it from the paper's own figures. A running request is the same under every policy: it gets a token a step.
+    """
+    others = {policy: paper for policy, paper in PAPER.items() if policy != "paged"}
+    return {policy: paper["used"] / paper["batched"] * PAPER["paged"]["batched"] for policy, paper in others.items()}
 
 
 def report(found: dict[str, Any]) -> None:
@@ -204,31 +207,37 @@ def report(found: dict[str, Any]) -> None:
 
 def comparison(ours: dict[str, Any]) -> Table:
     """Ours and the paper's, policy by policy."""
-    table = Table(title="Percent of the memory, and requests batched, at 2 requests a second")
-    for heading in ("", "whose", *PARTS, "rounding + external + free", "batched"):
-        table.add_column(heading, justify="right" if heading not in ("", "whose") else "left")
+    table = narrow_table("Percent of the memory, and requests batched, at 2 requests a second")
+    table.add_column()
+    for heading in (*PARTS, "last three", "batched"):
+        table.add_column(heading, justify="right")
     for policy, name in POLICIES.items():
         found, paper = ours[policy], PAPER[policy]
         rest = found["rounding"] + found["external"] + found["free"]
-        table.add_row(name, "ours", *[f"{found[part]:.1f}" for part in PARTS], f"{rest:.1f}", f"{found['batched']:.2f}")
+        table.add_row(name, *[f"{found[part]:.1f}" for part in PARTS], f"{rest:.1f}", f"{found['batched']:.2f}")
         told = [f"{paper[part]:.1f}" if part in paper else "" for part in ("used", "reserved", "internal")]
         others = f"{paper['external_and_others']:.1f}" if "external_and_others" in paper else ""
-        table.add_row("", "paper", *told, "", "", "", others, f"{paper['batched']:.2f}", end_section=True)
+        table.add_row("  the paper", *told, "", "", "", others, f"{paper['batched']:.2f}", end_section=True)
     return table
 
 
+def narrow_table(title: str) -> Table:
+    """A table without room to lose: both fit into 80 columns."""
+    return Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
+
+
 def bar(found: dict[str, float]) -> str:
-    """The parts as a stacked bar, one character to a percent."""
+    """The parts as a stacked bar, one character to two percent."""
     text, end = "", 0.0
     for part, glyph in PARTS.items():
         end += found[part]
-        text += glyph * (round(end) - len(text))
+        text += glyph * (round(end / 2) - len(text))
     return text
 
 
 def other_runs(found: dict[str, Any]) -> Table:
     """What changes with what was assumed."""
-    table = Table(title="Percent used · requests batched, by run")
+    table = narrow_table("Percent used · requests batched, by run")
     table.add_column("run")
     for name in POLICIES.values():
         table.add_column(name, justify="right")
@@ -242,8 +251,7 @@ def differences(found: dict[str, Any]) -> str:
     """Where ours and the paper's part, and why."""
     ours, full = found["at_2_per_s"], found["at_8_per_s"]
     rest = sum(ours["oracle"][part] for part in ("rounding", "external", "free"))
-    held = tokens_of_a_request(found)
-    share = 100 * PAPER["paged"]["batched"] * held / NUM_SLOTS
+    by_batch = " or ".join(f"{share:.1f}" for share in paged_share_by_batch().values())
     beyond = found["pow2_beyond_the_limit"]["pow2"]
     seeds = " and ".join(f"{found[name]['max']['used']:.1f}" for name in ("seed_1", "seed_2"))
     return f"""Where they differ, and why:
@@ -253,12 +261,12 @@ def differences(found: dict[str, Any]) -> str:
 - Pow2 and Oracle. What a buddy allocator adds depends on where the lengths lie between powers of two, and a
   log-normal is not ShareGPT's histogram. The runs with other spreads and seeds show how much that moves.
 - Pow2. Ours reserves no slot beyond the model's limit, since no token can stand there. The paper does not say whether
-  its own does. Without that cap ours uses {beyond["used"]:.1f} % and batches {beyond["batched"]:.2f}: the paper's
-  figures lie between.
+  its own does. Without that cap ours uses {beyond["used"]:.1f} % and batches {beyond["batched"]:.2f}:
+  the paper's figures lie between.
 - Paged. At 2 requests a second and {1e3 * SECONDS_PER_STEP:.0f} ms a step memory is nearly full, not always full: the
   share used is {ours["paged"]["used"]:.1f} %. With 8 requests a second, more than it can serve, it is
-  {full["paged"]["used"]:.1f} %. The paper's two figures can hardly be of one run: 30.42 requests, with the
-  {held:.0f} tokens that a running one holds here, are {share:.0f} % of the slots, not 96.3 %.
+  {full["paged"]["used"]:.1f} %. The paper's 96.3 % does not quite go with its other figures: 30.42 requests that use
+  as much each as those of its Max, Pow2 or Oracle are {by_batch} % of the slots.
 - Preemption costs paging only the wait here: computing a prompt anew takes one step, however long it is."""
 
 

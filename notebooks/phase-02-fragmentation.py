@@ -96,7 +96,8 @@ smallest_n = None
 
 # %%
 check(smallest_n, next(n for n in range(100, 10_000) if padding_share([100] * 7 + [n]) >= 0.75))
-print("rows then:", padded_rows([100] * 7 + [700]))
+if smallest_n is not None:
+    print("rows then:", padded_rows([100] * 7 + [smallest_n]))
 
 # %% [markdown]
 # ## 2. Buddies
@@ -313,4 +314,5 @@ plt.show()
 # later, and `oracle` uses more; what it still loses is rounding and holes. `pow2` comes close to it, because a wrong
 # guess about 23 tokens of answer costs little. `max` suffers most, since the limit is far above what people ask for.
 #
-# What would help all of them, on every workload? Not a better guess. Phase 3 takes a block at a time, anywhere.
+# What would help all of them, on every workload? Not a better guess. [Phase
+# 3](../phase-03-paged-cache/index.md) takes a block at a time, anywhere.

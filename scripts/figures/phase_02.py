@@ -373,7 +373,8 @@ def holes_over_time(figure: Figure, scheme: Scheme) -> None:
         xlim=(0, NUM_SLOTS), ylim=(NUM_STEPS, 0), xticks=range(0, NUM_SLOTS + 1, 16), yticks=range(0, NUM_STEPS, 2)
     )
     axes.grid(False)
-    _state_legend(figure, scheme, ("generated", "reserved", "internal", "free"))
+    states = ("generated", "reserved", "internal", "free")
+    _state_legend(figure, scheme, states, {"generated": "used: holds a token"})
 
 
 def _life(

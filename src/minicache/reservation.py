@@ -74,8 +74,9 @@ class BuddyAllocator:
     `num_slots` is the sum of, longest first. 22 slots are runs of 16, 4 and 2, starting at 0, 16 and 20. These are
     nobody's halves: two of them never merge.
 
-    No operation may look at every slot: the work grows with the number of different lengths, which is about
-    log₂ num_slots, and with what it costs to find a run in a sorted list or set.
+    No operation may look at every slot. The work of `allocate` and `free` grows with the number of different lengths,
+    which is about log₂ num_slots, and with what it costs to find a run in a sorted list or set. What only tells how
+    things are may go through all runs.
 
     Args:
         num_slots: slots in all, ≥ 1.

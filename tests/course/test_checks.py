@@ -53,6 +53,14 @@ def test_gives_accepts(got: object, expected: object) -> None:
     that("it", got).gives(expected)
 
 
+@dataclass(frozen=True)
+class Model:
+    num_layers: int
+    vocabulary: str
+    latent: int | None = None
+    scale: torch.Tensor | None = None
+
+
 @pytest.mark.parametrize(
     ("got", "expected", "difference"),
     [
@@ -74,6 +82,9 @@ def test_gives_accepts(got: object, expected: object) -> None:
         ([1.0], torch.ones(1), "a list, expected a tensor"),
         (torch.ones(2, 3), torch.ones(3, 2), "shape [2, 3], expected [3, 2]"),
         (torch.ones(2).double(), torch.ones(2), "dtype torch.float64, expected torch.float32"),
+        (Model(1, "a"), Model(2, "a"), "at num_layers: got 1, expected 2"),
+        ([Model(1, "a")], [Model(1, "b")], "at [0].vocabulary: got 'a', expected 'b'"),
+        (Model(1, "a"), (1, "a"), "a Model, expected a tuple"),
         (EYE * 2, EYE, "first at [0, 0]: got 2, expected 1; 3 of 9 differ, largest error 1"),
         ((EYE, EYE + 0.5), (EYE, EYE), "at [1]: first at [0, 0]"),
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0]), "first at [1]: got nan, expected 2"),
@@ -173,14 +184,6 @@ def test_a_starters_error_goes_through() -> None:
 )
 def test_values_are_told_in_a_line(value: object, text: str) -> None:
     assert short(value) == text
-
-
-@dataclass(frozen=True)
-class Model:
-    num_layers: int
-    vocabulary: str
-    latent: int | None = None
-    scale: torch.Tensor | None = None
 
 
 def test_a_dataclass_is_told_by_its_fields_that_are_not_the_default() -> None:

@@ -154,6 +154,17 @@ def test_not_written_yet(toys: Toys) -> None:
     assert "dtype_nbytes is not written yet" in result.tasks[1].tests[0].message
 
 
+def test_a_task_that_needs_another_says_so(toys: Toys) -> None:
+    starter = (
+        'def dtype_nbytes(dtype):\n    raise NotImplementedError("phase 0, task 1: Colours; read docs/en/toys.md")\n'
+    )
+    toys.write(nbytes=starter)
+    result = grade(toys.workspace, toys.phase)
+    assert outcomes(result) == [Outcome.PASSED, Outcome.NOT_WRITTEN]
+    assert [graded.needs for graded in result.tasks] == ["", "0.1"]
+    assert "needs     task 0.1 first" in result.tasks[1].tests[0].message
+
+
 def test_parameters_belong_to_the_title(toys: Toys) -> None:
     (toys.tests / "test_task_2_bytes.py").write_text(
         "import pytest\n\n"

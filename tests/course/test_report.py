@@ -80,6 +80,19 @@ def test_a_task_that_was_begun_says_what_is_missing(result: PhaseResult) -> None
     assert "dtype_nbytes" not in shown(replace(result, tasks=(TaskResult(task, (missing,)),)))
 
 
+def test_a_task_that_needs_another_points_to_that_one(result: PhaseResult) -> None:
+    one, two = result.phase.tasks
+    other = TestResult("t.py::a", "A.", Outcome.NOT_WRITTEN, "missing   color is not written yet", needs=one.id)
+    passed = TestResult("t.py::b", "B.", Outcome.PASSED)
+    text = shown(replace(result, tasks=(TaskResult(two, (passed, other)),)))
+    for part in ("needs 0.1 first", "hint      minicache hint 0.1", "Next: task 0.1, Colours"):
+        assert part in text
+    own = replace(other, needs="")
+    text = shown(replace(result, tasks=(TaskResult(two, (passed, other, own)),)))
+    for part in ("not written", "hint      minicache hint 0.2", "Next: task 0.2, Bytes"):
+        assert part in text
+
+
 def test_a_file_that_cannot_be_imported_is_told_once(result: PhaseResult) -> None:
     text = shown(replace(result, problems={"minicache.arithmetic": "because of this"}))
     assert "its tasks fail, the reference serves the others" in text

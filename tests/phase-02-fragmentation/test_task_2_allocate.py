@@ -51,7 +51,7 @@ def test_a_new_memory_is_the_powers_of_two_that_it_is_made_of(num_slots, runs):
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16), (16, 16)])
 def test_a_count_is_rounded_up_to_a_power_of_two(count, size):
-    """A run of the next power of two: 3 slots get 4, and 4 get 4."""
+    """Of 16 slots, a run of the next power of two: 3 slots get 4, and 4 get 4."""
     memory = BuddyAllocator(16)
     call(memory.allocate, count).gives(0)
     call(memory.allocated, 0).gives(size)
@@ -151,6 +151,16 @@ def test_the_work_does_not_grow_with_the_slots():
     that("num_free", memory.num_free).gives(2**40 - 2**30 - 1)
     that("largest_free", memory.largest_free).gives(2**39)
     that("how many free runs there are", len(memory.free_runs())).gives(39)
+
+
+@pytest.mark.timeout(20)
+def test_large_counts_are_rounded_exactly():
+    """2⁴⁹ + 1 of 2⁶⁰ slots get 2⁵⁰. As floats, the logarithms of 2⁴⁹ + 1 and of 2⁴⁹ are the same."""
+    memory = call(BuddyAllocator, 2**60).value
+    call(memory.allocate, 2**49 + 1).gives(0)
+    call(memory.allocated, 0).gives(2**50)
+    call(memory.allocate, 2**49).gives(2**50)
+    call(memory.allocated, 2**50).gives(2**49)
 
 
 def test_what_a_call_returned_is_the_callers():

@@ -19,7 +19,7 @@ from typing import Any
 
 from minicache.course.finder import learners_line
 
-_STARTER = re.compile(r"phase \d+, task \d+: ")
+_STARTER = re.compile(r"phase (\d+), task (\d+): ")
 """How the message of a starter's NotImplementedError begins."""
 
 _MAX_NUMBERS = 16  # of a tensor that is told with its values
@@ -139,15 +139,24 @@ def that(description: str, got: object) -> Outcome:
 
 
 def is_not_written(error: BaseException) -> bool:
-    """Whether `error` is what an untouched starter raises: `NotImplementedError("phase 1, task 2: …")`.
+    """Whether `error` is what an untouched starter raises."""
+    return unwritten_task(error) is not None
+
+
+def unwritten_task(error: BaseException) -> str | None:
+    """The task, such as "1.2", whose untouched starter raised `error`, a `NotImplementedError("phase 1, task 2: …")`.
 
     Or, where a kernel was to run, what Triton made of it: the interpreter wraps it, the compiler cannot translate it.
+    None: it is another error.
     """
+    found = None
     if isinstance(error, NotImplementedError):
-        return _STARTER.match(str(error)) is not None
-    if isinstance(line := getattr(error, "node", None), ast.Raise) and _STARTER.search(ast.unparse(line)):
-        return True
-    return _is_tritons(error) and error.__cause__ is not None and is_not_written(error.__cause__)
+        found = _STARTER.match(str(error))
+    elif isinstance(line := getattr(error, "node", None), ast.Raise):
+        found = _STARTER.search(ast.unparse(line))
+    if found:
+        return f"{found[1]}.{found[2]}"
+    return unwritten_task(error.__cause__) if _is_tritons(error) and error.__cause__ is not None else None
 
 
 def unwrapped(error: BaseException) -> BaseException:
@@ -254,6 +263,11 @@ def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "")
         return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
     if got == expected:
         return None
+    if is_dataclass(expected) and type(got) is type(expected):
+        for each in fields(expected):
+            one, other, place = getattr(got, each.name), getattr(expected, each.name), f"{at}.{each.name}".lstrip(".")
+            if each.compare and (difference := _difference(one, other, rtol, atol, place)) is not None:
+                return difference
     return f"{prefix}got {short(got)}, expected {short(expected)}" if at else ""
 
 

@@ -41,6 +41,7 @@ def grade(
     timeout: float = TIMEOUT,
     on_event: Callable[[Event], None] = lambda event: None,
     server: PytestServer | None = None,
+    until_failure: bool = False,
 ) -> PhaseResult:
     """Grade the learner's files of a phase.
 
@@ -51,6 +52,7 @@ def grade(
         timeout: seconds without progress after which a test counts as an endless loop.
         on_event: called with each event of the run, for showing progress.
         server: starts the runs; by default one for this grading. Many gradings are faster with one for all of them.
+        until_failure: stop at the first test that fails: whether there is one is all that is asked.
 
     Returns:
         The result of every task asked for. A task without tests has failed.
@@ -72,6 +74,7 @@ def grade(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minicache-")))
         journal, log = Journal(folder / "journal.jsonl"), folder / "pytest.log"
         arguments = _arguments(workspace, tests, task, journal.file)
+        arguments += ["--maxfail=1"] if until_failure else []
         while not run.follow(server.start(arguments, workspace.root, log), journal, log):
             pass
     return PhaseResult(phase, by_task(tasks, run.results_of(tasks)), files, fingerprints, run.unimportable)
@@ -146,7 +149,7 @@ class _Run:
     def _hear(self, event: Event) -> None:
         if event.kind == "result":
             outcome = Outcome(event.outcome)
-            result = TestResult(event.name, event.title, outcome, event.message, event.printed)
+            result = TestResult(event.name, event.title, outcome, event.message, event.printed, event.needs)
             self.results[event.name] = (event.task, result)
         elif event.kind == "unimportable":
             self.unimportable[event.name] = event.message

@@ -18,7 +18,7 @@ Kind = Literal[
     "test",  # about to run the test `name`
     "collected",  # all test files are read: `total` tests will run
     "unimportable",  # the module `name` could not be imported: `message`
-    "result",  # the test, or test file, `name` is done: `outcome`, `message`, `printed`
+    "result",  # the test, or test file, `name` is done: `outcome`, `message`, `printed`, `needs`
     "lost",  # written by the parent: the process was lost in `name`, a module or a test of `task`: `message`
     "finished",  # the run came to its end
 ]
@@ -35,6 +35,7 @@ class Event:
     outcome: str = ""
     message: str = ""
     printed: str = ""
+    needs: str = ""
     total: int = 0
 
 

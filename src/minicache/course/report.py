@@ -15,6 +15,7 @@ from rich.text import Text
 
 from minicache.course.finder import show
 from minicache.course.results import Outcome, PhaseResult, TaskResult, TestResult, pointers
+from minicache.course.table import Task
 
 STYLES = {
     Outcome.PASSED: "green",
@@ -44,7 +45,9 @@ def print_result(result: PhaseResult, console: Console) -> None:
     table.add_column("")
     for graded in result.tasks:
         task = graded.task
-        outcome = "cannot be imported" if task.module in result.problems else str(graded.outcome)
+        outcome = f"needs {graded.needs} first" if graded.needs else str(graded.outcome)
+        if task.module in result.problems:
+            outcome = "cannot be imported"
         table.add_row(
             task.id,
             task.title,
@@ -62,24 +65,24 @@ def print_result(result: PhaseResult, console: Console) -> None:
         wrong = graded.outcome is Outcome.FAILED or graded.outcome.is_lost
         begun = graded.outcome is Outcome.NOT_WRITTEN and graded.num_passed
         if (wrong or begun) and graded.task.module not in result.problems:
-            console.print(_problem(graded))
+            console.print(_problem(graded, result.goes_on_with(graded)))
     idle = [graded.first_problem for graded in result.tasks if graded.outcome is Outcome.NOT_GRADED]
     for reason in dict.fromkeys(test.message.removeprefix("skipped: ") for test in idle if test):
         console.print(Text(f"Not graded: {reason}"), soft_wrap=True)
-    unfinished = [graded.task for graded in result.tasks if graded.outcome is Outcome.NOT_WRITTEN]
+    unfinished = [graded for graded in result.tasks if graded.outcome is Outcome.NOT_WRITTEN]
     if unfinished:
-        task = unfinished[0]
+        task = result.goes_on_with(unfinished[0])
         console.print(f"Next: [bold]task {task.id}, {task.title}[/]. Read {task.page}", soft_wrap=True)
     console.print(f"[bold]{result.earned} of {result.points} points[/]")
 
 
-def _problem(graded: TaskResult) -> Panel:
-    """The first failure of a task in full, and a line for each of the others."""
+def _problem(graded: TaskResult, goes_on_with: Task) -> Panel:
+    """The first failure of a task in full, a line for each of the others, and where to read on."""
     test = graded.first_problem
     message: list[Text | Table] = [Text(test.message if test else "no tests were collected, so nothing was graded")]
     if test and test.printed.strip():
         message.append(Text(f"your code printed:\n{test.printed.rstrip()}", style="dim"))
-    message.append(Text(pointers(graded.task)))
+    message.append(Text(pointers(goes_on_with)))
     if others := graded.other_problems:
         groups: dict[tuple[Outcome, str], list[TestResult]] = {}
         for other in others:
@@ -146,9 +149,9 @@ def write_gradescope(result: PhaseResult, file: Path) -> None:
             "max_score": graded.task.points,
             "status": "passed" if graded.outcome is Outcome.PASSED else "failed",
             "output": f"{graded.outcome}: {graded.num_passed} of {len(graded.tests)} tests passed"
-            + (f"\n\n{graded.first_problem.message}\n{pointers(graded.task)}" if graded.first_problem else ""),
+            + (f"\n\n{problem.message}\n{pointers(result.goes_on_with(graded))}" if problem else ""),
         }
-        for graded in result.tasks
+        for graded, problem in ((graded, graded.first_problem) for graded in result.tasks)
     ]
     output = "\n".join(result.problems.values()) or f"Phase {result.phase.number}, {result.phase.title}"
     data = {"score": result.earned, "output": output, "visibility": "visible", "tests": tests}

@@ -46,6 +46,7 @@ class TestResult:
         outcome: how it went. A skipped test is not graded.
         message: what a learner is told; "" if it passed.
         printed: the end of what the learner's code printed.
+        needs: of a test that is not written, the id of another task if it is that one's code which is missing.
     """
 
     __test__ = False
@@ -55,6 +56,7 @@ class TestResult:
     outcome: Outcome
     message: str = ""
     printed: str = ""
+    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,12 @@ class TaskResult:
         return next((test for test in self.tests if test.outcome is self.outcome is not Outcome.PASSED), None)
 
     @property
+    def needs(self) -> str:
+        """The id of another task that has to be written before this one can be graded, or ""."""
+        missing = [test.needs for test in self.tests if test.outcome is Outcome.NOT_WRITTEN]
+        return missing[0] if self.outcome is Outcome.NOT_WRITTEN and all(missing) else ""
+
+    @property
     def other_problems(self) -> list[TestResult]:
         """The other tests that did not pass, in their order."""
         return [test for test in self.tests if test.outcome is not Outcome.PASSED and test is not self.first_problem]
@@ -108,6 +116,10 @@ class PhaseResult:
     files: dict[str, Path]
     fingerprints: dict[str, str]
     problems: dict[str, str] = field(default_factory=dict)
+
+    def goes_on_with(self, graded: TaskResult) -> Task:
+        """The task to write next for `graded` to pass: its own, or the one that it needs."""
+        return next((task for task in self.phase.tasks if task.id == graded.needs), graded.task)
 
     @property
     def earned(self) -> int:

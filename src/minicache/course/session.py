@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from minicache.course import finder
-from minicache.course.checks import CheckFailed, is_not_written, named, told, unwrapped
+from minicache.course.checks import CheckFailed, named, told, unwrapped, unwritten_task
 from minicache.course.journal import Event, Journal
 from minicache.course.results import Outcome, TestResult, by_task, pointers
 from minicache.course.table import Phase, Task
@@ -130,6 +130,9 @@ class GradingSession:
                 return next((task for task in phase.tasks if task.number == int(name[1])), None)
         return None
 
+    def _task_by_id(self, task_id: str) -> Task | None:
+        return next((task for phase in self._phases for task in phase.tasks if task.id == task_id), None)
+
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Leave out other tasks, and a task in which an earlier child was lost: its points are, too."""
         task = self._task_of(collection_path)
@@ -197,6 +200,10 @@ class GradingSession:
         task = self._task_of(item.path)
         error = _first(call.excinfo.value) if task and call.excinfo else None
         lines = _lines(error, getattr(item, "fixturenames", ())) if error else []
+        unwritten = unwritten_task(error) if error else None
+        needs = unwritten if task and unwritten and unwritten != task.id else ""
+        if needs:
+            lines.append(f"needs     task {needs} first")
         if lines and self._short:
             # pytest parses a whole file for each frame of a traceback that nobody would see.
             vars(item)["repr_failure"] = lambda excinfo: ""
@@ -206,25 +213,25 @@ class GradingSession:
         outcome = Outcome.FAILED if report.failed else Outcome.NOT_GRADED if report.skipped else Outcome.PASSED
         message = _reason(report) if report.skipped else ""
         if report.failed and error:
-            outcome = Outcome.NOT_WRITTEN if is_not_written(error) else Outcome.FAILED
+            outcome = Outcome.NOT_WRITTEN if unwritten else Outcome.FAILED
             message = "\n".join([f"checks    {_title(item)}", *lines]) if lines else report.longreprtext
             if lines and self._short:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
-                report.longrepr = "\n".join([head, message, pointers(task)])
+                report.longrepr = "\n".join([head, message, pointers(self._task_by_id(needs) or task)])
         # Reports carry extra attributes from process to process, so that this works under xdist too.
-        report.minicache = (task.id, _title(item), outcome.value, message)  # type: ignore[attr-defined]
+        report.minicache = (task.id, _title(item), outcome.value, message, needs)  # type: ignore[attr-defined]
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Make one result of a test's setup, call and teardown: the first that is no pass counts."""
         if not hasattr(report, "minicache"):
             return
-        task_id, title, outcome, message = report.minicache
+        task_id, title, outcome, message, needs = report.minicache
         results = self._results.setdefault(task_id, {})
         earlier = results.get(report.nodeid)
         if earlier is None or earlier.outcome is Outcome.PASSED:
             printed = report.capstdout[-_PRINTED_LIMIT:]
-            results[report.nodeid] = TestResult(report.nodeid, title, Outcome(outcome), message, printed)
+            results[report.nodeid] = TestResult(report.nodeid, title, Outcome(outcome), message, printed, needs)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -272,7 +279,8 @@ class GradingSession:
 
     def _keep(self, task: Task, result: TestResult) -> None:
         self._results.setdefault(task.id, {})[result.id] = result
-        self._tell(Event("result", result.id, task.id, result.title, result.outcome, result.message, result.printed))
+        told_of = (result.title, result.outcome, result.message, result.printed, result.needs)
+        self._tell(Event("result", result.id, task.id, *told_of))
 
 
 def _prepare_triton() -> str:
@@ -308,7 +316,7 @@ def _unusable(file: Path, error: BaseException, restoring: str) -> str:
 
 def _lines(error: BaseException, fixtures: Sequence[str]) -> list[str]:
     """The failure in a learner's terms, or nothing where pytest tells it better."""
-    if is_not_written(error):
+    if unwritten_task(error):
         return [f"missing   {finder.learners_function(error) or 'a function'} is not written yet"]
     if isinstance(error, CheckFailed):
         return [*str(error).splitlines(), *_notes(error, fixtures)]

@@ -68,8 +68,9 @@ def load_wrong(workspace: Workspace, phase: Phase) -> tuple[Wrong, ...]:
 
 
 def grade_wrong(workspace: Workspace, wrong: Wrong, server: PytestServer) -> PhaseResult:
-    """Grade the mistake as if a learner had handed it in: only the task that has to catch it."""
-    return grade_solution(workspace, wrong.phase, {wrong.module: wrong.source()}, server, task=wrong.caught_by)
+    """Grade the mistake as if a learner had handed it in: only the task that has to catch it, until a test does."""
+    sources, task = {wrong.module: wrong.source()}, wrong.caught_by
+    return grade_solution(workspace, wrong.phase, sources, server, task=task, until_failure=True)
 
 
 def grade_solution(
@@ -79,6 +80,7 @@ def grade_solution(
     server: PytestServer,
     *,
     task: int | None = None,
+    until_failure: bool = False,
 ) -> PhaseResult:
     """Grade a learner's phase whose files are `sources`, by module, and the reference where none is given."""
     with tempfile.TemporaryDirectory(prefix="minicache-labs-") as folder:
@@ -87,4 +89,4 @@ def grade_solution(
             file.parent.mkdir(parents=True, exist_ok=True)
             text = sources.get(module) or reference_file(module).read_text(encoding="utf-8")
             file.write_text(text, encoding="utf-8")
-        return grade(theirs, phase, task=task, server=server)
+        return grade(theirs, phase, task=task, server=server, until_failure=until_failure)

@@ -226,7 +226,7 @@ print(f"{100_000 / milliseconds / 1e3:.2f} million pairs of allocate and free in
 # The same 4,096 rows of one layer of Llama-3-8B (8 KV heads of 128, float32), gathered from blocks of 1 to 256 rows that
 # lie in random order.
 
-# %% alt="Milliseconds to gather 4,096 rows against block size from 1 to 256, on logarithmic axes: the curve is nearly flat, with at most a small difference between blocks of one row and the rest."
+# %% alt="Milliseconds to gather 4,096 rows against block size from 1 to 256, the sizes on a logarithmic axis: the curve is nearly flat, with at most a small difference between blocks of one row and the rest."
 NUM_ROWS = 4096
 sizes = [2**power for power in range(9)]
 contestants = {}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from minicache.blocks import BlockPool, BlockTable, blocks_for
 from minicache.errors import SharedBlockError
@@ -210,16 +211,17 @@ def dense_and_paged(figure: Figure, scheme: Scheme) -> None:
         if not name:
             diagram.cell(x, 4.1, "", "free", width=BLOCK * scale, height=1.2)
             continue
-        filled, size = tokens * scale, SMALL * 0.9
-        at_left, at_right = (name, "") if tokens > 1 else ("", name)  # one row is too narrow for a letter
-        diagram.cell(x, 4.1, at_left, "generated", width=filled, height=1.2, fontsize=size)
+        filled = tokens * scale
+        diagram.cell(x, 4.1, "", "generated", width=filled, height=1.2)
         if tokens < BLOCK:
-            diagram.cell(x + filled, 4.1, at_right, "wasted", width=BLOCK * scale - filled, height=1.2, fontsize=size)
+            diagram.cell(x + filled, 4.1, "", "wasted", width=BLOCK * scale - filled, height=1.2)
+        # Below the block, as the part with tokens may be too narrow for a letter.
+        diagram.text(x + BLOCK * scale / 2, 5.65, name, align="center", fontsize=SMALL)
     dense_used = sum(list(lengths.values())[: rows // reserved])
     taken = pool.num_used * BLOCK
     diagram.text(
         left,
-        6.1,
+        6.5,
         f"rows with a token, of those taken: {dense_used} of {rows}, {dense_used / rows:.0%}; "
         f"{used} of {taken}, {used / taken:.0%}",
         fontsize=SMALL,
@@ -272,14 +274,16 @@ def ways_to_attend(figure: Figure, scheme: Scheme) -> None:
     bars = {
         "contiguous, no paging": ("contiguous", "free"),
         "one at a time, group folded": ("folded", "generated"),
-        "the same, in minicache": ("minicache", "generated"),
-        "one at a time, enable_gqa": ("enable_gqa", "shared"),
-        "four buckets, padded": ("buckets", "wasted"),
+        "one at a time, paged_decode_attention": ("minicache", "generated"),
+        "one at a time, enable_gqa=True": ("enable_gqa", "generated"),
+        "buckets, padded": ("buckets", "wasted"),
         "all padded, with a mask": ("padded", "wasted"),
     }
+    colours = {"free": "no paging", "generated": "paged, one at a time", "wasted": "paged, with padding"}
     times = [measured["minimum_ms"][key] for key, _ in bars.values()]
     drawn = axes.barh(list(bars), times, color=[color(role, scheme) for _, role in bars.values()])
     axes.bar_label(drawn, fmt="%.1f", padding=3)
+    axes.legend(handles=[Patch(color=color(role, scheme), label=label) for role, label in colours.items()])
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.grid(axis="y", visible=False)

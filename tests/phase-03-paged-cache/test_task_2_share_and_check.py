@@ -74,6 +74,16 @@ def test_an_id_given_more_than_once(times):
     that("the line at the end", pool.allocate(2)).gives([1, 0])
 
 
+def test_a_block_stands_in_line_when_its_last_owner_has_gone():
+    """free([0, 1, 0]) with two owners of block 0: block 1 loses its last owner first, and is before 0 in the line."""
+    pool = BlockPool(3, 16)
+    call(pool.allocate, 2).gives([0, 1])
+    call(pool.share, [0]).gives(None)
+    call(pool.free, [0, 1, 0]).gives(None)
+    check_pool(pool, [0, 0, 0], "after free([0, 1, 0])")
+    that("the line after free([0, 1, 0])", pool.allocate(3)).gives([2, 1, 0])
+
+
 def test_sharing_nothing():
     """share([]) does nothing."""
     pool = BlockPool(2, 16)

@@ -121,6 +121,17 @@ def test_a_fork_shares_every_block():
     that("the fork's slots", [twin.slot(position) for position in range(10)]).gives(list(range(10)))
 
 
+def test_a_fork_has_a_list_of_its_own():
+    """The fork's block_ids is another list than its parent's: what one table takes, the other does not have."""
+    table, pool = filled(8)
+    twin = call(table.fork).value
+    call(table.append, 1).gives([8])
+    that("the fork's block_ids after its parent's append(1)", twin.block_ids).gives([0, 1])
+    call(twin.append, 1).gives([12])
+    that("the parent's block_ids after the fork's append(1)", table.block_ids).gives([0, 1, 2])
+    check_owners(pool, [2, 2, 1, 1, 0, 0], "after both appended")
+
+
 def test_a_fork_needs_no_free_block():
     """A fork works in a full pool, and so does the fork of a fork."""
     table, pool = filled(8, num_blocks=2)

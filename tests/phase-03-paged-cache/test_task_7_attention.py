@@ -136,21 +136,6 @@ def test_a_sequence_without_rows_gets_zeros(by_hand, scatter):
     call(paged_decode_attention, q, *scatter(k, v, 4)).is_close(torch.cat(expected))
 
 
-def test_the_scale_is_the_callers(by_hand, scatter):
-    """scale multiplies the scores; None is 1 / √d. By hand it is put into the queries."""
-    k, v = sequences([6, 9])
-    for scale in (1.0, 0.1):
-        q = torch.randn(2, 4, 4)
-        expected = [contiguous(by_hand, q[i : i + 1] * scale * 2, k[i], v[i]) for i in range(2)]  # √d is 2
-        call(paged_decode_attention, q, *scatter(k, v, 4), scale=scale).is_close(torch.cat(expected))
-        q, starts = torch.randn(5, 4, 4), ragged([2, 3])
-        expected = [
-            contiguous(by_hand, q[:2] * scale * 2, k[0], v[0]),
-            contiguous(by_hand, q[2:] * scale * 2, k[1], v[1]),
-        ]
-        call(paged_prefill_attention, q, *scatter(k, v, 4), starts, scale=scale).is_close(torch.cat(expected))
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)], ids=str)
 def test_half_precision(by_hand, scatter, dtype, tolerance):
     """bfloat16 and float16 come back as they went in, as exact as they can be."""
@@ -197,6 +182,21 @@ def test_prompts_chunks_and_decode_in_one_call(by_hand, scatter, counts, block_s
     expected = [contiguous(by_hand, q[starts[i] : starts[i + 1]], k[i], v[i]) for i in range(len(new))]
     paged = scatter(k, v, block_size, ints=ints)
     call(paged_prefill_attention, q, *paged, starts.to(ints)).is_close(torch.cat(expected))
+
+
+def test_the_scale_is_the_callers(by_hand, scatter):
+    """scale multiplies the scores; None is 1 / √d. By hand it is put into the queries."""
+    k, v = sequences([6, 9])
+    for scale in (1.0, 0.1):
+        q = torch.randn(2, 4, 4)
+        expected = [contiguous(by_hand, q[i : i + 1] * scale * 2, k[i], v[i]) for i in range(2)]  # √d is 2
+        call(paged_decode_attention, q, *scatter(k, v, 4), scale=scale).is_close(torch.cat(expected))
+        q, starts = torch.randn(5, 4, 4), ragged([2, 3])
+        expected = [
+            contiguous(by_hand, q[:2] * scale * 2, k[0], v[0]),
+            contiguous(by_hand, q[2:] * scale * 2, k[1], v[1]),
+        ]
+        call(paged_prefill_attention, q, *scatter(k, v, 4), starts, scale=scale).is_close(torch.cat(expected))
 
 
 def test_one_query_each_is_decode(scatter):

@@ -286,15 +286,15 @@ assert picture.sum() == 37, "each row once, and no other"
 # %% [markdown]
 # ## 6. Split-KV
 #
-# The same result, in parts: only the last bits differ.
+# The same result, in splits: only the last bits differ.
 
 # %%
 long = (torch.randn(1, 2, 256), torch.randn(9, 8, 1, 256), torch.randn(9, 8, 1, 256))
 tables, lengths = torch.randperm(9)[None], torch.tensor([70])
 whole = paged_decode_attention(*long, tables, lengths, num_splits=1, backend="triton")
 for num_splits in (2, 3, 8):
-    parts = paged_decode_attention(*long, tables, lengths, num_splits=num_splits, backend="triton")
-    print(f"{num_splits} splits: largest difference {(parts - whole).abs().max().item():.1e}")
+    cut = paged_decode_attention(*long, tables, lengths, num_splits=num_splits, backend="triton")
+    print(f"{num_splits} splits: largest difference {(cut - whole).abs().max().item():.1e}")
 
 # %% [markdown]
 # **Question 5.** 70 tokens, 16 in a tile, 8 splits of whole tiles. How many of the splits have nothing to read?
@@ -367,6 +367,14 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # up, predict theirs by a formula; the tracer counts what they load and store. One sequence of 64 tokens, 4 query heads to a KV head.
 
 # %% alt="Bars of bytes for five rungs of the ladder: token by token and block by block ask for about 134,000 bytes, the three rungs in which a group shares its rows for about 35,000, near a quarter."
+import sys
+from pathlib import Path
+
+clones = [folder for folder in (Path.cwd(), *Path.cwd().parents) if (folder / "benchmarks" / "ladder.py").is_file()]
+if not clones:
+    raise SystemExit("This cell needs `benchmarks/`: run it in a clone of the repository. Question 7 does not need it.")
+sys.path.insert(0, str(clones[0]))
+
 from benchmarks.ladder import RUNGS, make_workload
 
 work = make_workload([64], num_heads=4, num_kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu")
@@ -401,4 +409,4 @@ factor = None
 check(factor, 8)  # each query head reads for itself
 
 # %% [markdown]
-# What a GPU makes of these bytes is on the page *The ladder*.
+# What a GPU should make of these bytes is on the page *The ladder*: predicted, not yet measured.

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from minicache.course.checks import CheckFailed, Outcome, call, short, that
+from minicache.course.checks import CheckFailed, Outcome, call, short, that, told
+from minicache.errors import MemoryAccessError
 
 EYE = torch.eye(3)
 
@@ -147,6 +148,14 @@ def test_a_call_that_raised_has_no_value() -> None:
     assert error.got.startswith("ValueError: invalid literal")
     assert isinstance(error.__cause__, ValueError)
     assert "ValueError" in failure(outcome.gives, 3).got
+
+
+def test_an_error_of_the_tracers_is_told_with_its_places() -> None:
+    error = MemoryAccessError("a_kernel loads x[10]")
+    error.add_note("at kernels/decode.py:3: k = tl.load(k_ptr)")
+    error.add_note("called at kernels/prefill.py:9: attend_range(q)")
+    told_so = "(at kernels/decode.py:3: k = tl.load(k_ptr); called at kernels/prefill.py:9: attend_range(q))"
+    assert told(error) == f"MemoryAccessError: a_kernel loads x[10]  {told_so}"
 
 
 def test_sys_exit_is_an_error_like_any_other() -> None:

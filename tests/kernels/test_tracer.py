@@ -40,6 +40,16 @@ def nested_kernel(x_ptr, out_ptr, at):
 
 
 @triton.jit
+def wide_kernel(x_ptr, out_ptr):
+    x = tl.load(
+        x_ptr + tl.arange(0, 4),  # one too many
+        mask=tl.arange(0, 4) < 4,
+        other=0.0,
+    )
+    tl.store(out_ptr + tl.arange(0, 4), x)
+
+
+@triton.jit
 def count_kernel(counter_ptr, at):
     tl.atomic_add(counter_ptr + at, 1)
 
@@ -123,7 +133,16 @@ def test_a_pointer_may_stray_farther_than_any_tensor() -> None:
 def test_the_line_is_that_of_the_innermost_function() -> None:
     with pytest.raises(MemoryAccessError) as error, trace():
         nested_kernel[(1,)](torch.zeros(7), torch.zeros(1), 9)
-    assert error.value.__notes__[0].endswith("return tl.load(x_ptr + at)")
+    at, caller = error.value.__notes__
+    assert at.endswith("return tl.load(x_ptr + at)")
+    assert caller.startswith("called at ")
+    assert caller.endswith("tl.store(out_ptr, load_one(x_ptr, at))")
+
+
+def test_a_statement_over_several_lines_is_told_whole() -> None:
+    with pytest.raises(MemoryAccessError) as error, trace():
+        wide_kernel[(1,)](torch.zeros(3), torch.zeros(4))
+    assert error.value.__notes__[0].endswith("tl.load(x_ptr + tl.arange(0, 4), mask=tl.arange(0, 4) < 4, other=0.0)")
 
 
 def test_atomics_are_watched() -> None:

@@ -7,19 +7,22 @@ kernel's is a failure with a name and a line.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from minicache.course.checks import call, that
+from minicache.course.checks import call, short, that
+from minicache.errors import MemoryAccessError
 from minicache.kernels import paged_decode_attention, paged_prefill_attention, runtime
-from minicache.kernels.tracer import Forbidden, trace, unused_entries, unused_rows
+from minicache.kernels.tracer import Access, Forbidden, Log, trace, unused_entries, unused_rows
 
 NOBODY = 2**31 - 1
 """What stands in the tail of a block table: nobody's block."""
@@ -47,12 +50,53 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if device.type == "cuda":
                 return fn(*args, **kwargs, backend="triton")
             given = inspect.signature(fn).bind(*args, **kwargs).arguments
-            with trace(forbid=_forbidden(**given), **given):
-                return fn(*args, **kwargs, backend="triton")
+            with trace(forbid=_forbidden(**given), **given) as log:
+                got = fn(*args, **kwargs, backend="triton")
+            _check_that_programs_share_no_element(log)
+            if "query_start_loc" in given:
+                _check_that_tiles_load_what_they_see(log, **given)
+            return got
 
         return run
 
     return wrap
+
+
+def _check_that_programs_share_no_element(log: Log) -> None:
+    """Raise if two programs store the same element: on a GPU, which of the two comes last changes from run to run."""
+    owners: dict[tuple[Any, ...], Access] = {}
+    for access in log.accesses:
+        if access.kind == "store":
+            for index in access.indices[~access.masked].tolist():
+                owner = owners.setdefault((access.kernel, access.tensor, *index), access)
+                if owner.program != access.program:
+                    raise MemoryAccessError(
+                        f"{access.kernel}, program {access.program}, line {access.line}, stores to "
+                        f"{access.tensor}{index}, which program {owner.program} has stored: "
+                        "no element may be stored by two programs"
+                    )
+
+
+def _check_that_tiles_load_what_they_see(log: Log, **given: Any) -> None:
+    """Raise if a program of prefill loads a key or value that none of the queries it has loaded may see."""
+    tables, size = given["block_tables"].tolist(), given["k_cache"].shape[1]
+    lengths, starts = given["context_lens"].tolist(), given["query_start_loc"].tolist()
+    window = given.get("sliding_window") or max(lengths, default=0)
+    seq_of = [i for i, (start, end) in enumerate(itertools.pairwise(starts)) for _ in range(start, end)]
+    for program, queries in log.rows("q", "load").items():
+        visible = set()
+        for (token,) in queries:
+            i = seq_of[token]
+            position = lengths[i] - starts[i + 1] + token
+            seen = range(max(0, position - window + 1), position + 1)
+            visible.update((tables[i][place // size], place % size) for place in seen)
+        for name in ("k_cache", "v_cache"):
+            if more := [row for row in log.rows(name, "load").get(program, []) if row not in visible]:
+                first, last = queries[0][0], queries[-1][0]
+                raise MemoryAccessError(
+                    f"prefill_kernel, program {program}, loads {name}{list(more[0])}, which none of its queries sees "
+                    f"(they are rows {first} … {last} of q), and {len(more) - 1} more such rows"
+                )
 
 
 def _forbidden(**given: Any) -> dict[str, Forbidden]:
@@ -71,7 +115,19 @@ def _forbidden(**given: Any) -> dict[str, Forbidden]:
         }
     tables, lengths, cache = given["block_tables"], given["context_lens"], given["k_cache"]
     rows = unused_rows(cache, tables, lengths)
+    if window := given.get("sliding_window"):
+        num_new = given["query_start_loc"].diff() if "query_start_loc" in given else torch.ones_like(lengths)
+        rows = _rows_in_no_window(cache, tables, lengths, lengths - num_new - window + 1)
     return {"k_cache": rows, "v_cache": rows, "block_tables": unused_entries(tables, lengths, cache.shape[1])}
+
+
+def _rows_in_no_window(cache: Tensor, tables: Tensor, lengths: Tensor, firsts: Tensor) -> Forbidden:
+    """The rows that no sequence uses, and those before the first position that a query of their sequence sees."""
+    where = torch.ones(cache.shape[:2], dtype=torch.bool)
+    for table, length, first in zip(tables.tolist(), lengths.tolist(), firsts.tolist(), strict=True):
+        for position in range(max(first, 0), length):
+            where[table[position // cache.shape[1]], position % cache.shape[1]] = False
+    return Forbidden(where, "a row that no sequence uses, or one before its sequence's window")
 
 
 @dataclass
@@ -106,6 +162,29 @@ class Batch:
         """The same rows in other blocks."""
         return _lay_out(self.keys, self.values, **(self.extra | {"seed": seed}))
 
+    def strided(self) -> Batch:
+        """The same rows in caches that are laid out as `with_strides` says."""
+        k_cache, v_cache = with_strides(self.k_cache, self.v_cache)
+        return replace(self, k_cache=k_cache, v_cache=v_cache)
+
+
+def with_strides(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies with strides of their own: no stride follows from another one, or from the other cache's.
+
+    Every second block and number of a wider tensor of NaN holds the keys; the values' heads are outermost, blocks
+    innermost.
+    """
+    num_blocks, *row = k_cache.shape
+    wide = torch.full((num_blocks, 2, *row, 2), float("nan"), dtype=k_cache.dtype, device=k_cache.device)
+    wide[:, 0, ..., 0] = k_cache
+    return wide[:, 0, ..., 0], v_cache.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+
+
+@pytest.fixture(scope="session")
+def strided() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`with_strides`, for tests that have no `Batch`."""
+    return with_strides
+
 
 @pytest.fixture(scope="session")
 def batch(device) -> Callable[..., Batch]:
@@ -126,7 +205,7 @@ def batch(device) -> Callable[..., Batch]:
         at: float = 1.0,
         seed: int = 0,
     ) -> Batch:
-        random = torch.Generator().manual_seed(seed)
+        random = torch.Generator().manual_seed(1000 + seed)  # with that of the queries, they would be the first keys
 
         def rows(length: int) -> Tensor:
             drawn = torch.randn(length, num_kv_heads, head_dim, generator=random) * at
@@ -220,7 +299,9 @@ def _check(what: str, got: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dic
     q = q.cpu()
     expected = attend(q, k, v, **options)
     error = (attend(q, k, v, dtype=q.dtype, **options).double() - expected).abs().max().item()
-    that(what, got.cpu().double()).is_close(expected, rtol=0, atol=3 * error + 1e-5)
+    # In fp32, which tells more digits than half precision has: rounding what is expected would be an error of its own.
+    what += "" if got.dtype == torch.float32 else f", in {got.dtype} and shown in float32".replace("torch.", "")
+    that(what, got.cpu().float()).is_close(expected.float(), rtol=0, atol=3 * error + 1e-5)
 
 
 @pytest.fixture(scope="session")
@@ -234,14 +315,61 @@ def decode(watched, device) -> Callable[..., Tensor]:
             q = torch.randn(len(batch.lengths), num_heads, batch.k_cache.shape[3]).to(dtype).to(device)
         attention = watched(paged_decode_attention)
         got = call(attention, q, *batch.paged, num_splits=num_splits, **options).value
+        with_options = "".join(f", {name}={short(value)}" for name, value in options.items())
         that("the output's shape and dtype", (list(got.shape), got.dtype)).gives((list(q.shape), q.dtype))
         for i, length in enumerate(batch.lengths):
-            what = f"the output of sequence {i}, {length} tokens"
+            what = f"the output of sequence {i}, {length} tokens{with_options}"
             if length == 0:
                 that(what, got[i].cpu()).gives(torch.zeros_like(got[i].cpu()))
             else:
                 _check(what, got[i][None], q[i][None], batch.keys[i], batch.values[i], options)
         return got
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def attends_over(batch, device) -> Callable[..., None]:
+    """`attends_over(start, end, positions)`: run `attend_range` for queries at 16 positions, and check all it returns.
+
+    60 tokens lie in blocks of 8, and tiles are of 16. Neither keys nor values outside the range may be loaded.
+    """
+    spec = importlib.util.spec_from_file_location("attend_range_probe", Path(__file__).with_name("probe.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+
+    def run(start: int, end: int, positions: Sequence[int], sliding_window: int | None = None) -> None:
+        __tracebackhide__ = True
+        if not hasattr(module, "probe"):
+            spec.loader.exec_module(module)  # only now, when Triton is known to run here
+        some = batch([60], 1, 16, 8)
+        q = torch.randn(16, 16, device=device)
+
+        def attend_range(q: Tensor, query_positions: Tensor, start: int, end: int, sliding_window: int | None) -> Any:
+            given = q, query_positions.to(device), some.k_cache, some.v_cache, some.block_tables[0]
+            if device.type == "cuda":
+                return module.probe(*given, start, end, sliding_window)
+            outside = _rows_in_no_window(some.k_cache, some.block_tables, torch.tensor([end]), torch.tensor([start]))
+            outside = Forbidden(outside.where, "a row outside start … end − 1")
+            named = {"k_cache": some.k_cache, "v_cache": some.v_cache}
+            with trace(forbid=dict.fromkeys(named, outside), **named):
+                return module.probe(*given, start, end, sliding_window)
+
+        query_positions = torch.tensor(positions, dtype=torch.int32)
+        got = call(attend_range, q, query_positions, start=start, end=end, sliding_window=sliding_window).value
+        keys, values = some.keys[0][start:end, 0].double(), some.values[0][start:end, 0].double()
+        distance = torch.arange(start, end) - query_positions[:, None]
+        hidden = (distance > 0) | (distance <= -(sliding_window or 60))
+        scores = (q.cpu().double() @ keys.T / 4).masked_fill(hidden, float("-inf"))
+        row_max = scores.amax(1)
+        weights = (scores - row_max.nan_to_num(neginf=0.0)[:, None]).exp()
+        window = f", a window of {sliding_window}" if sliding_window else ""
+        called = f"attend_range, tokens {start} … {end - 1}{window}, queries at {positions[0]}, {positions[1]}, …: "
+        for name, one, right in zip(
+            ("row_max", "row_sum", "acc"), got, (row_max, weights.sum(1), weights @ values), strict=True
+        ):
+            that(called + name, one.cpu()).is_close(right.float(), rtol=1e-4, atol=1e-4)
 
     return run
 

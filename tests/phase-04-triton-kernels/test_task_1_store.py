@@ -95,6 +95,11 @@ def test_keys_and_values_with_strides_of_their_own(device, stores):
     stores(k, v, *empty(device, 3, 4, 2, 16), [6, 2, 11])
 
 
+def test_caches_with_strides_of_their_own(device, stores, strided):
+    """A cache may be cut from a larger tensor: no stride follows from another one."""
+    stores(*rows(device, 3, 2, 16), *strided(*empty(device, 3, 4, 2, 16)), [6, 2, 11])
+
+
 def test_keys_as_a_model_makes_them(device, stores):
     """One matrix product makes q, k and v: they are slices of it, and a row's stride is that of all three."""
     qkv = torch.randn(4, (4 + 2 + 2) * 16, device=device)

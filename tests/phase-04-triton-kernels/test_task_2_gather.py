@@ -75,6 +75,11 @@ def test_a_table_that_is_a_column(device, watched):
     that("gather_kv of 10 tokens in blocks 5, 1, 4", got).gives(torch.cat([cache[5], cache[1], cache[4, :2]]))
 
 
+def test_caches_with_strides_of_their_own(batch, gathers):
+    """A cache may be cut from a larger tensor: use each stride that you were given, and derive none from another."""
+    gathers(batch([11, 6], 2, 16, 4).strided())
+
+
 def test_other_blocks_same_rows(batch, gathers):
     """The same rows in other blocks gather to the same, bit for bit."""
     one = batch([21, 9], 2, 16, 8)

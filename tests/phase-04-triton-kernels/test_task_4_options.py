@@ -58,10 +58,20 @@ def test_rows_before_the_window_are_not_read(batch, decode, device):
     decode(some, 2, sliding_window=8)
 
 
+def test_the_window_of_each_row(attends_over):
+    """attend_range masks for itself: a row sees its own position and the W − 1 before it, wherever the range begins."""
+    attends_over(20, 50, range(18, 50, 2), sliding_window=10)
+
+
 def test_soft_cap(batch, decode):
-    """Scores beyond the cap come near to it and never pass: c · tanh(score / c)."""
+    """Scores beyond the cap come near to it and never pass: c · tanh(score / c). One full tile."""
+    decode(batch([16], 1, 256, 8, at=6.0), 2, softcap=2.0)
+    decode(batch([16], 1, 256, 8), 2, softcap=30.0)
+
+
+def test_what_is_masked_stays_masked_under_a_soft_cap(batch, decode):
+    """The mask comes after the cap: tanh(−∞) is −1, and a token that is not there would count."""
     decode(batch([21, 7], 2, 16, 8, at=6.0), 4, softcap=2.0)
-    decode(batch([21, 7], 2, 16, 8), 4, softcap=30.0)
 
 
 def test_soft_cap_of_huge_scores(batch, decode):

@@ -1,4 +1,4 @@
-"""Phase 4, task 5: split-KV: parts of one context side by side, and their merge."""
+"""Phase 4, task 5: split-KV: splits of one context side by side, and their merge."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from minicache.course.checks import call, that
 from minicache.kernels import paged_decode_attention
 
 WIDE = 256
-"""A head size with which a tile has 16 tokens, so that short contexts have several parts."""
+"""A head size with which a tile has 16 tokens, so that short contexts have several splits."""
 
 
-@pytest.mark.parametrize("num_splits", [2, 3, 8], ids="{} parts".format)
-def test_parts_of_ragged_contexts(batch, decode, num_splits):
-    """However many parts, the output is that of the whole. Short contexts leave parts empty."""
+@pytest.mark.parametrize("num_splits", [2, 3, 8], ids="{} splits".format)
+def test_splits_of_ragged_contexts(batch, decode, num_splits):
+    """However many splits, the output is that of the whole. Short contexts leave splits empty."""
     decode(batch([70, 1, 33], 1, WIDE, 16), 2, num_splits=num_splits)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (5, 1), (8, 2)], ids=str)
 def test_groups_of_query_heads(batch, decode, num_heads, num_kv_heads):
-    """Each query head has its own maximum, sum and accumulator in every part."""
+    """Each query head has its own maximum, sum and accumulator in every split."""
     decode(batch([40], num_kv_heads, WIDE, 8), num_heads, num_splits=2)
 
 
@@ -30,34 +30,41 @@ def test_sizes(batch, decode, head_dim, block_size, length):
     decode(batch([length, block_size], 1, head_dim, block_size), 2, num_splits=3)
 
 
-def test_more_parts_than_tokens(batch, decode):
-    """Most parts are empty: maximum −inf, sum 0. exp(−inf − −inf) is NaN, and must not be taken."""
+def test_more_splits_than_tokens(batch, decode):
+    """Most splits are empty: maximum −inf, sum 0. exp(−inf − −inf) is NaN, and must not be taken."""
     decode(batch([3, 1], 1, 16, 8), 2, num_splits=8)
 
 
 def test_no_context(batch, decode):
-    """All parts of a context of 0 are empty: zeros, not 0 / 0."""
+    """All splits of a context of 0 are empty: zeros, not 0 / 0."""
     decode(batch([0, 40, 0], 1, WIDE, 8), 2, num_splits=3)
 
 
 @pytest.mark.parametrize("position", [2, 45], ids="in token {}".format)
-def test_a_part_may_hold_all_the_weight(batch, decode, device, position):
-    """One key far above all others: its part has a maximum of its own, and the others hardly count."""
+def test_a_split_may_hold_all_the_weight(batch, decode, device, position):
+    """One key far above all others: its split has a maximum of its own, and the others hardly count."""
     some = batch([64], 1, WIDE, 16)
     some.keys[0].mul_(0.1)
     some.keys[0][position] = 1.0
     decode(some.moved(0), 2, q=torch.ones(1, 2, WIDE, device=device), num_splits=4)
 
 
-def test_parts_far_below_zero(batch, decode, device):
+def test_splits_far_below_zero(batch, decode, device):
     """All scores at −400: the merge subtracts the largest maximum, never 0."""
     low = batch([40], 1, WIDE, 8)
     low.keys[0].fill_(-5.0)
     decode(low.moved(0), 2, q=torch.full((1, 2, WIDE), 5.0, device=device), num_splits=3)
 
 
-def test_parts_that_rise(batch, decode, device):
-    """Scores that rise with the position: each part's maximum is above the last one's."""
+def test_an_empty_split_weighs_nothing(batch, decode, device):
+    """All scores at −400, and a split without tokens: with a maximum of 0 it would outweigh the others."""
+    low = batch([17], 1, WIDE, 8)
+    low.keys[0].fill_(-5.0)
+    decode(low.moved(0), 2, q=torch.full((1, 2, WIDE), 5.0, device=device), num_splits=3)
+
+
+def test_splits_that_rise(batch, decode, device):
+    """Scores that rise with the position: each split's maximum is above the last one's."""
     rising = batch([64], 1, WIDE, 16)
     for position in range(64):
         rising.keys[0][position] = (position - 32) / 8
@@ -66,7 +73,7 @@ def test_parts_that_rise(batch, decode, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(batch, decode, dtype):
-    """What the parts hand over is fp32: rounding it to half precision would be an error of its own."""
+    """What the splits hand over is fp32: rounding it to half precision would be an error of its own."""
     decode(batch([70, 5], 1, WIDE, 16, dtype=dtype), 2, num_splits=2)
 
 
@@ -75,21 +82,21 @@ def test_integers_of_both_kinds(batch, decode):
     decode(batch([33, 8], 1, WIDE, 8, index=torch.int64), 2, num_splits=2)
 
 
-def test_alibi_in_every_part(batch, decode, device):
-    """Positions count from the context's beginning, not from the part's."""
+def test_alibi_in_every_split(batch, decode, device):
+    """Positions count from the context's beginning, not from the split's."""
     slopes = torch.tensor([0.25, 0.0625], device=device)
     decode(batch([50, 18], 1, WIDE, 8), 2, num_splits=3, alibi_slopes=slopes)
 
 
-def test_scales_and_a_soft_cap_in_every_part(batch, decode, device):
-    """v_scale counts once, in the parts or in the merge."""
+def test_scales_and_a_soft_cap_in_every_split(batch, decode, device):
+    """v_scale counts once, in the splits or in the merge."""
     v_scale = torch.tensor([1.3, 0.6], device=device)
     decode(batch([50, 18], 2, WIDE, 8, at=2.0), 2, num_splits=3, k_scale=0.7, v_scale=v_scale, softcap=1.5, scale=0.2)
 
 
 @pytest.mark.parametrize("window", [1, 10, 30], ids="a window of {}".format)
-def test_a_window_and_parts(batch, decode, window):
-    """The window is what is cut into parts; a small one leaves some of them nothing to see."""
+def test_a_window_and_splits(batch, decode, window):
+    """The window is what is cut into splits; a small one leaves some of them empty. Nothing before it is read."""
     decode(batch([90, 18], 1, WIDE, 8), 2, num_splits=3, sliding_window=window)
 
 

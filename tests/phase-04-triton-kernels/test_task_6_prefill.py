@@ -32,7 +32,7 @@ def test_a_chunk_after_cached_context(batch, prefill, cached):
 
 
 def test_more_tokens_than_a_tile(batch, prefill):
-    """A long chunk over a long context: several tiles of queries, several tiles of keys."""
+    """A long chunk over a long context: several tiles of queries, several of keys, none read past its last query."""
     prefill(batch([70], 1, 256, 16), [45], 2)
 
 
@@ -101,7 +101,7 @@ def test_shared_blocks(batch, prefill):
 
 @pytest.mark.parametrize("window", [1, 4, 12], ids="a window of {}".format)
 def test_a_window_of_its_own_for_each_token(batch, prefill, window):
-    """Each new token sees itself and the W − 1 before it."""
+    """Each new token sees itself and the W − 1 before it. A tile reads nothing before its first token's window."""
     prefill(batch([20, 9], 2, 16, 8), [11, 9], 4, sliding_window=window)
 
 

@@ -22,6 +22,9 @@ from minicache.course.finder import learners_line
 _STARTER = re.compile(r"phase (\d+), task (\d+): ")
 """How the message of a starter's NotImplementedError begins."""
 
+PLACES = ("at ", "called at ")
+"""How the tracer's notes on where an error was raised begin."""
+
 _MAX_NUMBERS = 16  # of a tensor that is told with its values
 
 
@@ -185,8 +188,12 @@ def named(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An error in a line: its type, its message, and the learner's line that it passed through."""
-    line = learners_line(error)
+    """An error in a line: its type, its message, and the learner's line that it passed through.
+
+    An error of the tracer's says itself, in notes, where in a kernel it was raised.
+    """
+    places = [note for note in getattr(error, "__notes__", ()) if note.startswith(PLACES)]
+    line = "; ".join(places) or learners_line(error)
     return f"{named(error)}  ({line})" if line else named(error)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from minicache.course import finder
-from minicache.course.checks import CheckFailed, named, told, unwrapped, unwritten_task
+from minicache.course.checks import PLACES, CheckFailed, named, told, unwrapped, unwritten_task
 from minicache.course.journal import Event, Journal
 from minicache.course.results import Outcome, TestResult, by_task, pointers
 from minicache.course.table import Phase, Task
@@ -335,8 +335,8 @@ def _notes(error: BaseException, fixtures: Sequence[str]) -> list[str]:
             arguments = (line.strip() for line in _EXAMPLE_COMMENT.sub("", example[1]).splitlines())
             shown = [line for line in arguments if line and line.partition("=")[0] not in fixtures]
             lines.append(f"example   {' '.join(shown).rstrip(',')}")
-        # Those that explain name lines of the grader; those on reproducing, which appear on CI, want it edited.
-        elif not note.startswith(("Explanation:", "    ", "\nYou can reproduce")):
+        # `told` tells places. Those that explain name lines of the grader; those on reproducing, on CI, want it edited.
+        elif not note.startswith((*PLACES, "Explanation:", "    ", "\nYou can reproduce")):
             lines.extend(note.splitlines())
     return lines
 

@@ -1,4 +1,4 @@
-"""Split-KV: decode attention with each context cut into parts that are attended to side by side. Phase 4 builds it.
+"""Split-KV: decode attention with each context cut into splits that are attended to side by side. Phase 4 builds it.
 
 Decode attention starts B · H_kv programs. A GPU runs hundreds at a time: one sequence with one key/value head would
 keep a single processor busy. So a context is cut into splits; each split's program writes down its running softmax, and

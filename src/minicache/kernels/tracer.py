@@ -5,9 +5,9 @@
     print(log.draw("k_cache"))
 
 An access outside the tensor that its pointer began in raises `MemoryAccessError`, which names kernel, program, tensor,
-index and line. On a GPU it would read somebody else's numbers; in the bare interpreter it may end the process. A masked
-load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. No phase builds
-this module; it is phase 4's debugger, and draws its pictures.
+index and statement. On a GPU it would read somebody else's numbers; in the bare interpreter it may end the process. A
+masked load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. No phase
+builds this module; it is phase 4's debugger, and draws its pictures.
 
 How it works: a kernel gets, instead of each tensor's address, a made-up one. These lie 2**52 bytes apart. So whatever a
 kernel adds to a pointer, the sum still tells which tensor it began with and how far it has gone.
@@ -15,9 +15,11 @@ kernel adds to a pointer, the sum still tells which tensor it began with and how
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -278,9 +280,9 @@ class _Watch:
                 converted.handle.data = np.array([self.place(name, interpreter._unwrap_tensor(arg))], dtype=np.uint64)
             return converted
 
-        def call(launch: Any, *args: Any, **kwargs: Any) -> Any:
+        def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return run(launch, *args, **kwargs)
+                return run(executor, *args, **kwargs)
             except interpreter.InterpreterError as error:
                 raise _wrapped(error, interpreter.InterpreterError) from None
 
@@ -309,7 +311,7 @@ class _Watch:
 
         patches = [
             (launcher, "_init_args_hst", init_args_hst),
-            (launcher, "__call__", call),
+            (launcher, "__call__", launch),
             (interpreter, "_implicit_cvt", implicit_cvt),
             (builder, "create_masked_load", access("create_masked_load", "load", ptr=0, mask=1)),
             (builder, "create_masked_store", access("create_masked_store", "store", ptr=0, mask=2)),
@@ -345,7 +347,7 @@ class _Watch:
         offsets = (addresses - np.uint64(number << _SPACING)).astype(np.int64)
         indices, outside = region.locate(offsets)
         recorded = np.where(outside[:, None], -1, indices)
-        line = _line_of_kernel()[1]
+        line = _lines_of_kernel()[0][1]
         self.log.accesses.append(Access(self.kernel, _program(), kind, region.name, recorded, masked, line))
         self._check(region, kind, indices, outside, masked)
         real = np.uint64(region.tensor.data_ptr() + region.start) + offsets.astype(np.uint64)
@@ -370,8 +372,8 @@ class _Watch:
     def _error(self, kind: str, what: str) -> MemoryAccessError:
         verb = {"load": "loads", "store": "stores to", "atomic": "changes"}[kind]
         error = MemoryAccessError(f"{self.kernel}, program {_program()}, {verb} {what}")
-        file, line = _line_of_kernel()
-        error.add_note(f"at {_shown(file)}:{line}: {linecache.getline(file, line).strip()}")
+        for number, (file, line) in enumerate(_lines_of_kernel()):
+            error.add_note(f"{'called ' if number else ''}at {_shown(file)}:{line}: {_statement(file, line)}")
         return error
 
 
@@ -408,12 +410,29 @@ def _program() -> Program:
     return x, y, z
 
 
-def _line_of_kernel() -> tuple[str, int]:
-    """File and line of the innermost frame that is neither the tracer's nor Triton's."""
+def _lines_of_kernel() -> list[tuple[str, int]]:
+    """File and line of the frames between the launch and the tracer that are not Triton's, innermost first."""
+    lines = []
     frame = sys._getframe()
-    while frame.f_back and _NO_KERNEL.match(frame.f_globals.get("__name__", "")):
+    while frame.f_back and (frame.f_globals.get("__name__"), frame.f_code.co_name) != (__name__, "launch"):
+        if not _NO_KERNEL.match(frame.f_globals.get("__name__", "")):
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return lines
+
+
+def _statement(file: str, line: int) -> str:
+    """The line's source; of a statement over several lines, all of it in one."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # the file has changed since
+        return linecache.getline(file, line).strip()
+    for each in ast.walk(tree):
+        if not isinstance(each, ast.stmt) or hasattr(each, "body") or each.end_lineno is None:
+            continue
+        if each.lineno <= line <= each.end_lineno != each.lineno:
+            return textwrap.shorten(ast.unparse(each), _WIDTH, placeholder=" …")
+    return linecache.getline(file, line).strip()
 
 
 def _shown(file: str) -> str:

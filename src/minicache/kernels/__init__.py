@@ -167,19 +167,12 @@ def paged_decode_attention(
         KernelUnavailableError: Triton was asked for and cannot run here.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
-    _check_options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
+    options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
     if q.shape[0] != block_tables.shape[0]:
         raise ValueError(f"one query per sequence: q has {q.shape[0]}, block_tables {block_tables.shape[0]}")
     if num_splits is not None:
         _check_count("num_splits", num_splits)
     paged = (q, k_cache, v_cache, block_tables, context_lens)
-    options: dict[str, Any] = {
-        "alibi_slopes": alibi_slopes,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sliding_window": sliding_window,
-        "softcap": softcap,
-    }
     if q.is_meta:
         return torch.empty_like(q)
     if _choose(backend, q.device) == "torch":
@@ -256,16 +249,9 @@ def paged_prefill_attention(
         KernelUnavailableError: Triton was asked for and cannot run here.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
-    _check_options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
+    options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
     _check_query_start_loc(q, context_lens, query_start_loc)
     paged = (q, k_cache, v_cache, block_tables, context_lens, query_start_loc)
-    options: dict[str, Any] = {
-        "alibi_slopes": alibi_slopes,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sliding_window": sliding_window,
-        "softcap": softcap,
-    }
     if q.is_meta:
         return torch.empty_like(q)
     if _choose(backend, q.device) == "torch":
@@ -408,7 +394,7 @@ def _check_blocks_in_use(k_cache: Tensor, block_tables: Tensor, context_lens: Te
     _check_range("block", block_tables[in_use], 0, k_cache.shape[0])
 
 
-def _check_options(
+def _options(
     q: Tensor,
     k_cache: Tensor,
     scale: float | None,
@@ -417,7 +403,8 @@ def _check_options(
     v_scale: float | Tensor | None,
     sliding_window: int | None,
     softcap: float | None,
-) -> None:
+) -> dict[str, Any]:
+    """The options but the scale, by name, once they have been checked: None where one is not given."""
     if scale is not None and not isinstance(scale, float | int):
         raise TypeError(f"scale must be a float; got {type(scale).__name__}")
     if softcap is not None and not softcap > 0:
@@ -432,6 +419,13 @@ def _check_options(
             _check_per_head(name, value, 1 if one_for_all else k_cache.shape[2], q.device)
         elif value is not None and not isinstance(value, float | int):
             raise TypeError(f"{name} must be a float or a tensor [{k_cache.shape[2]}]; got {type(value).__name__}")
+    return {
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+    }
 
 
 def _check_per_head(name: str, value: Tensor, num_heads: int, device: torch.device) -> None:

@@ -37,14 +37,14 @@ class Run:
     """All requests decoded over one kind of cache, step by step.
 
     Attributes:
-        token_ids: the new tokens of each request.
         reserved: bytes reserved, from start to end.
+        token_ids: the new tokens of each request.
         taken: bytes of these that a request has for itself, after each step.
         used: bytes of these that hold a token of a request still running.
     """
 
-    token_ids: list[list[int]]
     reserved: int
+    token_ids: list[list[int]] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
 
@@ -58,13 +58,13 @@ def show(
         MinicacheError: the two ways disagree about a token.
     """
     prompts = [tokenizer.encode(text) for text in texts]
-    caches = _dense_caches(model, len(texts), max_seq_len)
-    dense = _decode_all(model, tokenizer, prompts, max_seq_len, caches, console)
+    caches: Sequence[KVCache] = _dense_caches(model, len(texts), max_seq_len)
+    dense = Run(reserved=sum(cache.nbytes for cache in caches))
+    _decode_all(model, tokenizer, prompts, max_seq_len, caches, dense, console)
     storage = _storage(model, _most_blocks_at_once(prompts, dense.token_ids))
-    paged = _decode_all(
-        model, tokenizer, prompts, max_seq_len, _paged_caches(storage, len(texts), max_seq_len), console
-    )
-    paged.reserved = storage.nbytes
+    paged = Run(reserved=storage.nbytes)
+    caches = _paged_caches(storage, len(texts), max_seq_len)
+    _decode_all(model, tokenizer, prompts, max_seq_len, caches, paged, console)
     for text, expected, got in zip(texts, dense.token_ids, paged.token_ids, strict=True):
         if expected != got:
             raise MinicacheError(f"{text!r}: the paged cache changed the tokens. That is a bug: please report it.")
@@ -114,15 +114,16 @@ def _decode_all(
     prompts: list[list[int]],
     max_seq_len: int,
     caches: Sequence[KVCache],
+    run: Run,
     console: Console,
-) -> Run:
-    """One token of every unfinished request a step, until all have ended; the bytes of all caches after each step."""
+) -> None:
+    """One token of every unfinished request a step, until all have ended; `run` gets tokens, and bytes at each step."""
     import torch
 
     from minicache.decoding import decode
     from minicache.sampling import sampler
 
-    run = Run([[] for _ in prompts], reserved=sum(cache.nbytes for cache in caches))
+    run.token_ids = [[] for _ in prompts]
     running = {
         index: decode(model, torch.tensor([ids]), max_seq_len - len(ids), cache=cache, pick=sampler(1.0, seed=index))
         for index, (ids, cache) in enumerate(zip(prompts, caches, strict=True))
@@ -139,7 +140,6 @@ def _decode_all(
             break
         run.taken.append(sum(cache.nbytes for cache in caches))
         run.used.append(sum(cache.nbytes_used for cache in caches))
-    return run
 
 
 def _totals(runs: dict[str, Run]) -> Table:

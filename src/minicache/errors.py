@@ -25,6 +25,10 @@ class SharedBlockError(MinicacheError):
     """A table would write into a block that another table reads too. Nothing was allocated and nothing was written."""
 
 
+class RequestTooLargeError(MinicacheError):
+    """A request can never be served: it is refused before it waits for anything. Nothing has changed."""
+
+
 class InvariantError(MinicacheError):
     """A `check()` found a structure in a state that no sequence of calls should reach."""
 

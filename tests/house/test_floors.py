@@ -16,6 +16,11 @@ LOWER_FLOOR = [
     "minicache.blocks",
     "minicache.reservation",
     "minicache.simulator",
+    "minicache.request",
+    "minicache.trace",
+    "minicache.scheduler",
+    "minicache.scheduler.observe",
+    "minicache.scheduler.drive",
 ]
 
 

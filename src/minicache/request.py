@@ -1,0 +1,178 @@
+"""One request: what a client asked for, and how far a server has got with it.
+
+Every scheduler, the engine and the simulator use this one class. What the client asked for never changes; the rest is
+the scheduler's to write and everybody's to read. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from enum import Enum
+from math import isfinite
+from typing import Final
+
+from minicache.specs import require_count
+
+RequestId = Hashable
+"""What names a request: a string or an int, anything that a dict takes for a key."""
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    """In the queue, without memory: new, or preempted by recompute."""
+    RUNNING = "running"
+    """In the batch, with memory."""
+    SWAPPED = "swapped"
+    """In the queue, its keys and values in host blocks: preempted by swap."""
+    FINISHED_STOPPED = "finished_stopped"
+    """The model gave one of its stop tokens, or its text ran into a stop string."""
+    FINISHED_LENGTH = "finished_length"
+    """It has max_tokens tokens, or the model takes no longer sequence."""
+    FINISHED_CAPACITY = "finished_capacity"
+    """It outgrew the whole memory, alone."""
+    FINISHED_ABORTED = "finished_aborted"
+    """Its client gave it up."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended, in whatever way."""
+        return self in _REASONS
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the request ended: "stop", "length", "capacity" or "abort"; None while it has not."""
+        return _REASONS.get(self)
+
+
+_REASONS: Final = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH: "length",
+    RequestStatus.FINISHED_CAPACITY: "capacity",
+    RequestStatus.FINISHED_ABORTED: "abort",
+}
+
+
+class Request:
+    """What a client asked for, and how far it has got.
+
+    Args:
+        request_id: names the request; unique among those that a scheduler has not ended.
+        prompt_token_ids: the prompt, at least one token id ≥ 0.
+        max_tokens: the most tokens to generate, ≥ 1.
+        stop_token_ids: a generated token out of these ends the request; it stays in the output.
+        ignore_eos: generate max_tokens tokens whatever they are: stop_token_ids end nothing.
+        priority: lower runs first, for a scheduler that looks at it.
+        arrival_time: seconds, on the clock of whoever made the request.
+        group: only requests of one group may share a batch, for a scheduler that looks at it.
+        cache_salt: requests with different salts must not share cached blocks (phase 8).
+
+    Attributes:
+        status: where it is in its life.
+        output_token_ids: what was generated so far.
+        arrival_index: how many requests its scheduler was given before it; −1 until it is given to one.
+        num_computed_tokens: tokens whose keys and values are in the cache. A request in decode has one token more: the
+            newest, which the next step computes.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache and not computed (phase 8).
+        num_preemptions: how often it has lost its place in the batch.
+        block_ids: the blocks that hold its keys and values, in order; position p lies in block_ids[p // block_size].
+        host_block_ids: while it is swapped out, the host blocks that hold them.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an empty prompt, a negative token id, max_tokens below 1, or an arrival time that is not finite.
+    """
+
+    __slots__ = (
+        "arrival_index",
+        "arrival_time",
+        "block_ids",
+        "cache_salt",
+        "group",
+        "host_block_ids",
+        "ignore_eos",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "output_token_ids",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "status",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        ignore_eos: bool = False,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        group: str = "text",
+        cache_salt: str | None = None,
+    ) -> None:
+        hash(request_id)  # raises TypeError for what cannot be a key
+        prompt, stops = list(prompt_token_ids), frozenset(stop_token_ids)
+        require_count("max_tokens", max_tokens)
+        if not prompt:
+            raise ValueError(f"request {request_id!r} has an empty prompt: it needs at least one token")
+        for token in (*prompt, *stops):
+            if type(token) is not int or token < 0:
+                require_count("a token id", token, at_least=0)
+        if type(priority) is not int:
+            raise TypeError(f"priority must be an int, got {priority!r}")
+        if not isfinite(arrival_time):
+            raise ValueError(f"arrival_time must be finite seconds, got {arrival_time!r}")
+        self.request_id = request_id
+        self.prompt_token_ids = prompt
+        self.num_prompt_tokens = len(prompt)
+        self.max_tokens = max_tokens
+        self.stop_token_ids = stops
+        self.ignore_eos = ignore_eos
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.group = group
+        self.cache_salt = cache_salt
+        self.status = RequestStatus.WAITING
+        self.output_token_ids: list[int] = []
+        self.arrival_index = -1
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_ids: list[int] = []
+        self.host_block_ids: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has: the prompt, and what was generated."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended: "stop", "length", "capacity" or "abort"; None while it has not."""
+        return self.status.finish_reason
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """The tokens at positions start … stop − 1 of prompt and output together.
+
+        Args:
+            start: 0 … stop.
+            stop: start … num_tokens.
+        """
+        prompt = self.num_prompt_tokens
+        if start >= prompt:  # a decode step, on every token: no copy of the prompt
+            return self.output_token_ids[start - prompt : stop - prompt]
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - prompt)]
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, {self.num_prompt_tokens} + "
+            f"{len(self.output_token_ids)}/{self.max_tokens} tokens, {self.num_computed_tokens} computed)"
+        )

@@ -1,0 +1,95 @@
+"""Who runs in the next step, and who owns which block: one module a stage, each built on the one before.
+
+| stage | name | built in | decides anew |
+|---|---|---|---|
+| `static` | "static" | phase 5 | nothing until the batch has drained |
+| `continuous` | "continuous" | phase 5 | at every step who joins the batch |
+| `paged` | "paged" | phase 6 | memory by the block; who leaves the batch when it runs out |
+| `fair` | "fair" | phase 7 | the order: priority, arrival, groups; nobody is overtaken for ever |
+
+Pure standard library.
+"""
+
+from __future__ import annotations
+
+from minicache.scheduler.base import Scheduler, SchedulerOptions
+from minicache.scheduler.continuous import ContinuousBatchScheduler
+from minicache.scheduler.fair import FairScheduler
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler, Preemption
+from minicache.scheduler.static import StaticBatchScheduler
+
+__all__ = [
+    "SCHEDULERS",
+    "AllocStatus",
+    "ContinuousBatchScheduler",
+    "FairScheduler",
+    "PagedScheduler",
+    "Scheduler",
+    "SchedulerOutput",
+    "StaticBatchScheduler",
+    "create_scheduler",
+]
+
+SCHEDULERS = ("static", "continuous", "paged", "fair")
+"""The names of the stages, in the order in which the course builds them."""
+
+
+def create_scheduler(
+    name: str,
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    max_model_len: int | None = None,
+    preemption: Preemption = "recompute",
+    num_host_blocks: int = 0,
+    watermark: float = 0.0,
+    prefix_caching: bool = False,
+    long_prefill_threshold: int = 0,
+) -> Scheduler:
+    """A scheduler by the name of its stage.
+
+    Args:
+        name: "static", "continuous", "paged" or "fair".
+        num_blocks: blocks of the cache, ≥ 1.
+        block_size: tokens of a block, ≥ 1.
+        max_num_seqs: the most requests in the batch, ≥ 1.
+        max_num_batched_tokens: the most tokens of one step, ≥ 1.
+        max_model_len: the most tokens of one request, ≥ 2. None: as many as fit.
+        preemption: "recompute" or "swap". "static" and "continuous" preempt nobody: these three do nothing there.
+        num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
+        watermark: the part of the pool that an admission must leave free.
+        prefix_caching: phase 8 brings it; until then only False.
+        long_prefill_threshold: phase 9 brings it; until then only 0.
+
+    Raises:
+        TypeError: a number has the wrong type.
+        ValueError: there is no such stage or option yet, or a number is out of its bounds.
+    """
+    if prefix_caching or long_prefill_threshold:
+        raise ValueError("prefix_caching and long_prefill_threshold come with phases 8 and 9: leave them out")
+    common: SchedulerOptions = {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+    }
+    paged: PagedOptions = {
+        **common,
+        "preemption": preemption,
+        "num_host_blocks": num_host_blocks,
+        "watermark": watermark,
+    }
+    match name:
+        case "static":
+            return StaticBatchScheduler(**common)
+        case "continuous":
+            return ContinuousBatchScheduler(**common)
+        case "paged":
+            return PagedScheduler(**paged)
+        case "fair":
+            return FairScheduler(**paged)
+    raise ValueError(f"no scheduler {name!r}: there are {', '.join(SCHEDULERS)}")

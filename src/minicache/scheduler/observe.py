@@ -1,0 +1,201 @@
+"""Watch any scheduler from outside: who came, what was scheduled, what came of it.
+
+`observe(scheduler, observer, …)` gives a scheduler that does what the given one does and tells its observers. Nothing
+of a stage knows that it is watched, and one that is not watched pays nothing. `Recorder` writes traces; the auditor of
+phase 6 (`minicache.scheduler.audit`) is another observer. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from minicache.errors import RequestTooLargeError
+from minicache.request import Request, RequestId, RequestStatus
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.output import SchedulerOutput
+from minicache.trace import TraceEntry, TraceEvent, TraceStep
+
+
+class Observer:
+    """Is told what a scheduler does, after it has done it. A subclass overrides what it wants to hear of."""
+
+    def on_add(self, scheduler: Scheduler, request: Request) -> None:
+        """`request` was added."""
+
+    def on_refuse(self, scheduler: Scheduler, request: Request, error: RequestTooLargeError) -> None:
+        """`request` was refused."""
+
+    def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """`output` was scheduled. The requests' computed tokens are those before the step."""
+
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
+        """The tokens of `output` were recorded, and `ended` have ended with it."""
+
+    def on_finish(self, scheduler: Scheduler, request: Request) -> None:
+        """`request` was ended from outside: aborted, or stopped by a string."""
+
+
+class ObservedScheduler(Scheduler):
+    """A scheduler that tells observers what another one does; see `observe`."""
+
+    def __init__(self, scheduler: Scheduler, observers: tuple[Observer, ...]) -> None:
+        # Not super().__init__(): queues, pool and all other attributes are the watched scheduler's, by __getattr__.
+        self.scheduler = scheduler
+        self.observers = observers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["scheduler"], name)
+
+    def add_request(self, request: Request) -> None:
+        """As the scheduler's own."""
+        try:
+            self.scheduler.add_request(request)
+        except RequestTooLargeError as error:
+            for observer in self.observers:
+                observer.on_refuse(self.scheduler, request, error)
+            raise
+        for observer in self.observers:
+            observer.on_add(self.scheduler, request)
+
+    def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
+        """As the scheduler's own."""
+        queues = (*self.scheduler.running, *self.scheduler.waiting.values())
+        request = next((request for request in queues if request.request_id == request_id), None)
+        done = self.scheduler.finish_request(request_id, status)
+        if done and request is not None:
+            for observer in self.observers:
+                observer.on_finish(self.scheduler, request)
+        return done
+
+    def schedule(self) -> SchedulerOutput:
+        """As the scheduler's own."""
+        output = self.scheduler.schedule()
+        for observer in self.observers:
+            observer.on_schedule(self.scheduler, output)
+        return output
+
+    def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
+        """As the scheduler's own."""
+        ended = self.scheduler.update_from_output(output, token_ids)
+        for observer in self.observers:
+            observer.on_update(self.scheduler, output, ended)
+        return ended
+
+    def blocks_to_admit(self, request: Request) -> int:
+        """As the scheduler's own."""
+        return self.scheduler.blocks_to_admit(request)
+
+    def check_size(self, request: Request) -> None:
+        """As the scheduler's own."""
+        self.scheduler.check_size(request)
+
+    def check(self) -> None:
+        """As the scheduler's own."""
+        self.scheduler.check()
+
+
+def observe(scheduler: Scheduler, *observers: Observer) -> Scheduler:
+    """A scheduler that works as `scheduler`, whose calls and attributes it passes on, and tells `observers` of it.
+
+    Use it in place of `scheduler` from then on: what is called on `scheduler` directly is not seen.
+    """
+    return ObservedScheduler(scheduler, observers) if observers else scheduler
+
+
+class Recorder(Observer):
+    """Makes a `TraceStep` of every step.
+
+    Args:
+        sink: is called with each step as soon as it is over; `list.append`, or what writes a line to a file.
+        clock: the time in seconds. None counts steps: step k begins at k and takes 1.
+    """
+
+    def __init__(self, sink: Callable[[TraceStep], object], clock: Callable[[], float] | None = None) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._num_steps = 0
+        self._seen: set[RequestId] = set()  # unfinished requests that have been in a batch
+        self._out: set[RequestId] = set()  # of those, the ones that have lost their place
+        self._swapped: set[RequestId] = set()  # of those, the ones whose blocks are on the host
+        self._events: list[TraceEvent] = []
+        self._open: TraceStep | None = None  # scheduled, and not reported yet
+
+    def on_add(self, scheduler: Scheduler, request: Request) -> None:
+        """Note the arrival, for the next step."""
+        self._events.append(TraceEvent("arrive", request.request_id))
+
+    def on_refuse(self, scheduler: Scheduler, request: Request, error: RequestTooLargeError) -> None:
+        """Note the refusal, for the next step."""
+        self._events.append(TraceEvent("refuse", request.request_id, str(error)))
+
+    def on_finish(self, scheduler: Scheduler, request: Request) -> None:
+        """Note the end: of the step that is being computed, or of the next."""
+        self._note_end(request.request_id, request.finish_reason)
+
+    def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Begin a step. One that was begun and never reported is forgotten: its work is ordered again."""
+        self._note_moves(output)
+        entries = (
+            TraceEntry(
+                request.request_id,
+                request.num_computed_tokens,
+                num_new,
+                request.num_prompt_tokens,
+                len(request.output_token_ids),
+            )
+            for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
+        )
+        self._open = TraceStep(
+            step=self._num_steps,
+            time=self._now(),
+            seconds=1.0,
+            batch=tuple(entries),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_swapped=len(self._swapped),
+            num_used_blocks=scheduler.pool.num_used,
+            num_free_blocks=scheduler.pool.num_free,
+            events=(),
+        )
+
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
+        """The step is over: hand it to the sink."""
+        assert self._open is not None, "update_from_output() without schedule()"
+        for request in ended:
+            self._note_end(request.request_id, request.finish_reason)
+        seconds = 1.0 if self._clock is None else self._now() - self._open.time
+        step = replace(self._open, seconds=seconds, events=tuple(self._events))
+        self._open, self._events = None, []
+        self._num_steps += 1
+        self._sink(step)
+
+    def _now(self) -> float:
+        return float(self._num_steps) if self._clock is None else self._clock()
+
+    def _note_moves(self, output: SchedulerOutput) -> None:
+        """Who left the batch, who joined it."""
+        for request_id in output.preempted:
+            self._out.add(request_id)
+            self._events.append(TraceEvent("preempt", request_id))
+            if request_id in output.swapped_out:
+                self._swapped.add(request_id)
+                self._events.append(TraceEvent("swap_out", request_id))
+        for request_id in output.num_scheduled_tokens:
+            if request_id in self._out:
+                self._out.remove(request_id)
+                self._events.append(TraceEvent("resume", request_id))
+            elif request_id not in self._seen:
+                self._seen.add(request_id)
+                self._events.append(TraceEvent("admit", request_id))
+            if request_id in output.swapped_in:
+                self._swapped.discard(request_id)
+                self._events.append(TraceEvent("swap_in", request_id))
+        for request_id in output.finished:
+            self._note_end(request_id, RequestStatus.FINISHED_CAPACITY.finish_reason)
+
+    def _note_end(self, request_id: RequestId, reason: str | None) -> None:
+        for ids in (self._seen, self._out, self._swapped):
+            ids.discard(request_id)
+        self._events.append(TraceEvent("finish", request_id, reason))

@@ -1,0 +1,37 @@
+"""What one call of `schedule()` decided: the work order of one step, for whoever runs the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minicache.request import Request, RequestId
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """The work of one step. Carry it out in this order: swap out, swap in, copy, run the model.
+
+    Attributes:
+        num_scheduled_tokens: id → how many of its next tokens are computed, ≥ 1, in batch order. For a request in
+            decode that is 1; for one that has just been admitted, its whole prompt (and, after a preemption by
+            recompute, what it had generated).
+        scheduled: the same requests, in the same order.
+        preempted: ids of those that lost their place in the batch, in the order in which they lost it.
+        swapped_out: of those, the ones whose blocks move to the host: id → pairs (block, host block) to copy.
+        swapped_in: id → pairs (host block, block) to copy back.
+        blocks_to_copy: pairs (source block, target block) to copy on the device (phase 8).
+        finished: ids of requests that ended in this call, without a token: capacity.
+    """
+
+    num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
+    scheduled: list[Request] = field(default_factory=list)
+    preempted: list[RequestId] = field(default_factory=list)
+    swapped_out: dict[RequestId, list[tuple[int, int]]] = field(default_factory=dict)
+    swapped_in: dict[RequestId, list[tuple[int, int]]] = field(default_factory=dict)
+    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+    finished: list[RequestId] = field(default_factory=list)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens that the model computes in this step."""
+        return sum(self.num_scheduled_tokens.values())

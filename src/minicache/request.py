@@ -80,7 +80,7 @@ class Request:
         host_block_ids: while it is swapped out, the host blocks that hold them.
 
     Raises:
-        TypeError: an argument has the wrong type.
+        TypeError: an argument has the wrong type; an id that cannot be a dict's key, or a group that is not a string.
         ValueError: an empty prompt, a negative token id, max_tokens below 1, or an arrival time that is not finite.
     """
 
@@ -128,6 +128,8 @@ class Request:
                 require_count("a token id", token, at_least=0)
         if type(priority) is not int:
             raise TypeError(f"priority must be an int, got {priority!r}")
+        if not isinstance(group, str):
+            raise TypeError(f"group must be a string, got {group!r}")
         if not isfinite(arrival_time):
             raise ValueError(f"arrival_time must be finite seconds, got {arrival_time!r}")
         self.request_id = request_id
@@ -165,8 +167,13 @@ class Request:
         Args:
             start: 0 … stop.
             stop: start … num_tokens.
+
+        Raises:
+            IndexError: they are not. Negative positions do not count from the end.
         """
         prompt = self.num_prompt_tokens
+        if not 0 <= start <= stop <= prompt + len(self.output_token_ids):
+            raise IndexError(f"no tokens {start} … {stop - 1}: request {self.request_id!r} has {self.num_tokens}")
         if start >= prompt:  # a decode step, on every token: no copy of the prompt
             return self.output_token_ids[start - prompt : stop - prompt]
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - prompt)]

@@ -7,8 +7,8 @@ traces. `to_chrome_trace` turns one into what chrome://tracing and https://ui.pe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -94,8 +94,14 @@ class TraceStep:
 
 
 def to_json(step: TraceStep) -> str:
-    """A step as one line of JSON, without the line's end. Ids come back as they were if they are strings or ints."""
-    return json.dumps({**asdict(step), "num_tokens": step.num_tokens}, ensure_ascii=False)
+    """A step as one line of JSON, without the line's end. Ids come back as they were if they are strings or ints.
+
+    Raises:
+        TypeError: JSON has nothing for an id.
+        ValueError: a time is not finite.
+    """
+    content = _fields(step) | {"num_tokens": step.num_tokens}
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, default=_fields)
 
 
 def from_json(line: str) -> TraceStep:
@@ -105,13 +111,15 @@ def from_json(line: str) -> TraceStep:
         ValueError: `line` is not one; the message says what is wrong with it.
     """
     try:
-        fields: dict[str, Any] = json.loads(line)
-        num_tokens = fields.pop("num_tokens")
-        fields["batch"] = tuple(TraceEntry(**entry) for entry in fields["batch"])
-        fields["events"] = tuple(TraceEvent(**event) for event in fields["events"])
-        step = TraceStep(**fields)
+        given: dict[str, Any] = json.loads(line)
+        num_tokens = given.pop("num_tokens")
+        given["batch"] = tuple(TraceEntry(**entry) for entry in given["batch"])
+        given["events"] = tuple(TraceEvent(**event) for event in given["events"])
+        step = TraceStep(**given)
+        for part in (step, *step.batch, *step.events):
+            _check_types(part)
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not a step of a trace ({error}): {line[:80]!r}") from error
+        raise ValueError(f"not a step of a trace ({type(error).__name__}: {error}): {line[:80]!r}") from error
     if unknown := {event.kind for event in step.events} - set(get_args(EventKind)):
         raise ValueError(f"unknown events {sorted(unknown)} in step {step.step}")
     if num_tokens != step.num_tokens:
@@ -120,7 +128,7 @@ def from_json(line: str) -> TraceStep:
 
 
 def write_trace(file: Path, steps: Iterable[TraceStep]) -> None:
-    """Write a trace as JSON lines, step by step as they come."""
+    """Write a trace as JSON lines, step by step as they come. Before a step that raises, all are in `file`."""
     with file.open("w", encoding="utf-8") as lines:
         for step in steps:
             lines.write(to_json(step) + "\n")
@@ -144,33 +152,59 @@ def to_chrome_trace(steps: Iterable[TraceStep]) -> dict[str, Any]:
     """A trace in Chrome's Trace Event Format, to be saved with `json.dump` and opened in a trace viewer.
 
     One track a request, in the order of arrival, with a slice for each step in which it computed something ("prefill"
-    or "decode") and an instant for each event; and counters of the batch, the line and the blocks.
+    or "decode") and an instant for each event; and counters of the batch, the line and the blocks. Times are in
+    microseconds, rounded to the nanosecond: so steps that follow each other do not overlap by a float's last digit.
     """
     tracks: dict[RequestId, int] = {}
     events: list[dict[str, Any]] = []
     for step in steps:
-        start, duration = step.time * 1e6, step.seconds * 1e6  # microseconds
+        start, end = round(step.time * 1e6, 3), round((step.time + step.seconds) * 1e6, 3)
         for event in step.events:
             track = tracks.setdefault(event.request_id, len(tracks) + 1)
-            when = start + duration if event.kind == "finish" else start
+            when = end if event.kind == "finish" else start
             events.append({"name": event.kind, "ph": "i", "s": "t", "pid": 1, "tid": track, "ts": when} | _args(event))
         for entry in step.batch:
             track = tracks.setdefault(entry.request_id, len(tracks) + 1)
             name = "prefill" if entry.is_prefill else "decode"
-            events.append(
-                {"name": name, "ph": "X", "pid": 1, "tid": track, "ts": start, "dur": duration, "args": asdict(entry)}
-            )
+            slice_ = {"name": name, "ph": "X", "pid": 1, "tid": track, "ts": start, "dur": round(end - start, 3)}
+            events.append(slice_ | {"args": _fields(entry)})
         counters = {
             "requests": {"running": step.num_running, "waiting": step.num_waiting, "swapped": step.num_swapped},
             "blocks": {"used": step.num_used_blocks, "free": step.num_free_blocks},
         }
         events += [{"name": name, "ph": "C", "pid": 1, "ts": start, "args": args} for name, args in counters.items()]
     names = [
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": f"request {request_id}"}}
+        {"name": key, "ph": "M", "pid": 1, "tid": track, "args": value}
         for request_id, track in tracks.items()
+        for key, value in (
+            ("thread_name", {"name": f"request {request_id}"}),
+            ("thread_sort_index", {"sort_index": track}),  # viewers sort by name: request 10 before request 2
+        )
     ]
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
 def _args(event: TraceEvent) -> dict[str, Any]:
     return {} if event.reason is None else {"args": {"reason": event.reason}}
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    """The fields of a step, an entry or an event, by name. (`dataclasses.asdict` would copy every number of them.)"""
+    if not is_dataclass(part):
+        raise TypeError(f"a trace has no place for {part!r}: ids are strings or ints")
+    return {field.name: getattr(part, field.name) for field in fields(part)}
+
+
+def _check_types(part: object) -> None:
+    """Raise TypeError unless each field of a step, an entry or an event has a value of a type that it can have."""
+    for name, value in _fields(part).items():
+        if name.startswith("num_") or name == "step":
+            good = type(value) is int
+        elif name in ("time", "seconds"):
+            good = type(value) in (int, float)
+        elif name in ("kind", "reason"):
+            good = isinstance(value, str) or (value is None and name == "reason")
+        else:
+            good = isinstance(value, Hashable)
+        if not good:
+            raise TypeError(f"{name} cannot be {value!r}")

@@ -33,7 +33,8 @@ class Scheduler(ABC):
     """Decides, step by step, which requests compute which tokens, and who owns which block.
 
     A step is `schedule()`, then `update_from_output()`. If the tokens of a step never come, because the model failed,
-    `schedule()` may be called again: it orders the same work once more.
+    `schedule()` may be called again: it orders the same work once more. (Copies are ordered once: blocks that a step
+    swaps or copies must be moved even if its model then fails.)
 
     Args:
         num_blocks: blocks of the cache, ≥ 1.
@@ -73,8 +74,8 @@ class Scheduler(ABC):
         # Ordered, so that a request can leave from anywhere in the line and come back at its head, in constant time.
         self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
         self.running: list[Request] = []
-        self._requests: dict[RequestId, Request] = {}  # all that have not ended
-        self._num_added = 0
+        self._requests: dict[RequestId, Request] = {}  # all that have not ended, waiting and running
+        self._num_added = 0  # requests taken on so far: the next one's arrival_index
         self._issued: SchedulerOutput | None = None  # the step whose tokens are awaited
 
     @property
@@ -93,19 +94,23 @@ class Scheduler(ABC):
         return len(self.running)
 
     def add_request(self, request: Request) -> None:
-        """Put a new request at the end of the waiting line (`line_up`), and number it (`arrival_index`: 0, 1, 2, …).
+        """Take on a new request: number it (`arrival_index`: 0, 1, 2, …), and let it wait (`line_up`).
+
+        From here on it is unfinished, and its id is taken. Once it has ended, another request may use the id.
 
         Args:
-            request: a new one: WAITING, nothing computed, nothing generated.
+            request: a new one: WAITING, without a number (`arrival_index` −1), nothing computed, nothing generated.
 
         Raises:
-            RequestTooLargeError: it can never be served; `check_size` says why. Nothing has changed.
-            ValueError: an unfinished request has the same id, or this one has run before.
+            ValueError: an unfinished request has the same id, or this one is not new. Nothing has changed.
+            RequestTooLargeError: it can never be served; `check_size` says why. Nothing has changed, no number was
+                used up, and the request may be given to another scheduler.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is here already: give every request an id of its own")
-        if request.status is not RequestStatus.WAITING or request.num_computed_tokens or request.output_token_ids:
-            raise ValueError(f"{request!r} has run before: make a new Request")
+        new = request.status is RequestStatus.WAITING and request.arrival_index < 0
+        if not new or request.num_computed_tokens or request.output_token_ids:
+            raise ValueError(f"{request!r} has been given to a scheduler before: make a new Request")
         self.check_size(request)
         request.arrival_index = self._num_added
         self._num_added += 1
@@ -113,10 +118,10 @@ class Scheduler(ABC):
         self.line_up(request)
 
     def check_size(self, request: Request) -> None:
-        """Raise unless the request can be served once it has the server to itself.
+        """Raise unless the request can be served once it has the server to itself. Changes nothing.
 
-        Its prompt must leave room for one token within max_model_len, fit into one step (max_num_batched_tokens), and
-        what `blocks_to_admit` says must not be more than the whole pool.
+        Its prompt must leave room for one more token within max_model_len, if there is one; it must fit into one step
+        (max_num_batched_tokens); and what `blocks_to_admit` says must not be more than the whole pool, used or free.
 
         Raises:
             RequestTooLargeError: the message says which limit, and what to change.
@@ -140,7 +145,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def blocks_to_admit(self, request: Request) -> int:
-        """Blocks that the request must get when it is admitted."""
+        """Blocks that the request must get when it is admitted. Changes nothing."""
 
     @abstractmethod
     def schedule(self) -> SchedulerOutput:
@@ -153,34 +158,40 @@ class Scheduler(ABC):
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
         """Record what a step computed, and end the requests that are done.
 
-        A request whose computed tokens have caught up with its tokens gets the token that the model gave for it. Then
-        it ends as FINISHED_STOPPED if that is one of its stop tokens (unless it ignores them), else as FINISHED_LENGTH
-        if it has max_tokens tokens or, with the prompt, max_model_len. Whoever ends gives all blocks back. Requests
-        that were aborted since `schedule()` are passed over.
+        For each request of the step that is still RUNNING, in batch order: as many of its tokens are computed now as
+        the step scheduled. If any are left to compute, it is still in its prompt, and a token for it is ignored.
+        Otherwise it gets the token that the model gave for it, at the end of output_token_ids. Then it ends
+
+        - as FINISHED_STOPPED, if that is one of its stop_token_ids (and it does not ignore them: ignore_eos);
+        - else as FINISHED_LENGTH, if it has max_tokens of output, or max_model_len of prompt and output together.
+
+        Whoever ends leaves the batch and gives all blocks back (`release`); those who stay keep their order. Requests
+        that were ended from outside since `schedule()` are passed over, and need no token.
 
         Args:
-            output: what the last `schedule()` returned.
-            token_ids: request id → the token generated for it. One for a request still in its prompt is ignored.
+            output: what the last `schedule()` returned (see `issue`).
+            token_ids: request id → the token generated for it, an int.
 
         Returns:
             The requests that have just ended, in batch order.
 
         Raises:
             ValueError: `output` is not the last one, or was reported before; a token is missing, or is for a request
-                that the step did not have. Nothing has changed.
-            TypeError: a token is not an int.
+                that the step did not have. Nothing has changed: the report may be made again, and right.
+            TypeError: a token is not an int. Nothing has changed.
         """
         self._check_report(output, token_ids)
         self._issued = None
         ended = []
-        max_model_len = self.max_model_len
+        running, max_model_len = RequestStatus.RUNNING, self.max_model_len
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
-            if request.status is not RequestStatus.RUNNING:  # aborted since
+            if request.status is not running:  # ended from outside
                 continue
-            request.num_computed_tokens += num_new
+            # This loop and `order` are what a token costs: no properties here, and nothing is looked up twice.
+            request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
             outputs = request.output_token_ids
             num_tokens = request.num_prompt_tokens + len(outputs)
-            if request.num_computed_tokens < num_tokens:  # still in its prompt
+            if num_computed < num_tokens:  # still in its prompt
                 continue
             token = token_ids[request.request_id]
             outputs.append(token)
@@ -192,31 +203,35 @@ class Scheduler(ABC):
                 continue
             ended.append(request)
         if ended:
-            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+            self.running = [request for request in self.running if request.status is running]
             for request in ended:
                 self._forget(request)
         return ended
 
     def abort_request(self, request_id: RequestId) -> bool:
-        """End a request whose client has left, wherever it is, and take all its blocks back.
+        """End a request whose client has left, as FINISHED_ABORTED: see `finish_request`.
 
         Returns:
-            False if no unfinished request has this id.
+            Whether there was such a request: False, and nothing has changed, if no unfinished one has this id.
         """
         return self.finish_request(request_id, RequestStatus.FINISHED_ABORTED)
 
     def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
         """End a request from outside, waiting, running or swapped out: a stop string was found, its client has left.
 
+        It leaves the line or the batch, in which the others keep their order, gives back all that it holds
+        (`release`), and is unfinished no more. It keeps the tokens that it has. Any time will do, between `schedule()`
+        and the report too.
+
         Args:
             request_id: which.
             status: how it ends, one of the FINISHED ones.
 
         Returns:
-            False if no unfinished request has this id. Nothing has changed then.
+            Whether there was such a request: False, and nothing has changed, if no unfinished one has this id.
 
         Raises:
-            ValueError: `status` is not an end.
+            ValueError: `status` is not an end. Nothing has changed.
         """
         if not status.is_finished:
             raise ValueError(f"{status.name} is not the end of a request")
@@ -234,22 +249,36 @@ class Scheduler(ABC):
     # What the stages are made of: for subclasses, not for servers.
 
     def line_up(self, request: Request, *, first: bool = False) -> None:
-        """Let a request wait, at the end of the line, or at its head if it has lost its place in the batch."""
+        """Let a request wait in `waiting`: at the end of the line, or `first`, as the next one.
+
+        Args:
+            request: one that is in neither queue.
+            first: it has lost its place in the batch, and is to get the next that there is.
+        """
         self.waiting[request.request_id] = request
         if first:
             self.waiting.move_to_end(request.request_id, last=False)
 
     def head(self) -> Request | None:
-        """Who is next in the waiting line; None if nobody is to be admitted."""
+        """Who is next in the waiting line, and stays there; None if nobody waits. Takes the same time in any line."""
         return next(iter(self.waiting.values()), None)
 
     def issue(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Remember `output` as the step whose tokens are awaited; the last thing that `schedule` does."""
+        """Remember `output` as the step whose tokens are awaited: the last thing that every `schedule` does.
+
+        `update_from_output` takes this one, once, and no other.
+
+        Returns:
+            `output`.
+        """
         self._issued = output
         return output
 
     def release(self, request: Request) -> None:
-        """Give the request's blocks back, the last one first."""
+        """Give the request's blocks back to the pool in one call, the last one first, and leave it without any.
+
+        A request that holds none is left as it is.
+        """
         if request.block_ids:
             self.pool.free(request.block_ids[::-1])
             request.block_ids = []
@@ -290,16 +319,18 @@ class Scheduler(ABC):
         """Raise unless `token_ids` is what the step that was last issued has to bring."""
         if output is not self._issued:
             raise ValueError("this output was reported before, or a later schedule() took its place")
-        if strangers := token_ids.keys() - output.num_scheduled_tokens.keys():
-            raise ValueError(f"tokens for requests that this step did not have: {sorted(map(repr, strangers))}")
-        if silent := output.num_scheduled_tokens.keys() - token_ids.keys():
-            for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
-                awaited = request.num_computed_tokens + num_new == request.num_tokens
-                if request.request_id in silent and awaited and request.status is RequestStatus.RUNNING:
-                    raise ValueError(f"no token for request {request.request_id!r}, which has computed its last one")
+        ordered = output.num_scheduled_tokens
+        if token_ids.keys() != ordered.keys():  # seldom, and slower to look into than all the rest
+            if strangers := token_ids.keys() - ordered.keys():
+                raise ValueError(f"tokens for requests that this step did not have: {sorted(map(repr, strangers))}")
+            for request in output.scheduled:
+                request_id = request.request_id
+                awaited = request.num_computed_tokens + ordered[request_id] == request.num_tokens
+                if awaited and request.status is RequestStatus.RUNNING and request_id not in token_ids:
+                    raise ValueError(f"no token for request {request_id!r}, which has computed its last one")
         for kind in set(map(type, token_ids.values())):
             if kind is not int:
-                raise TypeError(f"a token id must be an int; got {kind.__name__}")
+                raise TypeError(f"a token id must be an int; got {kind.__name__}: .tolist() or int() makes it one")
 
     def _forget(self, request: Request) -> None:
         """The end of a request that is in neither queue any more."""

@@ -1,6 +1,6 @@
 """Continuous batching: requests join and leave the batch at every step.
 
-Phase 5 builds it. Orca (Yu et al., OSDI 2022, §4.1) called it iteration-level scheduling: the scheduler decides anew
+Phase 5 builds it. Orca (Yu et al., OSDI 2022, §3) called it iteration-level scheduling: the scheduler decides anew
 before each iteration of the model, so that a request that has ended leaves at once and another takes its seat.
 """
 

@@ -25,9 +25,10 @@ class Tally:
         num_preemptions: how often a request lost its place.
         num_swapped_blocks: blocks copied to the host and back.
         batch_sizes: of each step, the requests that computed something.
-        first_token: id → the step in which its first token came, from 0.
-        finished: id → the step in which it ended, in the order of ending.
         order: of each step, the ids in batch order.
+        first_token: id → when its first token came. Time is counted in steps from 0, those included in which nobody was
+            there; `batch_sizes` and `order` have none of these.
+        finished: id → when it ended, in the order of ending.
     """
 
     num_steps: int = 0

@@ -61,8 +61,9 @@ class ObservedScheduler(Scheduler):
 
     def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
         """As the scheduler's own."""
-        queues = (*self.scheduler.running, *self.scheduler.waiting.values())
-        request = next((request for request in queues if request.request_id == request_id), None)
+        request = self.scheduler.waiting.get(request_id)  # the line may be long, the batch is not
+        if request is None:
+            request = next((each for each in self.scheduler.running if each.request_id == request_id), None)
         done = self.scheduler.finish_request(request_id, status)
         if done and request is not None:
             for observer in self.observers:
@@ -105,7 +106,9 @@ def observe(scheduler: Scheduler, *observers: Observer) -> Scheduler:
 
 
 class Recorder(Observer):
-    """Makes a `TraceStep` of every step.
+    """Makes a `TraceStep` of every step that is scheduled and reported while it watches.
+
+    A step's events are those since the step before it was reported; so what happens after the last step is in no step.
 
     Args:
         sink: is called with each step as soon as it is over; `list.append`, or what writes a line to a file.
@@ -162,9 +165,10 @@ class Recorder(Observer):
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
         """The step is over: hand it to the sink."""
-        assert self._open is not None, "update_from_output() without schedule()"
         for request in ended:
             self._note_end(request.request_id, request.finish_reason)
+        if self._open is None:  # scheduled before anybody watched
+            return
         seconds = 1.0 if self._clock is None else self._now() - self._open.time
         step = replace(self._open, seconds=seconds, events=tuple(self._events))
         self._open, self._events = None, []

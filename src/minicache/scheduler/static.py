@@ -21,12 +21,14 @@ class StaticBatchScheduler(Scheduler):
     """
 
     def schedule(self) -> SchedulerOutput:
-        """Every request in the batch computes what it has not; then, if the batch may take more, requests are admitted.
+        """Order what the batch has still to compute (`order`); if others may join it (`may_admit`), let them (`admit`).
 
-        A request in decode has one token to compute, its newest.
+        A request in decode has one token to compute, its newest. Nobody in the batch is asked whether memory suffices:
+        it was reserved.
 
         Returns:
-            The step's work: those that were in the batch first, in order, then those just admitted.
+            The step's work: those that were in the batch first, in order, then those just admitted. Without an
+            unfinished request it is empty. It is issued (`issue`).
         """
         output = SchedulerOutput()
         for request in self.running:
@@ -40,20 +42,22 @@ class StaticBatchScheduler(Scheduler):
         return not self.running
 
     def blocks_to_admit(self, request: Request) -> int:
-        """Blocks for the prompt and max_tokens more, or for max_model_len tokens if that is less."""
+        """Blocks for the prompt and max_tokens more, or for max_model_len tokens if that is less. Changes nothing."""
         longest = request.num_prompt_tokens + request.max_tokens
         if self.max_model_len is not None:
             longest = min(longest, self.max_model_len)
         return blocks_for(longest, self.pool.block_size)
 
     def admit(self, output: SchedulerOutput) -> None:
-        """Take requests from the head of the line while there are a seat, tokens in the step, and memory for them.
+        """Take requests from the line, one after the other, while there is room for the one at its `head`.
 
-        Stops at the first that cannot be had: nobody overtakes it. A request that is admitted gets its blocks, joins
-        the batch as RUNNING, and computes its prompt in this step.
+        Room is three things: a seat, in a batch of at most max_num_seqs; tokens, max_num_batched_tokens in the whole
+        step, for all that it has to compute; and `blocks_to_admit` free blocks. At the first head that lacks one of
+        them it ends: nobody behind overtakes it. A request that is admitted leaves the line, gets its blocks, is
+        RUNNING at the end of the batch, and computes its prompt in this step (`order`).
 
         Args:
-            output: the step so far; what is admitted is added to it.
+            output: the step so far, whose tokens are spent; what is admitted is added to it.
         """
         budget = self.max_num_batched_tokens - output.total_num_scheduled_tokens
         while len(self.running) < self.max_num_seqs and (request := self.head()):
@@ -69,6 +73,12 @@ class StaticBatchScheduler(Scheduler):
             budget -= num_new
 
     def order(self, request: Request, output: SchedulerOutput) -> None:
-        """Have the step compute all tokens of the request that are not computed yet."""
-        output.num_scheduled_tokens[request.request_id] = request.num_tokens - request.num_computed_tokens
+        """Have the step compute all tokens of the request that are not computed yet, after what it computes so far.
+
+        Args:
+            request: of the batch, and not in the step yet.
+            output: the step so far: the request joins `scheduled`, and its number of tokens `num_scheduled_tokens`.
+        """
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)  # a property's call would cost as much
+        output.num_scheduled_tokens[request.request_id] = num_tokens - request.num_computed_tokens
         output.scheduled.append(request)

@@ -1,0 +1,374 @@
+"""Every stage, as a server meets it: known cases, limits, ends, and every way to misuse a step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from minicache.errors import RequestTooLargeError
+from minicache.request import Request, RequestStatus
+from minicache.scheduler import SCHEDULERS, Scheduler, create_scheduler
+from minicache.scheduler.drive import drive
+
+TOKEN, STOP = 7, 9
+
+each_stage = pytest.mark.parametrize("stage", SCHEDULERS)
+reserving = pytest.mark.parametrize("stage", ["static", "continuous"])
+paging = pytest.mark.parametrize("stage", ["paged", "fair"])
+
+
+def request_of(request_id: Any, num_prompt_tokens: int = 5, max_tokens: int = 4, **more: Any) -> Request:
+    return Request(request_id, [TOKEN] * num_prompt_tokens, max_tokens, **more)
+
+
+def step(scheduler: Scheduler) -> dict[Any, int]:
+    """One step, a token for everybody: what it ordered."""
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, TOKEN))
+    return output.num_scheduled_tokens
+
+
+def state(scheduler: Scheduler, *requests: Request) -> Any:
+    """All that can be seen of a scheduler and its requests."""
+    everybody = {id(each): each for each in (*scheduler.waiting.values(), *scheduler.running, *requests)}
+    seen = [{name: repr(getattr(each, name)) for name in Request.__slots__} for each in everybody.values()]
+    places = list(scheduler.waiting), [each.request_id for each in scheduler.running]
+    return places, scheduler.num_waiting, scheduler.num_running, scheduler.has_unfinished, scheduler.pool.num_free, seen
+
+
+# Known cases
+
+
+@paging
+def test_two_prompts_that_fill_the_pool(stage: str) -> None:
+    """10 blocks of 16, two prompts of 80 tokens: in step 1 the first needs a sixth block, and the second leaves."""
+    scheduler = create_scheduler(stage, num_blocks=10)
+    for request_id in (0, 1):
+        scheduler.add_request(request_of(request_id, 80, 20))
+    assert step(scheduler) == {0: 80, 1: 80}
+    output = scheduler.schedule()
+    assert (output.num_scheduled_tokens, output.preempted) == ({0: 1}, [1])
+    scheduler.update_from_output(output, {0: TOKEN})
+    for _ in range(2, 20):
+        assert step(scheduler) == {0: 1}
+    assert step(scheduler) == {1: 81}  # step 20: its prompt and the token that it had
+    while scheduler.has_unfinished:
+        assert step(scheduler) == {1: 1}
+        scheduler.check()
+    assert scheduler.pool.num_used == 0
+
+
+@each_stage
+def test_one_seat(stage: str) -> None:
+    """At most 1 request, three of 10 tokens, 3 new each: 9 steps, 000111222."""
+    scheduler = create_scheduler(stage, num_blocks=10, max_num_seqs=1)
+    tally = drive(scheduler, [request_of(request_id, 10, 3) for request_id in range(3)])
+    assert tally.order == [[0]] * 3 + [[1]] * 3 + [[2]] * 3
+
+
+@each_stage
+def test_too_large_for_the_pool(stage: str) -> None:
+    """5 blocks: a prompt of 100 tokens is refused, and one of 10 behind it runs."""
+    scheduler = create_scheduler(stage, num_blocks=5)
+    with pytest.raises(RequestTooLargeError, match=r"needs 7 blocks.*has 5"):
+        scheduler.add_request(request_of("large", 100, 1))
+    assert drive(scheduler, [request_of("small", 10, 3)]).finished == {"small": 2}
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"num_blocks": 0}, ValueError),
+        ({"num_blocks": 4.0}, TypeError),
+        ({"block_size": 0}, ValueError),
+        ({"max_num_seqs": 0}, ValueError),
+        ({"max_num_seqs": True}, TypeError),
+        ({"max_num_batched_tokens": 0}, ValueError),
+        ({"max_num_batched_tokens": None}, TypeError),
+        ({"max_model_len": 1}, ValueError),
+        ({"max_model_len": "10"}, TypeError),
+        ({"prefix_caching": True}, ValueError),
+        ({"long_prefill_threshold": 8}, ValueError),
+    ],
+)
+@each_stage
+def test_options_that_are_refused(stage: str, options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        create_scheduler(stage, **{"num_blocks": 8} | options)
+
+
+def test_no_such_stage() -> None:
+    with pytest.raises(ValueError, match="static, continuous, paged, fair"):
+        create_scheduler("chunked", num_blocks=8)
+
+
+@each_stage
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 7])
+def test_every_seat_is_taken_and_no_more(stage: str, max_num_seqs: int) -> None:
+    scheduler = create_scheduler(stage, num_blocks=100, max_num_seqs=max_num_seqs)
+    for request_id in range(10):
+        scheduler.add_request(request_of(request_id))
+    assert list(step(scheduler)) == list(range(max_num_seqs))
+    assert (scheduler.num_running, scheduler.num_waiting) == (max_num_seqs, 10 - max_num_seqs)
+
+
+@each_stage
+@pytest.mark.parametrize(("budget", "admitted"), [(15, [0, 1, 2]), (14, [0, 1]), (10, [0, 1]), (9, [0]), (5, [0])])
+def test_the_steps_tokens_are_spent_and_no_more(stage: str, budget: int, admitted: list[int]) -> None:
+    scheduler = create_scheduler(stage, num_blocks=100, max_num_batched_tokens=budget)
+    for request_id in range(4):
+        scheduler.add_request(request_of(request_id, 5))
+    assert step(scheduler) == dict.fromkeys(admitted, 5)
+
+
+@each_stage
+def test_max_model_len(stage: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=100, max_model_len=10)
+    with pytest.raises(RequestTooLargeError, match="max_model_len"):
+        scheduler.add_request(request_of("large", 10))
+    requests = [request_of(number, number, 50) for number in (1, 5, 9)]
+    drive(scheduler, requests)
+    assert [(each.num_tokens, each.finish_reason) for each in requests] == [(10, "length")] * 3
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33])
+def test_blocks_at_exact_multiples(num_tokens: int) -> None:
+    """Reserving stages take the longest answer's blocks at once; paging ones a block as soon as one is full."""
+    expected = -(-num_tokens // 16)
+    for stage in ("static", "continuous"):
+        scheduler = create_scheduler(stage, num_blocks=expected)
+        scheduler.add_request(request := request_of("a", num_tokens - 3, 3))
+        scheduler.schedule()
+        assert len(request.block_ids) == expected
+        with pytest.raises(RequestTooLargeError):
+            scheduler.add_request(request_of("b", 16 * expected - 2, 3))
+    for stage in ("paged", "fair"):
+        scheduler = create_scheduler(stage, num_blocks=expected + 1)
+        scheduler.add_request(request := request_of("a", num_tokens, 3))
+        step(scheduler)
+        assert len(request.block_ids) == expected
+        scheduler.schedule()
+        assert len(request.block_ids) == -(-(num_tokens + 1) // 16)
+        scheduler.check()
+
+
+@each_stage
+def test_the_whole_pool_may_be_used(stage: str) -> None:
+    """32 tokens in 2 blocks of 16, the whole pool: admitted, and served to the end."""
+    scheduler = create_scheduler(stage, num_blocks=2)
+    request = request_of("a", 29, 3)
+    assert drive(scheduler, [request]).num_steps == 3
+    assert request.finish_reason == "length"
+
+
+# Ends
+
+
+@each_stage
+def test_stop_tokens(stage: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=100)
+    stops = request_of("stops", max_tokens=10, stop_token_ids=[STOP])
+    last = request_of("stops at its last", max_tokens=3, stop_token_ids=[STOP])
+    ignores = request_of("ignores", max_tokens=5, stop_token_ids=[STOP], ignore_eos=True)
+    prompt = Request("in its prompt", [STOP, STOP], 2, stop_token_ids=[STOP])
+    tokens = {"stops": [1, STOP], "stops at its last": [1, 2, STOP], "ignores": [STOP] * 5, "in its prompt": [1, 2]}
+    drive(
+        scheduler,
+        [stops, last, ignores, prompt],
+        token=lambda request: tokens[request.request_id][len(request.output_token_ids)],
+    )
+    assert {each.request_id: each.output_token_ids for each in (stops, last, ignores, prompt)} == tokens
+    assert [each.finish_reason for each in (stops, last, ignores, prompt)] == ["stop", "stop", "length", "length"]
+
+
+@each_stage
+def test_the_line_keeps_its_order(stage: str) -> None:
+    """Of those who ask for the same, nobody has a first token before somebody who came earlier."""
+    rng = random.Random(3)
+    arrivals = [(rng.randrange(60), request_of(number, rng.randint(1, 40), rng.randint(1, 30))) for number in range(80)]
+    arrivals.sort(key=lambda arrival: arrival[0])
+    scheduler = create_scheduler(stage, num_blocks=12, max_num_seqs=6, max_num_batched_tokens=64)
+    tally = drive(scheduler, arrivals=arrivals)
+    assert len(tally.finished) == 80
+    came = [request.request_id for _, request in arrivals]
+    assert [tally.first_token[request_id] for request_id in came] == sorted(tally.first_token.values())
+
+
+@each_stage
+@pytest.mark.parametrize("seed", range(5))
+def test_a_busy_server_keeps_its_books(stage: str, seed: int) -> None:
+    """Requests come, end, are aborted and superseded at random: limits hold, and the books agree at every step."""
+    rng = random.Random(seed)
+    scheduler = create_scheduler(stage, num_blocks=14, block_size=4, max_num_seqs=5, max_num_batched_tokens=60)
+    unfinished: dict[int, Request] = {}
+    for turn in range(300):
+        if turn < 200 and rng.random() < 0.5:
+            request = request_of(turn, rng.randint(1, 20), rng.randint(1, 20), stop_token_ids=[STOP])
+            scheduler.add_request(request)
+            unfinished[turn] = request
+        output = scheduler.schedule()
+        scheduler.check()
+        if rng.random() < 0.1:
+            output = scheduler.schedule()
+        if unfinished and rng.random() < 0.1:
+            gone = rng.choice(list(unfinished))
+            assert scheduler.abort_request(gone)
+            del unfinished[gone]
+        tokens = {request.request_id: rng.randint(5, 9) for request in output.scheduled}
+        ended = scheduler.update_from_output(output, tokens)
+        for request_id in (*output.finished, *(request.request_id for request in ended)):
+            del unfinished[request_id]
+        scheduler.check()
+        assert output.total_num_scheduled_tokens <= 60
+        assert scheduler.num_running <= 5
+        assert scheduler.num_running + scheduler.num_waiting == len(unfinished)
+        assert scheduler.has_unfinished == bool(unfinished)
+    for _ in range(2000):
+        if not scheduler.has_unfinished:
+            break
+        step(scheduler)
+    assert not scheduler.has_unfinished
+    assert scheduler.pool.num_used == 0
+
+
+# Misuse
+
+
+@each_stage
+def test_nothing_to_do(stage: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=8)
+    output = scheduler.schedule()
+    assert (output.num_scheduled_tokens, output.scheduled, output.total_num_scheduled_tokens) == ({}, [], 0)
+    assert scheduler.update_from_output(output, {}) == []
+
+
+@each_stage
+def test_schedule_twice(stage: str) -> None:
+    """The model failed: the second output orders the same work, and is the one to report."""
+    scheduler = create_scheduler(stage, num_blocks=8, max_num_seqs=2)
+    for request_id in range(3):
+        scheduler.add_request(request_of(request_id))
+    for _ in range(2):
+        first = scheduler.schedule()
+        before = state(scheduler)
+        second = scheduler.schedule()
+        assert second.num_scheduled_tokens == first.num_scheduled_tokens
+        assert state(scheduler) == before
+        with pytest.raises(ValueError, match="a later schedule"):
+            scheduler.update_from_output(first, dict.fromkeys(first.num_scheduled_tokens, TOKEN))
+        assert state(scheduler) == before
+        assert scheduler.update_from_output(second, dict.fromkeys(second.num_scheduled_tokens, TOKEN)) == []
+
+
+@each_stage
+def test_report_twice(stage: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=8)
+    scheduler.add_request(request_of(0))
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, {0: TOKEN})
+    before = state(scheduler)
+    with pytest.raises(ValueError, match="reported before"):
+        scheduler.update_from_output(output, {0: TOKEN})
+    assert state(scheduler) == before
+
+
+@each_stage
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ({0: TOKEN}, ValueError, "no token for request 1"),
+        ({}, ValueError, "no token for request 0"),
+        ({0: TOKEN, 1: TOKEN, 2: TOKEN}, ValueError, "did not have: .*2"),
+        ({0: TOKEN, 1: 7.0}, TypeError, "must be an int; got float"),
+        ({0: True, 1: TOKEN}, TypeError, "must be an int; got bool"),
+    ],
+)
+def test_a_bad_report_changes_nothing(stage: str, tokens: dict[int, Any], error: type[Exception], message: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=8)
+    requests = [request_of(0, max_tokens=1), request_of(1, max_tokens=1)]
+    for request in requests:
+        scheduler.add_request(request)
+    output = scheduler.schedule()
+    before = state(scheduler, *requests)
+    with pytest.raises(error, match=message):
+        scheduler.update_from_output(output, tokens)
+    assert state(scheduler, *requests) == before
+    assert scheduler.update_from_output(output, {1: TOKEN, 0: TOKEN}) == requests
+
+
+@each_stage
+def test_a_client_leaves_while_the_model_runs(stage: str) -> None:
+    """Its blocks are free at once, its token is dropped, and a new request of that id starts anew."""
+    scheduler = create_scheduler(stage, num_blocks=8)
+    old, other = request_of("a"), request_of("b")
+    scheduler.add_request(old)
+    scheduler.add_request(other)
+    output = scheduler.schedule()
+    assert scheduler.abort_request("a")
+    assert (old.block_ids, old.finish_reason) == ([], "abort")
+    scheduler.check()
+    new = request_of("a")
+    scheduler.add_request(new)
+    assert scheduler.update_from_output(output, {"a": TOKEN, "b": TOKEN}) == []
+    assert (old.output_token_ids, new.output_token_ids, other.output_token_ids) == ([], [], [TOKEN])
+    assert (new.status, new.num_computed_tokens) == (RequestStatus.WAITING, 0)
+    scheduler.check()
+
+
+@each_stage
+def test_a_request_is_added_once(stage: str) -> None:
+    scheduler, other = (create_scheduler(stage, num_blocks=8) for _ in range(2))
+    request = request_of("a")
+    scheduler.add_request(request)
+    for _ in range(2):  # while it waits, while it runs
+        before = state(scheduler, request)
+        with pytest.raises(ValueError, match="here already"):
+            scheduler.add_request(request)
+        with pytest.raises(ValueError, match="here already"):
+            scheduler.add_request(request_of("a", 7))
+        with pytest.raises(ValueError, match="make a new Request"):
+            other.add_request(request)
+        assert state(scheduler, request) == before
+        step(scheduler)
+    scheduler.abort_request("a")
+    with pytest.raises(ValueError, match="make a new Request"):
+        scheduler.add_request(request)
+    scheduler.add_request(request_of("a"))
+    assert (scheduler.num_waiting, other.num_waiting) == (1, 0)
+
+
+@each_stage
+def test_nobody_of_that_id(stage: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=8)
+    scheduler.add_request(request_of("a", max_tokens=1))
+    step(scheduler)
+    assert not scheduler.abort_request("a")
+    assert not scheduler.abort_request("b")
+    assert not scheduler.finish_request("b", RequestStatus.FINISHED_STOPPED)
+
+
+@each_stage
+def test_a_status_that_is_no_end(stage: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=8)
+    scheduler.add_request(request_of("a"))
+    before = state(scheduler)
+    with pytest.raises(ValueError, match="RUNNING is not the end"):
+        scheduler.finish_request("a", RequestStatus.RUNNING)
+    assert state(scheduler) == before
+
+
+@each_stage
+def test_a_refused_request_leaves_no_trace(stage: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=8, max_num_batched_tokens=20, max_model_len=30)
+    for large in (request_of("a", 21), request_of("a", 30), request_of("a", 1000)):
+        before = state(scheduler, large)
+        with pytest.raises(RequestTooLargeError):
+            scheduler.add_request(large)
+        assert state(scheduler, large) == before
+    scheduler.add_request(small := request_of("a"))
+    assert small.arrival_index == 0

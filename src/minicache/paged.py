@@ -9,6 +9,7 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -57,8 +58,9 @@ class PagedStorage:
         self.head_dim = head_dim
         self.dtype = dtype
         shape = (2, num_layers, pool.num_blocks, pool.block_size, num_kv_heads, head_dim)
-        self._rows = torch.zeros(shape, dtype=dtype, device=device)
-        self.device = self._rows.device
+        rows = torch.zeros(shape, dtype=dtype, device=device)
+        self._k, self._v = rows[0].unbind(), rows[1].unbind()
+        self.device = rows.device
 
     @property
     def nbytes(self) -> int:
@@ -77,12 +79,12 @@ class PagedStorage:
             IndexError: there is no such layer (negative ones included).
         """
         check_layer(layer, self.num_layers)
-        return self._rows[0, layer]
+        return self._k[layer]
 
     def v(self, layer: int) -> Tensor:
         """The values of `layer`, as `k`."""
         check_layer(layer, self.num_layers)
-        return self._rows[1, layer]
+        return self._v[layer]
 
 
 class PagedKVCache(KVCache):
@@ -364,7 +366,7 @@ class RaggedStep:
     The new tokens of all sequences lie one sequence after the other in a batch of 1, without padding, N in all. So a
     model that takes `[1, N]` token ids and a cache needs no second forward: `model(token_ids[None], step)`. A sequence
     in its prompt brings many tokens, a sequence in decode brings one, and both may be in one step (Yu et al. 2022,
-    §4.2).
+    §3).
 
     All blocks are taken when the step is made, or none. A step serves one pass: each layer is appended to once, in
     order. If the pass is given up, the tables keep the new tokens' slots until their owner truncates them.
@@ -399,15 +401,14 @@ class RaggedStep:
             raise ValueError("a table is given twice: a sequence brings its new tokens together")
         slots = _grow(tables, num_new_tokens)
         device = storage.device
-        new, lens = torch.tensor(num_new_tokens), torch.tensor([table.num_tokens for table in tables])
+        lens = [table.num_tokens for table in tables]
+        spans = [range(end - count, end) for end, count in zip(lens, num_new_tokens, strict=True)]
         self.storage = storage
         self.slot_mapping = torch.tensor(slots, device=device)
-        self.context_lens = lens.to(device)
-        self.query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)]).to(device)
+        self.context_lens = torch.tensor(lens, device=device)
+        self.query_start_loc = torch.tensor([0, *accumulate(num_new_tokens)], device=device)
         self.block_tables = _tensor_of(tables, device)
-        self._positions = torch.cat(
-            [torch.arange(end - count, end) for end, count in zip(lens.tolist(), num_new_tokens, strict=True)]
-        ).to(device)
+        self._positions = torch.tensor([position for span in spans for position in span], device=device)
         self._is_decode = max(num_new_tokens) == 1
         self._turns = LayerTurns(storage.num_layers)
         self._is_over = False
@@ -424,8 +425,8 @@ class RaggedStep:
         Raises:
             ValueError: another number than the step was made for.
         """
-        if num_new_tokens != len(self._positions):
-            raise ValueError(f"this step was made for {len(self._positions)} tokens, not for {num_new_tokens}")
+        if num_new_tokens != self._positions.shape[0]:
+            raise ValueError(f"this step was made for {self._positions.shape[0]} tokens, not for {num_new_tokens}")
         return self._positions
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -450,7 +451,7 @@ class RaggedStep:
         self._turns.check(layer, k.shape[2])
         k, v = (rows[0].transpose(0, 1) for rows in (k, v))
         kernels.store_kv(k, v, self.storage.k(layer), self.storage.v(layer), self.slot_mapping)
-        self._is_over = self._turns.advance(len(self.slot_mapping))
+        self._is_over = self._turns.advance(k.shape[0])
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Causal attention of the step's tokens, each over its own sequence, through the block tables.

@@ -1,8 +1,8 @@
 """Store, gather and attend through block tables: four functions, two backends.
 
 The functions here check their arguments once, for both backends, and pass them on: CPU tensors to PyTorch (`plain`,
-phase 3; `optional` where an option is given), CUDA tensors to Triton (`store`, `gather`, `decode`, `split_kv`,
-`prefill`, phase 4). A backend is imported when it is first needed, so that the package works where Triton does not. No
+phase 3, and `batched` for many short sequences in decode; `optional` where an option is given), CUDA tensors to Triton
+(`store`, `gather`, `decode`, `split_kv`, `prefill`, phase 4). A backend is imported when it is first needed, so that the package works where Triton does not. No
 phase builds this module.
 
 The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
@@ -177,9 +177,9 @@ def paged_decode_attention(
         return torch.empty_like(q)
     if _choose(backend, q.device) == "torch":
         if _is_plain(q, k_cache, options):
-            from minicache.kernels import plain
+            from minicache.kernels import batched
 
-            return plain.paged_decode_attention(*paged, scale=scale)
+            return batched.paged_decode_attention(*paged, scale=scale)
         from minicache.kernels import optional
 
         return optional.paged_decode_attention(*paged, scale=scale, **options)
@@ -256,9 +256,9 @@ def paged_prefill_attention(
         return torch.empty_like(q)
     if _choose(backend, q.device) == "torch":
         if _is_plain(q, k_cache, options):
-            from minicache.kernels import plain
+            from minicache.kernels import batched
 
-            return plain.paged_prefill_attention(*paged, scale=scale)
+            return batched.paged_prefill_attention(*paged, scale=scale)
         from minicache.kernels import optional
 
         return optional.paged_prefill_attention(*paged, scale=scale, **options)

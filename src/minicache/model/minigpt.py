@@ -71,16 +71,35 @@ class MiniGPT(nn.Module):
             IndexError: a token id lies outside the vocabulary.
             CacheOverflowError: the cache has no room for T more tokens. Nothing was written.
         """
+        return self.logits(self.hidden_states(token_ids, cache))
+
+    def hidden_states(self, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
+        """The first half of `forward`: what the last norm gives at each position, before the vocabulary.
+
+        An engine reads one token's logits of a prompt, the last one's, so it wants the two halves apart: of the shipped
+        sizes the head is a fifth of the arithmetic.
+
+        Args:
+            token_ids: as for `forward`, and refused alike.
+            cache: likewise.
+
+        Returns:
+            `[B, T, hidden_size]`.
+        """
         self._check_token_ids(token_ids)
         num_new = token_ids.shape[1]
         positions = torch.arange(num_new, device=token_ids.device) if cache is None else cache.positions(num_new)
         self._check_positions(positions)
-        # One axis for the heads, before T: [1, T, d] or [B, 1, T, d], either broadcasts against [B, H, T, d].
-        rotation = cast(Tensor, self.cos)[positions].unsqueeze(-3), cast(Tensor, self.sin)[positions].unsqueeze(-3)
+        # One axis for the heads, after T: [T, 1, d] or [B, T, 1, d], either broadcasts against [B, T, H, d].
+        rotation = cast(Tensor, self.cos)[positions].unsqueeze(-2), cast(Tensor, self.sin)[positions].unsqueeze(-2)
         hidden = self.embed_tokens(token_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotation, cache)
-        return F.linear(self.norm(hidden), self.embed_tokens.weight)
+        return cast(Tensor, self.norm(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The second half of `forward`: logits `[…, vocab_size]` of the positions `[…, hidden_size]` that are given."""
+        return F.linear(hidden, self.embed_tokens.weight)
 
     def num_parameters(self) -> int:
         """The number of trained values; the tied embedding counts once."""
@@ -136,13 +155,14 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
         """`[B, T, hidden_size]` → the same shape. Keys enter the cache already rotated."""
         q, k, v = (self._heads(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        # Rotated as [B, T, heads, d], where a token's numbers lie side by side, and only then seen as [B, heads, T, d].
+        q, k, v = (heads.transpose(1, 2) for heads in (rotate(q, *rotation), rotate(k, *rotation), v))
         out = attention.attention_with_cache(q, k, v, self.index, cache)
         return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """`[B, T, heads · d]` → `[B, heads, T, d]`."""
-        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        """`[B, T, heads · d]` → `[B, T, heads, d]`."""
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
 
 class FeedForward(nn.Module):
@@ -156,22 +176,24 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[B, T, hidden_size]` → the same shape."""
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)))
+        # In place: a prompt's activations are megabytes, and memory that is fresh costs more than the product.
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(hidden)).mul_(self.up_proj(hidden))))
 
 
 def rotary_tables(config: MiniGPTConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each `[max_seq_len, head_dim]`.
+    """Cosine and sine of every position's angles, each `[max_seq_len, head_dim]`, as `rotate` wants them.
 
     Dimension i turns together with dimension i + d/2, by position · theta^(−2i/d): "by halves", as Llama's published
-    weights expect (Su et al. 2021 pair neighbours; the two differ by a permutation of the dimensions).
+    weights expect (Su et al. 2021 pair neighbours; the two differ by a permutation of the dimensions). Turning takes
+    the sine from the first of a pair and adds it to the second, so its first half is negative here.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
-    angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
+    angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies)
+    return angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], dim=1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys `[B, heads, T, d]` by their positions' angles, `[…, T, d]`."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat([-second, first], dim=-1) * sin
+    """Turn queries or keys `[B, T, heads, d]` by their positions' angles, `[…, T, 1, d]` each."""
+    partners = heads.roll(heads.shape[-1] // 2, dims=-1)
+    return (heads * cos).addcmul_(partners, sin)

@@ -1,0 +1,158 @@
+"""What the engine keeps of each request that it serves, from the prompt to the answer. No phase builds this module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minicache.errors import RequestTooLargeError
+from minicache.request import Request, RequestId
+from minicache.runner import ModelConfig
+from minicache.sampling import SamplingParams, TokenSampler
+from minicache.stopping import TextStream, Tokenizer
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step gave one request.
+
+    Attributes:
+        index: the place of its prompt in the list that `stream` was given; 0 for a request of `add_request`.
+        token_id: the token that was generated; None if the request ended without one (capacity).
+        text: what can be shown of the answer now, and could not before. "" without a tokenizer; also while a text
+            may be the beginning of a stop string.
+        finish_reason: "stop", "length" or "capacity" in the request's last chunk; None before.
+        request_id: whose it is.
+    """
+
+    index: int
+    token_id: int | None
+    text: str
+    finish_reason: str | None
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole answer to one prompt.
+
+    Attributes:
+        token_ids: what was generated, the token that ended it included.
+        text: the same as text, cut before a stop string. It continues the prompt: a space that belongs between the two
+            is its first letter. "" without a tokenizer.
+        finish_reason: "stop", "length", "capacity" or "abort".
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@dataclass(slots=True)
+class Answer:
+    """A request that the engine serves, and what it needs to serve it.
+
+    Attributes:
+        request: what the scheduler knows of it.
+        sampler: picks its tokens.
+        text: its text as it comes; None without a tokenizer.
+        chunks: the list to which its chunks go.
+        index: of its chunks.
+    """
+
+    request: Request
+    sampler: TokenSampler
+    text: TextStream | None
+    chunks: list[Chunk]
+    index: int = 0
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None while it has not. A stop string counts for more than a limit reached with it."""
+        return "stop" if self.text is not None and self.text.is_stopped else self.request.finish_reason
+
+    def completion(self) -> Completion:
+        """All of it, once it has ended."""
+        assert self.finish_reason is not None, "the request has not ended"
+        text = "" if self.text is None else self.text.text
+        return Completion(self.request.output_token_ids, text, self.finish_reason)
+
+
+def new_answer(
+    prompt: Prompt,
+    params: SamplingParams,
+    request_id: RequestId,
+    chunks: list[Chunk],
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    index: int = 0,
+    priority: int = 0,
+    group: str = "text",
+) -> Answer:
+    """One prompt as a request, with all that it will need, if this model and tokenizer can serve it.
+
+    Its stop tokens are those of the params, and the tokenizer's end token. Its max_tokens is at most what the model has
+    room for after the prompt.
+
+    Args:
+        prompt: a text, or token ids.
+        params: what to generate.
+        request_id: its name.
+        chunks: the list to which its chunks are to go.
+        config: the model's.
+        tokenizer: the engine's, or None.
+        index: of its chunks.
+        priority: as `Request`.
+        group: as `Request`.
+
+    Raises:
+        TypeError: the prompt is neither, or `params` are no SamplingParams.
+        ValueError: an empty prompt, or a text or a stop string without a tokenizer.
+        IndexError: a token id is outside the model's vocabulary.
+        UnknownWordError: the tokenizer does not know a word.
+        RequestTooLargeError: the prompt is as long as the longest sequence of the model, or longer.
+    """
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams; got {params!r}")
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
+    token_ids = _token_ids(prompt, config.vocab_size, tokenizer)
+    room = config.max_seq_len - len(token_ids)
+    if room < 1:
+        raise RequestTooLargeError(
+            f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the model takes {config.max_seq_len}"
+        )
+    end = () if tokenizer is None else (tokenizer.end_token_id,)
+    request = Request(
+        request_id,
+        token_ids,
+        min(params.max_tokens, room),
+        stop_token_ids=(*params.stop_token_ids, *end),
+        ignore_eos=params.ignore_eos,
+        priority=priority,
+        group=group,
+    )
+    text = None if tokenizer is None else TextStream(tokenizer, token_ids, params.stop)
+    return Answer(request, TokenSampler(params), text, chunks, index)
+
+
+def _token_ids(prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:
+    """A prompt's tokens, at least one, all of them in the model's vocabulary."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text needs a tokenizer: give the engine one, or give token ids")
+        token_ids = tokenizer.encode(prompt)
+    elif isinstance(prompt, Sequence) and all(type(token_id) is int for token_id in prompt):
+        token_ids = [*prompt]
+    else:
+        raise TypeError(f"a prompt must be a text or a list of token ids; got {prompt!r}")
+    if not token_ids:
+        raise ValueError("a prompt is empty: it needs at least one token")
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise IndexError(f"token id {outside} is outside the model's vocabulary, 0 … {vocab_size - 1}")
+    return token_ids

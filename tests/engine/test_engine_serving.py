@@ -1,0 +1,485 @@
+"""The engine as its callers see it: where answers end, what is streamed, what is refused, and what a failure costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minicache.engine import LLM, Completion
+from minicache.errors import CheckpointError, InvariantError, OutOfBlocksError, RequestTooLargeError, UnknownWordError
+from minicache.model import MiniGPT, MiniGPTConfig
+from minicache.sampling import SamplingParams
+from minicache.scheduler import ContinuousBatchScheduler, PagedScheduler, create_scheduler
+from minicache.scheduler.observe import Recorder
+
+LENGTHS = (14, 3, 11, 1, 18, 6, 8, 16)
+GREEDY = SamplingParams(max_tokens=12)
+FOREVER = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+def params_of(**options):
+    return [SamplingParams(max_tokens=length, ignore_eos=True, **options) for length in LENGTHS]
+
+
+def token_ids(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture
+def llm(model, tokenizer) -> LLM:
+    return LLM(model, tokenizer=tokenizer, num_blocks=64)
+
+
+@pytest.fixture(scope="module")
+def text_of(model, tokenizer, alone):
+    """The text of a greedy answer: the prompt and the answer decoded at once, without the prompt."""
+
+    def text(prompt: str, num_tokens: int) -> str:
+        ids = tokenizer.encode(prompt)
+        return tokenizer.decode(ids + alone(ids, num_tokens)).removeprefix(prompt)
+
+    return text
+
+
+# Where an answer ends
+
+
+def test_a_text_continues_its_prompt(llm, text_of):
+    completions = llm.generate(["Yesterday I", "She"], [GREEDY, SamplingParams(max_tokens=5)])
+    assert [each.text for each in completions] == [text_of("Yesterday I", 12), text_of("She", 5)]
+    assert [each.finish_reason for each in completions] == ["length", "length"]
+
+
+def test_the_end_token_ends_an_answer_and_stays_in_it(llm, tokenizer):
+    (completion,) = llm.generate(["Yesterday I"], SamplingParams(max_tokens=400, temperature=1.0, seed=1))
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids.index(tokenizer.end_token_id) == len(completion.token_ids) - 1
+    (longer,) = llm.generate(["Yesterday I"], SamplingParams(max_tokens=200, temperature=1.0, seed=1, ignore_eos=True))
+    assert len(longer.token_ids) == 200
+    assert longer.token_ids[: len(completion.token_ids)] == completion.token_ids
+
+
+def test_stop_tokens(llm, tokenizer, alone):
+    prompt = tokenizer.encode("Yesterday I")
+    tokens = alone(prompt, 12)
+    (got,) = llm.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=(345, tokens[6])))
+    assert (got.token_ids, got.finish_reason) == (tokens[: tokens.index(tokens[6]) + 1], "stop")
+
+
+@pytest.mark.parametrize(("first", "stop"), [(1, (3, 6)), (2, (1, 9)), (0, (1, 15))], ids=str)
+def test_a_stop_string_over_word_borders(llm, tokenizer, alone, text_of, first, stop):
+    """A stop string cut out of the text itself, beginning and ending anywhere: the text ends before it."""
+    text = text_of("Yesterday I", 12)
+    wanted = text[stop[0] : stop[1]]
+    (got,) = llm.generate(["Yesterday I"], SamplingParams(max_tokens=12, stop=wanted))
+    assert (got.text, got.finish_reason) == (text[: text.index(wanted)], "stop")
+    tokens = alone(tokenizer.encode("Yesterday I"), 12)
+    assert got.token_ids == tokens[: len(got.token_ids)]
+    assert wanted in text_of("Yesterday I", len(got.token_ids))
+    assert wanted not in text_of("Yesterday I", len(got.token_ids) - 1)
+    assert llm.scheduler.pool.num_used == 0
+
+
+def test_a_stop_string_with_the_last_token(llm, text_of):
+    """The token that fills max_tokens completes the stop string too: the text was stopped, not cut short."""
+    text = text_of("Yesterday I", 6)
+    (got,) = llm.generate(["Yesterday I"], SamplingParams(max_tokens=6, stop=(text[-4:],)))
+    assert (got.text, got.finish_reason) == (text[:-4], "stop")
+
+
+def test_what_may_be_a_stop_string_is_not_streamed(llm, text_of):
+    text = text_of("Yesterday I", 12)
+    stop = text[6:20] + "nothing like it"
+    chunks = list(llm.stream(["Yesterday I"], SamplingParams(max_tokens=12, stop=[stop])))
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert "" in [chunk.text for chunk in chunks]
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 11 + ["length"]
+
+
+def test_stopped_requests_leave_room_for_others(model, tokenizer, prompts, watch, text_of):
+    """A request that a stop string has ended is in no later batch."""
+    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=1, observers=[watch])
+    stop = text_of("Yesterday I", 2)[-3:]
+    llm.generate([prompts[0], prompts[1]], [SamplingParams(max_tokens=9, stop=stop), SamplingParams(max_tokens=1)])
+    assert [list(batch) for batch in watch.batches] == [[0], [0], [1]]
+
+
+def test_max_model_len(model, prompts, alone):
+    llm = LLM(model, max_model_len=20)
+    got = llm.generate(prompts, FOREVER)
+    assert [len(prompt) + len(each.token_ids) for prompt, each in zip(prompts, got, strict=True)] == [20] * len(prompts)
+    assert token_ids(got) == [alone(prompt, 20 - len(prompt)) for prompt in prompts]
+    assert {each.finish_reason for each in got} == {"length"}
+
+
+def test_the_model_has_an_end_too():
+    """A scheduler without max_model_len: the engine knows how many positions the model has."""
+    model = a_model(max_seq_len=16)
+    for name in ("continuous", "paged"):
+        llm = LLM(model, scheduler=create_scheduler(name, num_blocks=40, block_size=4))
+        (got,) = llm.generate([[1, 2, 3, 4, 5]], FOREVER)
+        assert (len(got.token_ids), got.finish_reason) == (11, "length")
+        with pytest.raises(RequestTooLargeError, match="16"):
+            llm.generate([[1] * 16], FOREVER)
+
+
+def test_one_that_outgrows_the_whole_memory_ends_by_capacity(model, prompts, alone):
+    llm = LLM(model, scheduler="paged", num_blocks=5, block_size=4)
+    chunks = list(llm.stream([prompts[0]], FOREVER))
+    assert [chunk.token_id for chunk in chunks] == [*alone(prompts[0], 19), None]
+    assert [chunk.finish_reason for chunk in chunks[-2:]] == [None, "capacity"]
+    (completion,) = llm.generate([prompts[0]], FOREVER)
+    assert completion == Completion(alone(prompts[0], 19), "", "capacity")
+
+
+def test_capacity_shows_the_text_that_was_held_back(model, tokenizer, prompts, text_of):
+    llm = LLM(model, scheduler="paged", num_blocks=5, block_size=4, tokenizer=tokenizer)
+    text = text_of("Yesterday I", 19)
+    (got,) = llm.generate(["Yesterday I"], SamplingParams(max_tokens=60, ignore_eos=True, stop=text[-6:] + "."))
+    assert (got.text, got.finish_reason) == (text, "capacity")
+
+
+# Streaming
+
+
+@pytest.mark.parametrize("cache", ["paged", "dense"])
+def test_streaming_is_generating(model, tokenizer, prompts, cache):
+    llm = LLM(model, tokenizer=tokenizer, cache=cache, max_num_seqs=3, num_blocks=64)
+    params = params_of(temperature=1.0, seed=2)
+    completions = llm.generate(prompts, params)
+    chunks = list(llm.stream(prompts, params))
+    for index, completion in enumerate(completions):
+        mine = [chunk for chunk in chunks if chunk.index == index]
+        assert [chunk.token_id for chunk in mine] == completion.token_ids
+        assert "".join(chunk.text for chunk in mine) == completion.text
+        assert [chunk.finish_reason for chunk in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
+
+
+def test_a_chunk_comes_with_its_step(llm, prompts):
+    stream = llm.stream(prompts[:3], GREEDY)
+    assert not llm.has_unfinished
+    assert [next(stream).index for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [len(request.output_token_ids) for request in llm.scheduler.running] == [2, 2, 2]
+
+
+def test_leaving_a_stream_aborts_what_is_unfinished(llm, prompts):
+    kept = llm.add_request(prompts[3], GREEDY)
+    stream = llm.stream(prompts[:3], GREEDY)
+    next(stream)
+    stream.close()
+    assert list(llm.answers) == [kept]
+    assert [request.request_id for request in llm.scheduler.running] == [kept]
+
+
+def test_several_callers_at_once(llm, prompts, expected_of):
+    """Two streams, a generate and add_request, each taking steps for all: everybody gets all of his own chunks."""
+    params = params_of()
+    added = llm.add_request(prompts[0], params[0])
+    one, two = llm.stream(prompts[1:3], params[1:3]), llm.stream(prompts[3:6], params[3:6])
+    got = {1: [next(one)], 2: [next(two)]}
+    assert token_ids(llm.generate(prompts[6:], params[6:])) == expected_of(range(6, 8))
+    mine = llm.step()
+    got[2] += two
+    got[1] += one
+    while llm.has_unfinished:
+        mine += llm.step()
+    assert {chunk.request_id for chunk in mine} == {added}
+    assert [chunk.token_id for chunk in mine] == expected_of([0])[0]
+    for chunks, indices in ((got[1], (1, 2)), (got[2], (3, 4, 5))):
+        tokens = [[chunk.token_id for chunk in chunks if chunk.index == place] for place in range(len(indices))]
+        assert tokens == expected_of(indices)
+
+
+@pytest.fixture
+def expected_of(prompts, alone):
+    return lambda indices: [alone(prompts[i], LENGTHS[i]) for i in indices]
+
+
+def test_a_request_of_a_stream_may_be_aborted(llm, prompts, alone):
+    tokens = {0: [], 1: []}
+    for chunk in llm.stream(prompts[:2], GREEDY):
+        tokens[chunk.index].append(chunk.token_id)
+        if len(tokens[0]) == 3 and chunk.index == 0:
+            assert llm.abort_request(chunk.request_id)
+    assert list(tokens.values()) == [alone(prompts[0], 3), alone(prompts[1], 12)]
+
+
+# Refusals
+
+
+def a_model(**sizes) -> MiniGPT:
+    defaults = {"vocab_size": 40, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    return MiniGPT(MiniGPTConfig(**{**defaults, "intermediate_size": 24, "max_seq_len": 64, **sizes})).eval()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error", "says"),
+    [
+        ("Yesterday I", GREEDY, TypeError, "list"),
+        (7, GREEDY, TypeError, "list"),
+        ([1, 2], GREEDY, TypeError, "prompt"),
+        ([["She"]], GREEDY, TypeError, "prompt"),
+        ([[1.0]], GREEDY, TypeError, "prompt"),
+        ([[True]], GREEDY, TypeError, "prompt"),
+        (["She", ""], GREEDY, ValueError, "empty"),
+        ([[1], []], GREEDY, ValueError, "empty"),
+        ([[1], [10**6]], GREEDY, IndexError, "vocabulary"),
+        ([[1], [-1]], GREEDY, IndexError, "vocabulary"),
+        (["She xyzzyed"], GREEDY, UnknownWordError, "xyzzyed"),
+        (["She", "I"], [GREEDY], ValueError, "one for each"),
+        (["She"], [GREEDY, GREEDY], ValueError, "one for each"),
+        (["She"], {"max_tokens": 3}, TypeError, "SamplingParams"),
+        (["She"], None, TypeError, "params"),
+        ([[1], [1] * 600], GREEDY, RequestTooLargeError, "600"),
+        ([[1], [1] * 290], GREEDY, RequestTooLargeError, "num_blocks"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_refused_before_anything_is_begun(model, tokenizer, prompts, params, error, says):
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=16)
+    with pytest.raises(error, match=says):
+        llm.generate(prompts, params)
+    with pytest.raises(error, match=says):
+        llm.stream(prompts, params)
+    assert not llm.has_unfinished
+    assert not llm.answers
+
+
+def test_no_prompts_no_answers(llm):
+    assert llm.generate([], GREEDY) == []
+    assert list(llm.stream([], [])) == []
+
+
+def test_one_too_large_among_those_that_are_added(llm):
+    llm.add_request([1, 2], GREEDY, request_id="a")
+    with pytest.raises(RequestTooLargeError, match="num_blocks"):
+        LLM(llm.model, num_blocks=2).add_request([1] * 40, GREEDY)
+    with pytest.raises(ValueError, match="'a'"):
+        llm.add_request([1, 2], GREEDY, request_id="a")
+    assert list(llm.answers) == ["a"]
+    assert not llm.abort_request("b")
+
+
+def test_texts_need_a_tokenizer(model):
+    llm = LLM(model)
+    with pytest.raises(ValueError, match="tokenizer"):
+        llm.generate(["She"], GREEDY)
+    with pytest.raises(ValueError, match="tokenizer"):
+        llm.generate([[1]], SamplingParams(stop="She"))
+    (got,) = llm.generate([[1]], GREEDY)
+    assert got.text == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"cache": "sparse"}, ValueError, "cache"),
+        ({"scheduler": "best"}, ValueError, "best"),
+        ({"max_model_len": 513}, ValueError, "512"),
+        ({"num_blocks": 0}, ValueError, "num_blocks"),
+        ({"preemption": "swap", "num_host_blocks": 4, "cache": "dense"}, ValueError, "dense"),
+        ({"dtype": torch.float64}, ValueError, "dtype"),
+        ({"device": "meta"}, ValueError, "device"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together(model, options, error, says):
+    with pytest.raises(error, match=says):
+        LLM(model, **options)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing"):
+        LLM(tmp_path / "nothing")
+
+
+def test_a_scheduler_that_has_requests_already(model, prompts):
+    scheduler = PagedScheduler(num_blocks=8)
+    LLM(model, scheduler=scheduler).add_request(prompts[0], GREEDY)
+    with pytest.raises(ValueError, match="already"):
+        LLM(model, scheduler=scheduler)
+
+
+# Memory
+
+
+def test_the_default_memory(model):
+    """64 MiB, but enough for one request and not more than for max_num_seqs of them."""
+    assert LLM(model).storage.nbytes == 64 * 2**20
+    assert LLM(model, max_num_seqs=2).scheduler.pool.num_blocks == 2 * 512 // 16
+    large = a_model(hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=512, max_seq_len=2000)
+    assert LLM(large).scheduler.pool.num_blocks == 2000 // 16
+    assert LLM(model, cache="dense").storage is None
+
+
+# A scheduler that does not keep its promises
+
+
+def test_a_scheduler_that_orders_nothing(model, prompts):
+    class Idle(PagedScheduler):
+        def admit(self, output):
+            pass
+
+    llm = LLM(model, scheduler=Idle(num_blocks=8))
+    with pytest.raises(InvariantError, match="orders nothing"):
+        llm.generate(prompts[:2], GREEDY)
+    assert not llm.has_unfinished
+
+
+def test_a_scheduler_that_gives_no_blocks(model, prompts):
+    class Generous(ContinuousBatchScheduler):
+        def blocks_to_admit(self, request):
+            return 0
+
+    llm = LLM(model, scheduler=Generous(num_blocks=8))
+    with pytest.raises(InvariantError, match="gave it 0 blocks"):
+        llm.generate(prompts[:2], GREEDY)
+
+
+# Failures
+
+
+class Failing:
+    """A model that raises in the passes, counted from 0, and in the layers, that it is told."""
+
+    def __init__(self, model, failures):
+        self.model, self.failures, self.num_passes = model, failures, 0
+        self.config, self.parameters = model.config, model.parameters
+
+    def hidden_states(self, token_ids, cache):
+        layer = self.failures.get(self.num_passes)
+        self.num_passes += 1
+        if layer is None:
+            return self.model.hidden_states(token_ids, cache)
+        hooked = self.model.layers[layer].mlp if layer < len(self.model.layers) else self.model.norm
+        handle = hooked.register_forward_hook(self.fail)
+        try:
+            return self.model.hidden_states(token_ids, cache)
+        finally:
+            handle.remove()
+
+    def fail(self, *_):
+        raise OSError("the device is gone")
+
+    def logits(self, hidden):
+        return self.model.logits(hidden)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 4])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"scheduler": "static"},
+        {"cache": "dense"},
+        {"cache": "dense", "num_blocks": 9, "block_size": 4},
+        {"num_blocks": 9, "block_size": 4},
+        {"num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 30},
+    ],
+    ids=str,
+)
+def test_a_step_that_failed_can_be_tried_again(model, prompts, alone, watch, engine, layer):
+    failures = dict.fromkeys((0, 1, 4, 5, 6, 9, 14, 20), layer)
+    llm = LLM(Failing(model, failures), observers=[watch], **engine)
+    params = params_of(temperature=1.0, seed=4)
+    for prompt, each in zip(prompts, params, strict=True):
+        llm.add_request(prompt, each)
+    got, num_failures = {index: [] for index in range(len(prompts))}, 0
+    while llm.has_unfinished:
+        try:
+            for chunk in llm.step():
+                if chunk.token_id is not None:
+                    got[chunk.request_id].append(chunk.token_id)
+        except OSError:
+            num_failures += 1
+            llm.scheduler.check()
+    assert num_failures == len(failures)
+    assert list(got.values()) == [
+        alone(prompt, each.max_tokens, each) for prompt, each in zip(prompts, params, strict=True)
+    ]
+    assert (watch.num_preempted > 0) == ("num_blocks" in engine)
+
+
+def test_a_failure_in_generate_aborts_its_requests_and_no_others(model, prompts, alone):
+    llm = LLM(Failing(model, {3: 1}))
+    llm.add_request(prompts[0], GREEDY)
+    with pytest.raises(OSError, match="gone"):
+        llm.generate(prompts[1:4], GREEDY)
+    assert list(llm.answers) == [0]
+    tokens = []
+    while llm.has_unfinished:
+        tokens += [chunk.token_id for chunk in llm.step()]
+    assert tokens == alone(prompts[0], 12)
+
+
+def test_capacity_is_reported_though_the_model_fails(model, prompts):
+    """Who ended in `schedule()` is told once only: the failing pass must not swallow it."""
+
+    class Capacity(ContinuousBatchScheduler):
+        def schedule(self):
+            output = super().schedule()
+            if self.running and len(self.running[0].output_token_ids) == 2:
+                from minicache.request import RequestStatus
+
+                victim = self.running[0]
+                output.num_scheduled_tokens.pop(victim.request_id)
+                output.scheduled.remove(victim)
+                self.finish_request(victim.request_id, RequestStatus.FINISHED_CAPACITY)
+                output.finished.append(victim.request_id)
+            return output
+
+    llm = LLM(Failing(model, {2: 0}), scheduler=Capacity(num_blocks=64))
+    llm.add_request(prompts[0], FOREVER, request_id="a")
+    llm.step()
+    llm.add_request(prompts[1], FOREVER, request_id="b")
+    llm.step()
+    with pytest.raises(OSError, match="gone"):
+        llm.step()
+    chunk, *_ = llm.step()
+    assert (chunk.request_id, chunk.token_id, chunk.finish_reason) == ("a", None, "capacity")
+
+
+def test_logits_that_are_no_numbers(model, prompts):
+    """NaN out of a model is an error that names the row, not a token."""
+
+    class Broken(Failing):
+        def logits(self, hidden):
+            return super().logits(hidden) * (torch.nan if self.num_passes == 2 else 1)
+
+    llm = LLM(Broken(model, {}), cache="dense")
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+    llm.add_request(prompts[0], params)
+    first = llm.step()
+    with pytest.raises(ValueError, match=r"rows \[0\]"):
+        llm.step()
+    rest = [chunk for _ in range(3) for chunk in llm.step()]
+    (expected,) = LLM(model).generate([prompts[0]], params)
+    assert [chunk.token_id for chunk in first + rest] == expected.token_ids
+
+
+def test_an_engine_that_lasts(model, prompts):
+    """The same engine for one list after the other: nothing is left behind, also after failures in the pool."""
+    llm = LLM(model, num_blocks=10, block_size=4)
+    first = token_ids(llm.generate(prompts, params_of()))
+    for _ in range(3):
+        assert token_ids(llm.generate(prompts, params_of())) == first
+        assert not llm.answers
+        assert llm.scheduler.pool.num_free == 10
+    with pytest.raises(OutOfBlocksError):
+        llm.scheduler.pool.allocate(11)
+
+
+def test_observers_see_a_trace(model, prompts):
+    steps = []
+    llm = LLM(model, max_num_seqs=2, observers=[Recorder(steps.append)])
+    llm.generate(prompts[:3], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert [len(step.batch) for step in steps] == [2, 2, 2, 2, 1, 1, 1, 1]
+    assert [event.kind for event in steps[0].events] == ["arrive"] * 3 + ["admit"] * 2
+
+
+def test_importing_the_engine_draws_nothing_heavy_into_the_lower_floor():
+    code = "import sys, minicache, minicache.scheduler; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

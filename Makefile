@@ -13,7 +13,7 @@ help: ## list the targets
 
 setup: $(SETUP) ## make .venv and install
 
-demo: $(SETUP) ## eight prompts, with and without a KV cache, dense and paged: same tokens
+demo: $(SETUP) ## a KV cache, a paged one, a scheduler: same tokens, less time, less memory, fewer steps
 	@$(BIN)/minicache demo
 
 test: $(SETUP) ## everything: reference, graders, author gates, model, site

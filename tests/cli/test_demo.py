@@ -1,5 +1,7 @@
 """`minicache demo`, small: all ways decode, plots are written, a cache that lies is found out."""
 
+import heapq
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from minicache.cache import KVCache
-from minicache.cli.demo import PROMPTS, app
+from minicache.cli.demo import PROMPTS, app, burst
 from minicache.errors import MinicacheError
 from minicache.grammar import Tokenizer
 from minicache.paged import PagedKVCache
@@ -64,3 +66,28 @@ def test_demo_refuses_to_praise_a_paged_cache_that_changes_the_tokens(
     result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"])
     assert isinstance(result.exception, MinicacheError)
     assert "the paged cache changed the tokens" in str(result.exception)
+
+
+def steps_of_the_burst() -> dict[str, int]:
+    """How many steps the burst takes: batch by batch the longest answer, or each seat on its own."""
+    lens, seats = burst.ANSWER_LENS, burst.NUM_SEATS
+    batches = [lens[start : start + seats] for start in range(0, len(lens), seats)]
+    free = [0] * seats  # when each seat is free again
+    for length in lens:
+        heapq.heappush(free, heapq.heappop(free) + length)
+    return {"static": sum(map(max, batches)), "continuous": max(free)}
+
+
+@pytest.mark.usefixtures("threads")
+def test_demo_serves_a_burst_with_both_schedulers(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    for stage, steps in steps_of_the_burst().items():
+        assert f"{stage} batching, {steps} steps" in result.output
+        row = next(line for line in result.output.splitlines() if line.startswith(f"│ {stage} "))
+        busy = 100 * sum(burst.ANSWER_LENS) / (burst.NUM_SEATS * steps)
+        assert [cell.strip() for cell in row.split("│")[2:4]] == [str(steps), f"{busy:.0f} %"]
+        trace = json.loads((tmp_path / f"burst-{stage}.trace.json").read_text())
+        slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert len(slices) == sum(burst.ANSWER_LENS)
+    assert (tmp_path / "burst.png").read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from minicache.cli.labs import Mine, use_labs
 from minicache.palette import color
 
 if TYPE_CHECKING:
@@ -34,12 +35,12 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     cache: Annotated[CacheKind, typer.Option(help="Where keys and values are kept; none recomputes all.")] = "dense",
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of `minicache train`.")] = None,
-    mine: Annotated[bool, typer.Option("--mine", help="Run on the lab files that you have finished.")] = False,
+    mine: Mine = False,
 ) -> None:
     """Complete PROMPT with MiniGPT, word by word."""
     console = Console(highlight=False)
     if mine:
-        _install_labs(console)
+        use_labs(console)
     import torch
 
     from minicache.decoding import decode
@@ -114,12 +115,3 @@ def _stream(console: Console, tokenizer: Tokenizer, prompt_ids: list[int], steps
         shown = text
     console.print()
     return len(ids) - len(prompt_ids)
-
-
-def _install_labs(console: Console) -> None:
-    """Put the learner's finished files in place, and say whose every module is."""
-    from minicache.course.finder import install_finished_labs, show
-
-    for lab in install_finished_labs():
-        whose = f"yours, {show(lab.file)}" if lab.mine else f"the reference ({lab.reason})"
-        console.print(f"{lab.module}: {whose}", style="dim", soft_wrap=True)

@@ -221,17 +221,27 @@ def generate(workload: Workload, count: int, seed: int) -> list[Arrival]:
         TypeError: `count` or `seed` is not an int.
         ValueError: `count` is negative.
     """
+    return list(stream(workload, count, seed))
+
+
+def stream(workload: Workload, count: int, seed: int) -> Iterator[Arrival]:
+    """What `generate` returns, one arrival at a time, each made when it is asked for.
+
+    Arguments and errors are `generate`'s; a bad argument is refused at once, not when the first arrival is asked for.
+    """
     require_count("count", count, at_least=0)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed must be an int, got {seed!r}")
+    return _draw(workload, count, seed)
+
+
+def _draw(workload: Workload, count: int, seed: int) -> Iterator[Arrival]:
     times_rng, lengths_rng = Random(f"arrivals {seed}"), Random(f"lengths {seed}")
     if workload.arrival_cv == 1:
         times = poisson_arrivals(workload.rate, times_rng)
     else:
         times = gamma_arrivals(workload.rate, workload.arrival_cv, times_rng)
-    arrivals = []
     for request_id, time in zip(range(count), times, strict=False):
         num_prompt_tokens = min(workload.prompt.sample(lengths_rng), workload.max_model_len - 1)
         num_output_tokens = min(workload.output.sample(lengths_rng), workload.max_model_len - num_prompt_tokens)
-        arrivals.append(Arrival(request_id, time, num_prompt_tokens, num_output_tokens))
-    return arrivals
+        yield Arrival(request_id, time, num_prompt_tokens, num_output_tokens)

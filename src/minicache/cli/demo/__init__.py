@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from minicache.cli.labs import Mine, use_labs
+
 PROMPTS = (
     "Yesterday I",
     "Tomorrow she",
@@ -26,18 +28,23 @@ app = typer.Typer()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("out/demo"),
     max_seq_len: Annotated[int, typer.Option(min=16, max=512, help="Length of prompt + text, in tokens.")] = 400,
+    mine: Mine = False,
 ) -> None:
-    """Complete eight prompts: recomputed and with a KV cache (two speeds), dense and paged (two sizes); same tokens."""
+    """A KV cache's speed, a paged cache's memory, and a burst of requests through two schedulers; same tokens."""
+    console = Console()
+    if mine:
+        use_labs(console)
     import torch
 
-    from minicache.cli.demo import memory, speed
+    from minicache.cli.demo import burst, memory, speed
     from minicache.grammar import Tokenizer
     from minicache.model import load_minigpt
 
-    console = Console()
     torch.set_num_threads(1)  # a second thread makes steps this small slower and their times noisy
     model, tokenizer = load_minigpt(), Tokenizer()
     console.rule("A KV cache: same tokens, less time", align="left")
     speed.show(model, tokenizer, PROMPTS, max_seq_len, out, console)
     console.rule("A paged KV cache: same tokens, less memory", align="left")
     memory.show(model, tokenizer, PROMPTS, max_seq_len, out, console)
+    console.rule("Continuous batching: same tokens, fewer steps", align="left")
+    burst.show(model, tokenizer, PROMPTS, out, console)

@@ -1,0 +1,238 @@
+"""The demo's third part: what a scheduler is for. A burst of requests, served by static and by continuous batching.
+
+All requests arrive at once and want answers of different lengths. Both schedulers have the same seats and the same
+memory. The grids are drawn from the traces of the two runs: a row a request, a column a step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from minicache.errors import MinicacheError
+from minicache.palette import GRID, INK, PALETTE, Scheme, color
+
+if TYPE_CHECKING:
+    from minicache.grammar import Tokenizer
+    from minicache.model import MiniGPT
+    from minicache.trace import TraceStep
+
+NUM_SEATS = 3
+ANSWER_LENS = (8, 60, 21, 14, 44, 9, 30, 12, 52, 17)
+"""Tokens that each request of the burst asks for: nobody's batch is of one length."""
+
+STAGES = ("static", "continuous")
+
+NUM_CHATS = 200
+"""Requests of the simulated burst, of ShareGPT's lengths."""
+
+NUM_SLOTS = 15_728
+"""Tokens that the 12 GB hold which OPT-13B's weights leave on an A100-40GB (phase 2)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The burst, served by one scheduler.
+
+    Attributes:
+        steps: the trace, on a clock of real seconds.
+        token_ids: the answers, a list a request.
+        seconds: from the first step to the last.
+    """
+
+    steps: list[TraceStep]
+    token_ids: list[list[int]]
+    seconds: float
+
+    @property
+    def busy_share(self) -> float:
+        """Seats that computed a token, of all seats of all steps."""
+        return sum(len(step.batch) for step in self.steps) / (NUM_SEATS * len(self.steps))
+
+    @property
+    def finish_steps(self) -> list[int]:
+        """The steps after which each request had ended."""
+        return [step.step + 1 for step in self.steps for event in step.events if event.kind == "finish"]
+
+
+def show(model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], out: Path, console: Console) -> None:
+    """Serve the burst with both schedulers, print grids and throughput, and save plot and traces in `out`.
+
+    Raises:
+        MinicacheError: the schedulers disagree about a token.
+    """
+    prompts = [texts[index % len(texts)] for index in range(len(ANSWER_LENS))]
+    runs = {stage: _serve(model, tokenizer, prompts, stage) for stage in STAGES}
+    if runs["static"].token_ids != runs["continuous"].token_ids:
+        raise MinicacheError("the scheduler changed the tokens. That is a bug: please report it.")
+    console.print(
+        f"{len(prompts)} requests arrive at once and ask for {min(ANSWER_LENS)} to {max(ANSWER_LENS)} tokens; "
+        f"{NUM_SEATS} seats in the batch.",
+        soft_wrap=True,
+    )
+    for stage, run in runs.items():
+        console.print(_grid(stage, run, console.width, most_steps=max(len(run.steps) for run in runs.values())))
+    console.print(_legend())
+    console.print(_totals(runs))
+    console.print(_simulated())
+    console.print(f"Plot: [bold]{_save_plot(runs, out)}[/]", soft_wrap=True)
+    for stage, run in runs.items():
+        console.print(f"Trace, for a trace viewer: [bold]{_save_trace(stage, run, out)}[/]", soft_wrap=True)
+
+
+def _serve(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], stage: str) -> Run:
+    from minicache.engine import LLM
+    from minicache.sampling import SamplingParams
+    from minicache.scheduler.observe import Recorder
+
+    steps: list[TraceStep] = []
+    start = time.perf_counter()
+    recorder = Recorder(steps.append, clock=lambda: time.perf_counter() - start)
+    llm = LLM(model, tokenizer=tokenizer, scheduler=stage, max_num_seqs=NUM_SEATS, observers=[recorder])
+    params = [
+        SamplingParams(max_tokens=length, temperature=1.0, seed=index, ignore_eos=True)
+        for index, length in enumerate(ANSWER_LENS)
+    ]
+    completions = llm.generate(prompts, params)
+    return Run(steps, [list(completion.token_ids) for completion in completions], steps[-1].time + steps[-1].seconds)
+
+
+def cells(steps: Sequence[TraceStep], num_requests: int) -> list[list[str | None]]:
+    """What each request did at each step: "prompt", "generated", "end", "waiting" or None, once it is gone."""
+    rows: list[list[str | None]] = [["waiting"] * len(steps) for _ in range(num_requests)]
+    numbers: dict[object, int] = {}  # the engine names the requests; they arrive in the order of the prompts
+    for column, step in enumerate(steps):
+        for event in step.events:
+            if event.kind == "arrive":
+                numbers[event.request_id] = len(numbers)
+        for entry in step.batch:
+            rows[numbers[entry.request_id]][column] = "prompt" if entry.is_prefill else "generated"
+        for event in step.events:
+            if event.kind == "finish":
+                row = rows[numbers[event.request_id]]
+                row[column] = "end"
+                row[column + 1 :] = [None] * (len(steps) - column - 1)
+    return rows
+
+
+def _grid(stage: str, run: Run, width: int, most_steps: int) -> Text:
+    """The run as coloured characters, as many steps to a character as the terminal makes necessary."""
+    per_cell = -(-most_steps // max(20, width - 8))
+    text = Text(f"{stage} batching, {len(run.steps)} steps", style="bold")
+    text.append(f" ({per_cell} to a character)\n" if per_cell > 1 else "\n", style="dim")
+    for index, row in enumerate(cells(run.steps, len(ANSWER_LENS))):
+        text.append(f"  {index:2}  ", style="dim")
+        for start in range(0, len(row), per_cell):
+            text.append(*_cell(row[start : start + per_cell]))
+        text.append("\n")
+    return text
+
+
+def _cell(kinds: Sequence[str | None]) -> tuple[str, str]:
+    """One character and its style: the end if it falls here, else the prompt, else a generated token."""
+    for kind in ("end", "prompt", "generated"):
+        if kind in kinds:
+            return "█", color(kind, "dark")
+    return ("·", "dim") if "waiting" in kinds else (" ", "dim")
+
+
+def _legend() -> Text:
+    text = Text("  ")
+    for role in ("prompt", "generated", "end"):
+        text.append("█", style=color(role, "dark"))
+        text.append(
+            {"prompt": " prompt   ", "generated": " a token   ", "end": " the last token   "}[role], style="dim"
+        )
+    return text.append("· waits", style="dim")
+
+
+def _totals(runs: dict[str, Run]) -> Table:
+    table = Table(caption="busy seats: of all seats of all steps, those that computed a token")
+    for heading in ("", "steps", "busy seats", "mean steps to the end", "seconds", "tokens / s"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for stage, run in runs.items():
+        table.add_row(
+            stage,
+            str(len(run.steps)),
+            f"{100 * run.busy_share:.0f} %",
+            f"{fmean(run.finish_steps):.0f}",
+            f"{run.seconds:.2f}",
+            f"{sum(map(len, run.token_ids)) / run.seconds:.0f}",
+        )
+    return table
+
+
+def _simulated() -> Table:
+    """What the same schedulers would do with many chats on a GPU: simulated, not measured."""
+    from minicache.scheduler import create_scheduler
+    from minicache.simulator.costs import RooflineCost
+    from minicache.simulator.serving import ServingSimulation
+    from minicache.simulator.workload import SHAREGPT, Arrival, generate
+    from minicache.specs import A100_40GB, OPT_13B
+
+    chats = [
+        Arrival(chat.request_id, 0.0, chat.num_prompt_tokens, chat.num_output_tokens)
+        for chat in generate(SHAREGPT, NUM_CHATS, seed=0)
+    ]
+    table = Table(
+        title=f"simulated: {NUM_CHATS} chats at once, OPT-13B on one {A100_40GB.name}",
+        caption="the same schedulers, on a clock that a formula moves; the first two are told every answer's length",
+    )
+    for heading in ("", "minutes", "tokens / s", "requests at once", "preempted"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for stage in (*STAGES, "paged"):
+        scheduler = create_scheduler(stage, num_blocks=NUM_SLOTS // 16, max_model_len=SHAREGPT.max_model_len)
+        report = ServingSimulation(scheduler, RooflineCost(OPT_13B, A100_40GB), chats).run()
+        table.add_row(
+            stage,
+            f"{report.makespan / 60:.1f}",
+            f"{report.num_output_tokens / report.makespan:.0f}",
+            f"{report.mean_batch_size:.1f}",
+            str(report.num_preemptions),
+        )
+    return table
+
+
+def _save_plot(runs: dict[str, Run], out: Path) -> Path:
+    """Both grids, one above the other on the same axis of steps, as a PNG in `out`; its path."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    out.mkdir(parents=True, exist_ok=True)
+    scheme: Scheme = "light"
+    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
+    panels = figure.subplots(len(runs), sharex=True)
+    for axes, (stage, run) in zip(panels, runs.items(), strict=True):
+        for index, row in enumerate(cells(run.steps, len(ANSWER_LENS))):
+            for role in ("prompt", "generated", "end"):
+                spans = [(column, 1) for column, kind in enumerate(row) if kind == role]
+                axes.broken_barh(spans, (index - 0.4, 0.8), color=color(role, scheme))
+        axes.set_title(f"{stage} batching: {len(run.steps)} steps", color=INK[scheme], loc="left")
+        axes.set_ylabel("request", color=INK[scheme])
+        axes.invert_yaxis()
+        axes.grid(axis="x", color=GRID[scheme], linewidth=0.6)
+        axes.set_axisbelow(True)
+    panels[-1].set_xlabel("step", color=INK[scheme])
+    roles = ("prompt", "generated", "end")
+    labels = [Patch(color=color(role, scheme), label=PALETTE[role].meaning) for role in roles]
+    figure.legend(handles=labels, loc="outside lower center", ncols=len(roles), frameon=False)
+    path = out / "burst.png"
+    figure.savefig(path)
+    return path
+
+
+def _save_trace(stage: str, run: Run, out: Path) -> Path:
+    from minicache.trace import to_chrome_trace
+
+    path = out / f"burst-{stage}.trace.json"
+    path.write_text(json.dumps(to_chrome_trace(run.steps)), encoding="utf-8")
+    return path

@@ -1,0 +1,361 @@
+"""`minicache simulate`: a server in simulated time, from a published workload, model and accelerator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from minicache.cli.labs import Mine, use_labs
+from minicache.palette import GRID, INK, color
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from minicache.scheduler import Scheduler
+    from minicache.simulator.costs import StepCost
+    from minicache.simulator.report import ServingReport
+    from minicache.simulator.workload import Workload
+    from minicache.trace import TraceStep
+
+app = typer.Typer()
+
+WorkloadName = Literal["sharegpt", "alpaca", "azure-code", "azure-conversation"]
+SchedulerName = Literal["static", "continuous", "paged", "fair", "orca-max", "orca-pow2", "orca-oracle"]
+ModelName = Literal["opt-13b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "qwen3-32b"]
+AcceleratorName = Literal["a100-40gb", "a100-80gb", "h100", "h200", "l4", "laptop-cpu"]
+PreemptionName = Literal["recompute", "swap"]
+
+MEMORY_SHARE = 0.9
+"""The part of an accelerator's memory that weights and cache may take, vLLM's default: the rest is for activations."""
+HOST_BLOCKS = 1024
+"""Blocks of the cache on a calibrated host, if not given."""
+NUM_POINTS = 5000
+"""The most requests that a plot shows one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What serves: its speed, its memory, and how it is called.
+
+    Attributes:
+        name: for people.
+        cost: how long a step takes.
+        num_blocks: blocks of its cache.
+    """
+
+    name: str
+    cost: StepCost
+    num_blocks: int
+
+
+@app.command()
+def simulate(
+    workload: Annotated[WorkloadName, typer.Option(help="Whose requests: lengths, and how they arrive.")] = "sharegpt",
+    rate: Annotated[float | None, typer.Option(help="Requests per second; default: the workload's own.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Requests.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
+    scheduler: Annotated[SchedulerName, typer.Option(help="Who decides; orca-… reserve contiguous memory.")] = "fair",
+    model: Annotated[ModelName | None, typer.Option(help="A published model; default: opt-13b.")] = None,
+    accelerator: Annotated[AcceleratorName | None, typer.Option(help="What runs it; default: a100-40gb.")] = None,
+    host: Annotated[
+        Path | None, typer.Option(help="A file of `minicache calibrate`: MiniGPT on that machine instead.")
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the cache; default: what the weights leave of the accelerator.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(help="The most requests in a batch.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="The most tokens of a step; default: 8192, or the longest prompt.")
+    ] = None,
+    preemption: Annotated[PreemptionName, typer.Option(help="What happens to a victim's blocks.")] = "recompute",
+    num_host_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the host, for swap; default: as many as on the device.")
+    ] = None,
+    watermark: Annotated[float, typer.Option(help="The part of the blocks that an admission must leave free.")] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="A folder for report.json and the plots.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="A file for the trace, JSON lines, a step a line.")] = None,
+    audit: Annotated[bool, typer.Option("--audit", help="Check the scheduler's invariants after every step.")] = False,
+    mine: Mine = False,
+) -> None:
+    """Serve a workload in simulated time: latencies, throughput, batch and memory of a server that you do not have."""
+    console = Console(highlight=False)
+    if mine:
+        use_labs(console)
+    with _usage_errors():
+        requests = _workload(workload, rate)
+        machine = _machine(model, accelerator, host, num_blocks, block_size)
+        longest_step = max(8192, requests.max_model_len) if max_num_batched_tokens is None else max_num_batched_tokens
+        host_blocks = machine.num_blocks if num_host_blocks is None else num_host_blocks
+        chosen = _scheduler(
+            scheduler,
+            num_blocks=machine.num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=longest_step,
+            max_model_len=requests.max_model_len,
+            preemption=preemption,
+            num_host_blocks=host_blocks if preemption == "swap" else 0,
+            watermark=watermark,
+        )
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        report = _run(chosen, machine, requests, count, seed, trace, audit, console)
+    title = f"{count:,} × {requests.name} at {requests.rate:g}/s · {scheduler} · {machine.name}"
+    console.print(_latencies(report, title))
+    console.print(_totals(report))
+    if report.num_refused:
+        console.print(f"{report.num_refused:,} requests were refused. The first: {report.refusal}", soft_wrap=True)
+    if out is not None:
+        settings = {
+            "workload": workload,
+            "rate": requests.rate,
+            "count": count,
+            "seed": seed,
+            "scheduler": scheduler,
+            "machine": machine.name,
+            "num_blocks": machine.num_blocks,
+            "block_size": block_size,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": longest_step,
+            "preemption": preemption,
+            "watermark": watermark,
+        }
+        for file in _save(report, settings, title, out):
+            console.print(f"[bold]{file}[/]", soft_wrap=True)
+
+
+# --- what was asked for ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """What the options lead to that cannot be is told as an error of usage, in one line."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _workload(name: WorkloadName, rate: float | None) -> Workload:
+    from minicache.simulator import workload
+
+    published = {
+        "sharegpt": workload.SHAREGPT,
+        "alpaca": workload.ALPACA,
+        "azure-code": workload.AZURE_CODE,
+        "azure-conversation": workload.AZURE_CONVERSATION,
+    }[name]
+    return published if rate is None else replace(published, rate=rate)
+
+
+def _machine(
+    model: ModelName | None,
+    accelerator: AcceleratorName | None,
+    host: Path | None,
+    num_blocks: int | None,
+    block_size: int,
+) -> Machine:
+    """What serves: a published model on a published accelerator, or this course's engine on a calibrated host.
+
+    Raises:
+        ValueError: both were asked for; or the weights leave no room for a cache.
+    """
+    from minicache import specs
+    from minicache.arithmetic import cache_bytes_per_token, cache_capacity_tokens, weight_bytes
+    from minicache.simulator.costs import HostCost, RooflineCost
+
+    if host is not None:
+        if model or accelerator:
+            raise ValueError("--host is a machine and a model already: leave out --model and --accelerator")
+        calibrated = HostCost.load(host)
+        num_blocks = HOST_BLOCKS if num_blocks is None else num_blocks
+        return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks)
+    model, accelerator = model or "opt-13b", accelerator or "a100-40gb"
+    transformer: specs.Transformer = getattr(specs, model.upper().replace("-", "_"))
+    device: specs.Accelerator = getattr(specs, accelerator.upper().replace("-", "_"))
+    if num_blocks is None:
+        specs.require_count("block_size", block_size)
+        tokens = cache_capacity_tokens(
+            int(device.memory_bytes * MEMORY_SHARE),
+            weight_bytes(transformer.num_parameters),
+            cache_bytes_per_token(transformer),
+        )
+        num_blocks = tokens // block_size
+    return Machine(f"{model} on {device.name}", RooflineCost(transformer, device), num_blocks)
+
+
+def _scheduler(name: SchedulerName, **options: Any) -> Scheduler:
+    """The scheduler by its name; Orca's get as many slots as the others have in blocks, and the limits that apply."""
+    from minicache.scheduler import create_scheduler
+    from minicache.simulator.orca import OrcaScheduler
+
+    if not name.startswith("orca-"):
+        return create_scheduler(name, **options)
+    return OrcaScheduler(
+        name.removeprefix("orca-"),
+        num_slots=options["num_blocks"] * options["block_size"],
+        max_model_len=options["max_model_len"],
+        max_num_seqs=options["max_num_seqs"],
+        max_num_batched_tokens=options["max_num_batched_tokens"],
+    )
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    scheduler: Scheduler,
+    machine: Machine,
+    workload: Workload,
+    count: int,
+    seed: int,
+    trace: Path | None,
+    audit: bool,
+    console: Console,
+) -> ServingReport:
+    """Serve everybody, with a progress bar; the trace is written as it comes."""
+    from minicache.scheduler.audit import Auditor
+    from minicache.simulator.serving import ServingSimulation
+    from minicache.simulator.workload import stream
+    from minicache.trace import to_json
+
+    with ExitStack() as stack:
+        sink: Callable[[TraceStep], object] | None = None
+        if trace is not None:
+            lines = stack.enter_context(trace.open("w", encoding="utf-8"))
+
+            def sink(step: TraceStep) -> object:
+                return lines.write(to_json(step) + "\n")
+
+        columns = (TextColumn("Serving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        bar = stack.enter_context(Progress(*columns, console=console, transient=True))
+        task = bar.add_task("Serving", total=count)
+        simulation = ServingSimulation(
+            scheduler,
+            machine.cost,
+            stream(workload, count, seed),
+            observers=[Auditor()] if audit else [],
+            trace=sink,
+        )
+        return simulation.run(lambda num_ended: bar.update(task, completed=num_ended))
+
+
+def _latencies(report: ServingReport, title: str) -> Table:
+    """What the requests felt."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    for heading in ("", "mean", "p50", "p90", "p99", "max"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, summary, scale in (
+        ("time to first token, s", report.ttft, 1.0),
+        ("time per output token, ms", report.tpot, 1e3),
+        ("normalised latency, ms/token", report.normalized_latency, 1e3),
+        ("end-to-end latency, s", report.latency, 1.0),
+    ):
+        told = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
+        table.add_row(name, *[f"{value * scale:,.3g}" for value in told])
+    return table
+
+
+def _totals(report: ServingReport) -> Table:
+    """What the server did."""
+    table = Table(box=None, show_header=False)
+    ended = f"{report.num_finished:,} / {report.num_refused:,} / {report.num_outgrown:,}"
+    throughput = f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"
+    for name, value in (
+        ("finished / refused / outgrown", ended),
+        ("throughput", throughput),
+        ("batch size, mean / most", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
+        ("memory in use, mean / most", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
+        ("preemptions", f"{report.num_preemptions:,}"),
+        ("tokens computed again", f"{report.num_recomputed_tokens:,}"),
+        ("blocks swapped", f"{report.num_swapped_blocks:,}"),
+        ("makespan", f"{report.makespan:,.1f} s in {report.num_steps:,} steps"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def _save(report: ServingReport, settings: dict[str, Any], title: str, out: Path) -> list[Path]:
+    """Write the report and its plots into `out`.
+
+    Returns:
+        The files.
+    """
+    files = [out / "report.json"]
+    told = {"settings": settings, "report": report.to_json()}
+    files[0].write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, paint in (("latency", _latency), ("distributions", _distributions), ("batch-and-memory", _over_time)):
+        files.append(out / f"{name}.png")
+        _plot(paint, report, title, files[-1])
+    return files
+
+
+def _plot(paint: Callable[[Figure, ServingReport], None], report: ServingReport, title: str, file: Path) -> None:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.grid": True,
+        "grid.color": GRID["light"],
+        "axes.edgecolor": GRID["light"],
+        "text.color": INK["light"],
+        "axes.labelcolor": INK["light"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+    }
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+        paint(figure, report)
+        figure.savefig(file, dpi=150)
+
+
+def _latency(figure: Figure, report: ServingReport) -> None:
+    """Of each request its normalised latency, over when it came."""
+    axes = figure.subplots()
+    every = len(report.times) // NUM_POINTS + 1
+    arrivals, latencies = list(report.times.arrival)[::every], list(report.times.normalized())[::every]
+    axes.scatter(arrivals, latencies, s=6, color=color("generated"), linewidths=0)
+    axes.set(xlabel="arrival in s", ylabel="latency per output token in s", ylim=(0, None))
+
+
+def _distributions(figure: Figure, report: ServingReport) -> None:
+    """How many of the requests had to wait no longer than so long, for the first token and for each one after it."""
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, values, label in (
+        (left, sorted(report.times.first_token), "time to first token in s"),
+        (right, sorted(1e3 * value for value in report.times.per_output_token()), "time per output token in ms"),
+    ):
+        every = len(values) // NUM_POINTS + 1
+        shares = [(place + 1) / len(values) for place in range(len(values))]
+        axes.step(values[::every] + values[-1:], shares[::every] + shares[-1:], color=color("generated"), where="post")
+        axes.set(xlabel=label, ylim=(0, 1.02))
+    left.set_ylabel("share of the requests")
+
+
+def _over_time(figure: Figure, report: ServingReport) -> None:
+    """The batch, the line, and the memory in use."""
+    above, below = figure.subplots(2, 1, sharex=True)
+    series = report.series
+    above.plot(series.time, series.num_running, color=color("generated"), label="in the batch")
+    above.plot(series.time, series.num_waiting, color=color("end"), label="waiting")
+    above.set(ylabel="requests", ylim=(0, None))
+    above.legend(loc="upper right")
+    below.plot(series.time, [100 * share for share in series.memory], color=color("shared"))
+    below.set(xlabel="time in s", ylabel="memory in use in %", ylim=(0, 102))

@@ -1,0 +1,231 @@
+"""What a step costs, in seconds: the clock of a server in simulated time.
+
+A step is told by a few sums over its batch (`StepLoad`), and a cost model makes seconds of them. `RooflineCost` has a
+published model on a published accelerator; `HostCost` has the course's own engine on the machine where
+`minicache calibrate` measured it. First used in phase 7; the roofline is phase 0's. Pure standard library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+from minicache.arithmetic import cache_bytes_per_token, step_flops, weight_bytes
+from minicache.specs import Accelerator, Transformer, require_positive
+
+FLOPS_EFFICIENCY: Final = 0.6
+"""The part of the peak that a long prefill reaches."""
+
+BANDWIDTH_EFFICIENCY: Final = 0.8
+"""The part of the data sheet's bandwidth at which weights and cache are read."""
+
+OVERHEAD_SECONDS: Final = 0.002
+"""What a step takes besides the model: scheduling, sampling, detokenising. A production scheduler alone takes 0.7 ms at
+64 running requests and 2.9 ms at 256 (vLLM 0.33, schedule and update)."""
+
+PCIE_BANDWIDTH: Final = 16e9 * 16 * 128 / 130 / 8
+"""Bytes/s between device and host: PCIe 4.0 with 16 lanes, 16 GT/s each, 128 of every 130 bits payload."""
+
+
+class StepLoad(NamedTuple):
+    """What a step has to compute, summed over its batch.
+
+    Attributes:
+        num_sequences: requests in the batch.
+        num_new_tokens: tokens that are computed.
+        num_cached_tokens: tokens whose keys and values are read: those of each request that were computed before.
+        num_pairs: (new token, token that it attends to) pairs. A request with c cached and n new tokens has
+            n · c + n · (n + 1) / 2.
+        num_prefills: of the requests, those with more than one new token.
+    """
+
+    num_sequences: int
+    num_new_tokens: int
+    num_cached_tokens: int
+    num_pairs: int
+    num_prefills: int
+
+    @property
+    def num_prefill_pairs(self) -> int:
+        """Pairs beyond those of one new token a request: the quadratic part of a prefill. 0 in a step of decodes."""
+        return self.num_pairs - self.num_cached_tokens - self.num_sequences
+
+    @classmethod
+    def of(cls, batch: Iterable[tuple[int, int]]) -> StepLoad:
+        """The load of a batch that is told as (new tokens, computed tokens), request by request."""
+        told = list(batch)
+        return cls(
+            num_sequences=len(told),
+            num_new_tokens=sum(new for new, _ in told),
+            num_cached_tokens=sum(cached for _, cached in told),
+            num_pairs=sum(new * cached + new * (new + 1) // 2 for new, cached in told),
+            num_prefills=sum(new > 1 for new, _ in told),
+        )
+
+
+class StepCost(Protocol):
+    """What the simulator asks of a cost model."""
+
+    def step_seconds(self, load: StepLoad) -> float:
+        """How long the model takes for a step with at least one sequence, all that a server does around it included."""
+        ...
+
+    def swap_seconds(self, num_tokens: int) -> float:
+        """How long it takes to copy the keys and values of `num_tokens` tokens, ≥ 1, to the host or back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCost:
+    """Every step takes the same time, whatever is in it, and a swap none: a clock that counts steps.
+
+    Attributes:
+        seconds: of a step, > 0.
+    """
+
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("seconds", self.seconds)
+
+    def step_seconds(self, load: StepLoad) -> float:
+        """`seconds`."""
+        return self.seconds
+
+    def swap_seconds(self, num_tokens: int) -> float:
+        """0."""
+        return 0.0
+
+
+class RooflineCost:
+    """A published model on a published accelerator: the longer of multiplying and reading, and a fixed overhead.
+
+    FLOPs and bytes are those of `minicache.arithmetic.step_flops` and `step_bytes`, summed over a batch of unequal
+    requests: 2 per weight and new token, and attention by the pair; the weights once, and the rows of every request.
+
+    Args:
+        model: the transformer.
+        accelerator: the machine.
+        dtype: of weights and cache, see `minicache.arithmetic.dtype_nbytes`.
+        flops_efficiency: the part of the peak that is reached, > 0 and ≤ 1.
+        bandwidth_efficiency: the part of the bandwidth that is reached, on the device and between it and its host.
+        overhead_seconds: what every step takes besides, ≥ 0.
+
+    Raises:
+        TypeError: a number has the wrong type.
+        ValueError: a number is out of its bounds, or the dtype is unknown.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        accelerator: Accelerator,
+        *,
+        dtype: str = "float16",
+        flops_efficiency: float = FLOPS_EFFICIENCY,
+        bandwidth_efficiency: float = BANDWIDTH_EFFICIENCY,
+        overhead_seconds: float = OVERHEAD_SECONDS,
+    ) -> None:
+        for name, share in (("flops_efficiency", flops_efficiency), ("bandwidth_efficiency", bandwidth_efficiency)):
+            require_positive(name, share)
+            if share > 1:
+                raise ValueError(f"{name} is a part of what the data sheet promises, ≤ 1; got {share!r}")
+        if overhead_seconds:
+            require_positive("overhead_seconds", overhead_seconds)
+        self.overhead_seconds = overhead_seconds
+        per_pair = step_flops(model, 1, 1) - step_flops(model, 1, 0)
+        flops, bandwidth = accelerator.peak_flops * flops_efficiency, accelerator.bandwidth * bandwidth_efficiency
+        row = cache_bytes_per_token(model, dtype)
+        self._seconds_per_pair = per_pair / flops
+        self._seconds_per_token = (step_flops(model, 1, 0) - per_pair) / flops
+        self._seconds_of_weights = weight_bytes(model.num_parameters, dtype) / bandwidth
+        self._seconds_per_row = row / bandwidth
+        self._seconds_per_swapped_row = row / (PCIE_BANDWIDTH * bandwidth_efficiency)
+
+    def step_seconds(self, load: StepLoad) -> float:
+        """The longer of the FLOPs' time and the bytes', and the overhead."""
+        _, new, cached, pairs, _ = load
+        multiplying = new * self._seconds_per_token + pairs * self._seconds_per_pair
+        reading = self._seconds_of_weights + (cached + new) * self._seconds_per_row
+        return max(multiplying, reading) + self.overhead_seconds
+
+    def swap_seconds(self, num_tokens: int) -> float:
+        """The rows' bytes over PCIe. Nothing else runs meanwhile."""
+        return num_tokens * self._seconds_per_swapped_row
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """The course's engine on one machine, by measurement: what a step costs for each thing that is in it.
+
+    A roofline of straight lines: what is in the batch is added up, and no step is faster than the fastest. All in
+    seconds.
+
+    Attributes:
+        machine: where it was measured.
+        model: of what.
+        floor: the shortest step that there is.
+        fixed: of any step.
+        per_sequence: for each request in the batch.
+        per_new_token: for each token that is computed.
+        per_cached_token: for each row of the cache that is read.
+        per_prefill: for each request with more than one new token.
+        per_prefill_pair: for each of `StepLoad.num_prefill_pairs`.
+        per_swapped_token: for each token that is copied to the host or back.
+    """
+
+    machine: str
+    model: str
+    floor: float
+    fixed: float
+    per_sequence: float
+    per_new_token: float
+    per_cached_token: float
+    per_prefill: float
+    per_prefill_pair: float
+    per_swapped_token: float
+
+    def step_seconds(self, load: StepLoad) -> float:
+        """What the batch adds up to, or the floor."""
+        sequences, new, cached, pairs, prefills = load
+        seconds = (
+            self.fixed
+            + sequences * self.per_sequence
+            + new * self.per_new_token
+            + cached * self.per_cached_token
+            + prefills * self.per_prefill
+            + (pairs - cached - sequences) * self.per_prefill_pair
+        )
+        return seconds if seconds > self.floor else self.floor
+
+    def swap_seconds(self, num_tokens: int) -> float:
+        """In proportion to the tokens."""
+        return num_tokens * self.per_swapped_token
+
+    def save(self, file: Path) -> None:
+        """Write the calibration as JSON, for `load`."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: Path) -> HostCost:
+        """Read what `save` has written.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it holds no calibration. The message says what is wrong.
+        """
+        try:
+            told: Any = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise ValueError(f"{file} is no calibration: {error}") from error
+        names = [field.name for field in fields(cls)]
+        if not isinstance(told, dict) or sorted(told) != sorted(names):
+            raise ValueError(f"{file} is no calibration: it needs {', '.join(names)}, and nothing else")
+        for name in names[2:]:
+            if type(told[name]) not in (int, float) or not 0 <= told[name] < float("inf"):
+                raise ValueError(f"{file} is no calibration: {name} must be seconds ≥ 0, got {told[name]!r}")
+        return cls(**told)

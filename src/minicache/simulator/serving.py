@@ -1,0 +1,267 @@
+"""A server in simulated time: the scheduler is real, the model is a formula, and the clock is what the formula says.
+
+The same scheduler objects that the engine uses are asked for the same steps. What would have been computed only takes
+its time (`minicache.simulator.costs`), and every token is a 0. So an hour of a server on a GPU that one does not have
+takes seconds. Given, not built; used from phase 6 on. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from minicache.errors import InvariantError, RequestTooLargeError
+from minicache.request import Request, RequestId
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.observe import Observer, Recorder, observe
+from minicache.scheduler.output import SchedulerOutput
+from minicache.simulator.costs import StepCost, StepLoad
+from minicache.simulator.report import RequestTimes, Series, ServingReport, Summary
+from minicache.simulator.workload import Arrival
+from minicache.trace import TraceStep
+
+TELL_EVERY: Final = 256
+"""Requests that end between two calls of `progress`."""
+
+
+class ServingSimulation:
+    """One run of one workload on one scheduler. Call `run()` once; or `step()` until it is False, then `report()`.
+
+    A step begins as soon as the one before has ended and there is anything to do; whoever has arrived by then is in the
+    line. It takes what `cost` says, and what it swaps is copied before the model runs. While nobody is there, the clock
+    jumps to the next arrival. A request is made when it arrives and dropped when it ends, so that memory depends on how
+    many are in the server at once, and hardly on how many there are.
+
+    Args:
+        scheduler: a new one, of any stage.
+        cost: how long a step takes.
+        arrivals: who comes, in the order of their times; read one at a time. An `Arrival` becomes a request that
+            generates exactly `num_output_tokens`; its scheduler is told that number as `max_tokens`. A `Request` is
+            taken as it is, its `arrival_time` included.
+        observers: watch the scheduler, as `minicache.scheduler.observe.observe` does.
+        trace: is called with a `TraceStep` after each step, in simulated time.
+
+    Attributes:
+        scheduler: as given, observed.
+        now: the clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cost: StepCost,
+        arrivals: Iterable[Arrival | Request],
+        *,
+        observers: Iterable[Observer] = (),
+        trace: Callable[[TraceStep], object] | None = None,
+    ) -> None:
+        recorders = () if trace is None else (Recorder(trace, clock=lambda: self.now),)
+        self.scheduler = observe(scheduler, *observers, *recorders)
+        self.now = 0.0
+        self._cost = cost
+        self._coming = _requests(arrivals)
+        self._next = next(self._coming, None)
+        self._unfinished: dict[RequestId, Request] = {}
+        self._first_token: dict[RequestId, float] = {}  # when it came, of those that have not ended
+        self._in_prefill = False  # somebody in the batch is still without a first token
+        self._num_cached = -1  # what the batch has in the cache; below 0: not known, it has to be counted
+        self._times = RequestTimes()
+        self._series = Series()
+        self._next_sample = 0.0
+        self._refusal: str | None = None
+        self._num_refused = self._num_outgrown = 0
+        self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_computed = self._num_computed_once = 0
+        self._num_preemptions = self._num_swapped_blocks = 0
+        self._num_steps = self._max_batch = self._max_blocks = 0
+        self._busy = self._batch_seconds = self._block_seconds = 0.0
+
+    def run(self, progress: Callable[[int], object] | None = None) -> ServingReport:
+        """Serve everybody.
+
+        Args:
+            progress: is called now and then, and at the end, with the number of requests that have ended or were
+                refused.
+
+        Raises:
+            InvariantError: the scheduler orders nothing although somebody waits.
+            ValueError: an arrival is earlier than the one before.
+        """
+        told = 0
+        while self.step():
+            if progress is not None and self.num_ended >= told + TELL_EVERY:
+                told = self.num_ended
+                progress(told)
+        if progress is not None:
+            progress(self.num_ended)
+        return self.report()
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended, in whatever way, or were refused."""
+        return len(self._times) + self._num_refused + self._num_outgrown
+
+    def step(self) -> bool:
+        """Let everybody in who has arrived, and serve one step.
+
+        Returns:
+            False if there is nothing left to do.
+
+        Raises:
+            InvariantError, ValueError: as `run`.
+        """
+        scheduler = self.scheduler
+        if not self._unfinished and self._next is not None and self._next.arrival_time > self.now:
+            self.now = self._next.arrival_time
+        self._receive()
+        if not self._unfinished:
+            return self._next is not None
+        num_waiting = scheduler.num_waiting
+        output = scheduler.schedule()
+        if not output.scheduled and not output.finished:
+            raise InvariantError(
+                f"the scheduler ordered nothing at {self.now:.3f} s, with {scheduler.num_running} requests in the batch"
+                f" and {scheduler.num_waiting} in the line: it would never end"
+            )
+        if output.preempted or output.finished or self._in_prefill or scheduler.num_waiting != num_waiting:
+            self._num_cached = -1
+        seconds = self._model_seconds(output) if output.scheduled else 0.0
+        if output.preempted or output.swapped_in:
+            seconds += self._swap_seconds(output)
+        self._account(seconds, len(output.scheduled))
+        for request in scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0)):
+            self._num_cached -= request.num_computed_tokens
+            self._end(request)
+        for request_id in output.finished:
+            self._end(self._unfinished[request_id], outgrown=True)
+        return True
+
+    def report(self) -> ServingReport:
+        """What has come of it so far."""
+        times, num_blocks, busy = self._times, self.scheduler.pool.num_blocks, self._busy or 1.0
+        return ServingReport(
+            num_requests=self.num_ended + len(self._unfinished),
+            num_finished=len(times),
+            num_refused=self._num_refused,
+            num_outgrown=self._num_outgrown,
+            refusal=self._refusal,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_recomputed_tokens=self._num_computed - self._num_computed_once,
+            num_preemptions=self._num_preemptions,
+            num_swapped_blocks=self._num_swapped_blocks,
+            num_steps=self._num_steps,
+            makespan=self.now,
+            busy_seconds=self._busy,
+            ttft=Summary.of(times.first_token),
+            tpot=Summary.of(times.per_output_token()),
+            normalized_latency=Summary.of(times.normalized()),
+            latency=Summary.of(times.latency),
+            mean_batch_size=self._batch_seconds / busy,
+            max_batch_size=self._max_batch,
+            mean_memory=self._block_seconds / busy / num_blocks,
+            max_memory=self._max_blocks / num_blocks,
+            series=self._series,
+            times=times,
+        )
+
+    def _receive(self) -> None:
+        """Whoever has arrived by now joins the line, or is refused."""
+        while self._next is not None and self._next.arrival_time <= self.now:
+            request = self._next
+            try:
+                self.scheduler.add_request(request)
+            except RequestTooLargeError as error:
+                self._num_refused += 1
+                self._refusal = self._refusal or str(error)
+            else:
+                self._unfinished[request.request_id] = request
+            self._next = next(self._coming, None)
+
+    def _model_seconds(self, output: SchedulerOutput) -> float:
+        """What the step takes. Notes whose first token it brings, before the scheduler is told.
+
+        Nearly every step is one of nothing but decodes, by the batch of the step before less those that have ended:
+        what it reads is known without a look at its requests one by one.
+        """
+        num_sequences, num_new = len(output.scheduled), output.total_num_scheduled_tokens
+        newcomers: list[Request] = []
+        if self._num_cached < 0 or num_new != num_sequences or num_sequences != self.scheduler.num_running:
+            load = self._look_closely(output, newcomers)
+        else:
+            load = StepLoad(num_sequences, num_new, self._num_cached, self._num_cached + num_sequences, 0)
+        seconds = self._cost.step_seconds(load)
+        self._num_cached = load.num_cached_tokens + num_new
+        self._num_computed += num_new
+        for request in newcomers:
+            self._first_token[request.request_id] = self.now + seconds
+        return seconds
+
+    def _look_closely(self, output: SchedulerOutput, newcomers: list[Request]) -> StepLoad:
+        """Go through a batch: what is in it, and who gets a first token. They are added to `newcomers`."""
+        pairs = []
+        self._in_prefill = False
+        for request, new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+            computed = request.num_computed_tokens
+            pairs.append((new, computed))
+            if not request.output_token_ids:
+                if computed + new == request.num_prompt_tokens:
+                    newcomers.append(request)
+                else:
+                    self._in_prefill = True
+        return StepLoad.of(pairs)
+
+    def _swap_seconds(self, output: SchedulerOutput) -> float:
+        self._num_preemptions += len(output.preempted)
+        num_blocks = sum(map(len, output.swapped_out.values())) + sum(map(len, output.swapped_in.values()))
+        self._num_swapped_blocks += num_blocks
+        return self._cost.swap_seconds(num_blocks * self.scheduler.pool.block_size) if num_blocks else 0.0
+
+    def _account(self, seconds: float, batch_size: int) -> None:
+        """Let the step's time pass, and note what the server looked like meanwhile."""
+        num_blocks = self.scheduler.pool.num_used
+        self.now += seconds
+        self._num_steps += batch_size > 0
+        self._busy += seconds
+        self._batch_seconds += seconds * batch_size
+        self._block_seconds += seconds * num_blocks
+        if batch_size > self._max_batch:
+            self._max_batch = batch_size
+        if num_blocks > self._max_blocks:
+            self._max_blocks = num_blocks
+        if self.now >= self._next_sample:
+            memory = num_blocks / self.scheduler.pool.num_blocks
+            self._next_sample = self._series.add(self.now, batch_size, self.scheduler.num_waiting, memory)
+
+    def _end(self, request: Request, *, outgrown: bool = False) -> None:
+        """A request has left the server with the step that is over now."""
+        del self._unfinished[request.request_id]
+        first_token = self._first_token.pop(request.request_id)
+        num_output = len(request.output_token_ids)
+        self._num_prompt_tokens += request.num_prompt_tokens
+        self._num_output_tokens += num_output
+        # Its newest token was never computed, nor what it found in a cache.
+        self._num_computed_once += request.num_tokens - 1 - request.num_cached_tokens
+        if outgrown:
+            self._num_outgrown += 1
+        else:
+            arrival = request.arrival_time
+            self._times.add(arrival, first_token - arrival, self.now - arrival, num_output)
+
+
+def _requests(arrivals: Iterable[Arrival | Request]) -> Iterator[Request]:
+    """The requests of the arrivals, one at a time.
+
+    Raises:
+        ValueError: one is earlier than the one before.
+    """
+    last = float("-inf")
+    for arrival in arrivals:
+        request = arrival
+        if isinstance(request, Arrival):
+            prompt, num_output = [0] * request.num_prompt_tokens, request.num_output_tokens
+            request = Request(request.request_id, prompt, num_output, ignore_eos=True, arrival_time=request.time)
+        if request.arrival_time < last:
+            raise ValueError(f"{request!r} arrives at {request.arrival_time}, after one that came at {last}")
+        last = request.arrival_time
+        yield request

@@ -57,8 +57,10 @@ def test_the_end_token_ends_an_answer_and_stays_in_it(llm, tokenizer):
     (completion,) = llm.generate(["Yesterday I"], SamplingParams(max_tokens=400, temperature=1.0, seed=1))
     assert completion.finish_reason == "stop"
     assert completion.token_ids.index(tokenizer.end_token_id) == len(completion.token_ids) - 1
-    (longer,) = llm.generate(["Yesterday I"], SamplingParams(max_tokens=200, temperature=1.0, seed=1, ignore_eos=True))
-    assert len(longer.token_ids) == 200
+    num_tokens = len(completion.token_ids) + 10
+    params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=1, ignore_eos=True)
+    (longer,) = llm.generate(["Yesterday I"], params)
+    assert len(longer.token_ids) == num_tokens
     assert longer.token_ids[: len(completion.token_ids)] == completion.token_ids
 
 
@@ -101,14 +103,14 @@ def test_what_may_be_a_stop_string_is_not_streamed(llm, text_of):
 
 def test_stopped_requests_leave_room_for_others(model, tokenizer, prompts, watch, text_of):
     """A request that a stop string has ended is in no later batch."""
-    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=1, observers=[watch])
+    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=1, num_blocks=64, observers=[watch])
     stop = text_of("Yesterday I", 2)[-3:]
     llm.generate([prompts[0], prompts[1]], [SamplingParams(max_tokens=9, stop=stop), SamplingParams(max_tokens=1)])
     assert [list(batch) for batch in watch.batches] == [[0], [0], [1]]
 
 
 def test_max_model_len(model, prompts, alone):
-    llm = LLM(model, max_model_len=20)
+    llm = LLM(model, max_model_len=20, num_blocks=64)
     got = llm.generate(prompts, FOREVER)
     assert [len(prompt) + len(each.token_ids) for prompt, each in zip(prompts, got, strict=True)] == [20] * len(prompts)
     assert token_ids(got) == [alone(prompt, 20 - len(prompt)) for prompt in prompts]
@@ -382,7 +384,7 @@ class Failing:
 )
 def test_a_step_that_failed_can_be_tried_again(model, prompts, alone, watch, engine, layer):
     failures = dict.fromkeys((0, 1, 4, 5, 6, 9, 14, 20), layer)
-    llm = LLM(Failing(model, failures), observers=[watch], **engine)
+    llm = LLM(Failing(model, failures), observers=[watch], **{"num_blocks": 64, **engine})
     params = params_of(temperature=1.0, seed=4)
     for prompt, each in zip(prompts, params, strict=True):
         llm.add_request(prompt, each)
@@ -403,7 +405,7 @@ def test_a_step_that_failed_can_be_tried_again(model, prompts, alone, watch, eng
 
 
 def test_a_failure_in_generate_aborts_its_requests_and_no_others(model, prompts, alone):
-    llm = LLM(Failing(model, {3: 1}))
+    llm = LLM(Failing(model, {3: 1}), num_blocks=64)
     llm.add_request(prompts[0], GREEDY)
     with pytest.raises(OSError, match="gone"):
         llm.generate(prompts[1:4], GREEDY)
@@ -473,7 +475,7 @@ def test_an_engine_that_lasts(model, prompts):
 
 def test_observers_see_a_trace(model, prompts):
     steps = []
-    llm = LLM(model, max_num_seqs=2, observers=[Recorder(steps.append)])
+    llm = LLM(model, max_num_seqs=2, num_blocks=64, observers=[Recorder(steps.append)])
     llm.generate(prompts[:3], SamplingParams(max_tokens=4, ignore_eos=True))
     assert [len(step.batch) for step in steps] == [2, 2, 2, 2, 1, 1, 1, 1]
     assert [event.kind for event in steps[0].events] == ["arrive"] * 3 + ["admit"] * 2

@@ -31,9 +31,8 @@ def expected(prompts, alone):
 @pytest.mark.parametrize(("cache", "block_size"), [("paged", 1), ("paged", 3), ("paged", 16), ("dense", 16)])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_greedy_tokens(model, prompts, expected, watch, scheduler, cache, block_size, max_num_seqs):
-    llm = LLM(
-        model, scheduler=scheduler, cache=cache, block_size=block_size, max_num_seqs=max_num_seqs, observers=[watch]
-    )
+    options = {"num_blocks": 256 // block_size, "block_size": block_size, "max_num_seqs": max_num_seqs}
+    llm = LLM(model, scheduler=scheduler, cache=cache, observers=[watch], **options)
     assert token_ids(llm.generate(prompts, params_of())) == expected
     assert max(map(len, watch.batches)) == min(max_num_seqs, len(prompts))
     assert llm.scheduler.pool.num_used == 0
@@ -41,7 +40,7 @@ def test_greedy_tokens(model, prompts, expected, watch, scheduler, cache, block_
 
 @pytest.mark.parametrize("order", [[7, 6, 5, 4, 3, 2, 1, 0], [3, 1, 4, 0, 5, 2, 6, 7]])
 def test_the_order_of_requests_does_not_matter(model, prompts, expected, order):
-    llm = LLM(model, max_num_seqs=3)
+    llm = LLM(model, max_num_seqs=3, num_blocks=64)
     params = params_of()
     got = token_ids(llm.generate([prompts[i] for i in order], [params[i] for i in order]))
     assert got == [expected[i] for i in order]
@@ -126,7 +125,9 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model, prompts, alone, watc
         SamplingParams(max_tokens=length, ignore_eos=True, seed=seed, **options) for seed, length in enumerate(LENGTHS)
     ]
     expected = [alone(prompt, each.max_tokens, each) for prompt, each in zip(prompts, params, strict=True)]
-    assert token_ids(LLM(model, observers=[watch], **engine).generate(prompts, params)) == expected
+    assert (
+        token_ids(LLM(model, observers=[watch], **{"num_blocks": 64, **engine}).generate(prompts, params)) == expected
+    )
     assert (watch.num_preempted > 0) == ("num_blocks" in engine)
 
 
@@ -137,19 +138,19 @@ def test_greedy_and_sampled_side_by_side(model, prompts, alone):
     expected = [
         alone(prompt, 10, each if each.temperature else None) for prompt, each in zip(prompts, params, strict=True)
     ]
-    assert token_ids(LLM(model).generate(prompts, params)) == expected
+    assert token_ids(LLM(model, num_blocks=64).generate(prompts, params)) == expected
 
 
 def test_without_a_seed_draws_differ(model, prompts):
     params = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)
-    answers = token_ids(LLM(model).generate([prompts[0]] * 4, params))
+    answers = token_ids(LLM(model, num_blocks=64).generate([prompts[0]] * 4, params))
     assert len(set(map(tuple, answers))) > 1
 
 
 def test_one_params_object_with_a_seed_for_all_prompts(model, prompts, alone):
     """Each request has a generator of its own: equal prompts with an equal seed give equal answers."""
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
-    answers = token_ids(LLM(model).generate([prompts[0], prompts[1], prompts[0]], params))
+    answers = token_ids(LLM(model, num_blocks=64).generate([prompts[0], prompts[1], prompts[0]], params))
     assert answers == [alone(prompt, 12, params) for prompt in (prompts[0], prompts[1], prompts[0])]
 
 
@@ -163,7 +164,7 @@ def test_one_params_object_with_a_seed_for_all_prompts(model, prompts, alone):
     ids=str,
 )
 def test_requests_that_come_while_others_run(model, prompts, expected, engine):
-    llm = LLM(model, **{"max_num_seqs": 4, **engine})
+    llm = LLM(model, **{"max_num_seqs": 4, "num_blocks": 64, **engine})
     arrivals = {0: [0], 1: [1, 2], 2: [3], 6: [4, 5], 30: [6], 90: [7]}
     got = [[] for _ in prompts]
     params = params_of()
@@ -180,7 +181,7 @@ def test_requests_that_come_while_others_run(model, prompts, expected, engine):
 @pytest.mark.parametrize("engine", [{}, {"cache": "dense"}, {"num_blocks": 9, "block_size": 4}], ids=str)
 def test_requests_that_are_aborted(model, prompts, expected, watch, engine):
     """Waiting, in their prompt, in decode, preempted: what is left gets its tokens, and no block is lost."""
-    llm = LLM(model, max_num_seqs=5, observers=[watch], **engine)
+    llm = LLM(model, max_num_seqs=5, observers=[watch], **{"num_blocks": 64, **engine})
     got = {}
     for prompt, params in zip(prompts, params_of(), strict=True):
         got[llm.add_request(prompt, params)] = []
@@ -216,11 +217,11 @@ def test_a_model_that_has_only_a_forward_pass(model, prompts, expected):
         def __call__(self, token_ids, cache):
             return model(token_ids, cache)
 
-    assert token_ids(LLM(Plain()).generate(prompts, params_of())) == expected
+    assert token_ids(LLM(Plain(), num_blocks=64).generate(prompts, params_of())) == expected
 
 
 def test_float64(prompts, expected):
-    llm = LLM("minigpt", dtype=torch.float64)
+    llm = LLM("minigpt", dtype=torch.float64, num_blocks=64)
     assert llm.storage.dtype == torch.float64
     assert token_ids(llm.generate(prompts, params_of())) == expected
 

@@ -1,0 +1,40 @@
+"""Incident 1, the cap: a batch of at most N − 1. Expose it, and fix it.
+
+Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.CapScheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minicache.request import Request
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.drive import drive
+from minicache.scheduler.incidents.bases import EngineScheduler
+
+
+def expose(create: Callable[..., Scheduler]) -> None:
+    """Pass on a scheduler that fills all of its seats, and fail on one that leaves a seat empty.
+
+    Args:
+        create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
+            `create_scheduler`. Right ones may keep a watermark, preempt by swap, or put prompts and decodes into
+            different steps: test none of that. Give the pool room to spare.
+
+    Raises:
+        AssertionError: max_num_seqs requests that all fit are never in the batch together, or with one seat nobody is
+            served. The message says how many were.
+    """
+    for num_seats in (1, 4):
+        scheduler = create(num_blocks=64, block_size=16, max_num_seqs=num_seats)
+        tally = drive(scheduler, [Request(number, [1] * 10, 8) for number in range(num_seats)], max_steps=100)
+        most = max(tally.batch_sizes)
+        assert most == num_seats, f"of {num_seats} seats, at most {most} were ever taken"
+
+
+class FixedCapScheduler(EngineScheduler):
+    """Incident 1, fixed: max_num_seqs requests in the batch when as many want to be."""
+
+    def has_seat(self) -> bool:
+        """Whether the batch may take one request more: it holds at most max_num_seqs, and may hold as many."""
+        return len(self.running) < self.max_num_seqs

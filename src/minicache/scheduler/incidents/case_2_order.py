@@ -1,0 +1,46 @@
+"""Incident 2, the order: first come, last served. Expose it, and fix it.
+
+Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.ReversedScheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minicache.request import Request
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.drive import drive
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import PagedScheduler
+
+
+def expose(create: Callable[..., Scheduler]) -> None:
+    """Pass on a scheduler that serves first who came first, and fail on one that makes the oldest pay for the newest.
+
+    Args:
+        create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
+            `create_scheduler`. Right ones may keep a watermark, preempt by swap, or put prompts and decodes into
+            different steps: test none of that.
+
+    Raises:
+        AssertionError: of two equal requests for which there is too little memory together, the one that came first
+            does not end first. The message says which one did.
+    """
+    scheduler = create(num_blocks=10, block_size=16)
+    tally = drive(scheduler, [Request(number, [1] * 80, 20) for number in range(2)], max_steps=200)
+    assert list(tally.finished) == [0, 1], f"requests 0 and 1 came in this order, and ended as {list(tally.finished)}"
+
+
+class FixedOrderScheduler(PagedScheduler):
+    """Incident 2, fixed: the oldest gets its blocks first, and the newest is preempted first."""
+
+    def grow_batch(self, output: SchedulerOutput) -> None:
+        """Put the batch into the order of arrival, then do as `PagedScheduler.grow_batch`.
+
+        That gives blocks from the front of `running`, and takes them away at its back.
+
+        Args:
+            output: the step so far.
+        """
+        self.running.sort(key=lambda request: request.arrival_index)
+        super().grow_batch(output)

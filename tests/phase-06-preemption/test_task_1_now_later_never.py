@@ -1,0 +1,160 @@
+"""Phase 6, task 1: can a request's blocks be had now, later, or never?"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minicache.course.checks import call, that
+from minicache.errors import RequestTooLargeError
+from minicache.request import RequestStatus
+from minicache.scheduler.continuous import ContinuousBatchScheduler
+from minicache.scheduler.paged import AllocStatus
+
+OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
+
+
+def seat(scheduler, request):
+    """Put a request into the batch by hand, without blocks."""
+    scheduler.waiting.pop(request.request_id, None)
+    request.status = RequestStatus.RUNNING
+    scheduler.running.append(request)
+
+
+# How many
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "generated", "blocks"),
+    [(1, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 2), (8, 0, 2), (3, 1, 1), (4, 1, 2), (3, 5, 2), (3, 6, 3), (1, 19, 5)],
+)
+def test_blocks_for_the_tokens_that_it_has(paged, a_request, num_prompt, generated, blocks):
+    """Blocks of 4 for prompt and generated tokens together: a request that was preempted comes back with both."""
+    request = a_request("r", num_prompt)
+    request.output_token_ids += [7] * generated
+    call(paged(num_blocks=50).blocks_to_admit, request).gives(blocks)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100, 10**6])
+def test_nothing_is_reserved(paged, a_request, max_tokens):
+    """max_tokens does not matter: what may come later is not paid for now."""
+    call(paged(num_blocks=50).blocks_to_admit, a_request("r", 9, max_tokens)).gives(3)
+
+
+def test_more_is_accepted_than_with_reservation(paged, a_request):
+    """A prompt of 8 with an answer of up to 1000: too large for reservation in 10 blocks, welcome to paging."""
+    options = {"num_blocks": 10, "block_size": 4}
+    call(ContinuousBatchScheduler(**options).add_request, a_request("r", 8, 1000)).raises(RequestTooLargeError)
+    call(paged(**options).add_request, a_request("r", 8, 1000)).gives(None)
+
+
+def test_what_can_never_fit_is_refused_at_the_door(paged, a_request):
+    """5 blocks of 16: a prompt of 100 tokens is refused with RequestTooLargeError, the next one, of 10, is not."""
+    scheduler = paged(num_blocks=5, block_size=16)
+    call(scheduler.add_request, a_request(0, 100)).raises(RequestTooLargeError)
+    call(scheduler.add_request, a_request(1, 10)).gives(None)
+    call(scheduler.add_request, a_request(2, 80)).gives(None)
+    that("num_waiting", scheduler.num_waiting).gives(2)
+
+
+# When
+
+
+@pytest.mark.parametrize(
+    ("used", "num_prompt", "status"),
+    [(0, 40, OK), (0, 41, NEVER), (6, 16, OK), (6, 17, LATER), (6, 40, LATER), (6, 41, NEVER), (10, 1, LATER)],
+)
+def test_ten_blocks(paged, a_request, used, num_prompt, status):
+    """Of 10 blocks of 4 some are used. Enough free: OK. Enough in all: LATER. Not enough in all: NEVER."""
+    scheduler = paged(num_blocks=10)
+    scheduler.pool.allocate(used)
+    call(scheduler.can_allocate, a_request("r", num_prompt)).gives(status)
+
+
+def test_one_that_comes_back_needs_more(paged, a_request):
+    """A prompt of 8 fits into 2 free blocks; with one token generated it needs a third."""
+    scheduler, request = paged(num_blocks=10), a_request("r", 8)
+    scheduler.pool.allocate(8)
+    call(scheduler.can_allocate, request).gives(OK)
+    request.output_token_ids.append(7)
+    call(scheduler.can_allocate, request).gives(LATER)
+
+
+def test_asking_takes_nothing(paged, a_request):
+    """can_allocate and blocks_to_admit change neither the pool, nor the queues, nor the request."""
+    request = a_request("r", 20)
+    scheduler = paged([request], num_blocks=10)
+    for _ in range(3):
+        call(scheduler.can_allocate, request).gives(OK)
+        call(scheduler.blocks_to_admit, request).gives(5)
+    seen = scheduler.pool.num_free, scheduler.num_waiting, scheduler.num_running, request.block_ids
+    that("free blocks, waiting, running, and the request's blocks", seen).gives((10, 1, 0, []))
+
+
+# The watermark
+
+
+@pytest.mark.parametrize(
+    ("watermark", "num_prompt", "status"),
+    [
+        (0.0, 32, OK),
+        (0.25, 24, OK),  # ⌊2.5⌋ = 2 of the 8 free blocks are spared
+        (0.25, 25, LATER),
+        (0.29, 24, OK),
+        (0.3, 24, LATER),
+        (0.99, 1, LATER),
+        (0.09, 32, OK),
+    ],
+)
+def test_the_watermark_stays_free(paged, a_request, watermark, num_prompt, status):
+    """Beside a batch, an admission leaves ⌊watermark · 10⌋ blocks free: room for the batch to grow into."""
+    scheduler = paged(num_blocks=10, watermark=watermark)
+    seat(scheduler, a_request("in the batch", 8))
+    scheduler.pool.allocate(2)
+    call(scheduler.can_allocate, a_request("r", num_prompt)).gives(status)
+
+
+@pytest.mark.parametrize("watermark", [0.1, 0.5, 0.99])
+def test_the_watermark_holds_nobody_back_from_an_empty_batch(paged, a_request, watermark):
+    """A request as large as the pool must run some day. Beside an empty batch the watermark asks for nothing."""
+    scheduler, request = paged(num_blocks=10, watermark=watermark), a_request("r", 40)
+    call(scheduler.can_allocate, request).gives(OK)
+    seat(scheduler, a_request("in the batch", 1))
+    scheduler.pool.allocate(1)
+    call(scheduler.can_allocate, request).gives(LATER)
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["empty batch", "batch of one"])
+def test_the_watermark_makes_nothing_impossible(paged, a_request, running):
+    """NEVER is about the whole pool, whatever the watermark: 40 tokens fit into 10 blocks of 4, 41 do not."""
+    scheduler = paged(num_blocks=10, watermark=0.5)
+    if running:
+        seat(scheduler, a_request("in the batch", 1))
+    call(scheduler.can_allocate, a_request("r", 41)).gives(NEVER)
+    call(scheduler.can_allocate, a_request("r", 40)).gives(LATER if running else OK)
+
+
+@settings(max_examples=60)
+@given(
+    num_blocks=st.integers(1, 12),
+    block_size=st.integers(1, 5),
+    used=st.integers(0, 12),
+    num_tokens=st.tuples(st.integers(1, 40), st.integers(0, 20)),
+    percent=st.integers(0, 99),
+    running=st.booleans(),
+)
+def test_any_pool(paged, a_request, num_blocks, block_size, used, num_tokens, percent, running):
+    """Whatever the sizes: count the blocks one by one, and compare."""
+    scheduler = paged(num_blocks=num_blocks, block_size=block_size, watermark=percent / 100)
+    scheduler.pool.allocate(min(used, num_blocks))
+    if running:
+        seat(scheduler, a_request("in the batch", 1))
+    request = a_request("r", num_tokens[0])
+    request.output_token_ids += [7] * num_tokens[1]
+    needed = len(range(0, sum(num_tokens), block_size))
+    left_free = scheduler.pool.num_free - needed
+    spared = int(percent / 100 * num_blocks) if running else 0
+    status = NEVER if needed > num_blocks else OK if left_free >= spared else LATER
+    call(scheduler.blocks_to_admit, request).gives(needed)
+    call(scheduler.can_allocate, request).gives(status)

@@ -1,0 +1,255 @@
+"""Phase 6, task 5: a victim's blocks move to the host, and back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minicache.course.checks import call, that
+from minicache.request import RequestStatus
+from minicache.scheduler.drive import drive
+from minicache.scheduler.output import SchedulerOutput
+
+
+def swapping(paged, requests=(), num_host_blocks=20, **options):
+    return paged(requests, preemption="swap", num_host_blocks=num_host_blocks, **options)
+
+
+def two_of_80(paged, a_request, **options):
+    """Two prompts of 80 tokens in 10 blocks of 16, 20 tokens to generate each: in step 1 the second has to go."""
+    requests = [a_request(n, 80, 20) for n in range(2)]
+    return requests, swapping(paged, requests, num_blocks=10, block_size=16, **options)
+
+
+# Out
+
+
+def test_blocks_are_paired_with_host_blocks(paged, a_request, a_step):
+    """Request 1 held blocks 5 … 9: each is paired with a host block, in the order of its tokens."""
+    requests, scheduler = two_of_80(paged, a_request)
+    a_step(scheduler)
+    output = a_step(scheduler)
+    that("preempted", output.preempted).gives([1])
+    that("swapped_out", output.swapped_out).gives({1: [(5, 0), (6, 1), (7, 2), (8, 3), (9, 4)]})
+    that("swapped_in", output.swapped_in).gives({})
+    that("its host blocks", requests[1].host_block_ids).gives([0, 1, 2, 3, 4])
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 1})
+
+
+def test_what_a_swapped_request_is(paged, a_request, a_step):
+    """SWAPPED, at the head of the line, without blocks; its computed and generated tokens stay."""
+    requests, scheduler = two_of_80(paged, a_request)
+    a_step(scheduler)
+    a_step(scheduler)
+    request = requests[1]
+    that("status", request.status.name).gives("SWAPPED")
+    that("the line", list(scheduler.waiting)).gives([1])
+    that("its blocks", request.block_ids).gives([])
+    that("num_computed_tokens", request.num_computed_tokens).gives(80)
+    that("generated tokens", request.output_token_ids).gives([7])
+    that("num_preemptions", request.num_preemptions).gives(1)
+    that("free blocks, free host blocks", (scheduler.pool.num_free, scheduler.host_pool.num_free)).gives((4, 15))
+
+
+@pytest.mark.parametrize(("num_prompt", "pairs"), [(5, 2), (7, 2), (8, 2), (9, 3), (12, 3)])
+def test_unfinished_blocks_move_too(paged, a_request, a_step, num_prompt, pairs):
+    """Blocks of 4: what is computed moves, in as many blocks as it takes, the unfinished last one too."""
+    requests = [a_request("old", 4), a_request("young", num_prompt)]
+    scheduler = swapping(paged, requests, num_blocks=1 + pairs)
+    a_step(scheduler)
+    output = a_step(scheduler)
+    that("swapped_out", output.swapped_out).gives({"young": [(1 + n, n) for n in range(pairs)]})
+
+
+def test_swap_out_alone(paged, a_request, a_step):
+    """swap_out moves the first num_blocks blocks, and gives all of them back."""
+    request = a_request("r", 8)
+    scheduler = swapping(paged, [request], num_blocks=10)
+    a_step(scheduler)
+    scheduler.running.clear()
+    request.block_ids += scheduler.pool.allocate(1)  # a third one, with nothing computed in it
+    output = SchedulerOutput()
+    call(scheduler.swap_out, request, 2, output).gives(None)
+    that("swapped_out", output.swapped_out).gives({"r": [(0, 0), (1, 1)]})
+    seen = request.block_ids, request.host_block_ids, request.status.name
+    that("blocks, host blocks, status", seen).gives(([], [0, 1], "SWAPPED"))
+    that("used blocks, used host blocks", (scheduler.pool.num_used, scheduler.host_pool.num_used)).gives((0, 2))
+
+
+# In
+
+
+def test_one_token_to_compute(paged, a_request, a_step):
+    """At step 20 request 1 comes back: 6 blocks, 5 of them filled from the host, and one token to compute, not 81."""
+    requests, scheduler = two_of_80(paged, a_request)
+    for _ in range(20):
+        a_step(scheduler)
+    output = call(scheduler.schedule).value
+    request = requests[1]
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({1: 1})
+    that("its blocks", len(request.block_ids)).gives(6)
+    that("swapped_in", output.swapped_in).gives({1: list(zip(range(5), request.block_ids[:5], strict=True))})
+    that("swapped_out", output.swapped_out).gives({})
+    that("status and host blocks", (request.status.name, request.host_block_ids)).gives(("RUNNING", []))
+    that("used host blocks", scheduler.host_pool.num_used).gives(0)
+    scheduler.update_from_output(output, {1: 7})
+    that("num_computed_tokens", request.num_computed_tokens).gives(81)
+
+
+def test_swap_in_alone(paged, a_request):
+    """The pairs are host block to block, in order; spare blocks behind them get nothing; the host's are free."""
+    scheduler, request, output = swapping(paged, num_blocks=10), a_request("r", 8), SchedulerOutput()
+    scheduler.host_pool.allocate(3)
+    request.host_block_ids = scheduler.host_pool.allocate(2)
+    request.block_ids = scheduler.pool.allocate(4)[1:]
+    call(scheduler.swap_in, request, output).gives(None)
+    that("swapped_in", output.swapped_in).gives({"r": [(3, 1), (4, 2)]})
+    that("its blocks", request.block_ids).gives([1, 2, 3])
+    that("its host blocks, used ones", (request.host_block_ids, scheduler.host_pool.num_used)).gives(([], 3))
+
+
+def test_the_host_lends_its_blocks_again_and_again(paged, a_request):
+    """Host blocks that came back are lent to the next victim: two of them carry many more than two over and back."""
+    requests = [a_request(n, 4, 9) for n in range(12)]
+    scheduler = swapping(paged, requests, num_blocks=6, num_host_blocks=2)
+    tally = drive(scheduler, max_steps=200)
+    that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([9] * 12)
+    that("blocks swapped, out and in", tally.num_swapped_blocks > 2 * 2).gives(True)
+    that("used host blocks", scheduler.host_pool.num_used).gives(0)
+
+
+def test_release_host(paged, a_request):
+    """The host's blocks go back, the last one first, and the request has none."""
+    scheduler, request = swapping(paged, num_blocks=4, num_host_blocks=3), a_request("r", 8)
+    request.host_block_ids = scheduler.host_pool.allocate(3)
+    call(scheduler.release_host, request).gives(None)
+    that("its host blocks", request.host_block_ids).gives([])
+    that("the host's line of free blocks", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
+
+
+# Swap or recompute
+
+
+@pytest.mark.parametrize(("num_host_blocks", "status"), [(5, "SWAPPED"), (4, "WAITING"), (1, "WAITING")])
+def test_where_the_host_has_no_room_it_is_recomputed(paged, a_request, a_step, num_host_blocks, status):
+    """5 blocks to swap: with 5 host blocks it is swapped, with fewer it is recomputed. Never a part of it."""
+    requests, scheduler = two_of_80(paged, a_request, num_host_blocks=num_host_blocks)
+    a_step(scheduler)
+    output = a_step(scheduler)
+    that("preempted", output.preempted).gives([1])
+    that("status", requests[1].status.name).gives(status)
+    swapped = status == "SWAPPED"
+    that("num_computed_tokens", requests[1].num_computed_tokens).gives(80 if swapped else 0)
+    that("in swapped_out", 1 in output.swapped_out).gives(swapped)
+    that("used host blocks", scheduler.host_pool.num_used).gives(5 if swapped else 0)
+
+
+def test_one_swapped_one_recomputed(paged, a_request, a_step):
+    """Two victims, host room for one: the first to leave takes it, the other is recomputed. Their order stays."""
+    requests = [a_request(n, 4, 5) for n in range(4)]
+    scheduler = swapping(paged, requests, num_blocks=4, num_host_blocks=1)
+    a_step(scheduler)
+    output = a_step(scheduler)
+    that("preempted", output.preempted).gives([3, 2])
+    that("swapped_out", output.swapped_out).gives({3: [(3, 0)]})
+    that("status of 2 and 3", [requests[2].status.name, requests[3].status.name]).gives(["WAITING", "SWAPPED"])
+    that("the line: who was swapped out overtakes nobody", list(scheduler.waiting)).gives([2, 3])
+    steps = [dict(a_step(scheduler).num_scheduled_tokens) for _ in range(4)]
+    that("steps 2 … 5: 2 computes its 5 tokens again, 3 only its newest", steps[3]).gives({2: 5, 3: 1})
+
+
+def test_nothing_computed_nothing_to_swap(paged, a_request):
+    """A request whose first step was never reported has nothing in its blocks: it is recomputed."""
+    request = a_request("r", 8)
+    scheduler = swapping(paged, [request], num_blocks=4)
+    scheduler.schedule()
+    output = SchedulerOutput()
+    call(scheduler.preempt, request, output).gives(None)
+    seen = request.status.name, output.swapped_out, scheduler.host_pool.num_used
+    that("status, swapped_out, used host blocks", seen).gives(("WAITING", {}, 0))
+
+
+def test_recompute_swaps_nothing(paged, a_request, a_step):
+    """With preemption="recompute" nothing is swapped, however large the host."""
+    requests = [a_request(n, 80, 20) for n in range(2)]
+    scheduler = paged(requests, num_blocks=10, block_size=16, preemption="recompute", num_host_blocks=50)
+    tally = drive(scheduler, max_steps=100)
+    that("preemptions, swapped blocks", (tally.num_preemptions, tally.num_swapped_blocks)).gives((1, 0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_policy_changes_nobodys_turn(paged, a_request, seed):
+    """Where tokens are no limit, swap and recompute run the same requests in the same steps; only the costs differ."""
+    runs = []
+    for preemption in ("swap", "recompute"):
+        rng = random.Random(seed)
+        requests = [a_request(n, rng.randint(1, 12), rng.randint(1, 16)) for n in range(8)]
+        scheduler = paged(requests, num_blocks=rng.randint(4, 8), preemption=preemption, num_host_blocks=99)
+        runs.append(drive(scheduler, max_steps=500))
+    swap, recompute = runs
+    that("who computes in each step", swap.order).gives(recompute.order)
+    that("tokens computed again by swap", swap.num_recomputed_tokens).gives(0)
+    if recompute.num_preemptions:
+        that("tokens computed again by recompute", recompute.num_recomputed_tokens > 0).gives(True)
+        that("blocks swapped", swap.num_swapped_blocks > 0).gives(True)
+
+
+# Leaving
+
+
+def test_a_swapped_request_that_is_aborted(paged, a_request, a_step):
+    """Its client leaves: its host blocks are free, the batch's blocks are not touched, and nobody waits."""
+    requests, scheduler = two_of_80(paged, a_request)
+    a_step(scheduler)
+    a_step(scheduler)
+    call(scheduler.abort_request, 1).gives(True)
+    seen = requests[1].finish_reason, requests[1].host_block_ids, list(scheduler.waiting)
+    that("why it ended, its host blocks, the line", seen).gives(("abort", [], []))
+    counts = scheduler.pool.num_free, scheduler.host_pool.num_free
+    that("free blocks, free host blocks", counts).gives((4, 20))
+
+
+def test_it_may_be_aborted_in_the_step_that_brings_it_back(paged, a_request, a_step):
+    """Between schedule and report: its blocks are free, and the host's are not freed a second time."""
+    requests, scheduler = two_of_80(paged, a_request)
+    for _ in range(20):
+        a_step(scheduler)
+    output = scheduler.schedule()
+    call(scheduler.abort_request, 1).gives(True)
+    call(scheduler.update_from_output, output, {}).gives([])
+    counts = scheduler.pool.num_used, scheduler.host_pool.num_used, scheduler.has_unfinished
+    that("used blocks, used host blocks, has_unfinished", counts).gives((0, 0, False))
+    that("tokens generated", len(requests[1].output_token_ids)).gives(1)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_small_pools_and_small_hosts(paged, a_request, a_step, seed):
+    """Preempted, aborted, swapped, recomputed: no block is lost on either side, and what was computed stays so."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4])
+    requests = [a_request(n, rng.randint(1, 12), rng.randint(1, 16)) for n in range(8)]
+    largest = max(-(-each.num_prompt_tokens // block_size) for each in requests)
+    options = {"num_blocks": largest + rng.randint(0, 4), "num_host_blocks": rng.choice([1, 3, 12])}
+    scheduler = swapping(paged, requests, block_size=block_size, max_num_batched_tokens=40, **options)
+    for step in range(600):
+        if not scheduler.has_unfinished:
+            break
+        if rng.random() < 0.1:
+            scheduler.abort_request(rng.randrange(8))
+        before = {
+            each.request_id: each.num_computed_tokens for each in requests if each.status is RequestStatus.SWAPPED
+        }
+        output = a_step(scheduler)
+        for request_id in output.swapped_in:
+            that(f"new tokens of swapped-in {request_id!r}", output.num_scheduled_tokens[request_id]).gives(1)
+            moved, fits = len(output.swapped_in[request_id]), -(-before[request_id] // block_size)
+            that(f"blocks copied back for {request_id!r}", moved).gives(fits)
+        hosted = [block for each in requests for block in each.host_block_ids]
+        held = [block for each in requests for block in each.block_ids]
+        that(f"used host blocks after step {step}", scheduler.host_pool.num_used).gives(len(hosted))
+        that("and no host block twice", len(set(hosted))).gives(len(hosted))
+        that(f"used blocks after step {step}", scheduler.pool.num_used).gives(len(held))
+        swapped = [each.status is RequestStatus.SWAPPED for each in requests]
+        that("who has host blocks is SWAPPED", [bool(each.host_block_ids) for each in requests]).gives(swapped)
+    that("unfinished at the end", scheduler.has_unfinished).gives(False)

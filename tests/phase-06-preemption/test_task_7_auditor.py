@@ -1,0 +1,763 @@
+"""Phase 6, task 7: an auditor that lets right schedulers work, and stops broken ones at the step that is wrong."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minicache.course.checks import call, that
+from minicache.errors import InvariantError
+from minicache.request import Request, RequestStatus
+from minicache.scheduler import create_scheduler
+from minicache.scheduler.audit import Auditor
+from minicache.scheduler.drive import drive
+from minicache.scheduler.observe import observe
+from minicache.scheduler.paged import PagedScheduler
+
+
+class Broken(PagedScheduler):
+    """What all broken schedulers share: they will not be asked how they are."""
+
+    def check(self):
+        raise AssertionError("an auditor asks no scheduler to check itself")
+
+
+def requests_of(*sizes, **options):
+    return [Request(n, [1] * num_prompt, max_tokens, **options) for n, (num_prompt, max_tokens) in enumerate(sizes)]
+
+
+FOUR = [(4, 9)] * 4  # in 4 blocks of 4: step 0 admits all, step 1 preempts 3 and 2
+
+
+def expose(cls, says, sizes=FOUR, *, num_blocks=4, token=0, request_options=None, **options):
+    """Runs a broken scheduler under an auditor, which must raise InvariantError saying `says`."""
+    scheduler = observe(cls(num_blocks=num_blocks, block_size=4, **options), Auditor())
+    requests = requests_of(*sizes, **(request_options or {}))
+    call(drive, scheduler, requests, token=lambda request: token, max_steps=60).raises(InvariantError, saying=says)
+
+
+SWAP = {"preemption": "swap", "num_host_blocks": 8}
+
+
+# Right schedulers
+
+
+def a_run(seed, *observers, name=None):
+    """A random run of a right stage, with aborts, and steps that are never reported."""
+    rng = random.Random(seed)
+    name = name or rng.choice(["static", "continuous", "paged", "paged", "paged", "fair"])
+    block_size = rng.choice([1, 2, 4])
+    extra = {"fair": {"priority": 1, "group": "image"}}.get(name, {})
+    requests = [
+        Request(n, [1] * rng.randint(1, 12), rng.randint(1, 12), stop_token_ids=[3], ignore_eos=rng.random() < 0.3)
+        if rng.random() < 0.7
+        else Request(n, [1] * rng.randint(1, 12), rng.randint(1, 12), **extra)
+        for n in range(10)
+    ]
+    reserves = name in ("static", "continuous")
+    slots = [each.num_prompt_tokens + each.max_tokens * reserves for each in requests]
+    scheduler = observe(
+        create_scheduler(
+            name,
+            num_blocks=max(-(-each // block_size) for each in slots) + rng.randint(0, 3),
+            block_size=block_size,
+            max_num_seqs=rng.choice([1, 3, 10]),
+            max_num_batched_tokens=rng.choice([12, 14, 40]),
+            max_model_len=rng.choice([None, 20]),
+            preemption=rng.choice(["recompute", "swap"]),
+            num_host_blocks=rng.choice([1, 4, 20]),
+            watermark=rng.choice([0.0, 0.2]),
+        ),
+        *observers,
+    )
+    steps, coming = [], list(requests)
+    while coming or scheduler.has_unfinished:
+        while coming and rng.random() < 0.6:
+            scheduler.add_request(coming.pop(0))
+        if rng.random() < 0.05:
+            scheduler.abort_request(rng.randrange(10))
+        output = scheduler.schedule()
+        if rng.random() < 0.05:
+            output = scheduler.schedule()
+        if rng.random() < 0.05:
+            scheduler.abort_request(rng.randrange(10))
+        tokens = {request_id: rng.randrange(10) for request_id in output.num_scheduled_tokens}
+        ended = scheduler.update_from_output(output, tokens)
+        steps.append((tokens, output.preempted, [each.request_id for each in ended]))
+        assert len(steps) < 1000
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_right_schedulers_pass(seed):
+    """Static, continuous, paged and fair runs with preemptions, swaps, aborts and lost steps: not a word, and no touch.
+
+    The run is the same with the auditor and without.
+    """
+    call(a_run, seed, Auditor()).gives(a_run(seed))
+
+
+def test_one_that_has_outgrown_the_step_passes():
+    """16 tokens a step, and a request that comes back with more: the one step that may be larger."""
+    auditor = Auditor()
+    scheduler = observe(PagedScheduler(num_blocks=11, block_size=4, max_num_batched_tokens=16), auditor)
+    tally = call(drive, scheduler, requests_of((12, 20), (12, 20)), max_steps=200).value
+    that("tokens of the second prefill of 1", tally.num_recomputed_tokens > 16).gives(True)
+    that("the last step that was audited", auditor.step).gives(tally.num_steps - 1)
+
+
+def test_the_end_of_the_pool_passes():
+    """A request that ends for want of memory, and the next one that takes its place in the same step."""
+    scheduler = observe(PagedScheduler(num_blocks=3, block_size=4), Auditor())
+    tally = call(drive, scheduler, requests_of((12, 50), (9, 2)), max_steps=50).value
+    that("who ended when", tally.finished).gives({0: 1, 1: 2})
+
+
+def test_a_step_that_only_ends_a_request_passes():
+    """No token is scheduled, somebody waits, and a request ends: that is progress too."""
+
+    class Careful(PagedScheduler):
+        def admit(self, output):
+            if not output.finished:
+                super().admit(output)
+
+    scheduler = observe(Careful(num_blocks=3, block_size=4), Auditor())
+    tally = call(drive, scheduler, requests_of((12, 50), (9, 2)), max_steps=50).value
+    that("who ended when", tally.finished).gives({0: 1, 1: 3})
+
+
+def test_an_auditor_may_come_late():
+    """Switched on in the middle of a run: nothing before it is held against anybody, and it sees what comes."""
+    scheduler = PagedScheduler(num_blocks=4, block_size=4, **SWAP)
+    for request in requests_of(*FOUR):
+        scheduler.add_request(request)
+    for _ in range(3):
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    auditor = Auditor()
+    call(drive, observe(scheduler, auditor), max_steps=100)
+    that("has_unfinished", scheduler.has_unfinished).gives(False)
+    that("it has audited steps", auditor.step > 10).gives(True)
+
+
+# Rule "blocks"
+
+
+def test_a_block_that_is_lost():
+    """Who ends takes its blocks along: with the report of step 2 the pool has fewer than it says."""
+
+    class KeepsBlocks(Broken):
+        def release(self, request):
+            request.block_ids = []
+
+    expose(KeepsBlocks, "step 2, blocks", [(4, 3), (4, 9)], num_blocks=10)
+
+
+def test_a_block_with_two_tables():
+    """The second request is given the first one's block: one owner is counted, and two list it."""
+
+    class GivesTwice(Broken):
+        def enter(self, request, output):
+            super().enter(request, output)
+            if len(self.running) == 2:
+                self.pool.free(request.block_ids)
+                request.block_ids = list(self.running[0].block_ids)
+
+    expose(GivesTwice, "step 0, blocks")
+
+
+def test_a_block_twice_in_one_table():
+    """A request lists one of its blocks twice: two of its positions would share their rows."""
+
+    class ListsTwice(Broken):
+        def enter(self, request, output):
+            super().enter(request, output)
+            request.block_ids[1] = request.block_ids[0]
+
+    expose(ListsTwice, "step 0, blocks", [(8, 9)])
+
+
+@pytest.mark.parametrize("block_id", [4, -1])
+def test_a_block_that_does_not_exist(block_id):
+    """Of 4 blocks, block 4 and block −1: InvariantError, not the pool's IndexError."""
+
+    class Invents(Broken):
+        def enter(self, request, output):
+            super().enter(request, output)
+            request.block_ids[-1] = block_id
+
+    expose(Invents, "step 0, blocks", [(8, 9)])
+
+
+def test_a_host_block_that_is_lost():
+    """A swapped request comes back, and its host blocks stay used for ever."""
+
+    class KeepsHostBlocks(Broken):
+        def release_host(self, request):
+            request.host_block_ids = []
+
+    expose(KeepsHostBlocks, "blocks: ", **SWAP)
+
+
+def test_host_blocks_without_a_host():
+    """With recompute there is no host pool: nobody can have host blocks."""
+
+    class Dreams(Broken):
+        def preempt(self, request, output):
+            super().preempt(request, output)
+            request.host_block_ids = [0]
+
+    expose(Dreams, "step 1, blocks")
+
+
+# Rule "holdings"
+
+
+@pytest.mark.parametrize(("off", "step"), [(-1, 1), (1, 0)], ids=["a token late", "a token early"])
+def test_a_block_at_the_wrong_token(off, step):
+    """Growing one token late, a token has no slot; one token early, a block is held for nothing."""
+
+    class CountsWrong(Broken):
+        def blocks_missing(self, request):
+            return -(-(request.num_tokens + off) // 4) - len(request.block_ids)
+
+        def blocks_to_admit(self, request):
+            return -(-(request.num_tokens + max(off, 0)) // 4)
+
+    expose(CountsWrong, f"step {step}, holdings", [(4, 9)], num_blocks=10)
+
+
+def test_a_token_without_a_slot_is_seen_before_it_is_computed():
+    """The step that needs the block is stopped when it is scheduled: after the report the row would be lost."""
+
+    class NeverGrows(Broken):
+        def blocks_missing(self, request):
+            return 0
+
+    scheduler = observe(NeverGrows(num_blocks=10, block_size=4), Auditor())
+    scheduler.add_request(Request("r", [1] * 4, 9))
+    output = call(scheduler.schedule).value
+    call(scheduler.update_from_output, output, {"r": 0}).gives([])
+    call(scheduler.schedule).raises(InvariantError, saying="step 1, holdings")
+
+
+def test_a_victim_that_keeps_its_blocks():
+    """It waits, and its blocks are as used as before: memory for nobody."""
+
+    class Keeps(Broken):
+        def release(self, request):
+            if request.status.is_finished:
+                super().release(request)
+
+        def make_room(self, request, missing, output):
+            super().preempt(self.running[-1], output)
+            return missing <= self.pool.num_free
+
+    expose(Keeps, "step 1, holdings", [(4, 9), (4, 9)], num_blocks=2)
+
+
+def test_a_victim_that_believes_to_be_computed():
+    """Its blocks are gone and its computed tokens are not: what it computes next would attend to nothing."""
+
+    class Believes(Broken):
+        def preempt(self, request, output):
+            computed = request.num_computed_tokens
+            super().preempt(request, output)
+            request.num_computed_tokens = computed
+
+    expose(Believes, "step 1, holdings")
+
+
+def test_a_swapped_request_that_keeps_its_blocks():
+    """Swapped out, it has host blocks, and its device blocks besides."""
+
+    class HasBoth(Broken):
+        def swap_out(self, request, num_blocks, output):
+            kept = request.block_ids[-1]
+            self.pool.share([kept])
+            super().swap_out(request, num_blocks, output)
+            request.block_ids = [kept]
+
+    expose(HasBoth, "step 1, holdings", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+
+
+@pytest.mark.parametrize("off", [-1, 1], ids=["one too few", "one too many"])
+def test_a_number_of_host_blocks_that_is_wrong(off):
+    """Host blocks for just what is computed."""
+
+    class SwapsOther(Broken):
+        def swap_out(self, request, num_blocks, output):
+            super().swap_out(request, num_blocks + off, output)
+
+    expose(SwapsOther, "step 1, holdings", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+
+
+def test_host_blocks_of_the_batch():
+    """Back in the batch, and still with host blocks: they are everybody's."""
+
+    class NeverFrees(Broken):
+        def swap_in(self, request, output):
+            kept = request.host_block_ids
+            self.host_pool.share(kept)
+            super().swap_in(request, output)
+            request.host_block_ids = kept
+
+    expose(NeverFrees, "holdings: ", **SWAP)
+
+
+def test_nothing_computed_and_swapped():
+    """SWAPPED with nothing computed: there is nothing that the host could have."""
+
+    class SwapsNothing(Broken):
+        def preempt(self, request, output):
+            super().preempt(request, output)
+            request.status = RequestStatus.SWAPPED
+
+    expose(SwapsNothing, "step 1, holdings")
+
+
+# Rule "order"
+
+
+def test_the_oldest_is_preempted():
+    """Who came first has to go, and those who came later go on."""
+
+    class PreemptsTheOldest(Broken):
+        def grow_batch(self, output):
+            if self.running and self.blocks_missing(self.running[-1]) > self.pool.num_free:
+                self.running.append(self.running.pop(0))
+                self.preempt(self.running[-1], output)
+            super().grow_batch(output)
+
+    expose(PreemptsTheOldest, "step 1, order", [(2, 9), (4, 9)], num_blocks=2)
+
+
+def test_a_victim_behind_newcomers():
+    """A victim goes to the end of the line, behind one that came later."""
+
+    class Forgets(Broken):
+        def line_up(self, request, *, first=False):
+            super().line_up(request)
+
+    expose(Forgets, "step 1, order", [*FOUR, (8, 9)])
+
+
+def test_a_newcomer_that_overtakes():
+    """The shortest of the line is admitted first."""
+
+    class ShortestFirst(Broken):
+        def head(self):
+            return min(self.waiting.values(), key=lambda request: request.num_tokens, default=None)
+
+    expose(ShortestFirst, "order: ", [(8, 9), (4, 9)], max_num_seqs=1)
+
+
+def test_an_order_of_its_own():
+    """A scheduler that has a `rank` is no business of this rule: the shortest may go first there."""
+
+    class Ranked(PagedScheduler):
+        def rank(self, request):
+            return request.num_tokens
+
+        def head(self):
+            return min(self.waiting.values(), key=self.rank, default=None)
+
+    scheduler = observe(Ranked(num_blocks=4, block_size=4, max_num_seqs=1), Auditor())
+    tally = call(drive, scheduler, requests_of((8, 2), (4, 2)), max_steps=20).value
+    that("who ended, in order", list(tally.finished)).gives([1, 0])
+
+
+# Rule "work"
+
+
+def test_too_many_tokens():
+    """Two prompts of 4 in a step of at most 7 tokens."""
+
+    class Generous(Broken):
+        def admit(self, output):
+            self.max_num_batched_tokens += 1
+            super().admit(output)
+            self.max_num_batched_tokens -= 1
+
+    expose(Generous, "step 0, work", max_num_batched_tokens=7)
+
+
+def test_too_many_requests():
+    """Four in a batch of at most three."""
+
+    class Crowded(Broken):
+        def admit(self, output):
+            self.max_num_seqs += 1
+            super().admit(output)
+            self.max_num_seqs -= 1
+
+    expose(Crowded, "step 0, work", max_num_seqs=3)
+
+
+def test_nothing_happens():
+    """One seat, and nobody is admitted because one of it is kept free: the line waits for ever."""
+
+    class OneSeatLess(Broken):
+        def admit(self, output):
+            self.max_num_seqs -= 1
+            super().admit(output)
+            self.max_num_seqs += 1
+
+    expose(OneSeatLess, "step 0, work", max_num_seqs=1)
+
+
+def test_somebody_in_the_batch_is_left_out():
+    """In the batch, with blocks, and never computed again."""
+
+    class LeavesOut(Broken):
+        def order(self, request, output):
+            if request.request_id != 1 or not request.output_token_ids:
+                super().order(request, output)
+
+    expose(LeavesOut, "step 1, work", num_blocks=20)
+
+
+def test_a_prompt_without_its_answer():
+    """A victim comes back, and only its prompt is computed again: what it had generated is not in the cache."""
+
+    class PromptOnly(Broken):
+        def order(self, request, output):
+            super().order(request, output)
+            if not request.num_computed_tokens:
+                output.num_scheduled_tokens[request.request_id] = request.num_prompt_tokens
+
+    expose(PromptOnly, "work: ")
+
+
+@pytest.mark.parametrize("num_new", [0, 2])
+def test_a_number_of_tokens_that_is_not_there(num_new):
+    """A request in decode has one token to compute, not none, and not two."""
+
+    class Miscounts(Broken):
+        def order(self, request, output):
+            super().order(request, output)
+            if request.num_computed_tokens == 5:
+                output.num_scheduled_tokens[request.request_id] = num_new
+
+    expose(Miscounts, "step 2, work", [(4, 9)], num_blocks=20)
+
+
+def test_two_lists_that_disagree():
+    """`scheduled` in another order than `num_scheduled_tokens`: everybody would get somebody else's tokens."""
+
+    class Reversed(Broken):
+        def issue(self, output):
+            output.scheduled.reverse()
+            return super().issue(output)
+
+    expose(Reversed, "step 0, work")
+
+
+def test_somebody_without_a_place():
+    """Work for a request that is still in the line, and has no blocks."""
+
+    class WorksAhead(Broken):
+        def issue(self, output):
+            if request := self.head():
+                self.order(request, output)
+            return super().issue(output)
+
+    expose(WorksAhead, "step 0, work", max_num_seqs=2)
+
+
+# Rule "victims"
+
+
+def test_a_victim_nobody_speaks_of():
+    """It has left the batch, and `preempted` does not say so."""
+
+    class Silent(Broken):
+        def issue(self, output):
+            output.preempted.clear()
+            return super().issue(output)
+
+    expose(Silent, "step 1, victims")
+
+
+def test_a_victim_that_did_not_leave():
+    """`preempted` names one that is in the batch."""
+
+    class CriesWolf(Broken):
+        def issue(self, output):
+            if self.running[0].output_token_ids:
+                output.preempted.append(self.running[-1].request_id)
+            return super().issue(output)
+
+    expose(CriesWolf, "step 1, victims", num_blocks=20)
+
+
+def test_victims_in_the_wrong_order():
+    """The last one is named first: that is how they left."""
+
+    class Sorts(Broken):
+        def issue(self, output):
+            output.preempted.sort()
+            return super().issue(output)
+
+    expose(Sorts, "step 1, victims")
+
+
+def test_a_newer_one_stays():
+    """It has an order of its own, so rule "order" is silent; but victims are the last of the batch for everybody."""
+
+    class TakesTheMiddle(Broken):
+        rank = None
+
+        def preempt(self, request, output):
+            self.running.append(self.running.pop(1))
+            super().preempt(self.running[-1], output)
+
+    expose(TakesTheMiddle, "step 1, victims", [(4, 9), (2, 9), (2, 9)], num_blocks=3)
+
+
+def test_memory_was_not_short():
+    """Two requests, room for both, and one of them is sent away: it could have stayed."""
+
+    class Thrashes(Broken):
+        def grow_batch(self, output):
+            if len(self.running) > 1:
+                self.preempt(self.running[-1], output)
+            super().grow_batch(output)
+
+    expose(Thrashes, "step 1, victims", [(4, 9), (4, 9)], num_blocks=20)
+
+
+def test_one_victim_too_many():
+    """One block was missing, and two requests had to go."""
+
+    class Overdoes(Broken):
+        def make_room(self, request, missing, output):
+            self.preempt(self.running[-1], output)
+            return super().make_room(request, missing, output)
+
+        def grow_batch(self, output):
+            super().grow_batch(output)
+            if output.preempted and len(self.running) > 1:
+                victim = self.running[-1]
+                output.scheduled.remove(victim)
+                del output.num_scheduled_tokens[victim.request_id]
+                self.preempt(victim, output)
+
+    expose(Overdoes, "step 1, victims", [(4, 9), (2, 9), (2, 9)], num_blocks=3)
+
+
+def test_somebody_is_admitted_beside():
+    """Memory is short, somebody has to go, and a newcomer gets his place in the same step."""
+
+    class RobsPeter(Broken):
+        rank = None
+
+        def head(self):
+            return min(self.waiting.values(), key=lambda request: request.num_tokens, default=None)
+
+        def schedule(self):
+            output = super().schedule()
+            if output.preempted:
+                self.admit(output)
+            return output
+
+    scheduler = observe(RobsPeter(num_blocks=6, block_size=4), Auditor())
+    first, second, small = requests_of((8, 9), (16, 9), (1, 9))
+    arrivals = [(0, first), (0, second), (1, small)]
+    call(drive, scheduler, arrivals=arrivals, max_steps=20).raises(InvariantError, saying="step 1, victims")
+
+
+def test_a_preemption_that_is_not_counted():
+    """num_preemptions counts how often a request has lost its place."""
+
+    class Uncounted(Broken):
+        def preempt(self, request, output):
+            super().preempt(request, output)
+            request.num_preemptions = 0
+
+    expose(Uncounted, "step 1, victims")
+
+
+def test_an_answer_that_is_lost():
+    """A victim loses what it had generated: its client has read that already."""
+
+    class StartsOver(Broken):
+        def preempt(self, request, output):
+            super().preempt(request, output)
+            request.output_token_ids.clear()
+
+    expose(StartsOver, "step 1, victims")
+
+
+# Rule "swaps"
+
+
+def test_the_wrong_pairs():
+    """The host blocks are the right ones, in the wrong order: the beginning would come back as the end."""
+
+    class Mixes(Broken):
+        def swap_out(self, request, num_blocks, output):
+            super().swap_out(request, num_blocks, output)
+            pairs = output.swapped_out[request.request_id]
+            hosts = [host_block for _, host_block in pairs][::-1]
+            output.swapped_out[request.request_id] = [(pair[0], host) for pair, host in zip(pairs, hosts, strict=True)]
+
+    expose(Mixes, "step 1, swaps", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+
+
+def test_blocks_of_somebody_else():
+    """The pairs name the blocks of another request."""
+
+    class CopiesOther(Broken):
+        def swap_out(self, request, num_blocks, output):
+            super().swap_out(request, num_blocks, output)
+            hosts = request.host_block_ids
+            output.swapped_out[request.request_id] = list(zip(self.running[0].block_ids, hosts, strict=False))
+
+    expose(CopiesOther, "step 1, swaps", **SWAP)
+
+
+def test_a_swap_nobody_speaks_of():
+    """Swapped out, and not said: nothing would be copied."""
+
+    class Silent(Broken):
+        def issue(self, output):
+            output.swapped_out.clear()
+            return super().issue(output)
+
+    expose(Silent, "step 1, swaps", **SWAP)
+
+
+def test_a_swap_that_was_none():
+    """swapped_out names a victim that is recomputed."""
+
+    class Boasts(Broken):
+        def issue(self, output):
+            output.swapped_out |= {request_id: [(0, 0)] for request_id in output.preempted}
+            return super().issue(output)
+
+    expose(Boasts, "step 1, swaps", preemption="swap", num_host_blocks=1, sizes=[(4, 9), (8, 9)], num_blocks=3)
+
+
+@pytest.mark.parametrize("how", ["turned round", "forgotten", "the wrong blocks"])
+def test_the_way_back(how):
+    """swapped_in has pairs (host block, block), the blocks in the order of the request's tokens."""
+
+    class Returns(Broken):
+        def swap_in(self, request, output):
+            super().swap_in(request, output)
+            pairs = output.swapped_in.pop(request.request_id)
+            if how == "turned round":
+                output.swapped_in[request.request_id] = [pair[::-1] for pair in pairs]
+            elif how == "the wrong blocks":
+                output.swapped_in[request.request_id] = [(pair[0], request.block_ids[-1]) for pair in pairs]
+
+    expose(Returns, "swaps: ", [(4, 9), (8, 9)], num_blocks=4, **SWAP)
+
+
+def test_host_blocks_that_move():
+    """While a request is swapped out its host blocks are exchanged for others: nothing copies from these to those."""
+
+    class Moves(Broken):
+        def schedule(self):
+            output = super().schedule()
+            for request in self.waiting.values():
+                if request.status is RequestStatus.SWAPPED and request.request_id not in output.swapped_out:
+                    old, request.host_block_ids = request.host_block_ids, self.host_pool.allocate(1)
+                    self.host_pool.free(old)
+            return output
+
+    expose(Moves, "step 2, swaps", **SWAP)
+
+
+# Rule "tokens"
+
+
+def reporting(before=lambda request: None, after=lambda request: None, returns=lambda ended: ended):
+    """A broken scheduler that does something to each request of a step before, or after, the report."""
+
+    class Reports(Broken):
+        def update_from_output(self, output, token_ids):
+            for request in output.scheduled:
+                before(request)
+            ended = super().update_from_output(output, token_ids)
+            for request in output.scheduled:
+                after(request)
+            return returns(ended)
+
+    return Reports
+
+
+def add(name, number):
+    return lambda request: setattr(request, name, getattr(request, name) + number)
+
+
+@pytest.mark.parametrize(
+    ("cls", "step"),
+    [
+        pytest.param(reporting(after=lambda request: request.output_token_ids.append(0)), 0, id="a token twice"),
+        pytest.param(reporting(after=lambda request: request.output_token_ids.pop()), 0, id="a token lost"),
+        pytest.param(reporting(after=add("num_computed_tokens", -1)), 0, id="a row too few"),
+        pytest.param(reporting(after=add("num_computed_tokens", 1)), 0, id="a row too many"),
+        pytest.param(reporting(add("max_tokens", 1), add("max_tokens", -1)), 2, id="one goes on past max_tokens"),
+        pytest.param(reporting(add("max_tokens", -1), add("max_tokens", 1)), 1, id="one ends a token early"),
+        pytest.param(reporting(returns=lambda ended: []), 2, id="nobody is told who ended"),
+        pytest.param(reporting(returns=lambda ended: ended[::-1]), 2, id="who ended, in the wrong order"),
+        pytest.param(reporting(returns=lambda ended: ended * 2), 2, id="who ended, twice"),
+    ],
+)
+def test_reports(cls, step):
+    """Two prompts of 5 with 3 tokens each, ample memory: what the report does wrong is seen at once."""
+    expose(cls, f"step {step}, tokens", [(5, 3), (5, 3)], num_blocks=20)
+
+
+def test_somebody_elses_tokens():
+    """A report that moves a request which was not in the step."""
+
+    class MovesTheLine(Broken):
+        def update_from_output(self, output, token_ids):
+            for request in self.waiting.values():
+                request.output_token_ids.append(0)
+            return super().update_from_output(output, token_ids)
+
+    expose(MovesTheLine, "step 0, tokens", max_num_seqs=2)
+
+
+def test_a_stop_token_that_is_passed_over():
+    """Token 3 is a stop token, and the request goes on."""
+
+    class Deaf(Broken):
+        def update_from_output(self, output, token_ids):
+            stops = [(request, request.stop_token_ids) for request in output.scheduled]
+            for request, _ in stops:
+                request.stop_token_ids = frozenset()
+            ended = super().update_from_output(output, token_ids)
+            for request, ids in stops:
+                request.stop_token_ids = ids
+            return ended
+
+    expose(Deaf, "step 0, tokens", [(5, 3)], token=3, request_options={"stop_token_ids": [3]})
+
+
+def test_a_stop_token_that_was_to_be_ignored():
+    """ignore_eos is set, token 3 comes, and the request ends."""
+    cls = reporting(
+        before=lambda request: setattr(request, "ignore_eos", False),
+        after=lambda request: setattr(request, "ignore_eos", True),
+    )
+    options = {"stop_token_ids": [3], "ignore_eos": True}
+    expose(cls, "step 0, tokens", [(5, 3)], token=3, request_options=options)
+
+
+def test_a_reason_that_is_not_the_reason():
+    """FINISHED_STOPPED needs a stop token: this one has come to max_tokens."""
+
+    class Renames(Broken):
+        def update_from_output(self, output, token_ids):
+            ended = super().update_from_output(output, token_ids)
+            for request in ended:
+                request.status = RequestStatus.FINISHED_STOPPED
+            return ended
+
+    expose(Renames, "step 2, tokens", [(5, 3)])

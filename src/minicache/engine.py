@@ -367,8 +367,8 @@ class LLM:
                 self._chunks += self.step()  # chunks of other callers' requests go back: their step() returns them
                 num_idle = 0 if chunks or self.memory.num_steps > num_steps else num_idle + 1
                 if num_idle > MAX_IDLE_STEPS:
-                    waiting = [answer.request for answer in unfinished if not answer.finish_reason]
-                    raise InvariantError(f"the scheduler orders nothing any more, and {waiting[:3]} are unfinished")
+                    left = [answer.request for answer in answers if not answer.finish_reason]
+                    raise InvariantError(f"the scheduler orders nothing any more; unfinished: {left[:3]} …")
                 yield from chunks
                 chunks.clear()
                 while unfinished and unfinished[-1].finish_reason:

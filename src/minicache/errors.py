@@ -29,6 +29,10 @@ class RequestTooLargeError(MinicacheError):
     """A request can never be served: it is refused before it waits for anything. Nothing has changed."""
 
 
+class LivelockError(MinicacheError):
+    """A loop that would never end was stopped: every turn of it undoes the turn before."""
+
+
 class InvariantError(MinicacheError):
     """A `check()` found a structure in a state that no sequence of calls should reach."""
 

@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
         """A text as token ids, without an end token."""
 
     def decode(self, ids: Sequence[int], /) -> str:
-        """Token ids as a text."""
+        """Token ids as a text, in which end tokens do not show."""
 
 
 class TextStream:
@@ -67,11 +67,11 @@ class TextStream:
         Returns:
             The text that can be shown now and could not before; "" if there is none.
         """
-        if self.is_stopped:
+        if self.is_stopped or token_id == self._tokenizer.end_token_id:
             return ""
         self._new.append(token_id)
         text = self._tokenizer.decode([*self._known, *self._new])
-        # A letter whose bytes are not all there decodes to U+FFFD. An end token decodes to nothing.
+        # A letter whose bytes are not all there decodes to U+FFFD.
         if len(text) <= len(self._known_text) or text.endswith(_UNFINISHED):
             return ""
         piece = text[len(self._known_text) :]

@@ -1,0 +1,89 @@
+"""What the tests of phase 5 share: the smallest scheduler that there is, requests, and what a scheduler holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from minicache.blocks import blocks_for
+from minicache.request import Request, RequestStatus
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.output import SchedulerOutput
+
+
+class Plain(Scheduler):
+    """Everybody who waits joins the batch, in order, and computes at most `chunk` tokens a step.
+
+    It uses nothing of what the tasks ask for, so that each task can be graded before the next one is written.
+    """
+
+    def __init__(self, *, chunk=10**6, **options):
+        super().__init__(**options)
+        self.chunk = chunk
+        self.released = []  # ids, in the order in which `release` was asked to give their blocks back
+
+    def blocks_to_admit(self, request):
+        return blocks_for(request.num_prompt_tokens + request.max_tokens, self.pool.block_size)
+
+    def schedule(self):
+        while self.waiting:
+            _, request = self.waiting.popitem(last=False)
+            request.block_ids = self.pool.allocate(self.blocks_to_admit(request))
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+        output = SchedulerOutput()
+        for request in self.running:
+            num_new = request.num_tokens - request.num_computed_tokens
+            output.num_scheduled_tokens[request.request_id] = min(num_new, self.chunk)
+            output.scheduled.append(request)
+        return self.issue(output)
+
+    def release(self, request):
+        self.released.append(request.request_id)
+        super().release(request)
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """`plain(chunk=…, **options)`: a `Plain` scheduler with 100 blocks of 4 tokens, unless told otherwise."""
+
+    def make(**options):
+        return Plain(**{"num_blocks": 100, "block_size": 4} | options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def request_of():
+    """`request_of(id, num_prompt_tokens=3, max_tokens=4, **more)`: a new request whose prompt is 1, 2, 3, …"""
+
+    def make(request_id, num_prompt_tokens=3, max_tokens=4, **more):
+        return Request(request_id, list(range(1, num_prompt_tokens + 1)), max_tokens, **more)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def state_of():
+    """`state_of(scheduler, *requests)`: all that a caller can see of them, to be compared before and after a call."""
+
+    def look(scheduler, *requests):
+        everybody = {id(each): each for each in (*scheduler.waiting.values(), *scheduler.running, *requests)}
+        return {
+            "waiting": list(scheduler.waiting),
+            "running": [request.request_id for request in scheduler.running],
+            "has_unfinished": scheduler.has_unfinished,
+            "num_free": scheduler.pool.num_free,
+            "requests": [
+                (
+                    request.request_id,
+                    request.status.name,
+                    request.arrival_index,
+                    request.num_computed_tokens,
+                    list(request.output_token_ids),
+                    list(request.block_ids),
+                )
+                for request in everybody.values()
+            ],
+        }
+
+    return look

@@ -1,0 +1,433 @@
+"""Phase 5, task 2: record what a step computed, end who is done, and take everything back from who leaves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minicache.course.checks import call, that
+from minicache.request import RequestStatus
+
+ENDS = [status for status in RequestStatus if status.is_finished]
+
+
+def batch_of(scheduler, *requests):
+    """All `requests` in the batch, with the output of the step that computes their prompts."""
+    for request in requests:
+        scheduler.add_request(request)
+    return scheduler.schedule()
+
+
+def ids_of(requests):
+    return [request.request_id for request in requests]
+
+
+def answers(scheduler, request, tokens):
+    """Report `tokens`, one a step, until the request has ended: how many were reported."""
+    for count, token in enumerate(tokens, start=1):
+        scheduler.update_from_output(scheduler.schedule(), {request.request_id: token})
+        if request.status.is_finished:
+            return count
+    return None
+
+
+# A token each
+
+
+def test_a_prompt_is_computed_and_a_token_comes(plain, request_of):
+    """After the step that computes 3 prompt tokens, 3 are computed, and the model's token is the output."""
+    scheduler = plain()
+    request = request_of("a", 3)
+    output = batch_of(scheduler, request)
+    call(scheduler.update_from_output, output, {"a": 77}).gives([])
+    that("num_computed_tokens", request.num_computed_tokens).gives(3)
+    that("output_token_ids", request.output_token_ids).gives([77])
+    that("num_tokens", request.num_tokens).gives(4)
+    that("its status", request.status.name).gives("RUNNING")
+
+
+def test_decode_goes_on_token_by_token(plain, request_of):
+    """Each later step computes one token, the newest, and brings the next."""
+    scheduler = plain()
+    request = request_of("a", 3, max_tokens=9)
+    scheduler.add_request(request)
+    for step, token in enumerate([40, 41, 0, 43]):
+        output = scheduler.schedule()
+        call(scheduler.update_from_output, output, {"a": token}).gives([])
+        that(f"num_computed_tokens after step {step}", request.num_computed_tokens).gives(3 + step)
+    that("output_token_ids", request.output_token_ids).gives([40, 41, 0, 43])
+
+
+def test_everybody_gets_the_token_that_is_theirs(plain, request_of):
+    """The tokens are found by id, in whatever order they are reported."""
+    scheduler = plain()
+    requests = [request_of(request_id) for request_id in ("a", 5, "c")]
+    output = batch_of(scheduler, *requests)
+    call(scheduler.update_from_output, output, {"c": 12, "a": 10, 5: 11}).gives([])
+    that("outputs of a, 5, c", [request.output_token_ids for request in requests]).gives([[10], [11], [12]])
+
+
+def test_a_prompt_in_parts(plain, request_of):
+    """10 prompt tokens, 4 a step: what is reported before the last of them is computed is ignored."""
+    scheduler = plain(chunk=4)
+    request = request_of("a", 10)
+    scheduler.add_request(request)
+    for computed, tokens in [(4, {"a": 90}), (8, {}), (10, {"a": 91})]:
+        call(scheduler.update_from_output, scheduler.schedule(), tokens).gives([])
+        that("num_computed_tokens", request.num_computed_tokens).gives(computed)
+    that("output_token_ids", request.output_token_ids).gives([91])
+
+
+def test_a_stop_token_in_the_middle_of_a_prompt_ends_nothing(plain, request_of):
+    """A token for a request still in its prompt is ignored, a stop token too."""
+    scheduler = plain(chunk=4)
+    request = request_of("a", 6, stop_token_ids=[9], max_tokens=1)
+    scheduler.add_request(request)
+    call(scheduler.update_from_output, scheduler.schedule(), {"a": 9}).gives([])
+    that("its status", request.status.name).gives("RUNNING")
+    that("output_token_ids", request.output_token_ids).gives([])
+
+
+# Who is done
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_max_tokens(plain, request_of, max_tokens):
+    """A request ends with its max_tokens-th token, not before and not after: FINISHED_LENGTH, "length"."""
+    scheduler = plain()
+    request = request_of("a", 3, max_tokens=max_tokens)
+    scheduler.add_request(request)
+    that("tokens until it ended", answers(scheduler, request, [7] * 20)).gives(max_tokens)
+    that("output_token_ids", request.output_token_ids).gives([7] * max_tokens)
+    that("its status", request.status.name).gives("FINISHED_LENGTH")
+    that("finish_reason", request.finish_reason).gives("length")
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "num_output_tokens"), [(9, 1), (8, 2), (3, 7)])
+def test_max_model_len(plain, request_of, num_prompt_tokens, num_output_tokens):
+    """With max_model_len 10, prompt and output together end at 10 tokens: FINISHED_LENGTH."""
+    scheduler = plain(max_model_len=10)
+    request = request_of("a", num_prompt_tokens, max_tokens=50)
+    scheduler.add_request(request)
+    that("tokens until it ended", answers(scheduler, request, [7] * 20)).gives(num_output_tokens)
+    that("its status", request.status.name).gives("FINISHED_LENGTH")
+
+
+def test_a_stop_token_ends_it_and_stays(plain, request_of):
+    """The stop token is the last of the output: FINISHED_STOPPED, "stop"."""
+    scheduler = plain()
+    request = request_of("a", 3, max_tokens=10, stop_token_ids=[50, 51])
+    scheduler.add_request(request)
+    that("tokens until it ended", answers(scheduler, request, [1, 2, 51, 4])).gives(3)
+    that("output_token_ids", request.output_token_ids).gives([1, 2, 51])
+    that("its status", request.status.name).gives("FINISHED_STOPPED")
+    that("finish_reason", request.finish_reason).gives("stop")
+
+
+def test_a_stop_token_as_the_last_that_there_may_be(plain, request_of):
+    """A request whose max_tokens-th token is a stop token has stopped: "stop", not "length"."""
+    scheduler = plain()
+    request = request_of("a", 3, max_tokens=2, stop_token_ids=[50])
+    scheduler.add_request(request)
+    that("tokens until it ended", answers(scheduler, request, [1, 50])).gives(2)
+    that("finish_reason", request.finish_reason).gives("stop")
+
+
+def test_ignore_eos(plain, request_of):
+    """With ignore_eos, stop tokens end nothing: the request goes on to max_tokens."""
+    scheduler = plain()
+    request = request_of("a", 3, max_tokens=4, stop_token_ids=[50], ignore_eos=True)
+    scheduler.add_request(request)
+    that("tokens until it ended", answers(scheduler, request, [50, 50, 50, 50, 50])).gives(4)
+    that("finish_reason", request.finish_reason).gives("length")
+
+
+def test_a_stop_token_in_the_prompt_ends_nothing(plain, request_of):
+    """Only generated tokens end a request: its prompt may hold its stop token."""
+    scheduler = plain()
+    request = request_of("a", 3, max_tokens=4, stop_token_ids=[1, 2, 3])
+    scheduler.add_request(request)
+    that("tokens until it ended", answers(scheduler, request, [9, 2])).gives(2)
+
+
+def test_who_ends_leaves_and_who_stays_keeps_order(plain, request_of):
+    """Of a, b, c, d, two end in one step: they come back in batch order, the other two stay in theirs."""
+    scheduler = plain()
+    requests = [request_of(request_id, stop_token_ids=[9]) for request_id in "dacb"]
+    output = batch_of(scheduler, *requests)
+    ended = call(scheduler.update_from_output, output, {"a": 9, "b": 9, "c": 1, "d": 1}).value
+    that("those that have ended", ids_of(ended)).gives(["a", "b"])
+    that("the batch", ids_of(scheduler.running)).gives(["d", "c"])
+    that("num_running", scheduler.num_running).gives(2)
+    that("has_unfinished", scheduler.has_unfinished).gives(True)
+    call(scheduler.check).gives(None)
+
+
+def test_when_all_have_ended_nothing_is_left(plain, request_of):
+    """After the last one: nobody runs, nothing is unfinished, all blocks are free."""
+    scheduler = plain()
+    requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
+    ended = call(scheduler.update_from_output, batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3}).value
+    that("those that have ended", ids_of(ended)).gives(["a", "b", "c"])
+    that("num_running", scheduler.num_running).gives(0)
+    that("has_unfinished", scheduler.has_unfinished).gives(False)
+    that("used blocks", scheduler.pool.num_used).gives(0)
+    that("their blocks", [request.block_ids for request in requests]).gives([[], [], []])
+
+
+def test_those_who_wait_are_not_touched(plain, request_of):
+    """A request that came after schedule() waits on, and gets no token."""
+    scheduler = plain()
+    output = batch_of(scheduler, request_of("a", max_tokens=1))
+    late = request_of("b")
+    scheduler.add_request(late)
+    scheduler.update_from_output(output, {"a": 1})
+    that("the line", list(scheduler.waiting)).gives(["b"])
+    that("has_unfinished", scheduler.has_unfinished).gives(True)
+    that("its output_token_ids", late.output_token_ids).gives([])
+
+
+def test_an_id_is_free_again_when_its_request_has_ended(plain, request_of):
+    """Once a has ended, another request may be called a."""
+    scheduler = plain()
+    scheduler.update_from_output(batch_of(scheduler, request_of("a", max_tokens=1)), {"a": 1})
+    call(scheduler.add_request, request_of("a")).gives(None)
+
+
+# The blocks
+
+
+def test_blocks_go_back_last_one_first(plain, request_of):
+    """A request that held the blocks 0, 1, 2 gives back 2, then 1, then 0: its beginning survives longest."""
+    scheduler = plain(num_blocks=5)
+    request = request_of("a", 8, max_tokens=4)
+    batch_of(scheduler, request)
+    that("its blocks", request.block_ids).gives([0, 1, 2])
+    scheduler.release(request)
+    that("its blocks, once released", request.block_ids).gives([])
+    that("the free blocks, the longest free first", scheduler.pool.allocate(5)).gives([3, 4, 2, 1, 0])
+
+
+def test_nothing_to_release(plain, request_of):
+    """A request without blocks is left as it is, however often."""
+    scheduler = plain(num_blocks=5)
+    request = request_of("a")
+    scheduler.release(request)
+    scheduler.release(request)
+    that("its blocks", request.block_ids).gives([])
+    that("free blocks", scheduler.pool.num_free).gives(5)
+
+
+def test_a_list_of_blocks_that_was_read_before(plain, request_of):
+    """Blocks are given back once: one that is released and whose blocks somebody else has is left alone."""
+    scheduler = plain(num_blocks=3)
+    request = request_of("a", 8, max_tokens=4)
+    batch_of(scheduler, request)
+    scheduler.release(request)
+    that("all blocks, taken by another", len(scheduler.pool.allocate(3))).gives(3)
+    scheduler.release(request)
+    that("used blocks", scheduler.pool.num_used).gives(3)
+
+
+def test_a_stage_may_have_more_to_give_back(plain, request_of):
+    """Whoever ends is released through release(), which a later stage extends: once each, not those who stay."""
+    scheduler = plain()
+    requests = [request_of(request_id, stop_token_ids=[9]) for request_id in "abcd"]
+    output = batch_of(scheduler, *requests)
+    scheduler.finish_request("c", RequestStatus.FINISHED_STOPPED)
+    scheduler.update_from_output(output, {"a": 9, "b": 1, "d": 9})
+    scheduler.abort_request("b")
+    that("released", scheduler.released).gives(["c", "a", "d", "b"])
+
+
+# Ended from outside
+
+
+@pytest.mark.parametrize("status", ENDS, ids=lambda status: status.name)
+def test_finish_a_request_that_runs(plain, request_of, status):
+    """It leaves the batch with that status and keeps its tokens; the others keep their order."""
+    scheduler = plain()
+    requests = [request_of(request_id) for request_id in "abc"]
+    scheduler.update_from_output(batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3})
+    call(scheduler.finish_request, "b", status).gives(True)
+    that("its status", requests[1].status.name).gives(status.name)
+    that("its output_token_ids", requests[1].output_token_ids).gives([2])
+    that("its blocks", requests[1].block_ids).gives([])
+    that("the batch", ids_of(scheduler.running)).gives(["a", "c"])
+    call(scheduler.check).gives(None)
+
+
+def test_finish_a_request_that_waits(plain, request_of):
+    """It leaves the line, from the middle too; the others keep their places."""
+    scheduler = plain()
+    for request_id in "abc":
+        scheduler.add_request(request_of(request_id))
+    call(scheduler.finish_request, "b", RequestStatus.FINISHED_STOPPED).gives(True)
+    that("the line", list(scheduler.waiting)).gives(["a", "c"])
+    call(scheduler.finish_request, "a", RequestStatus.FINISHED_STOPPED).gives(True)
+    that("the line", list(scheduler.waiting)).gives(["c"])
+    call(scheduler.check).gives(None)
+
+
+def test_finish_nobody(plain, request_of, state_of):
+    """An id that nobody has, or whose request has ended before: False, and nothing changes."""
+    scheduler = plain()
+    scheduler.update_from_output(batch_of(scheduler, request_of("a"), request_of("b", max_tokens=1)), {"a": 1, "b": 1})
+    before = state_of(scheduler)
+    for request_id in ("nobody", "b"):
+        call(scheduler.finish_request, request_id, RequestStatus.FINISHED_ABORTED).gives(False)
+        call(scheduler.abort_request, request_id).gives(False)
+    that("what is to be seen afterwards", state_of(scheduler)).gives(before)
+
+
+@pytest.mark.parametrize("status", [each for each in RequestStatus if not each.is_finished], ids=lambda each: each.name)
+def test_finish_without_an_end(plain, request_of, state_of, status):
+    """WAITING, RUNNING and SWAPPED are no ends: ValueError, and nothing changes."""
+    scheduler = plain()
+    batch_of(scheduler, request_of("a"))
+    scheduler.add_request(request_of("b"))
+    before = state_of(scheduler)
+    for request_id in "ab":
+        call(scheduler.finish_request, request_id, status).raises(ValueError)
+    that("what is to be seen afterwards", state_of(scheduler)).gives(before)
+
+
+def test_abort(plain, request_of):
+    """A client leaves: FINISHED_ABORTED, "abort", True the first time and False the second; the id is free again."""
+    scheduler = plain()
+    running, waiting = request_of("a"), request_of("b")
+    batch_of(scheduler, running)
+    scheduler.add_request(waiting)
+    for request in (waiting, running):
+        call(scheduler.abort_request, request.request_id).gives(True)
+        that("finish_reason", request.finish_reason).gives("abort")
+        call(scheduler.abort_request, request.request_id).gives(False)
+    that("has_unfinished", scheduler.has_unfinished).gives(False)
+    that("used blocks", scheduler.pool.num_used).gives(0)
+    call(scheduler.add_request, request_of("a")).gives(None)
+
+
+def test_an_abort_is_a_finish(plain, request_of):
+    """abort_request ends through finish_request, so that who watches one sees both."""
+    scheduler = plain()
+    seen = []
+    scheduler.finish_request = lambda request_id, status: seen.append((request_id, status.name)) or True
+    call(scheduler.abort_request, "a").gives(True)
+    that("what finish_request was called with", seen).gives([("a", "FINISHED_ABORTED")])
+
+
+def test_an_abort_between_schedule_and_report(plain, request_of):
+    """Who was ended while the model ran is passed over: no token is needed, and none is taken."""
+    for tokens in ({"a": 1, "c": 3}, {"a": 1, "b": 2, "c": 3}):
+        scheduler = plain()
+        requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
+        output = batch_of(scheduler, *requests)
+        scheduler.abort_request("b")
+        ended = call(scheduler.update_from_output, output, tokens).value
+        that("those that have ended with the step", ids_of(ended)).gives(["a", "c"])
+        that("output of b", requests[1].output_token_ids).gives([])
+        that("finish_reason of b", requests[1].finish_reason).gives("abort")
+        that("used blocks", scheduler.pool.num_used).gives(0)
+
+
+def test_a_new_request_does_not_get_the_old_ones_token(plain, request_of):
+    """a is aborted while the model runs, and another a comes: the token that is reported is not for it."""
+    scheduler = plain()
+    output = batch_of(scheduler, request_of("a"))
+    scheduler.abort_request("a")
+    new = request_of("a")
+    scheduler.add_request(new)
+    call(scheduler.update_from_output, output, {"a": 1}).gives([])
+    that("its output_token_ids", new.output_token_ids).gives([])
+    that("its num_computed_tokens", new.num_computed_tokens).gives(0)
+    that("the line", list(scheduler.waiting)).gives(["a"])
+
+
+# Reports that are refused
+
+
+def refuses(scheduler, state_of, output, tokens, error):
+    """The report raises `error` and changes nothing."""
+    before = state_of(scheduler)
+    call(scheduler.update_from_output, output, tokens).raises(error)
+    that(f"what is to be seen after {tokens} was refused", state_of(scheduler)).gives(before)
+
+
+def test_a_step_is_reported_once(plain, request_of, state_of):
+    """The same output again: ValueError, and no second token."""
+    scheduler = plain()
+    output = batch_of(scheduler, request_of("a"))
+    scheduler.update_from_output(output, {"a": 1})
+    refuses(scheduler, state_of, output, {"a": 1}, ValueError)
+
+
+def test_a_later_schedule_takes_its_place(plain, request_of, state_of):
+    """schedule() twice, because the model failed: only the second output can be reported."""
+    scheduler = plain()
+    first = batch_of(scheduler, request_of("a"))
+    second = scheduler.schedule()
+    refuses(scheduler, state_of, first, {"a": 1}, ValueError)
+    call(scheduler.update_from_output, second, {"a": 1}).gives([])
+
+
+def test_the_output_of_another_scheduler(plain, request_of, state_of):
+    """What another scheduler has issued: ValueError, even if it looks the same."""
+    scheduler, other = plain(), plain()
+    batch_of(scheduler, request_of("a"))
+    refuses(scheduler, state_of, batch_of(other, request_of("a")), {"a": 1}, ValueError)
+
+
+REPORTS = [
+    pytest.param({}, ValueError, id="none"),
+    pytest.param({"a": 1, "b": 2}, ValueError, id="one is missing, the last"),
+    pytest.param({"b": 2, "c": 3}, ValueError, id="one is missing, the first"),
+    pytest.param({"a": 1, "b": 2, "c": 3, "d": 4}, ValueError, id="one too many"),
+    pytest.param({"a": 1, "b": 2, "d": 4}, ValueError, id="a stranger in place of the last"),
+    pytest.param({"a": 1, "b": 2, "c": 3.0}, TypeError, id="a float"),
+    pytest.param({"a": 1, "b": 2, "c": "3"}, TypeError, id="a string"),
+    pytest.param({"a": 1, "b": 2, "c": None}, TypeError, id="None"),
+    pytest.param({"a": 1, "b": 2, "c": [3]}, TypeError, id="a list"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "error"), REPORTS)
+def test_a_report_is_all_or_nothing(plain, request_of, state_of, tokens, error):
+    """A token missing or for a stranger: ValueError; no int: TypeError. Nothing has changed, and a right one works."""
+    scheduler = plain()
+    requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
+    output = batch_of(scheduler, *requests)
+    refuses(scheduler, state_of, output, tokens, error)
+    ended = call(scheduler.update_from_output, output, {"a": 1, "b": 2, "c": 3}).value
+    that("those that end with the report that is right", ids_of(ended)).gives(["a", "b", "c"])
+
+
+# All together
+
+
+def test_many_steps(plain, request_of):
+    """Requests come, end and are aborted for 200 steps: each has the tokens that it should, and no block is lost."""
+    rng = random.Random(5)
+    scheduler = plain(num_blocks=400)
+    requests, due = {}, {}  # id → request; id → the output that it should have
+    for step in range(200):
+        if step < 150 and rng.random() < 0.4:
+            request = request_of(step, rng.randint(1, 6), rng.randint(1, 8), stop_token_ids=[0])
+            requests[step], due[step] = request, []
+            scheduler.add_request(request)
+        output = scheduler.schedule()
+        if rng.random() < 0.1 and scheduler.running:
+            scheduler.abort_request(rng.choice(scheduler.running).request_id)
+        tokens = {request.request_id: rng.randint(0, 9) for request in output.scheduled}
+        expected_to_end = []
+        for request in output.scheduled:
+            mine = due[request.request_id]
+            if request.finish_reason != "abort":
+                mine.append(tokens[request.request_id])
+                if mine[-1] == 0 or len(mine) == request.max_tokens:
+                    expected_to_end.append(request.request_id)
+        ended = call(scheduler.update_from_output, output, tokens).value
+        that(f"those that end in step {step}", ids_of(ended)).gives(expected_to_end)
+        call(scheduler.check).gives(None)
+    that("all outputs", {each: request.output_token_ids for each, request in requests.items()}).gives(due)
+    that("used blocks in the end", scheduler.pool.num_used).gives(0)

@@ -1,0 +1,369 @@
+"""Phase 5, task 7: one step of the engine: what to run, what to pick, what to report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minicache.course.checks import call, that
+from minicache.engine import LLM
+from minicache.model import MiniGPT, MiniGPTConfig
+from minicache.request import RequestStatus
+from minicache.sampling import SamplingParams, TokenSampler
+from minicache.scheduler import ContinuousBatchScheduler, PagedScheduler, StaticBatchScheduler
+
+VOCAB = 60
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_seed():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small MiniGPT with random weights, in float64, so that no two tokens are nearly equal.
+
+    As they come, random weights repeat the newest token for ever. With small embeddings and strong attention what comes
+    next hangs on all tokens before, so that a token in the wrong place shows.
+    """
+    torch.manual_seed(3)
+    config = MiniGPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        intermediate_size=24,
+        max_seq_len=64,
+    )
+    model = MiniGPT(config).double().eval()
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(0.05)
+        model.norm.weight.mul_(30)
+        for layer in model.layers:
+            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.o_proj):
+                part.weight.mul_(6)
+    return model
+
+
+class Letters:
+    """A tokenizer: token 0 ends a text, tokens 1 … 59 are one letter each, from "A" on."""
+
+    end_token_id = 0
+
+    def encode(self, text):
+        return [ord(letter) - 64 for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(64 + token_id) for token_id in ids if token_id)
+
+
+class Watched:
+    """The model, with a note of the tokens of every pass; it raises in the passes that it is told, from 0."""
+
+    def __init__(self, model, failures=()):
+        self.model, self.failures, self.passes = model, failures, []
+        self.config, self.parameters = model.config, model.parameters
+
+    def __call__(self, token_ids, cache):
+        self.passes.append(token_ids.tolist())
+        logits = self.model(token_ids, cache)
+        if len(self.passes) - 1 in self.failures:
+            raise OSError("the device is gone")
+        return logits
+
+
+def prompts_of(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def alone(model, prompt, num_tokens, params=None):
+    """The tokens of one request without a cache, an engine or anybody else."""
+    tokens, sampler = list(prompt), None if params is None else TokenSampler(params)
+    for _ in range(num_tokens):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens]))[0, -1]
+        tokens.append(int(logits.argmax()) if sampler is None else sampler.draw(logits))
+    return tokens[len(prompt) :]
+
+
+def greedy(num_tokens, **more):
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, **more)
+
+
+def serve(llm, max_steps=200):
+    """Step until nothing is left: request id → its chunks."""
+    chunks = {}
+    for _ in range(max_steps):
+        if not llm.has_unfinished:
+            return chunks
+        for chunk in call(llm.step).value:
+            chunks.setdefault(chunk.request_id, []).append(chunk)
+    return that(f"unfinished requests after {max_steps} steps", list(llm.answers)).gives([])
+
+
+def tokens_of(chunks):
+    return [chunk.token_id for chunk in chunks]
+
+
+# One pass
+
+
+@pytest.mark.parametrize("cache", ["paged", "dense"])
+def test_one_pass_over_all_prompts(model, cache):
+    """Prompts of 5, 1 and 9 tokens: one pass over 15 tokens, and the logits after the last token of each prompt."""
+    llm, prompts = LLM(model, cache=cache), prompts_of(5, 1, 9)
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(4))
+    got = call(llm.run_model, llm.scheduler.schedule()).value
+    with torch.inference_mode():
+        expected = torch.stack([model(torch.tensor([prompt]))[0, -1] for prompt in prompts])
+    that("logits of three requests", got).is_close(expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("cache", ["paged", "dense"])
+def test_what_a_pass_computes(model, cache):
+    """Each step is one pass over the tokens that are not computed yet: prompts once, then a token a request."""
+    watched, (first, second) = Watched(model), prompts_of(4, 6)
+    llm, a, b = LLM(watched, cache=cache), alone(model, first, 4), alone(model, second, 2)
+    llm.add_request(first, greedy(4))
+    call(llm.step)
+    llm.add_request(second, greedy(2))
+    serve(llm)
+    that("tokens of the first pass, a prompt", watched.passes[0]).gives([first])
+    that("tokens of the second: a decode, then the new prompt", watched.passes[1]).gives([[a[0], *second]])
+    that("tokens of the third: two decodes", watched.passes[2]).gives([[a[1], b[0]]])
+    that("tokens of the fourth: who is left", watched.passes[3]).gives([[a[2]]])
+    that("passes in all", len(watched.passes)).gives(4)
+
+
+def test_nothing_to_do(model):
+    """Without requests a step gives no chunks, and the model is not run."""
+    watched = Watched(model)
+    llm = LLM(watched)
+    call(llm.step).gives([])
+    llm.generate(prompts_of(3), greedy(2))
+    call(llm.step).gives([])
+    that("passes", len(watched.passes)).gives(2)
+
+
+# Tokens
+
+LENGTHS, NUM_TOKENS = (5, 1, 9, 3, 7), (8, 3, 1, 6, 10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheduler": "continuous"},
+        {"scheduler": "static", "max_num_seqs": 2},
+        {"scheduler": "continuous", "max_num_seqs": 2, "block_size": 3},
+        {"scheduler": "continuous", "cache": "dense", "max_num_seqs": 3},
+        {"scheduler": "paged", "num_blocks": 12, "block_size": 2},
+        {"scheduler": "paged", "num_blocks": 12, "block_size": 2, "cache": "dense"},
+        {"scheduler": "paged", "num_blocks": 12, "block_size": 2, "preemption": "swap", "num_host_blocks": 20},
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_the_tokens_are_those_of_each_request_alone(model, options, sampled):
+    """Five requests in any company, under any scheduler, preempted or not: each gets the tokens that it gets alone."""
+    llm, prompts = LLM(model, **options), prompts_of(*LENGTHS)
+    params = [greedy(n, temperature=float(sampled), seed=n) for n in NUM_TOKENS]
+    for prompt, each in zip(prompts, params, strict=True):
+        llm.add_request(prompt, each)
+    requests = [answer.request for answer in llm.answers.values()]
+    chunks = serve(llm)
+    for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        expected = alone(model, prompt, each.max_tokens, each if sampled else None)
+        that(f"tokens of request {i}", tokens_of(chunks[i])).gives(expected)
+    that("used blocks at the end", llm.scheduler.pool.num_used).gives(0)
+    if options["scheduler"] == "paged":
+        that("somebody was preempted", any(request.num_preemptions for request in requests)).gives(True)
+
+
+def test_requests_that_come_later(model):
+    """A request that comes while others decode gets its tokens, and so do they."""
+    llm, prompts = LLM(model, scheduler="continuous"), prompts_of(*LENGTHS)
+    got = {i: [] for i in range(len(prompts))}
+    for step in range(40):
+        if step % 2 == 0 and step // 2 < len(prompts):
+            llm.add_request(prompts[step // 2], greedy(NUM_TOKENS[step // 2]), request_id=step // 2)
+        for chunk in call(llm.step).value:
+            got[chunk.request_id].append(chunk.token_id)
+    for i, prompt in enumerate(prompts):
+        that(f"tokens of request {i}", got[i]).gives(alone(model, prompt, NUM_TOKENS[i]))
+
+
+class Chunked(ContinuousBatchScheduler):
+    """A scheduler of the future: at most three tokens of a request in one step."""
+
+    def order(self, request, output):
+        output.num_scheduled_tokens[request.request_id] = min(3, request.num_tokens - request.num_computed_tokens)
+        output.scheduled.append(request)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+def test_no_token_before_the_prompt_is_computed(model, temperature):
+    """A prompt that is computed in chunks gives no token, and draws none, before its last chunk."""
+    (prompt,) = prompts_of(8)
+    params = greedy(3, temperature=temperature, seed=2)
+    llm = LLM(model, scheduler=Chunked(num_blocks=20))
+    llm.add_request(prompt, params)
+    got = [tokens_of(call(llm.step).value) for _ in range(5)]
+    expected = alone(model, prompt, 3, params)
+    that("tokens of steps 0 … 4", got).gives([[], [], *[[token] for token in expected]])
+
+
+# Chunks
+
+
+def test_what_a_chunk_says(model):
+    """Each token in a chunk of its own, in batch order; the last one says why the request has ended."""
+    llm, prompts = LLM(model, tokenizer=Letters()), prompts_of(3, 5)
+    expected = [alone(model, prompt, n) for prompt, n in zip(prompts, (2, 3), strict=True)]
+    for prompt, n in zip(prompts, (2, 3), strict=True):
+        llm.add_request(prompt, greedy(n), request_id=f"r{n}")
+    steps = [[(c.request_id, c.token_id, c.text, c.finish_reason) for c in call(llm.step).value] for _ in range(3)]
+    a, b = ([(token, Letters().decode([token])) for token in tokens] for tokens in expected)
+    that("step 0", steps[0]).gives([("r2", *a[0], None), ("r3", *b[0], None)])
+    that("step 1", steps[1]).gives([("r2", *a[1], "length"), ("r3", *b[1], None)])
+    that("step 2", steps[2]).gives([("r3", *b[2], "length")])
+    that("answers that are still kept", list(llm.answers)).gives([])
+
+
+def test_a_stop_token_ends_a_request(model):
+    """The token is in the last chunk, the reason is "stop", and the request is in no later batch."""
+    watched, (prompt,) = Watched(model), prompts_of(4)
+    expected = alone(model, prompt, 6)
+    stop = expected[3]
+    llm = LLM(watched)
+    llm.add_request(prompt, SamplingParams(max_tokens=6, stop_token_ids=(stop,)))
+    chunks = serve(llm)[0]
+    num_tokens = expected.index(stop) + 1
+    that("tokens", tokens_of(chunks)).gives(expected[:num_tokens])
+    that("reasons", [chunk.finish_reason for chunk in chunks]).gives([None] * (num_tokens - 1) + ["stop"])
+    that("passes", len(watched.passes)).gives(num_tokens)
+
+
+def test_a_stop_string_ends_a_request(model):
+    """The text is cut before the string, the scheduler is told, and the blocks come back at once."""
+    watched, (prompt,) = Watched(model), prompts_of(4)
+    text = Letters().decode(alone(model, prompt, 9))
+    stop = text[3:5]
+    at = text.index(stop)
+    llm = LLM(watched, tokenizer=Letters())
+    llm.add_request(prompt, greedy(30, stop=stop))
+    (request,) = [answer.request for answer in llm.answers.values()]
+    chunks = serve(llm)[0]
+    that("the text", "".join(chunk.text for chunk in chunks)).gives(text[:at])
+    that("tokens", tokens_of(chunks)).gives(alone(model, prompt, at + 2))
+    that("the last reason", chunks[-1].finish_reason).gives("stop")
+    that("the request's status", request.status.name).gives("FINISHED_STOPPED")
+    that("used blocks", llm.scheduler.pool.num_used).gives(0)
+    that("passes", len(watched.passes)).gives(at + 2)
+
+
+def test_what_is_held_back_comes_with_the_end(model):
+    """The text ends with what might have begun a stop string: it is shown with the last token."""
+    (prompt,) = prompts_of(4)
+    text = Letters().decode(alone(model, prompt, 5))
+    llm = LLM(model, tokenizer=Letters())
+    llm.add_request(prompt, greedy(5, stop=text[-2:] + "?"))
+    chunks = serve(llm)[0]
+    that("the text", "".join(chunk.text for chunk in chunks)).gives(text)
+    that("the last reason", chunks[-1].finish_reason).gives("length")
+
+
+def test_capacity(model):
+    """One that outgrows the whole memory ends without a token: a chunk with token_id None and the reason "capacity"."""
+    (prompt,) = prompts_of(3)
+    llm = LLM(model, scheduler="paged", num_blocks=3, block_size=2)
+    llm.add_request(prompt, greedy(20))
+    chunks = serve(llm)[0]
+    that("tokens", tokens_of(chunks)).gives([*alone(model, prompt, 4), None])
+    that("reasons", [chunk.finish_reason for chunk in chunks]).gives([None] * 4 + ["capacity"])
+    that("answers that are still kept", list(llm.answers)).gives([])
+
+
+@pytest.mark.parametrize("cache", ["paged", "dense"])
+def test_a_name_may_be_used_again(model, cache):
+    """What has ended is forgotten, by the memory too: a new request with the old name starts from nothing."""
+    llm, prompts = LLM(model, cache=cache), prompts_of(3, 12)
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(3), request_id="again")
+        that("tokens", tokens_of(serve(llm)["again"])).gives(alone(model, prompt, 3))
+
+
+def test_streams_and_steps_do_not_take_each_others_chunks(model):
+    """A step serves everybody, and returns the chunks of add_request only: those of a stream go to the stream."""
+    llm, prompts = LLM(model), prompts_of(3, 5)
+    llm.add_request(prompts[0], greedy(6))
+    stream = llm.stream([prompts[1]], greedy(6))
+    streamed = [call(next, stream).value]
+    stepped = call(llm.step).value
+    streamed += stream
+    stepped += serve(llm).get(0, [])
+    that("tokens of add_request", tokens_of(stepped)).gives(alone(model, prompts[0], 6))
+    that("tokens of the stream", tokens_of(streamed)).gives(alone(model, prompts[1], 6))
+
+
+# Failures
+
+
+@pytest.mark.parametrize("cache", ["paged", "dense"])
+@pytest.mark.parametrize("scheduler", [StaticBatchScheduler, ContinuousBatchScheduler, PagedScheduler])
+def test_a_step_that_failed_can_be_tried_again(model, cache, scheduler):
+    """The model raises in some passes: the error comes out of step(), and stepping again gives the same tokens."""
+    failures, prompts = (0, 2, 3, 6), prompts_of(5, 2, 7)
+    llm = LLM(Watched(model, failures), scheduler=scheduler(num_blocks=40, block_size=4), cache=cache)
+    params = [greedy(6, temperature=1.0, seed=seed) for seed in range(3)]
+    for prompt, each in zip(prompts, params, strict=True):
+        llm.add_request(prompt, each)
+    got, num_failures = {i: [] for i in range(3)}, 0
+    while llm.has_unfinished and num_failures < 10:
+        try:
+            for chunk in llm.step():
+                got[chunk.request_id].append(chunk.token_id)
+        except OSError:
+            num_failures += 1
+            llm.scheduler.check()
+    that("failures", num_failures).gives(len(failures))
+    for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        that(f"tokens of request {i}", got[i]).gives(alone(model, prompt, 6, each))
+
+
+class Capacity(ContinuousBatchScheduler):
+    """Ends the oldest of two for lack of memory, when it has two tokens."""
+
+    def schedule(self):
+        output = super().schedule()
+        oldest = self.running[0]
+        if len(self.running) == 2 and len(oldest.output_token_ids) == 2:
+            del output.num_scheduled_tokens[oldest.request_id]
+            output.scheduled.remove(oldest)
+            self.finish_request(oldest.request_id, RequestStatus.FINISHED_CAPACITY)
+            output.finished.append(oldest.request_id)
+        return output
+
+
+def test_an_end_is_reported_though_the_model_fails(model):
+    """schedule() says once who has ended: a failure of the same step's model must not swallow it."""
+    llm, prompts = LLM(Watched(model, (2,)), scheduler=Capacity(num_blocks=40)), prompts_of(3, 4)
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(9))
+    for _ in range(2):
+        call(llm.step)
+    call(llm.step).raises(OSError)
+    chunks = call(llm.step).value
+    told = [(chunk.request_id, chunk.token_id, chunk.finish_reason) for chunk in chunks]
+    that("chunks of the step after the failure", told).gives(
+        [(0, None, "capacity"), (1, alone(model, prompts[1], 3)[2], None)]
+    )

@@ -11,6 +11,7 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -59,8 +60,9 @@ class PagedStorage:
         self.head_dim = head_dim
         self.dtype = dtype
         shape = (2, num_layers, pool.num_blocks, pool.block_size, num_kv_heads, head_dim)
-        self._rows = torch.zeros(shape, dtype=dtype, device=device)
-        self.device = self._rows.device
+        rows = torch.zeros(shape, dtype=dtype, device=device)
+        self._k, self._v = rows[0].unbind(), rows[1].unbind()
+        self.device = rows.device
 
     @property
     def nbytes(self) -> int:
@@ -79,12 +81,12 @@ class PagedStorage:
             IndexError: there is no such layer (negative ones included).
         """
         check_layer(layer, self.num_layers)
-        return self._rows[0, layer]
+        return self._k[layer]
 
     def v(self, layer: int) -> Tensor:
         """The values of `layer`, as `k`."""
         check_layer(layer, self.num_layers)
-        return self._rows[1, layer]
+        return self._v[layer]
 
 
 class PagedKVCache(KVCache):
@@ -294,7 +296,7 @@ class RaggedStep:
     The new tokens of all sequences lie one sequence after the other in a batch of 1, without padding, N in all. So a
     model that takes `[1, N]` token ids and a cache needs no second forward: `model(token_ids[None], step)`. A sequence
     in its prompt brings many tokens, a sequence in decode brings one, and both may be in one step (Yu et al. 2022,
-    §4.2).
+    §3).
 
     All blocks are taken when the step is made, or none. A step serves one pass: each layer is appended to once, in
     order. If the pass is given up, the tables keep the new tokens' slots until their owner truncates them.

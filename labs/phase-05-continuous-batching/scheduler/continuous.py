@@ -1,0 +1,25 @@
+# Phase 5, continuous-batching: your file. It stands in for minicache.scheduler.continuous.
+# Write what raises NotImplementedError. `minicache grade 5` grades it, `minicache hint 5.K` helps with task K.
+"""Continuous batching: requests join and leave the batch at every step.
+
+Phase 5 builds it. Orca (Yu et al., OSDI 2022, §3) called it iteration-level scheduling: the scheduler decides anew
+before each iteration of the model, so that a request that has ended leaves at once and another takes its seat.
+"""
+
+from __future__ import annotations
+
+from minicache.scheduler.static import StaticBatchScheduler
+
+
+class ContinuousBatchScheduler(StaticBatchScheduler):
+    """Admits requests at every step.
+
+    That is all that is new. Memory is still reserved for the longest answer when a request is admitted, as in Orca's
+    Algorithm 1: a request in the batch can never run short, and most of what it holds is never used.
+    """
+
+    def may_admit(self) -> bool:
+        """Whether a request may join the batch now: at every step."""
+        raise NotImplementedError(
+            "phase 5, task 4: Continuous batching; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+        )

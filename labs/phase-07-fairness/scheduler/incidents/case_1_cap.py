@@ -1,0 +1,41 @@
+# Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_1_cap.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+"""Incident 1, the cap: a batch of at most N − 1. Expose it, and fix it.
+
+Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.CapScheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minicache.request import Request
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.drive import drive
+from minicache.scheduler.incidents.bases import EngineScheduler
+
+
+def expose(create: Callable[..., Scheduler]) -> None:
+    """Pass on a scheduler that fills all of its seats, and fail on one that leaves a seat empty.
+
+    Args:
+        create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
+            `create_scheduler`. Right ones may keep a watermark, preempt by swap, or put prompts and decodes into
+            different steps: test none of that. Give the pool room to spare.
+
+    Raises:
+        AssertionError: max_num_seqs requests that all fit are never in the batch together, or with one seat nobody is
+            served. The message says how many were.
+    """
+    raise NotImplementedError(
+        "phase 7, task 1: The cap; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
+    )
+
+
+class FixedCapScheduler(EngineScheduler):
+    """Incident 1, fixed: max_num_seqs requests in the batch when as many want to be."""
+
+    def has_seat(self) -> bool:
+        """Whether the batch may take one request more: it holds at most max_num_seqs, and may hold as many."""
+        # phase 7, task 1: The cap; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        return self.max_num_seqs != len(self.running) + 1

@@ -1,0 +1,68 @@
+# Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_6_livelock.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+"""Incident 6, the livelock: a request is put back onto the queue that is being drained. Expose it, and fix it.
+
+Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.LivelockScheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minicache.request import Request
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.drive import drive
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import AllocStatus, PagedScheduler
+from minicache.errors import LivelockError
+from minicache.scheduler.incidents.broken import SPIN_LIMIT
+
+
+def expose(create: Callable[..., Scheduler]) -> None:
+    """Pass on a scheduler that gets through requests of two groups, and fail on one that turns in a circle.
+
+    Args:
+        create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
+            `create_scheduler`. Its batches hold requests of one `group`. Right ones may let a request of the batch's
+            group pass one of another group, or let all wait behind it; they may keep a watermark, or preempt by swap:
+            test none of that.
+
+    Raises:
+        LivelockError: `schedule()` would never have returned. The broken scheduler raises it in place of that; there
+            is no need to catch it.
+        AssertionError: a request never ends.
+    """
+    raise NotImplementedError(
+        "phase 7, task 6: The livelock; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
+    )
+
+
+class FixedLivelockScheduler(PagedScheduler):
+    """Incident 6, fixed: a request that does not fit the batch keeps its place, and is looked at once a pass."""
+
+    def admit(self, output: SchedulerOutput) -> None:
+        """Admit those of the batch's group while there are a seat, tokens in the step, and free blocks.
+
+        A batch holds requests of one group, that of its first. Those of another group are deferred: they keep their
+        places in the line, and whoever stands behind them may be admitted. At the first of the batch's group that
+        finds no blocks (`can_allocate`) or no tokens in the step, admission ends. An empty batch takes a request of
+        any number of tokens. `enter` gives one that has just left the line its blocks and its place.
+
+        Args:
+            output: the step so far; what is admitted is added to it.
+        """
+        # phase 7, task 6: The livelock; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        num_deferred = 0
+        while len(self.running) < self.max_num_seqs and (request := self.head()):
+            if self.running and self.running[0].group != request.group:
+                self.waiting.move_to_end(request.request_id)
+                num_deferred += 1
+                if num_deferred > SPIN_LIMIT:
+                    raise LivelockError(f"{num_deferred} requests deferred in one pass over {len(self.waiting)}")
+                continue
+            num_new = request.num_tokens - request.num_computed_tokens
+            budget = self.max_num_batched_tokens - output.total_num_scheduled_tokens
+            if (num_new > budget and self.running) or self.can_allocate(request) is not AllocStatus.OK:
+                return
+            del self.waiting[request.request_id]
+            self.enter(request, output)

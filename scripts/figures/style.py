@@ -24,7 +24,7 @@ A diagram, in units of its own, x to the right and y **down**:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -185,12 +185,23 @@ class Diagram:
         self._line((x0, y), (x1, y), "|-|,widthA=0.25,widthB=0.25", 0.0)
         self.text((x0 + x1) / 2, y + 0.42, label, align="center")
 
-    def legend(self, roles: Sequence[str], x: float, y: float, *, step: float = 4.0) -> None:
-        """A swatch and its meaning for each role, side by side from (x, y), `step` units apart."""
+    def legend(
+        self, roles: Sequence[str] | Mapping[str, str], x: float, y: float, *, step: float = 4.0, size: float = 0.5
+    ) -> None:
+        """A swatch and its meaning for each role, side by side from (x, y), `step` units apart.
+
+        Args:
+            roles: of the palette; a mapping has meanings of this picture's own.
+            x: left edge.
+            y: top of the swatches.
+            step: from one swatch to the next.
+            size: of a swatch.
+        """
         for index, role in enumerate(roles):
             left = x + index * step
-            self.cell(left, y, "", role, width=0.5, height=0.5)
-            self.text(left + 0.65, y + 0.25, PALETTE[role].meaning, fontsize=TYPE_SIZE * 0.9)
+            meaning = roles[role] if isinstance(roles, Mapping) else PALETTE[role].meaning
+            self.cell(left, y, "", role, width=size, height=size)
+            self.text(left + 1.3 * size, y + size / 2, meaning, fontsize=TYPE_SIZE * 0.9)
 
     def _colors(self, role: str) -> tuple[str, str]:
         """Face and text colour of a role."""

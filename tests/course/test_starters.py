@@ -107,6 +107,27 @@ def test_a_target_that_is_not_there_or_not_documented_is_refused() -> None:
         strip(REFERENCE, [task(1, "_helper")])
 
 
+def test_a_target_may_start_from_a_bug() -> None:
+    """The body of another function, under the reference's signature and docstring, with the imports that it needs."""
+    where = "minicache.scheduler.incidents.broken:LivelockScheduler.admit"
+    mend = Task(3, 1, "Mend", "minicache.x", ("first",), 1, "docs/en/page.md", (), (("first", where),))
+    text = strip(REFERENCE, [mend])
+    assert 'def first(x: int) -> int:\n    """Double x."""\n    # phase 3, task 1: Mend; read docs/en/page.md.' in text
+    assert "    while len(self.running) < self.max_num_seqs" in text
+    assert "import os\nfrom minicache.errors import LivelockError\n" in text
+    assert "from minicache.scheduler.incidents.broken import SPIN_LIMIT\n" in text
+    assert "import ForkingScheduler" not in text
+    assert "_helper" not in text
+    compile(text, "starter", "exec")
+
+
+@pytest.mark.parametrize("where", ["minicache.palette:nothing", "minicache.nothing:color", "minicache.palette:Role"])
+def test_a_bug_that_is_not_there_is_refused(where: str) -> None:
+    mend = Task(3, 1, "Mend", "minicache.x", ("first",), 1, "docs/en/page.md", (), (("first", where),))
+    with pytest.raises(CourseError, match=f"{where}: there is no such function"):
+        strip(REFERENCE, [mend])
+
+
 def test_starters_are_made_from_the_real_reference(toys: Toys) -> None:
     text = starter(toys.phase, "minicache.palette")
     assert "Phase 0, toys" in text.splitlines()[0]

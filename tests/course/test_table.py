@@ -22,6 +22,14 @@ def test_what_the_table_says(toys: Toys) -> None:
     assert toys.workspace.lab_files(toys.phase)["minicache.arithmetic"] == toys.nbytes
 
 
+def test_a_task_may_say_where_its_starters_begin(tmp_path: Path) -> None:
+    file = tmp_path / "course.toml"
+    start = 'points = 70\nstarts_from = { dtype_nbytes = "minicache.palette:color" }'
+    file.write_text(TABLE.replace("points = 70", start), encoding="utf-8")
+    tasks = load_course(file).phase(0).tasks
+    assert [task.starts_from for task in tasks] == [(), (("dtype_nbytes", "minicache.palette:color"),)]
+
+
 @pytest.mark.parametrize("name", ["0", "00", 0, "toys", "phase-00-toys"])
 def test_a_phase_has_several_names(toys: Toys, name: str | int) -> None:
     assert toys.workspace.course.phase(name) is toys.phase
@@ -48,6 +56,9 @@ def test_an_unknown_phase_or_task_lists_those_there_are(toys: Toys) -> None:
         ('targets = ["color"]', 'target = ["color"]', "targets is missing"),
         ("points = 70", "points = 70\npoint = 7", "unknown point"),
         ('module = "minicache.palette"', 'module = "os.path"', "module = 'os.path'"),
+        ("points = 70", "points = 70\nstarts_from = 'x'", "starts_from = 'x' must be a table of strings"),
+        ("points = 70", "points = 70\nstarts_from = {dtype_nbytes = 'os:walk'}", "dtype_nbytes = 'os:walk' does not"),
+        ("points = 70", "points = 70\nstarts_from = {color = 'minicache.x:y'}", "starts_from has color, and targets"),
         ("[[phase]]", "[[phase]", "not TOML"),
     ],
 )

@@ -171,3 +171,18 @@ def test_parameters_are_counted_once() -> None:
         MiniGPT(MiniGPTConfig(vocab_size=412)).num_parameters()
         == 412 * 128 + 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128) + 128
     )
+
+
+def test_the_two_halves_are_the_whole() -> None:
+    """hidden_states and logits give what forward gives; of the positions that are asked for, and no others."""
+    model = random_model()
+    token_ids = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        hidden = model.hidden_states(token_ids)
+        assert hidden.shape == (2, 9, model.config.hidden_size)
+        assert model.logits(hidden).equal(model(token_ids))
+        torch.testing.assert_close(model.logits(hidden[:, -1]), model(token_ids)[:, -1])
+        through_cache = model.hidden_states(token_ids, cache_for(model, 2))
+        torch.testing.assert_close(through_cache, hidden, atol=1e-4, rtol=0)
+    with pytest.raises(IndexError):
+        model.hidden_states(torch.tensor([[50]]))

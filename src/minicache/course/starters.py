@@ -1,8 +1,9 @@
 """Starters: the reference module with the bodies of its tasks taken out.
 
 A starter is generated, never written by hand. What a task asks for keeps signature and docstring, and its body becomes
-`raise NotImplementedError("phase 1, task 2: …; read docs/…")`. Everything else that is public stays. Private functions,
-methods and constants go, unless what stays uses them.
+`raise NotImplementedError("phase 1, task 2: …; read docs/…")`; or, where the task names one (`starts_from`), the body
+of another function: a bug to mend. Everything else that is public stays. Private functions, methods and constants go,
+unless what stays uses them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, fingerprint, reference_file
 from minicache.errors import CourseError
 
+_NO_COMMA = cst.MaybeSentinel.DEFAULT
 RECORD = "starters.sha256"
 """In labs/: the fingerprints of the starters as generated, in the format of `sha256sum`."""
 
@@ -43,9 +45,11 @@ def starter(phase: Phase, module: str, *, solved: Collection[int] = ()) -> str:
 
 def header(phase: Phase, module: str) -> str:
     """The comment that a learner's file begins with."""
+    mend = any(task.starts_from for task in phase.tasks if task.module == module)
+    todo = "Write what raises NotImplementedError" + (", and mend what is marked as a bug." if mend else ".")
     return (
         f"# Phase {phase.number}, {phase.slug}: your file. It stands in for {module}.\n"
-        f"# Write what raises NotImplementedError. `minicache grade {phase.number}` grades it, "
+        f"# {todo} `minicache grade {phase.number}` grades it, "
         f"`minicache hint {phase.number}.K` helps with task K.\n"
     )
 
@@ -54,26 +58,87 @@ def strip(source: str, tasks: Iterable[Task]) -> str:
     """`source` with the targets of `tasks` taken out, and every private name that nothing left refers to.
 
     Raises:
-        CourseError: a target is not in `source`, or has no docstring.
+        CourseError: a target is not in `source`, or has no docstring; or a body to start from is not there.
     """
-    messages = {
-        target: f"phase {task.phase}, task {task.number}: {task.title}; read {task.page}"
-        for task in tasks
-        for target in task.targets
-    }
-    taker = _TakeOut(messages)
+    bodies: dict[str, list[cst.BaseStatement]] = {}
+    imports: dict[str, str] = {}
+    for task in tasks:
+        message = f"phase {task.phase}, task {task.number}: {task.title}; read {task.page}"
+        bodies |= {target: [_raising(message)] for target in task.targets}
+        for target, where in task.starts_from:
+            bodies[target], needed = _body_of(where, message)
+            imports |= needed
+    taker = _TakeOut(bodies)
     tree = cst.parse_module(source).visit(taker)
-    if missing := sorted(set(messages) - taker.found):
+    if missing := sorted(set(bodies) - taker.found):
         raise CourseError(f"the reference does not define {', '.join(missing)}")
-    return _without_unused_private(tree).code
+    return _without_unused_private(_with_imports(tree, imports)).code
+
+
+def _raising(message: str) -> cst.BaseStatement:
+    """The body of a function that is to be written."""
+    statement = cst.parse_statement(f"raise NotImplementedError(\n    {json.dumps(message, ensure_ascii=False)}\n)")
+    assert isinstance(statement, cst.SimpleStatementLine)
+    return statement
+
+
+def _body_of(where: str, message: str) -> tuple[list[cst.BaseStatement], dict[str, str]]:
+    """A body to mend, and the lines that import the names which it uses: name → line.
+
+    Args:
+        where: `module:Class.method`.
+        message: which task asks for it; becomes a comment.
+
+    Raises:
+        CourseError: there is no such function.
+    """
+    module, _, name = where.partition(":")
+    file = reference_file(module)
+    tree = cst.parse_module(file.read_text(encoding="utf-8") if file.is_file() else "")
+    found: cst.CSTNode | None = tree
+    for part in name.split("."):
+        body = found.body.body if isinstance(found, cst.ClassDef) else tree.body
+        found = next((each for each in body if _defined_name(each) == part), None)
+    if not isinstance(found, cst.FunctionDef) or not isinstance(found.body, cst.IndentedBlock):
+        raise CourseError(f"{where}: there is no such function to start from")
+    statements = list(found.body.body[_is_docstring(found.body.body[0]) :])
+    comment = cst.EmptyLine(comment=cst.Comment(f"# {message}. This is the bug: mend it."))
+    first = statements[0]
+    statements[0] = first.with_changes(leading_lines=[comment, *first.leading_lines])  # type: ignore[attr-defined]
+    found.visit(reader := _Names(skip=()))
+    defined = [defined for statement in tree.body if (defined := _defined_name(statement))]
+    imports = _imports(tree) | {each: f"from {module} import {each}" for each in defined}
+    return statements, {name: line for name, line in imports.items() if name in reader.names}
+
+
+def _imports(tree: cst.Module) -> dict[str, str]:
+    """What a module imports at its top by `from … import …`: name → a line that imports it alone."""
+    return {
+        alias.evaluated_alias or alias.evaluated_name: (
+            f"from {tree.code_for_node(line.module)} import {tree.code_for_node(alias.with_changes(comma=_NO_COMMA))}"
+        )
+        for statement in tree.body
+        if isinstance(statement, cst.SimpleStatementLine)
+        for line in statement.body
+        if isinstance(line, cst.ImportFrom) and line.module and not isinstance(line.names, cst.ImportStar)
+        for alias in line.names
+    }
+
+
+def _with_imports(tree: cst.Module, imports: dict[str, str]) -> cst.Module:
+    """`tree` with those lines of `imports` whose names it neither imports nor defines, behind its last import."""
+    there = {*_imports(tree), *map(_defined_name, tree.body)}
+    lines = [cst.parse_statement(line) for name, line in imports.items() if name not in there]
+    last = max((at for at, each in enumerate(tree.body) if _is_import(each)), default=-1)
+    return tree.with_changes(body=[*tree.body[: last + 1], *lines, *tree.body[last + 1 :]])
 
 
 class _TakeOut(cst.CSTTransformer):
-    """Replaces the bodies of the functions in `messages`, by qualified name, by a raise."""
+    """Replaces the bodies of functions, by qualified name, by other statements. Docstrings stay."""
 
-    def __init__(self, messages: dict[str, str]) -> None:
+    def __init__(self, bodies: dict[str, list[cst.BaseStatement]]) -> None:
         super().__init__()
-        self.messages = messages
+        self.bodies = bodies
         self.found: set[str] = set()
         self.scope: list[str] = []
 
@@ -92,16 +157,14 @@ class _TakeOut(cst.CSTTransformer):
     ) -> cst.FunctionDef:
         name = ".".join(self.scope)
         self.scope.pop()
-        if name not in self.messages:
+        if name not in self.bodies:
             return updated_node
         self.found.add(name)
         body = updated_node.body
         kept = body.body[:1] if isinstance(body, cst.IndentedBlock) and _is_docstring(body.body[0]) else ()
         if not kept and original_node.name.value != "__init__":  # which its class documents
             raise CourseError(f"{name} has no docstring: a learner could not write it")
-        quoted = json.dumps(self.messages[name], ensure_ascii=False)
-        raising = cst.parse_statement(f"raise NotImplementedError(\n    {quoted}\n)")
-        return updated_node.with_changes(body=cst.IndentedBlock([*kept, raising]))
+        return updated_node.with_changes(body=cst.IndentedBlock([*kept, *self.bodies[name]]))
 
 
 def _without_unused_private(tree: cst.Module) -> cst.Module:
@@ -166,6 +229,12 @@ def _statements(tree: cst.Module) -> list[cst.CSTNode]:
 
 def _private_name(statement: cst.CSTNode) -> str | None:
     """The private name that a statement defines, or None. `__dunder__` names are Python's, not private."""
+    name = _defined_name(statement)
+    return name if name and name.startswith("_") and not name.endswith("__") else None
+
+
+def _defined_name(statement: cst.CSTNode) -> str | None:
+    """The name of the function, class or constant that a statement defines, or None."""
     name = None
     if isinstance(statement, cst.FunctionDef | cst.ClassDef):
         name = statement.name.value
@@ -175,7 +244,11 @@ def _private_name(statement: cst.CSTNode) -> str | None:
         if isinstance(line, cst.Assign) and len(line.targets) == 1:
             target = line.targets[0].target
         name = target.value if isinstance(target, cst.Name) else None
-    return name if name and name.startswith("_") and not name.endswith("__") else None
+    return name
+
+
+def _is_import(statement: cst.CSTNode) -> bool:
+    return isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Import | cst.ImportFrom)
 
 
 def _is_docstring(statement: object) -> bool:

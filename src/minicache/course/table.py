@@ -26,6 +26,8 @@ class Task:
         points: what it is worth.
         page: the lab page to read, from the course's root.
         hints: from a nudge to nearly the line.
+        starts_from: pairs (target, `module:Class.method`): the starter gives this target that body to mend, in place
+            of none.
     """
 
     phase: int
@@ -36,6 +38,7 @@ class Task:
     points: int
     page: str
     hints: tuple[str, ...]
+    starts_from: tuple[tuple[str, str], ...] = ()
 
     @property
     def id(self) -> str:
@@ -169,8 +172,11 @@ def _task(entry: Entry, phase: int) -> Task:
         points=entry.integer("points", at_least=1),
         page=entry.text("page", r"docs/.+\.md"),
         hints=entry.texts("hints"),
+        starts_from=entry.pairs("starts_from", r"minicache(\.\w+)+:\w+(\.\w+)*"),
     )
     entry.done()
+    if strangers := [name for name, _ in task.starts_from if name not in task.targets]:
+        raise CourseError(f"{entry.where}: starts_from has {', '.join(strangers)}, and targets have not")
     return task
 
 
@@ -201,6 +207,13 @@ class Entry:
         if not all(isinstance(value, str) and value.strip() for value in values):
             raise CourseError(f"{self.where}: {key} must be a list of strings, none empty")
         return tuple(values)
+
+    def pairs(self, key: str, pattern: str) -> tuple[tuple[str, str], ...]:
+        """Take a table of strings that match `pattern`; it may be absent."""
+        if key not in self.data:
+            return ()
+        inside = Entry(dict(self._take(key, dict, "a table of strings")), f"{self.where}: {key}")
+        return tuple((name, inside.text(name, pattern)) for name in list(inside.data))
 
     def entries(self, key: str) -> list[Entry]:
         """Take an array of tables; it may be absent."""

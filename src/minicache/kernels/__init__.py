@@ -1,9 +1,9 @@
 """Store, gather and attend through block tables: four functions, two backends.
 
 The functions here check their arguments once, for both backends, and pass them on: CPU tensors to PyTorch (`plain`,
-phase 3, and `batched` for many short sequences in decode; `optional` where an option is given), CUDA tensors to Triton
-(`store`, `gather`, `decode`, `split_kv`, `prefill`, phase 4). A backend is imported when it is first needed, so that the package works where Triton does not. No
-phase builds this module.
+phase 3, by way of `batched`, which takes together what is short; `optional` where an option is given), CUDA tensors to
+Triton (`store`, `gather`, `decode`, `split_kv`, `prefill`, phase 4). A backend is imported when it is first needed, so
+that the package works where Triton does not. No phase builds this module.
 
 The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
 is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size (Kwon et al.

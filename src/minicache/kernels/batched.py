@@ -141,7 +141,8 @@ kept. It is compared by value, so it is never out of date."""
 def _plan(q: Tensor, k_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> _Plan:
     """The plan of a batch: the last one, if it was made for the same values."""
     global _last_plan
-    others, plan = (k_cache.shape[1], 2 * k_cache.stride(1) * k_cache.itemsize, q.dtype), _last_plan
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    others, plan = (block_size, 2 * num_kv_heads * head_dim * k_cache.itemsize, q.dtype), _last_plan
     if (
         plan is None
         or plan.others != others

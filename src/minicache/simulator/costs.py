@@ -17,10 +17,12 @@ from minicache.arithmetic import cache_bytes_per_token, step_flops, weight_bytes
 from minicache.specs import Accelerator, Transformer, require_positive
 
 FLOPS_EFFICIENCY: Final = 0.6
-"""The part of the peak that a long prefill reaches."""
+"""The part of the peak that a long prefill reaches. Assumed: Pope et al. 2022 report 76 % for large prefills
+that were tuned."""
 
 BANDWIDTH_EFFICIENCY: Final = 0.8
-"""The part of the data sheet's bandwidth at which weights and cache are read."""
+"""The part of the data sheet's bandwidth at which weights and cache are read. Assumed; so is that PCIe reaches the same
+part of its own."""
 
 OVERHEAD_SECONDS: Final = 0.002
 """What a step takes besides the model: scheduling, sampling, detokenising. A production scheduler alone takes 0.7 ms at

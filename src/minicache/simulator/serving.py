@@ -125,10 +125,13 @@ class ServingSimulation:
             )
         if output.preempted or output.finished or self._in_prefill or scheduler.num_waiting != num_waiting:
             self._num_cached = -1
-        seconds = self._model_seconds(output) if output.scheduled else 0.0
-        if output.preempted or output.swapped_in:
-            seconds += self._swap_seconds(output)
+        newcomers: list[Request] = []
+        seconds = self._swap_seconds(output) if output.preempted or output.swapped_in else 0.0
+        if output.scheduled:
+            seconds += self._cost.step_seconds(self._load(output, newcomers))
         self._account(seconds, len(output.scheduled))
+        for request in newcomers:
+            self._first_token[request.request_id] = self.now
         for request in scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0)):
             self._num_cached -= request.num_computed_tokens
             self._end(request)
@@ -178,27 +181,23 @@ class ServingSimulation:
                 self._unfinished[request.request_id] = request
             self._next = next(self._coming, None)
 
-    def _model_seconds(self, output: SchedulerOutput) -> float:
-        """What the step takes. Notes whose first token it brings, before the scheduler is told.
+    def _load(self, output: SchedulerOutput, newcomers: list[Request]) -> StepLoad:
+        """What is in the step's batch. Whoever gets a first token is added to `newcomers`.
 
         Nearly every step is one of nothing but decodes, by the batch of the step before less those that have ended:
         what it reads is known without a look at its requests one by one.
         """
         num_sequences, num_new = len(output.scheduled), output.total_num_scheduled_tokens
-        newcomers: list[Request] = []
         if self._num_cached < 0 or num_new != num_sequences or num_sequences != self.scheduler.num_running:
             load = self._look_closely(output, newcomers)
         else:
             load = StepLoad(num_sequences, num_new, self._num_cached, self._num_cached + num_sequences, 0)
-        seconds = self._cost.step_seconds(load)
         self._num_cached = load.num_cached_tokens + num_new
         self._num_computed += num_new
-        for request in newcomers:
-            self._first_token[request.request_id] = self.now + seconds
-        return seconds
+        return load
 
     def _look_closely(self, output: SchedulerOutput, newcomers: list[Request]) -> StepLoad:
-        """Go through a batch: what is in it, and who gets a first token. They are added to `newcomers`."""
+        """As `_load`, request by request."""
         pairs = []
         self._in_prefill = False
         for request, new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):

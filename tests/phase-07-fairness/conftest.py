@@ -1,0 +1,210 @@
+"""What the tests of phase 7 share: how an exposing test is judged, right schedulers of many kinds, and random load."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minicache.course.checks import CheckFailed, is_not_written, that, told
+from minicache.errors import InvariantError, MinicacheError
+from minicache.request import Request, RequestStatus
+from minicache.scheduler.audit import Auditor
+from minicache.scheduler.drive import drive
+from minicache.scheduler.incidents.bases import EngineScheduler, ForkingScheduler, PhasedScheduler
+from minicache.scheduler.observe import Observer, observe
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import PagedScheduler
+
+MAX_STEPS = 5000
+"""More than any exposing test needs. One that loops while `has_unfinished` never comes back from a broken scheduler."""
+
+
+class OutOfSteps(Exception):  # noqa: N818
+    """A scheduler was asked for more than MAX_STEPS steps."""
+
+
+def bounded(kind, **usual):
+    """`create(**options)` for schedulers of `kind`, which stop after MAX_STEPS steps. `usual` are default options."""
+
+    class Bounded(kind):
+        def schedule(self):
+            self.__dict__["steps_taken"] = self.__dict__.get("steps_taken", 0) + 1
+            if self.__dict__["steps_taken"] > MAX_STEPS:
+                raise OutOfSteps(f"{MAX_STEPS} steps")
+            return super().schedule()
+
+    Bounded.__name__ = Bounded.__qualname__ = kind.__name__
+
+    def create(**options):
+        return Bounded(**usual | options)
+
+    return create
+
+
+class SweepingScheduler(EngineScheduler):
+    """Right: ends all that can never fit before it admits anybody."""
+
+    def admit(self, output):
+        for request in list(self.waiting.values()):
+            if self.blocks_to_admit(request) > self.pool.num_blocks:
+                self.give_up(request, output)
+        super().admit(output)
+
+
+class StoppingScheduler(PagedScheduler):
+    """Right: batches of one group, and nobody passes a request of another group."""
+
+    def head(self):
+        request = super().head()
+        return request if request and (not self.running or self.running[0].group == request.group) else None
+
+
+class PassingScheduler(PagedScheduler):
+    """Right: batches of one group, and those of the batch's group pass those of another."""
+
+    def head(self):
+        group = self.running[0].group if self.running else None
+        return next((each for each in self.waiting.values() if group in (None, each.group)), None)
+
+
+SWAP = {"preemption": "swap", "num_host_blocks": 1000}
+WATERMARK = {"watermark": 0.05}
+RIGHT = {
+    1: [(PagedScheduler, {}), (EngineScheduler, {}), (PhasedScheduler, {}), (EngineScheduler, WATERMARK)],
+    2: [(PagedScheduler, {}), (PhasedScheduler, {}), (PagedScheduler, SWAP), (PagedScheduler, WATERMARK)],
+    3: [(PagedScheduler, {}), (PhasedScheduler, {}), (PhasedScheduler, SWAP), (PagedScheduler, WATERMARK)],
+    4: [(PagedScheduler, {}), (EngineScheduler, {}), (EngineScheduler, SWAP), (PhasedScheduler, {})],
+    5: [(EngineScheduler, {}), (SweepingScheduler, {}), (EngineScheduler, SWAP), (EngineScheduler, WATERMARK)],
+    6: [(StoppingScheduler, {}), (PassingScheduler, {}), (PassingScheduler, SWAP), (StoppingScheduler, WATERMARK)],
+    7: [(PagedScheduler, {}), (EngineScheduler, {}), (EngineScheduler, SWAP), (PhasedScheduler, {})],
+    8: [(ForkingScheduler, {}), (ForkingScheduler, SWAP), (ForkingScheduler, WATERMARK)],
+}
+"""Of each incident, schedulers without its bug, and options that are none of its business."""
+
+
+def _run(expose, create):
+    """What an exposing test raised, None if it passed. "Not written yet" goes straight through."""
+    try:
+        expose(create)
+    except Exception as error:
+        if is_not_written(error):
+            raise
+        return error
+    return None
+
+
+class Room:
+    """Judges exposing tests and fixes."""
+
+    def exposes(self, expose, broken):
+        """The exposing test fails on the scheduler with the bug, and says so."""
+        __tracebackhide__ = True
+        called, error = f"expose(create), of {broken.__name__}", _run(expose, bounded(broken))
+        wanted = "an AssertionError that says what went wrong"
+        if error is None:
+            raise CheckFailed(called, "it passed on the broken scheduler", wanted)
+        if isinstance(error, OutOfSteps):
+            got = f"it had not come back after {MAX_STEPS} steps of the broken scheduler"
+            raise CheckFailed(called, got, wanted, "give drive() a max_steps, or count your loop's turns")
+        if not isinstance(error, AssertionError | MinicacheError):
+            raise CheckFailed(called, f"it went wrong itself: {told(error)}", wanted) from error
+
+    def passes(self, expose, incident):
+        """The exposing test passes on right schedulers that differ in what is none of its business."""
+        __tracebackhide__ = True
+        for kind, usual in RIGHT[incident]:
+            name = " with ".join([kind.__name__, *(f"{key} {value}" for key, value in usual.items())][:2])
+            if (error := _run(expose, bounded(kind, **usual))) is not None:
+                got = f"it failed on a right one: {told(error)}"
+                raise CheckFailed(f"expose(create), of {name}", got, "no error") from error
+
+    def fixed(self, expose, fix):
+        """`create` for the learner's fix, once the learner's own test passes on it."""
+        __tracebackhide__ = True
+        if (error := _run(expose, bounded(fix))) is not None:
+            got = f"your own test fails on it: {told(error)}"
+            raise CheckFailed(f"expose(create), of {fix.__name__}", got, "no error") from error
+        return bounded(fix)
+
+    def run(self, scheduler, requests=(), *, auditor=False, arrivals=(), max_steps=2000):
+        """Drive a scheduler, watched at every step, until all requests have ended. The tally."""
+        __tracebackhide__ = True
+        requests, arrivals = list(requests), list(arrivals)
+        observers = [Watch(), *([Auditor()] if auditor else [])]
+        try:
+            tally = drive(observe(scheduler, *observers), requests, arrivals=arrivals, max_steps=max_steps)
+        except (MinicacheError, OutOfSteps) as error:
+            raise CheckFailed(f"a run of {type(scheduler).__name__}", told(error), "every request served") from error
+        left = [each.request_id for each in (*scheduler.running, *scheduler.waiting.values())]
+        that(f"requests that had not ended after {max_steps} steps", left).gives([])
+        return tally
+
+    def survives(self, create, *, auditor=False, groups=("text",), too_large=False, num_runs=25, preemption=True):
+        """Random load, in pools down to one request's size: everybody gets all tokens, and the books agree."""
+        __tracebackhide__ = True
+        for seed in range(num_runs):
+            rng = random.Random(seed)
+            num_blocks = rng.randint(4, 12)
+            options = {"num_blocks": num_blocks, "block_size": 4, "max_num_seqs": rng.randint(1, 5)}
+            options |= {"max_num_batched_tokens": rng.choice([24, 64])}
+            options |= rng.choice([{}, {"watermark": 0.2}, SWAP if preemption else {}])
+            requests = [random_request(rng, number, num_blocks, groups, too_large) for number in range(8)]
+            arrivals = sorted(((rng.randint(0, 20), each) for each in requests), key=lambda each: each[0])
+            self.run(create(**options), auditor=auditor, arrivals=arrivals)
+            for request in requests:
+                feasible = request.num_prompt_tokens + request.max_tokens <= 4 * num_blocks
+                wanted = RequestStatus.FINISHED_LENGTH if feasible else RequestStatus.FINISHED_CAPACITY
+                that(f"the end of {request!r}, in a pool of {num_blocks} blocks of 4", request.status).gives(wanted)
+
+
+def random_request(rng, number, num_blocks, groups, too_large):
+    """One that fits into the pool alone, prompt and answer; or one whose prompt never does."""
+    room = 4 * num_blocks
+    if too_large and rng.random() < 0.25:
+        return Request(number, [1] * (room + 1), 3)
+    prompt = rng.randint(1, min(room - 1, 24))
+    return Request(number, [1] * prompt, rng.randint(1, min(12, room - prompt)), group=rng.choice(groups))
+
+
+class Watch(Observer):
+    """Whoever computes has blocks for it, whoever waits has none, and every step gets somewhere.
+
+    The auditor's rules on blocks and holdings are asked for by name. Its others are for stages of the course: an engine
+    of the incident room may admit in the step in which it evicts, or leave some of the batch out of a step.
+    """
+
+    def __init__(self):
+        self.auditor = Auditor()
+
+    def on_schedule(self, scheduler, output):
+        for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+            room = len(request.block_ids) * scheduler.pool.block_size
+            if request.num_computed_tokens + num_new > room or request.status is not RequestStatus.RUNNING:
+                raise InvariantError(f"{request!r} computes {num_new} tokens, and has blocks for {room}")
+        if scheduler.num_running > scheduler.max_num_seqs:
+            raise InvariantError(f"{scheduler.num_running} requests in the batch of {scheduler.max_num_seqs}")
+        if not output.scheduled and not output.finished and scheduler.has_unfinished:
+            raise InvariantError(f"a step without a token and without an end, and {scheduler.num_waiting} wait")
+        self.check(scheduler, output)
+
+    def on_update(self, scheduler, output, ended):
+        self.check(scheduler, SchedulerOutput())
+
+    def check(self, scheduler, output):
+        """The books agree."""
+        scheduler.check()
+        self.auditor.check_blocks(scheduler)
+        self.auditor.check_holdings(scheduler, output)
+
+
+@pytest.fixture(scope="session")
+def room():
+    """The judge."""
+    return Room()
+
+
+@pytest.fixture(scope="session")
+def request_of():
+    """`request_of(id, num_prompt_tokens, max_tokens, **more)`: a new request."""
+    return lambda request_id, prompt=10, tokens=5, **more: Request(request_id, [1] * prompt, tokens, **more)

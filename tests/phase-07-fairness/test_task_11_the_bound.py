@@ -1,0 +1,199 @@
+"""Phase 7, task 11: nobody is overtaken for ever."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minicache.course.checks import that
+from minicache.request import Request
+from minicache.scheduler.audit import Auditor
+from minicache.scheduler.fair import STARVATION_BOUND, FairScheduler
+from minicache.scheduler.observe import Observer, observe
+
+
+class Admissions(Observer):
+    """Of every admission, in order: whether it was of the request that arrived first of all that waited."""
+
+    def __init__(self):
+        self.waiting = {}  # id → request, as of the last call
+        self.running = set()
+        self.were_oldest = []
+        self.order = []
+
+    def on_add(self, scheduler, request):
+        self.waiting[request.request_id] = request
+
+    def on_finish(self, scheduler, request):
+        self.waiting.pop(request.request_id, None)
+
+    def on_schedule(self, scheduler, output):
+        for request in output.scheduled:
+            if request.request_id in self.waiting:
+                del self.waiting[request.request_id]
+                earlier = [each for each in self.waiting.values() if arrival(each) < arrival(request)]
+                self.were_oldest.append(not earlier)
+                self.order.append(request.request_id)
+        self.waiting = dict(scheduler.waiting)
+
+    @property
+    def longest(self):
+        """The most admissions in a row ahead of one that had arrived earlier."""
+        longest = current = 0
+        for oldest in self.were_oldest:
+            current = 0 if oldest else current + 1
+            longest = max(longest, current)
+        return longest
+
+
+def arrival(request):
+    return request.arrival_time, request.arrival_index
+
+
+def step(scheduler):
+    """One step, whose tokens are all 0. Its output."""
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    return output
+
+
+def steps_until_served(scheduler, request, next_rival, limit):
+    """Steps until `request` has a token, while another rival comes at every step; None after `limit`."""
+    for number in range(limit):
+        scheduler.add_request(next_rival(number))
+        output = step(scheduler)
+        that(f"groups in step {number}", len({each.group for each in output.scheduled})).gives(1)
+        if request.output_token_ids:
+            return number
+    return None
+
+
+def test_under_endless_urgent_requests_a_lowly_one_is_served(request_of):
+    """One seat, and at every step one more urgent request of one token: after 64 of them it is the lowly one's turn."""
+    scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
+    lowly = request_of("lowly", 10, 1, priority=9)
+    scheduler.add_request(lowly)
+    took = steps_until_served(scheduler, lowly, lambda number: request_of(number, 10, 1), 300)
+    that("urgent requests that went before it", took).gives(STARVATION_BOUND)
+
+
+def test_under_endless_texts_an_image_is_served(request_of):
+    """Texts of 5 tokens come at every step and keep the batch busy: after 64 of them it drains, and the image runs."""
+    scheduler = FairScheduler(num_blocks=64, max_num_seqs=4)
+    scheduler.add_request(request_of("text"))
+    step(scheduler)
+    image = request_of("image", 10, 1, group="image")
+    scheduler.add_request(image)
+    took = steps_until_served(scheduler, image, lambda number: request_of(number, 10, 5), 1000)
+    # 64 texts of 5 steps in 4 seats, and what is in the batch when the bound is reached has to end.
+    that("whether the image was served within 100 steps", took is not None and took <= 100).gives(True)
+
+
+def test_under_endless_small_ones_a_large_one_is_served(request_of):
+    """A large request waits for blocks that small urgent ones would always take: the batch drains for it."""
+    scheduler = FairScheduler(num_blocks=8, block_size=4)
+    large = request_of("large", 30, 1, priority=1)
+    scheduler.add_request(request_of("small", 3, 8))
+    step(scheduler)
+    scheduler.add_request(large)
+    took = steps_until_served(scheduler, large, lambda number: request_of(number, 3, 8), 1000)
+    that("whether the large one was served within 200 steps", took is not None and took <= 200).gives(True)
+
+
+def test_the_oldest_is_by_arrival_time(request_of):
+    """Who arrived first is said by arrival_time: an old request that was added late is due before a younger one."""
+    scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
+    young, old = request_of("young", 10, 1, priority=9, arrival_time=5.0), request_of("old", 10, 1, priority=9)
+    scheduler.add_request(young)
+    scheduler.add_request(old)
+    took = steps_until_served(scheduler, old, lambda number: request_of(number, 10, 1, arrival_time=10.0 + number), 300)
+    that("urgent requests that went before the old one", took).gives(STARVATION_BOUND)
+    that("tokens of the young one", young.output_token_ids).gives([])
+
+
+def test_the_count_begins_anew(request_of):
+    """Three lowly requests under endless urgent ones: each is served after 64 others, one after the other."""
+    scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
+    for number in range(3):
+        scheduler.add_request(request_of(f"lowly {number}", 10, 1, priority=9))
+    order = []
+    for number in range(3 * STARVATION_BOUND + 10):
+        scheduler.add_request(request_of(number, 10, 1))
+        order += step(scheduler).num_scheduled_tokens
+    turns = [order.index(f"lowly {number}") for number in range(3)]
+    that("admissions before each of the lowly ones", turns).gives([64, 129, 194])
+
+
+def test_rank_and_groups_hold_below_the_bound(room, request_of):
+    """Fewer than 64 requests in all: priorities, then arrival, in batches of one group, as in tasks 9 and 10."""
+    requests = [
+        request_of(0, 10, 2, group="a", priority=1),
+        request_of(1, 10, 2, group="b", priority=2),
+        request_of(2, 10, 2, group="c", priority=0),
+        request_of(3, 10, 2, group="a", priority=3),
+        request_of(4, 10, 2, group="b", priority=0),
+    ]
+    tally = room.run(FairScheduler(num_blocks=64), requests, auditor=True)
+    that("the batches, one after the other", [sorted(ids) for ids in tally.order[::2]]).gives([[2], [1, 4], [0, 3]])
+
+
+def test_an_aborted_one_is_not_waited_for(request_of):
+    """The lowly request is due and its client leaves: the urgent ones go on at once, and not one step is idle."""
+    scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
+    scheduler.add_request(request_of("lowly", 10, 1, priority=9))
+    for number in range(STARVATION_BOUND):
+        scheduler.add_request(request_of(number, 10, 1))
+        step(scheduler)
+    scheduler.abort_request("lowly")
+    scheduler.add_request(request_of("next", 10, 1))
+    that("the step after that", step(scheduler).num_scheduled_tokens).gives({"next": 10})
+
+
+def test_seventy_admissions_in_one_step(request_of):
+    """Eighty requests fit at once: the bound holds inside one step too. The lowly one is the 65th, not the last."""
+    scheduler = FairScheduler(num_blocks=200)
+    admissions = Admissions()
+    watched = observe(scheduler, admissions)
+    watched.add_request(request_of("lowly", 10, 1, priority=9))
+    for number in range(80):
+        watched.add_request(request_of(number, 10, 1))
+    that("requests in step 0", len(step(watched).scheduled)).gives(81)
+    that("the most admissions ahead of an earlier one", admissions.longest).gives(STARVATION_BOUND)
+    that("the place of the lowly one", admissions.order.index("lowly")).gives(STARVATION_BOUND)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_blocks=st.integers(4, 12),
+    max_num_seqs=st.integers(1, 5),
+    swap=st.booleans(),
+    groups=st.integers(1, 3),
+)
+def test_of_any_65_admissions_one_is_of_the_oldest(seed, num_blocks, max_num_seqs, swap, groups):
+    """Any load that favours the late: of any 65 admissions in a row, at least one is of whom arrived first."""
+    rng = random.Random(seed)
+    options = {"preemption": "swap", "num_host_blocks": 6} if swap else {}
+    scheduler = FairScheduler(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs, **options)
+    admissions = Admissions()
+    watched = observe(scheduler, admissions, Auditor())
+    number = 0
+    while watched.has_unfinished or number < 110:
+        for _ in range(rng.randint(0, 3) if number < 110 else 0):
+            prompt = rng.randint(1, min(12, 4 * num_blocks - 6))
+            late = {"priority": -number if rng.random() < 0.8 else 5, "group": "abc"[rng.randrange(groups)]}
+            watched.add_request(Request(number, [1] * prompt, rng.randint(1, 5), **late))
+            number += 1
+        if watched.has_unfinished:
+            step(watched)
+    longest = admissions.longest
+    that(f"the most admissions ahead of an earlier one, {longest}, is at most 64", longest <= STARVATION_BOUND).gives(
+        True
+    )
+
+
+def test_random_load(room):
+    """Any requests of three groups, any pool, both preemptions: everybody is served, and phase 6's auditor agrees."""
+    room.survives(FairScheduler, auditor=True, groups=("text", "image", "audio"))

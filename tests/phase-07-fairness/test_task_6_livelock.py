@@ -1,0 +1,57 @@
+"""Phase 7, task 6: incident 6, a queue that is never empty."""
+
+from __future__ import annotations
+
+from minicache.course.checks import that
+from minicache.scheduler.incidents.broken import LivelockScheduler
+from minicache.scheduler.incidents.case_6_livelock import FixedLivelockScheduler, expose
+
+
+def test_expose_fails_on_the_broken_one(room):
+    """Your test fails on the scheduler that turns in a circle."""
+    room.exposes(expose, LivelockScheduler)
+
+
+def test_expose_passes_on_right_ones(room):
+    """Your test passes on schedulers that get through both groups, whatever else they do."""
+    room.passes(expose, 6)
+
+
+def test_groups_take_turns(room, request_of):
+    """Fixed: a text and an image request run one after the other, and never together."""
+    create = room.fixed(expose, FixedLivelockScheduler)
+    requests = [request_of(0, group="text"), request_of(1, group="image")]
+    tally = room.run(create(num_blocks=64), requests)
+    that("each step's batch", tally.order).gives([[0]] * 5 + [[1]] * 5)
+
+
+def test_the_deferred_keep_their_places(room, request_of):
+    """Fixed: text, image, text, image: the texts run together, then the images, in the order in which they came."""
+    create = room.fixed(expose, FixedLivelockScheduler)
+    requests = [request_of(number, group=("text", "image")[number % 2]) for number in range(4)]
+    tally = room.run(create(num_blocks=64), requests)
+    that("each step's batch", tally.order).gives([[0, 2]] * 5 + [[1, 3]] * 5)
+
+
+def test_the_deferred_is_first_when_the_batch_has_drained(room, request_of):
+    """Fixed: two seats; text, image, and two texts more: once the first two texts have ended, the image is next."""
+    create = room.fixed(expose, FixedLivelockScheduler)
+    requests = [request_of(number, group="image" if number == 1 else "text") for number in range(4)]
+    tally = room.run(create(num_blocks=64, max_num_seqs=2), requests)
+    that("each step's batch", tally.order).gives([[0, 2]] * 5 + [[1]] * 5 + [[3]] * 5)
+
+
+def test_one_group_only(room, request_of):
+    """Fixed: requests of one group are admitted as ever: until seats, tokens or blocks run out, in order."""
+    create = room.fixed(expose, FixedLivelockScheduler)
+    requests = [request_of(number, 30, 2) for number in range(5)]
+    that("two seats", room.run(create(num_blocks=64, max_num_seqs=2), requests).order[0]).gives([0, 1])
+    requests = [request_of(number, 30, 2) for number in range(5)]
+    that("70 tokens", room.run(create(num_blocks=64, max_num_batched_tokens=70), requests).order[0]).gives([0, 1])
+    requests = [request_of(number, 30, 2) for number in range(5)]
+    that("7 blocks", room.run(create(num_blocks=7), requests).order[0]).gives([0, 1, 2])
+
+
+def test_random_load(room):
+    """Fixed: any requests of three groups, any pool: everybody is served, and the books agree."""
+    room.survives(room.fixed(expose, FixedLivelockScheduler), groups=("text", "image", "audio"))

@@ -1,0 +1,59 @@
+"""Phase 7, task 7: incident 7, given up after one victim."""
+
+from __future__ import annotations
+
+from minicache.course.checks import that
+from minicache.request import RequestStatus
+from minicache.scheduler.incidents.broken import OneVictimScheduler
+from minicache.scheduler.incidents.case_7_feasible import FixedFeasibleScheduler, expose
+
+
+def test_expose_fails_on_the_broken_one(room):
+    """Your test fails on the scheduler that gives up after one victim."""
+    room.exposes(expose, OneVictimScheduler)
+
+
+def test_expose_passes_on_right_ones(room):
+    """Your test passes on schedulers that end no request that fits, whatever else they do."""
+    room.passes(expose, 7)
+
+
+def test_as_many_victims_as_it_takes(room, request_of):
+    """Fixed: two requests hold 5 of 10 blocks each; for one that needs all 10 both are evicted; all are served."""
+    create = room.fixed(expose, FixedFeasibleScheduler)
+    requests = [request_of(0, 10, 70), request_of(1, 10, 70), request_of("large", 150, 1)]
+    tally = room.run(create(num_blocks=10), requests)
+    that("how they end", [request.status for request in requests]).gives([RequestStatus.FINISHED_LENGTH] * 3)
+    that("preemptions", tally.num_preemptions).gives(2)
+    that("the order in which they end", list(tally.finished)).gives(["large", 0, 1])
+
+
+def test_no_more_victims_than_it_takes(room, request_of):
+    """Fixed: if one victim frees enough, only the newest is evicted."""
+    scheduler = room.fixed(expose, FixedFeasibleScheduler)(num_blocks=4, block_size=256)
+    for request in [*(request_of(number, 10, 200) for number in range(3)), request_of("large", 300, 1)]:
+        scheduler.add_request(request)
+    evicted = []
+    for _ in range(65):
+        output = scheduler.schedule()
+        evicted += output.preempted
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    that("who was evicted in 65 steps", evicted).gives([2])
+    that("step 64", output.num_scheduled_tokens).gives({0: 1, 1: 1, "large": 300})
+
+
+def test_nobody_is_evicted_before_64_passes(room, request_of):
+    """Fixed: the head of the line waits 64 passes before anybody loses a place for it."""
+    scheduler = room.fixed(expose, FixedFeasibleScheduler)(num_blocks=10)
+    for request in [request_of(0, 10, 100), request_of("large", 150, 1)]:
+        scheduler.add_request(request)
+    for _ in range(64):
+        output = scheduler.schedule()
+        that("who is preempted in the first 64 steps", output.preempted).gives([])
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    that("who is preempted in the next", scheduler.schedule().preempted).gives([0])
+
+
+def test_random_load(room):
+    """Fixed: any requests, any pool: everybody is served, and the books agree."""
+    room.survives(room.fixed(expose, FixedFeasibleScheduler))

@@ -1,0 +1,149 @@
+"""What a step costs: the roofline is phase 0's, the host's is what was measured, and a file that is none is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, replace
+
+import pytest
+
+from minicache.arithmetic import cache_bytes_per_token, step_bytes, step_flops, step_seconds
+from minicache.simulator.costs import PCIE_BANDWIDTH, FixedCost, HostCost, RooflineCost, StepLoad
+from minicache.specs import A100_40GB, DEEPSEEK_V3, H100, LLAMA_3_8B, OPT_13B
+
+HOST = HostCost(
+    machine="a laptop",
+    model="MiniGPT",
+    floor=0.004,
+    fixed=0.003,
+    per_sequence=1e-4,
+    per_new_token=2e-5,
+    per_cached_token=1e-6,
+    per_prefill=3e-4,
+    per_prefill_pair=1e-7,
+    per_swapped_token=2e-6,
+)
+
+
+def test_the_sums_of_a_batch():
+    """A prompt of 4, two chunks of it cached already in the second case, and a decode after 10 tokens."""
+    assert StepLoad.of([(4, 0), (1, 10)]) == StepLoad(2, 5, 10, 10 + 11, 1)
+    assert StepLoad.of([(2, 4), (1, 10)]) == StepLoad(2, 3, 14, (5 + 6) + 11, 1)
+    assert StepLoad.of([(1, 7), (1, 9)]).num_prefill_pairs == 0
+    assert StepLoad.of([(3, 0)]).num_prefill_pairs == 1 + 2 + 3 - 1
+    assert StepLoad.of([]) == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("model", [OPT_13B, LLAMA_3_8B, DEEPSEEK_V3])
+@pytest.mark.parametrize(("new", "cached", "batch"), [(1, 0, 1), (1, 500, 30), (700, 0, 1), (64, 300, 8), (2000, 0, 4)])
+def test_the_roofline_of_equal_requests_is_that_of_phase_0(model, new, cached, batch):
+    cost = RooflineCost(model, A100_40GB, flops_efficiency=1.0, bandwidth_efficiency=1.0, overhead_seconds=0.0)
+    flops, nbytes = step_flops(model, new, cached, batch), step_bytes(model, new, cached, batch)
+    expected = step_seconds(A100_40GB, flops, nbytes)
+    assert cost.step_seconds(StepLoad.of([(new, cached)] * batch)) == pytest.approx(expected)
+
+
+def test_efficiency_and_overhead():
+    """A decode waits for the memory, a long prefill for the processor; both pay the overhead."""
+    ideal = RooflineCost(OPT_13B, H100, flops_efficiency=1.0, bandwidth_efficiency=1.0, overhead_seconds=0.0)
+    real = RooflineCost(OPT_13B, H100, flops_efficiency=0.5, bandwidth_efficiency=0.8, overhead_seconds=0.01)
+    decode, prefill = StepLoad.of([(1, 300)]), StepLoad.of([(2000, 0)])
+    assert real.step_seconds(decode) == pytest.approx(ideal.step_seconds(decode) / 0.8 + 0.01)
+    assert real.step_seconds(prefill) == pytest.approx(ideal.step_seconds(prefill) / 0.5 + 0.01)
+    assert RooflineCost(OPT_13B, H100, dtype="int8").step_seconds(decode) < real.step_seconds(decode)
+
+
+def test_a_decode_of_opt_13b_by_hand():
+    """25.7 GB of weights and 30 · 400 rows of 819,200 bytes at 1.555 TB/s: 22.9 ms."""
+    cost = RooflineCost(OPT_13B, A100_40GB, bandwidth_efficiency=1.0, overhead_seconds=0.0)
+    expected = (2 * 12_853_473_280 + 30 * 400 * 819_200) / 1.555e12
+    assert cost.step_seconds(StepLoad.of([(1, 399)] * 30)) == pytest.approx(expected)
+    assert expected == pytest.approx(0.0229, rel=0.01)
+
+
+def test_the_step_that_the_page_works_out():
+    """docs/en/phase-07-fairness/theory/06-the-simulator.md: 28.6 ms of reading, 4.1 of multiplying, 2 of the rest."""
+    load = StepLoad.of([(1, 400)] * 30)
+    assert RooflineCost(OPT_13B, A100_40GB).step_seconds(load) == pytest.approx(30.6e-3, abs=5e-5)
+    reading = (2 * 12.85e9 + 30 * 401 * 819_200) / (0.8 * 1.555e12)
+    multiplying = 2 * 12.85e9 * 30 / (0.6 * 312e12)
+    assert (reading, multiplying) == pytest.approx((28.6e-3, 4.1e-3), abs=5e-5)
+
+
+def test_a_swap_is_bytes_over_pcie():
+    cost = RooflineCost(OPT_13B, A100_40GB, bandwidth_efficiency=0.5)
+    assert cost.swap_seconds(100) == pytest.approx(100 * cache_bytes_per_token(OPT_13B) / (0.5 * PCIE_BANDWIDTH))
+    assert pytest.approx(31.5e9, rel=0.01) == PCIE_BANDWIDTH
+
+
+@pytest.mark.parametrize("option", ["flops_efficiency", "bandwidth_efficiency", "overhead_seconds"])
+def test_what_no_machine_can_do_is_refused(option):
+    with pytest.raises(ValueError, match=option):
+        RooflineCost(OPT_13B, A100_40GB, **{option: -0.1})
+    if option != "overhead_seconds":
+        with pytest.raises(ValueError, match=option):
+            RooflineCost(OPT_13B, A100_40GB, **{option: 1.1})
+
+
+def test_a_clock_that_counts_steps():
+    assert FixedCost(2.0).step_seconds(StepLoad.of([(5, 5)])) == 2.0
+    assert FixedCost().swap_seconds(10) == 0.0
+    with pytest.raises(ValueError, match="seconds"):
+        FixedCost(0.0)
+
+
+# The host
+
+
+def test_the_host_adds_up_what_is_in_the_batch():
+    load = StepLoad.of([(100, 0), (1, 50), (1, 70)])
+    seconds = 0.003 + 3e-4 + 102 * 2e-5 + 120e-6 + 3e-4 + (5050 - 1) * 1e-7
+    assert HOST.step_seconds(load) == pytest.approx(seconds)
+    assert HOST.step_seconds(StepLoad.of([(1, 3)])) == HOST.floor
+    assert HOST.swap_seconds(1000) == pytest.approx(0.002)
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path):
+    file = tmp_path / "new" / "calibration.json"
+    HOST.save(file)
+    assert HostCost.load(file) == HOST
+
+
+@pytest.mark.parametrize(
+    ("text", "saying"),
+    [
+        ("{", "no calibration"),
+        ("[]", "it needs"),
+        ("{}", "it needs machine, model, floor"),
+        (json.dumps(asdict(HOST) | {"more": 1}), "nothing else"),
+        (json.dumps(asdict(HOST) | {"fixed": -1}), "fixed must be seconds"),
+        (json.dumps(asdict(HOST) | {"fixed": "1"}), "fixed must be seconds"),
+        (json.dumps(asdict(HOST) | {"floor": True}), "floor must be seconds"),
+        (json.dumps(asdict(HOST) | {"floor": float("nan")}), "floor must be seconds"),
+    ],
+)
+def test_a_file_that_is_no_calibration_is_refused(tmp_path, text, saying):
+    file = tmp_path / "calibration.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=saying):
+        HostCost.load(file)
+
+
+def test_the_fit_finds_what_the_measurements_were_made_with():
+    """Steps of a known host, each 2 % off: coefficients and predictions come back, and none is negative."""
+    from minicache.cli.calibrate import Measurement, fit
+
+    host, rng, loads = replace(HOST, floor=0.003), random.Random(0), []
+    for batch in (1, 2, 8, 32):
+        for length in (4, 50, 300):
+            loads += [StepLoad.of([(length, 0)] * batch), StepLoad.of([(1, length)] * batch)]
+            loads.append(StepLoad.of([(length, 0)] + [(1, 2 * length)] * batch))
+    measured = [Measurement(load, host.step_seconds(load) * rng.uniform(0.98, 1.02)) for load in loads]
+    found = fit(measured, per_swapped_token=2e-6)
+    assert found.per_new_token == pytest.approx(host.per_new_token, rel=0.2)
+    for load in loads:
+        assert found.step_seconds(load) == pytest.approx(host.step_seconds(load), rel=0.06)
+    backwards = replace(HOST, floor=1e-3, per_new_token=-1e-5, per_prefill_pair=-1e-8)
+    numbers = fit([Measurement(load, max(1e-3, backwards.step_seconds(load))) for load in loads], 0.0)
+    assert min(value for value in asdict(numbers).values() if not isinstance(value, str)) >= 0

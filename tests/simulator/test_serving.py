@@ -1,0 +1,304 @@
+"""A server in simulated time: right where a hand or a theorem can follow it, and nobody and no token lost."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from statistics import fmean
+
+import pytest
+
+from minicache.errors import InvariantError
+from minicache.request import Request
+from minicache.scheduler import PagedScheduler, SchedulerOutput, create_scheduler
+from minicache.scheduler.audit import Auditor
+from minicache.simulator.costs import FixedCost, RooflineCost, StepLoad
+from minicache.simulator.orca import OrcaScheduler
+from minicache.simulator.report import NUM_SAMPLES
+from minicache.simulator.serving import ServingSimulation
+from minicache.simulator.workload import SHAREGPT, Arrival, LengthDistribution, generate, poisson_arrivals, stream
+from minicache.specs import A100_40GB, OPT_13B
+
+COST = RooflineCost(OPT_13B, A100_40GB)
+NAMES = ["static", "continuous", "paged", "fair", "swap", "max", "pow2", "oracle"]
+
+
+def scheduler(name, num_blocks=40, block_size=4, **options):
+    if name in ("max", "pow2", "oracle"):
+        return OrcaScheduler(name, num_slots=num_blocks * block_size, max_model_len=100, **options)
+    options |= {"num_blocks": num_blocks, "block_size": block_size}
+    if name == "swap":
+        return create_scheduler("paged", preemption="swap", num_host_blocks=num_blocks, **options)
+    return create_scheduler(name, **options)
+
+
+def small_workload(rate=20.0):
+    """Short requests, so many that a small memory runs out."""
+    lengths = LengthDistribution.from_mean(20, 1.0)
+    return replace(SHAREGPT, prompt=lengths, output=lengths, rate=rate, max_model_len=100)
+
+
+def serve(name, arrivals, cost=COST, observers=(), **options):
+    """The report, and the trace."""
+    steps = []
+    simulation = ServingSimulation(scheduler(name, **options), cost, arrivals, observers=observers, trace=steps.append)
+    return simulation.run(), steps
+
+
+def burst(*lengths, time=0.0):
+    return [Arrival(number, time, prompt, output) for number, (prompt, output) in enumerate(lengths)]
+
+
+# By hand
+
+
+def test_three_requests_with_a_clock_that_counts_steps():
+    """A comes at 0 for two tokens, B at 0.5 for one, C at 10 for one: steps from 0, 1 and 10."""
+    arrivals = [Arrival(0, 0.0, 3, 2), Arrival(1, 0.5, 1, 1), Arrival(2, 10.0, 5, 1)]
+    report, steps = serve("paged", arrivals, FixedCost(1.0))
+    assert list(report.times.first_token) == [1.0, 1.5, 1.0]
+    assert list(report.times.latency) == [2.0, 1.5, 1.0]
+    assert list(report.times.arrival) == [0.0, 0.5, 10.0]
+    assert list(report.times.normalized()) == [1.0, 1.5, 1.0]
+    assert list(report.times.per_output_token()) == [1.0]
+    assert (report.makespan, report.busy_seconds, report.num_steps) == (11.0, 3.0, 3)
+    assert (report.mean_batch_size, report.max_batch_size) == (pytest.approx(4 / 3), 2)
+    assert report.max_memory == 2 / 40  # blocks of 4: 3 + 1 tokens and 1 token; then 5
+    assert report.mean_memory == pytest.approx((1 + 2 + 2) / 3 / 40)
+    assert report.requests_per_second == pytest.approx(3 / 11)
+    assert report.tokens_per_second == pytest.approx(4 / 11)
+    assert (report.ttft.mean, report.ttft.p50, report.ttft.max) == (pytest.approx(3.5 / 3), 1.0, 1.5)
+    assert [(step.time, step.seconds) for step in steps] == [(0.0, 1.0), (1.0, 1.0), (10.0, 1.0)]
+
+
+def two_prompts(**options):
+    """Two prompts of 80 tokens for 20 more each, in 10 blocks of 16: the second loses its place after one token."""
+    return serve("paged", burst((80, 20), (80, 20)), num_blocks=10, block_size=16, **options)
+
+
+def test_a_recompute_is_counted():
+    report, steps = two_prompts(cost=FixedCost(1.0))
+    assert report.num_preemptions == 1
+    assert report.num_recomputed_tokens == 80  # its prompt; the token that it had got was never computed
+    assert report.num_output_tokens == 40
+    assert report.num_steps == 20 + 19  # the first request alone, then the second without its first token
+    assert [entry.num_new_tokens for entry in steps[20].batch] == [81]
+
+
+class SwapsAtATenth(FixedCost):
+    def swap_seconds(self, num_tokens):
+        return 0.1 * num_tokens
+
+
+def test_a_swap_costs_time_and_no_tokens():
+    """5 blocks of 16 tokens go out in step 1, and come back in step 20."""
+    arrivals = burst((80, 20), (80, 20))
+    report, steps = serve("swap", arrivals, SwapsAtATenth(1.0), num_blocks=10, block_size=16)
+    assert (report.num_swapped_blocks, report.num_recomputed_tokens, report.num_preemptions) == (10, 0, 1)
+    assert report.makespan == pytest.approx(39 + 2 * 8.0)
+    assert [step.seconds for step in steps if step.seconds > 1] == pytest.approx([9.0, 9.0])
+
+
+def test_a_first_token_waits_for_what_is_swapped_in_beside_it():
+    """As above, and a third request comes while the second is in the line: both join at 28 s, in one step."""
+    arrivals = [*burst((80, 20), (80, 20)), Arrival(2, 27.0, 16, 1)]
+    report, steps = serve("swap", arrivals, SwapsAtATenth(1.0), num_blocks=10, block_size=16)
+    joint = next(step for step in steps if len(step.batch) == 2 and step.time > 20)
+    assert [event.kind for event in joint.events if event.kind in ("admit", "resume", "swap_in")].count("swap_in") == 1
+    assert report.times.first_token[report.times.num_output_tokens.index(1)] == joint.time + 9.0 - 27.0
+
+
+def test_who_outgrows_the_memory_and_who_never_fits():
+    """2 blocks of 4: a prompt of 4 has room for 4 more tokens, and gets a fifth. A prompt of 9 is refused."""
+    report, _ = serve("paged", burst((4, 20), (9, 1), (2, 2)), FixedCost(1.0), num_blocks=2, max_num_seqs=1)
+    assert (report.num_finished, report.num_outgrown, report.num_refused) == (1, 1, 1)
+    assert report.num_requests == 3
+    assert report.num_output_tokens == 5 + 2
+    assert report.num_prompt_tokens == 4 + 2
+    assert report.num_recomputed_tokens == 0
+    assert "request 1 needs 3 blocks" in report.refusal
+
+
+def test_nobody_at_all():
+    report, steps = serve("paged", [])
+    assert (report.num_requests, report.makespan, report.mean_batch_size, steps) == (0, 0.0, 0.0, [])
+    assert report.ttft.mean == report.requests_per_second == report.tokens_per_second == 0.0
+
+
+def test_what_the_cost_is_told():
+    """A prompt of 3 and one of 2; then both in decode; then the second alone."""
+    told = []
+
+    class Notes(FixedCost):
+        def step_seconds(self, load):
+            told.append(load)
+            return 1.0
+
+    serve("paged", burst((3, 2), (2, 3)), Notes(1.0))
+    assert told == [
+        StepLoad(num_sequences=2, num_new_tokens=5, num_cached_tokens=0, num_pairs=6 + 3, num_prefills=2),
+        StepLoad(num_sequences=2, num_new_tokens=2, num_cached_tokens=5, num_pairs=7, num_prefills=0),
+        StepLoad(num_sequences=1, num_new_tokens=1, num_cached_tokens=3, num_pairs=4, num_prefills=0),
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_cost_is_told_is_what_is_in_the_trace(name):
+    """The sums are kept from step to step; here they are made anew from every batch."""
+    told = []
+
+    class Notes(FixedCost):
+        def step_seconds(self, load):
+            told.append(load)
+            return 0.03
+
+    _, steps = serve(name, generate(small_workload(), 80, seed=4), Notes(1.0))
+    batches = [[(entry.num_new_tokens, entry.num_computed_tokens) for entry in step.batch] for step in steps]
+    assert told == [StepLoad.of(batch) for batch in batches if batch]
+
+
+# Theorems
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_one_seat_and_one_step_each_is_an_m_d_1_queue(load):
+    """Poisson arrivals, one server, a fixed service: the mean wait is ρ / (2 (1 − ρ)) (Pollaczek, Khinchine)."""
+    arrivals = stream(
+        replace(small_workload(rate=load), output=LengthDistribution.from_mean(1e-9, 0.1)), 12_000, seed=1
+    )
+    report = ServingSimulation(scheduler("continuous", max_num_seqs=1), FixedCost(1.0), arrivals).run()
+    assert report.max_batch_size == 1
+    assert report.ttft.mean - 1.0 == pytest.approx(load / (2 * (1 - load)), rel=0.12)
+    assert report.busy_seconds / report.makespan == pytest.approx(load, rel=0.03)
+
+
+def test_one_seat_and_unequal_answers_is_an_m_g_1_queue():
+    """The mean wait is λ E[S²] / (2 (1 − ρ)): the spread of the answers counts, not only their mean."""
+    rng, rate = Random(5), 0.2
+    times = poisson_arrivals(rate, Random(6))
+    arrivals = [Arrival(number, next(times), 2, rng.choice([1, 1, 1, 9])) for number in range(12_000)]
+    report = ServingSimulation(scheduler("continuous", max_num_seqs=1), FixedCost(1.0), arrivals).run()
+    services = [arrival.num_output_tokens for arrival in arrivals]
+    rate = len(arrivals) / arrivals[-1].time
+    load = rate * fmean(services)
+    wait = rate * fmean(service**2 for service in services) / (2 * (1 - load))
+    assert report.ttft.mean - 1.0 == pytest.approx(wait, rel=0.12)
+
+
+def test_littles_law():
+    """Requests in the server, on average over time = requests per second × the time that each is there."""
+    report, steps = serve("paged", generate(small_workload(4.0), 300, seed=1))
+    arrivals, ends = report.times.arrival, map(sum, zip(report.times.arrival, report.times.latency, strict=True))
+    events = sorted([(time, 1) for time in arrivals] + [(time, -1) for time in ends])
+    area = inside = 0.0
+    for (time, change), (later, _) in pairwise(events):
+        inside += change
+        area += inside * (later - time)
+    assert area == pytest.approx(report.num_finished * report.latency.mean)
+    in_batch = sum(step.seconds * len(step.batch) for step in steps)
+    assert report.mean_batch_size * report.busy_seconds == pytest.approx(in_batch)
+    assert in_batch < area
+
+
+# Conservation
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rate", [0.5, 20.0])
+def test_no_request_and_no_token_is_lost(name, rate):
+    arrivals = generate(small_workload(rate), 120, seed=1)
+    report, steps = serve(name, arrivals, observers=[Auditor()])
+    assert report.num_requests == report.num_finished == len(report.times) == 120
+    assert report.num_output_tokens == sum(arrival.num_output_tokens for arrival in arrivals)
+    assert report.num_prompt_tokens == sum(arrival.num_prompt_tokens for arrival in arrivals)
+    computed = sum(step.num_tokens for step in steps)
+    assert computed == report.num_prompt_tokens + report.num_output_tokens - 120 + report.num_recomputed_tokens
+    assert sorted(report.times.arrival) == pytest.approx([arrival.time for arrival in arrivals])
+    assert all(0 < first <= last for first, last in zip(report.times.first_token, report.times.latency, strict=True))
+    assert report.busy_seconds == pytest.approx(sum(step.seconds for step in steps))
+    assert report.makespan == pytest.approx(steps[-1].time + steps[-1].seconds)
+    assert all(earlier.time + earlier.seconds <= later.time + 1e-9 for earlier, later in pairwise(steps))
+
+
+def test_a_run_repeats_itself():
+    reports = [serve("fair", generate(small_workload(), 100, seed=3))[0].to_json() for _ in range(2)]
+    assert reports[0] == reports[1]
+    assert serve("fair", generate(small_workload(), 100, seed=4))[0].to_json() != reports[0]
+
+
+# How it runs
+
+
+def test_arrivals_are_asked_for_one_at_a_time():
+    asked = []
+
+    def coming():
+        for number in range(100):
+            asked.append(number)
+            yield Arrival(number, float(number), 2, 1)
+
+    simulation = ServingSimulation(scheduler("paged"), FixedCost(0.5), coming())
+    for served in range(1, 20):
+        assert simulation.step()
+        assert len(asked) == served + 1
+
+
+def test_requests_are_taken_as_they_are():
+    """A request brings its own priority and stop tokens. Every token is a 0: one that stops there ends at once."""
+    requests = [
+        Request("ends", [1], 9, stop_token_ids=[0]),
+        Request("goes on", [1], 9, stop_token_ids=[0], ignore_eos=True),
+    ]
+    report, steps = serve("fair", requests, FixedCost(1.0))
+    assert list(report.times.num_output_tokens) == [1, 9]
+    assert [event.reason for event in steps[0].events if event.kind == "finish"] == ["stop"]
+
+
+def test_arrivals_out_of_order_are_refused():
+    with pytest.raises(ValueError, match=r"arrives at 1\.0"):
+        serve("paged", [Arrival(0, 2.0, 1, 1), Arrival(1, 1.0, 1, 1)])
+
+
+def test_progress_is_told_and_ends_with_all():
+    told = []
+    ServingSimulation(scheduler("paged"), FixedCost(0.01), stream(small_workload(), 1000, seed=0)).run(told.append)
+    assert told[-1] == 1000
+    assert told == sorted(told)
+    assert len(told) > 2
+
+
+def test_a_scheduler_that_orders_nothing_is_an_error_and_no_endless_loop():
+    class Asleep(PagedScheduler):
+        def schedule(self):
+            return self.issue(SchedulerOutput())
+
+    with pytest.raises(InvariantError, match="ordered nothing"):
+        ServingSimulation(Asleep(num_blocks=4), FixedCost(), burst((3, 3))).run()
+
+
+def test_memory_does_not_grow_with_the_number_of_requests():
+    """Requests that have ended are gone: four numbers of each stay, and a few hundred samples of the server."""
+    peaks = {}
+    for count in (500, 4000):
+        arrivals = stream(replace(small_workload(rate=5.0), output=LengthDistribution.from_mean(2, 0.5)), count, seed=0)
+        simulation = ServingSimulation(scheduler("paged", num_blocks=400), FixedCost(0.05), arrivals)
+        tracemalloc.start()
+        while simulation.step():
+            pass
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(simulation.report().series.time) <= NUM_SAMPLES
+    assert peaks[4000] - peaks[500] < 3500 * 28 * 1.25 + 100_000
+
+
+def test_the_series_covers_the_whole_run():
+    report, _ = serve("paged", generate(small_workload(2.0), 600, seed=0))
+    series = report.series
+    assert NUM_SAMPLES / 4 < len(series.time) <= NUM_SAMPLES
+    assert series.time[0] < 0.02 * report.makespan
+    assert series.time[-1] > 0.98 * report.makespan
+    assert series.time == sorted(series.time)
+    assert max(series.num_running) <= report.max_batch_size
+    assert all(0 <= share <= 1 for share in series.memory)

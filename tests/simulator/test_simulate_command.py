@@ -1,0 +1,113 @@
+"""`minicache simulate` and `minicache calibrate`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from minicache import cli
+from minicache.cli import calibrate
+from minicache.simulator.costs import HostCost
+from minicache.trace import read_trace
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli.app, ["simulate", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refusal(*arguments):
+    """What an error of usage says, without the frame that is drawn around it."""
+    result = CliRunner().invoke(cli.app, ["simulate", "--count", "5", *arguments])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_server_that_one_does_not_have():
+    text = run("--count", "40")
+    assert "40 × ShareGPT at 2/s · fair · opt-13b on A100-40GB" in text
+    assert "time to first token, s" in text
+    assert "40 / 0 / 0" in text
+
+
+@pytest.mark.parametrize("scheduler", ["static", "continuous", "paged", "fair", "orca-max", "orca-pow2", "orca-oracle"])
+def test_every_scheduler_serves_everybody(scheduler):
+    arguments = ("--workload", "alpaca", "--count", "30", "--rate", "100", "--num-blocks", "140")
+    assert "30 / 0 / 0" in run(*arguments, "--scheduler", scheduler)
+
+
+def test_files(tmp_path):
+    out, trace = tmp_path / "new" / "folder", tmp_path / "trace.jsonl"
+    run(
+        "--count",
+        "30",
+        "--out",
+        str(out),
+        "--trace",
+        str(trace),
+        "--preemption",
+        "swap",
+        "--num-blocks",
+        "130",
+        "--audit",
+    )
+    told = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    steps = list(read_trace(trace))
+    assert told["report"]["num_finished"] == 30
+    assert told["settings"]["num_blocks"] == 130
+    assert len(steps) == told["report"]["num_steps"]
+    assert sum(event.kind == "preempt" for step in steps for event in step.events) == told["report"]["num_preemptions"]
+    for name in ("latency", "distributions", "batch-and-memory"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_requests_that_never_fit_are_told_of():
+    text = run("--count", "5", "--scheduler", "orca-max", "--num-blocks", "10")
+    assert "5 requests were refused. The first: request 0 needs 2048 blocks" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (("--rate", "0"), "rate must be above 0"),
+        (("--num-blocks", "0"), "num_blocks must be at least 1"),
+        (("--block-size", "0"), "block_size must be at least 1"),
+        (("--max-num-seqs", "0"), "max_num_seqs must be at least 1"),
+        (("--max-num-batched-tokens", "0"), "max_num_batched_tokens must be at least 1"),
+        (("--watermark", "2"), "0 ≤ watermark < 1"),
+        (("--preemption", "swap", "--num-host-blocks", "0"), "host_blocks"),
+        (("--model", "llama-3-70b"), "weights and reserve do not fit"),
+        (("--model", "gpt"), "'gpt' is not one of"),
+        (("--count", "0"), "--count"),
+        (("--host", "/nowhere/calibration.json"), "No such file"),
+        (("--trace", "/nowhere/trace.jsonl"), "No such file"),
+    ],
+)
+def test_bad_input_is_an_error_of_usage(arguments, saying):
+    assert saying in refusal(*arguments)
+
+
+def test_the_hosts_engine(tmp_path, monkeypatch):
+    """Measured with two small bursts, which is no calibration but goes all the way."""
+    monkeypatch.setattr(calibrate, "BATCHES", (1, 4))
+    monkeypatch.setattr(calibrate, "PROMPTS", (3, 40))
+    file = tmp_path / "calibration.json"
+    result = CliRunner().invoke(cli.app, ["calibrate", "--rounds", "1", "--out", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "in any case" in result.stdout
+    host = HostCost.load(file)
+    assert 0 < host.floor < 1
+    assert "MiniGPT on" in run("--count", "20", "--host", str(file))
+    assert "leave out --model" in refusal("--host", str(file), "--model", "opt-13b")
+
+
+def test_a_simulation_needs_no_torch(tmp_path):
+    arguments = ["simulate", "--count", "3", "--out", str(tmp_path)]
+    call = f"cli.app({arguments}, standalone_mode=False)"
+    code = f"import sys; from minicache import cli; {call}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -36,7 +36,7 @@ from minicache.paged import PagedKVCache
 from minicache.sampling import SamplingParams
 from minicache.timing import timed
 
-REPEATS = 2
+REPEATS = 5
 SHORTEST, LONGEST = 50, 100
 NUM_REQUESTS, NUM_NEW = 32, 100
 SHAPE = MiniGPTConfig(
@@ -49,7 +49,7 @@ SHAPE = MiniGPTConfig(
     intermediate_size=688,
     max_seq_len=512,
 )
-NUM_RAGGED, MOST_RAGGED = 96, 199
+NUM_RAGGED, MOST_RAGGED = 64, 199
 CACHES = {"dense": KVCache, "paged": PagedKVCache}
 
 transformers: Any = import_module("transformers")  # Any: much of it has no types
@@ -66,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     llama, model = the_same_model()
-    work, few, eight = make_work(), make_work(4), make_work(16)
+    work, few, eight = make_work(), make_work(2), make_work(8)
     ragged = make_ragged_work()
     ways: dict[str, Callable[[], float]] = {
         "minicache": partial(serve, model, work, 32),
@@ -128,7 +128,7 @@ def make_work(num_requests: int = NUM_REQUESTS) -> Work:
 
 
 def make_ragged_work() -> Work:
-    """96 requests, the 32 prompts three times, that want 1 to 199 tokens: some are done long before others."""
+    """64 requests, the 32 prompts twice, that want 1 to 199 tokens: some are done long before others."""
     rng = random.Random(1)
     prompts = make_work().prompts * (NUM_RAGGED // NUM_REQUESTS)
     return Work(prompts, [rng.randint(1, MOST_RAGGED) for _ in prompts])

@@ -23,7 +23,7 @@ def test_the_work() -> None:
     assert max(token for prompt in work.prompts for token in prompt) < benchmark.SHAPE.vocab_size
     assert benchmark.make_work(4).prompts == work.prompts[:4]
     ragged = benchmark.make_ragged_work()
-    assert len(ragged.prompts) == len(ragged.num_new) == 96
+    assert len(ragged.prompts) == len(ragged.num_new) == 64
     assert max(len(prompt) + num for prompt, num in zip(*ragged, strict=True)) <= benchmark.SHAPE.max_seq_len
 
 

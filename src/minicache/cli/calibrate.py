@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
-PROMPTS: Final = (4, 24, 80, 200, 420)
-"""Tokens of each prompt. A burst of every size and every length is measured, from its prefill on."""
+PROMPTS: Final = (4, 24, 80, 180, 320)
+"""Tokens of a burst's prompts, in the mean: from half to one and a half of it. Unequal, because a real batch is, and
+equal ones are quicker: the engine can put them into one rectangle. Every size is measured with every length."""
 NUM_DECODES: Final = 8
 """Decode steps of each burst."""
-MAX_NUM_BATCHED_TOKENS: Final = 2048
+MAX_NUM_BATCHED_TOKENS: Final = 1024
 """Of a step. A larger burst is admitted in several, so that prefill and decode are measured in one step too."""
 NUM_BLOCKS: Final = 2048
 FEATURES: Final = {
@@ -137,13 +138,14 @@ def _load(scheduled: Sequence[Request], num_new: Sequence[int]) -> StepLoad:
 
 
 def _add(engine: LLM, batch: int, prompt: int) -> None:
-    """Give the engine a burst of equal requests with random prompts."""
+    """Give the engine a burst of requests with random prompts of about that length, always the same ones."""
     from minicache.sampling import SamplingParams
 
     rng, vocab_size = Random(f"{batch} {prompt}"), engine.model.config.vocab_size
     params = SamplingParams(max_tokens=1 + NUM_DECODES, ignore_eos=True)
     for _ in range(batch):
-        engine.add_request([rng.randrange(vocab_size) for _ in range(prompt)], params)
+        length = rng.randint(prompt // 2, prompt * 3 // 2)
+        engine.add_request([rng.randrange(vocab_size) for _ in range(length)], params)
 
 
 def _serve(engine: LLM, batch: int, prompt: int) -> None:

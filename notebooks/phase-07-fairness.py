@@ -34,7 +34,7 @@ import torch
 from matplotlib.patches import Patch
 
 from minicache.engine import LLM
-from minicache.errors import InvariantError, MinicacheError
+from minicache.errors import InvariantError, MinicacheError, RequestTooLargeError
 from minicache.model import load_minigpt
 from minicache.palette import color
 from minicache.request import Request
@@ -120,9 +120,10 @@ check(caught_by_check, sum(map(fails_check, INCIDENTS)))
 # ## 2. Which test exposes which bug?
 #
 # Each of the eight `expose` functions on each of the eight broken schedulers. On its own one it must fail. What of the
-# others? Some cannot even be asked: only one engine can fork a request.
+# others? Some cannot even be asked: only one engine can fork a request, and those that stand on phase 6's scheduler
+# refuse the impossible request of incident 5 at once.
 
-# %% alt="A grid of eight tests against eight broken schedulers. The diagonal is all exposed. A few other fields are exposed too, most are passed, and the last row is not applicable but for its own scheduler."
+# %% alt="A grid of eight tests against eight broken schedulers. The diagonal is all exposed. Test 7 exposes scheduler 4 too. All others are passed, but for row 8, where only its own scheduler can be asked, and row 5, where 2, 3, 6 and 8 cannot."
 OUTCOMES = {"exposed": color("end"), "passed": color("free"), "not applicable": "none"}
 
 
@@ -130,10 +131,10 @@ def outcome(test, kind):
     """What a test says of a scheduler."""
     try:
         test(kind)
+    except (AttributeError, RequestTooLargeError):
+        return "not applicable"
     except (AssertionError, MinicacheError):
         return "exposed"
-    except (AttributeError, ValueError):
-        return "not applicable"
     return "passed"
 
 
@@ -154,8 +155,8 @@ ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=Fals
 plt.show()
 
 # %% [markdown]
-# A bug that breaks a broad promise is found by more than one test. That is no flaw of a test. A test that exposes a
-# *right* scheduler would be one.
+# A bug that breaks a broad promise may be found by more than one test: scheduler 4 ends a request for want of capacity
+# too. That is no flaw of test 7. A test that exposes a *right* scheduler would be one.
 #
 # ## 3. The thrash
 #
@@ -201,11 +202,11 @@ check(steps_with_the_bug, three.num_steps)
 # %% [markdown]
 # ## 4. Starvation, on a clock
 #
-# 16 equal requests through `LLM` and MiniGPT, memory for four. Before: incidents 2 and 3 at once. After:
+# 12 equal requests through `LLM` and MiniGPT, memory for four. Before: incidents 2 and 3 at once. After:
 # `FairScheduler`. The page has 40 of them; this is the same in small.
 
-# %% alt="Seconds until the last token for 16 requests, before and after. Before, they are scattered, and the last ones take several times as long as the slowest after. After, a staircase in the order of arrival."
-COUNT, PROMPT, NEW = 16, 40, 60
+# %% alt="Seconds until the last token for 12 requests, before and after. Before, they are scattered, and the last ones take several times as long as the slowest after. After, a staircase in the order of arrival."
+COUNT, PROMPT, NEW = 12, 40, 60
 model = load_minigpt()
 
 
@@ -309,7 +310,7 @@ plt.show()
 # Lowly ones come at random, one in 100 steps on average. How long do the two kinds wait, for bounds from 1 to 256?
 # (The bound is a constant of the module; here it is turned.)
 
-# %% alt="Mean steps until admission against the bound, from 1 to 256. The lowly requests wait longer with a larger bound: few steps at 1, hundreds at 256. The urgent ones wait a little longer with a small bound than with a large one."
+# %% alt="Mean steps until admission against the bound, from 1 to 256. The lowly requests wait longer with a larger bound: 17 steps at 1, 240 at 256. The urgent ones wait 18 steps at 1 and not at all at 256."
 BOUNDS = [4**power for power in range(5)]
 
 
@@ -357,7 +358,7 @@ def with_bound(bound, num_steps=10_000):
 
 found = [with_bound(bound) for bound in BOUNDS]
 _, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-ax.plot(BOUNDS, [lowly for lowly, _ in found], "o-", color=BROKEN, label="the ten lowly ones")
+ax.plot(BOUNDS, [lowly for lowly, _ in found], "o-", color=BROKEN, label="the lowly ones")
 ax.plot(BOUNDS, [urgent for _, urgent in found], "o-", color=RIGHT, label="the urgent ones")
 ax.set_xscale("log", base=4)
 ax.set_xticks(BOUNDS, map(str, BOUNDS))
@@ -392,12 +393,12 @@ check(step_of_admission, admitted)
 # %% [markdown]
 # ## 7. Hold it to its promise
 #
-# 200 random loads that favour the late: newer ones are more urgent, three groups, pools down to a few blocks, both
+# 80 random loads that favour the late: newer ones are more urgent, three groups, pools down to a few blocks, both
 # preemptions. Phase 6's auditor watches every step, and `Waits` every admission.
 
 # %%
 most, num_steps = 0, 0
-for seed in range(200):
+for seed in range(80):
     rng, waits = random.Random(seed), Waits()
     swap = {"preemption": "swap", "num_host_blocks": 8} if rng.random() < 0.5 else {}
     scheduler = FairScheduler(num_blocks=rng.randint(4, 10), block_size=4, max_num_seqs=rng.randint(1, 4), **swap)

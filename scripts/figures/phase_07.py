@@ -44,6 +44,7 @@ def main() -> None:
     draw("one-order", one_order, size=(7.2, 4.0))
     draw("fair-grid", fair_grid, size=(7.0, 3.7))
     draw("overtakes", overtakes, size=(7.0, 3.2))
+    draw("victim-seat", victim_seat, size=(7.2, 3.75))
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -250,6 +251,30 @@ def fair_grid(figure: Figure, scheme: Scheme) -> None:
         last = {"texts": 7, "images": 10}[group]
         diagram.span(grid.left + first + 0.1, grid.left + last - 0.1, 6.35, f"batches of {group}")
     diagram.legend(MEANINGS, 0.15, 7.5, step=3.9, size=0.6)
+
+
+def victim_seat(figure: Figure, scheme: Scheme) -> None:
+    """Incident 4: who is looked at, who is evicted, who gets the blocks, and who the seat."""
+    diagram = Diagram(figure, scheme, width=24, height=12.5)
+    roles: dict[str, str | None] = {"newest": "generated", "head": "prompt", "": None}
+    panels = [
+        ("1. it looks at head", ["newest"], ["head"], ["newest"] * 5 + [""] * 2),
+        ("2. it evicts newest", [], ["newest", "head"], [""] * 7),
+        ("3. with the bug", ["newest"], ["head"], ["head"] * 7),
+        ("4. right", ["head"], ["newest"], ["head"] * 7),
+    ]
+    for place, (title, batch, line, blocks) in enumerate(panels):
+        x, y = 0.3 + 12 * (place % 2), 0.6 + 5.9 * (place // 2)
+        diagram.text(x, y, title, bold=True)
+        for row, (name, members) in enumerate((("batch", batch), ("line", line))):
+            top = y + 0.8 + 1.3 * row
+            diagram.text(x, top + 0.5, name, fontsize=SMALL)
+            for seat in range(max(1, len(members))):
+                member = members[seat] if members else ""
+                diagram.cell(x + 2.2 + 3.0 * seat, top, member, roles[member], width=3.0, fontsize=SMALL)
+        diagram.text(x, y + 3.9, "blocks", fontsize=SMALL)
+        shades = [roles[owner] or "free" for owner in blocks]
+        diagram.row(x + 2.2, y + 3.4, [""] * 7, shades, width=1.2)
 
 
 # --- plots ----------------------------------------------------------------------------------------------------------

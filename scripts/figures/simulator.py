@@ -101,9 +101,11 @@ def simulated_and_real(figure: Figure, scheme: Scheme) -> None:
         longest = max(loads[load]["makespan_real"], loads[load]["makespan_simulated"])
         axes.text(longest, row, f"  {error:.1%} off", va="center", color=INK[scheme], size=SMALL)
     axes.set(yticks=range(len(HELD_OUT)), yticklabels=HELD_OUT.values(), ylim=(len(HELD_OUT) - 0.4, -0.6))
-    axes.set_xlim(0, 1.2 * max(loads[load]["makespan_real"] for load in HELD_OUT))
+    axes.set_xlim(
+        0, 1.25 * max(loads[load][key] for load in HELD_OUT for key in ("makespan_real", "makespan_simulated"))
+    )
     axes.grid(visible=False, axis="y")
-    axes.legend(*_first_of_each(axes), loc="lower right", fontsize=SMALL)
+    axes.legend(*_first_of_each(axes), loc="upper right", fontsize=SMALL)
 
 
 def _pair(axes: Axes, row: int, load: dict[str, float], scheme: Scheme) -> None:

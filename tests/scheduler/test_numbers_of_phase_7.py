@@ -16,7 +16,7 @@ from minicache.request import Request
 from minicache.scheduler import FairScheduler, fair
 from minicache.scheduler.drive import drive
 from minicache.scheduler.fair import GroupedScheduler, RankedScheduler
-from minicache.scheduler.incidents.broken import ThrashScheduler
+from minicache.scheduler.incidents.broken import ReversedScheduler, StarvingScheduler, ThrashScheduler
 from minicache.scheduler.incidents.case_3_thrash import FixedThrashScheduler
 from minicache.scheduler.incidents.table import INCIDENTS, measure
 
@@ -190,7 +190,20 @@ def test_forty_requests_step_by_step(figures):
     assert list(before.tally.finished)[-1] == 39
     first_of_the_line = min(before.tally.first_token[number] for number in range(20, 40))
     assert first_of_the_line > 370
+    resumed = [step.step for step in before.steps for event in step.events if event.kind == "resume"]
+    assert min(resumed) == 100, "the page says: up to step 99 nobody has computed anything twice"
     assert "20 to 39 begin after step 370" in page("theory/03-starvation.md")
+
+
+def test_which_of_the_two_bugs_starves(figures):
+    rows = table("theory/03-starvation.md", "| | steps | prefill tokens | starved | request 0 ends after |")
+    kinds = (ReversedScheduler, ThrashScheduler, StarvingScheduler, FairScheduler)
+    timeout = figures.TIMEOUT * 394
+    for kind, (_, *cells) in zip(kinds, rows, strict=True):
+        tally = figures.run(kind(num_blocks=80), [(0, request) for request in figures.requests()]).tally
+        starved = sum(end + 1 > timeout for end in tally.finished.values())
+        counted = [tally.num_steps, tally.num_prefill_tokens, starved, tally.finished[0] + 1]
+        assert [int(cell.strip("*").replace(",", "")) for cell in cells] == counted
 
 
 def test_what_was_recorded_is_what_is_counted(figures):

@@ -95,7 +95,7 @@ def test_bad_input_is_an_error_of_usage(arguments, saying):
 def test_the_hosts_engine(tmp_path, monkeypatch):
     """Measured with two small bursts, which is no calibration but goes all the way."""
     monkeypatch.setattr(calibrate, "BATCHES", (1, 4))
-    monkeypatch.setattr(calibrate, "PROMPTS", (3, 40))
+    monkeypatch.setattr(calibrate, "PROMPTS", (4, 40))
     file = tmp_path / "calibration.json"
     result = CliRunner().invoke(cli.app, ["calibrate", "--rounds", "1", "--out", str(file)])
     assert result.exit_code == 0, result.output

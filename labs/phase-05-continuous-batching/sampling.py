@@ -70,8 +70,8 @@ class SamplingParams:
         stop: strings that end the text. The text is cut before the first of them; the tokens stay. One string may be
             given as it is; the attribute is a tuple.
         stop_token_ids: tokens that end the request. They stay in the output. The attribute is a tuple.
-        ignore_eos: generate max_tokens tokens whatever they are: neither the tokenizer's end token nor stop_token_ids
-            end the request. Stop strings do.
+        ignore_eos: the tokenizer's end token does not end the request, for benchmarks that want answers of a given
+            length. stop_token_ids and stop strings do, as ever.
         n: answers for each prompt. 1 until phase 8, which shares the prompt's blocks among them.
 
     Raises:

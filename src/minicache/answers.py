@@ -126,13 +126,12 @@ def new_answer(
         raise RequestTooLargeError(
             f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the model takes {config.max_seq_len}"
         )
-    end = () if tokenizer is None else (tokenizer.end_token_id,)
+    end = () if tokenizer is None or params.ignore_eos else (tokenizer.end_token_id,)
     request = Request(
         request_id,
         token_ids,
         min(params.max_tokens, room),
         stop_token_ids=(*params.stop_token_ids, *end),
-        ignore_eos=params.ignore_eos,
         priority=priority,
         group=group,
     )

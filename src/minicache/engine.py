@@ -43,7 +43,7 @@ class LLM:
     Args:
         model: "minigpt", the path of a checkpoint of `minicache train`, or a model (`minicache.runner.Model`).
         scheduler: "static", "continuous", "paged" or "fair"; or a `Scheduler`. Then its pool and its limits count, and
-            the options from num_blocks to watermark, but for `cache`, are not looked at.
+            the options from num_blocks to long_prefill_threshold, but for `cache`, are not looked at.
         cache: "paged": blocks; "dense": a `KVCache` for each request, and no swapping.
         num_blocks: blocks of the cache. None: as many as 64 MiB hold, but at least for one request of max_model_len
             tokens and at most for max_num_seqs such (`minicache.runner.default_num_blocks`).
@@ -54,6 +54,8 @@ class LLM:
         preemption: "recompute" or "swap".
         num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free.
+        prefix_caching: phase 8 brings it; until then only False.
+        long_prefill_threshold: phase 9 brings it; until then only 0.
         dtype: of a checkpoint's weights, and so of keys and values; None: float32. A model that is given has its own.
         device: of a checkpoint; None: the CPU. A model that is given has its own.
         tokenizer: turns text into tokens and back; its end token ends answers. None: MiniGPT's for a checkpoint; for a
@@ -88,6 +90,8 @@ class LLM:
         preemption: Preemption = "recompute",
         num_host_blocks: int = 0,
         watermark: float = 0.0,
+        prefix_caching: bool = False,
+        long_prefill_threshold: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         tokenizer: Tokenizer | None = None,
@@ -114,6 +118,8 @@ class LLM:
                 preemption=preemption,
                 num_host_blocks=num_host_blocks,
                 watermark=watermark,
+                prefix_caching=prefix_caching,
+                long_prefill_threshold=long_prefill_threshold,
             )
         if scheduler.has_unfinished:
             raise ValueError(

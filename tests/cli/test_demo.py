@@ -91,3 +91,10 @@ def test_demo_serves_a_burst_with_both_schedulers(tmp_path: Path) -> None:
         slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         assert len(slices) == sum(burst.ANSWER_LENS)
     assert (tmp_path / "burst.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_looks_at_its_folder_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / "file" / "demo")])
+    assert result.exit_code == 2
+    assert "cannot be made a folder" in result.output

@@ -67,8 +67,10 @@ def test_the_end_token_ends_an_answer_and_stays_in_it(llm, tokenizer):
 def test_stop_tokens(llm, tokenizer, alone):
     prompt = tokenizer.encode("Yesterday I")
     tokens = alone(prompt, 12)
-    (got,) = llm.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=(345, tokens[6])))
-    assert (got.token_ids, got.finish_reason) == (tokens[: tokens.index(tokens[6]) + 1], "stop")
+    for ignore_eos in (False, True):  # which is about the tokenizer's end token, not about those that are named
+        params = SamplingParams(max_tokens=12, stop_token_ids=(345, tokens[6]), ignore_eos=ignore_eos)
+        (got,) = llm.generate([prompt], params)
+        assert (got.token_ids, got.finish_reason) == (tokens[: tokens.index(tokens[6]) + 1], "stop")
 
 
 @pytest.mark.parametrize(("first", "stop"), [(1, (3, 6)), (2, (1, 9)), (0, (1, 15))], ids=str)

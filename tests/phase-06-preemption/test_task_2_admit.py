@@ -7,7 +7,7 @@ import pytest
 from minicache.course.checks import call, that
 from minicache.request import RequestStatus
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.paged import AllocStatus, PagedScheduler
 
 
 def ids(requests):
@@ -190,7 +190,56 @@ def test_exactly_a_step(paged, a_request):
     that("admitted alone", ids(scheduler.running)).gives(["r"])
 
 
+class Copies(PagedScheduler):
+    """Leaves out what task 5 is about."""
+
+    def swap_in(self, request, output):
+        output.swapped_in[request.request_id] = []
+
+
+def swapped(request, generated):
+    """What `request`, waiting, would be after a swap: all is computed but the newest token."""
+    come_back(request, generated)
+    request.num_computed_tokens = request.num_tokens - 1
+    request.status = RequestStatus.SWAPPED
+    return request
+
+
+def test_one_that_was_swapped_out_computes_one_token(paged, a_request):
+    """15 + 4 tokens, of which 18 are computed, and 20 a step: it fits beside 19 tokens of others, and not beside 20."""
+    request = a_request("r", 15)
+    scheduler = paged([request], cls=Copies, num_blocks=50, max_num_batched_tokens=20)
+    swapped(request, 4)
+    scheduler.admit(busy(20))
+    that("admitted beside 20 tokens", ids(scheduler.running)).gives([])
+    output = busy(19)
+    scheduler.admit(output)
+    that("admitted beside 19 tokens", ids(scheduler.running)).gives(["r"])
+    that("its tokens", output.num_scheduled_tokens["r"]).gives(1)
+
+
+def test_a_long_one_that_was_swapped_out_has_outgrown_nothing(paged, a_request, admit):
+    """25 tokens, 24 of them computed, 20 a step: one to compute is no exception. Others are admitted beside it."""
+    requests = [a_request("first", 3), a_request("long", 15), a_request("last", 3)]
+    scheduler = paged(requests, cls=Copies, num_blocks=50, max_num_batched_tokens=20)
+    swapped(requests[1], 10)
+    that("num_scheduled_tokens", admit(scheduler).num_scheduled_tokens).gives({"first": 3, "long": 1, "last": 3})
+
+
 # What later stages rely on
+
+
+@pytest.mark.parametrize("status", [AllocStatus.LATER, AllocStatus.NEVER])
+def test_can_allocate_has_to_say_ok(paged, a_request, admit, status):
+    """A stage whose can_allocate says LATER, or NEVER, of request 1: it is not admitted, nor who stands behind it."""
+
+    class Picky(PagedScheduler):
+        def can_allocate(self, request):
+            return status if request.request_id == 1 else super().can_allocate(request)
+
+    scheduler = paged([a_request(n, 4) for n in range(3)], cls=Picky, num_blocks=10)
+    that(f"num_scheduled_tokens where 1 is told {status.name}", admit(scheduler).num_scheduled_tokens).gives({0: 4})
+    that("the line", list(scheduler.waiting)).gives([1, 2])
 
 
 def test_head_says_who_is_next(paged, a_request, admit):

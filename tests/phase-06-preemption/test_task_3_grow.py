@@ -180,6 +180,44 @@ def test_blocks_missing_may_be_more(paged, a_request, a_step):
     that("blocks after step 1", held(requests)).gives([1, 3])
 
 
+def test_nobody_is_admitted_where_somebody_was_preempted(paged, a_request):
+    """A step whose grow_batch names somebody in `preempted` admits nobody; one that preempts nobody does."""
+
+    class Preempts(PagedScheduler):
+        def grow_batch(self, output):
+            super().grow_batch(output)
+            output.preempted += told
+
+    told = ["somebody"]
+    scheduler = paged([a_request("r", 4)], cls=Preempts, num_blocks=10)
+    output = call(scheduler.schedule).value
+    seen = output.num_scheduled_tokens, list(scheduler.waiting)
+    that("num_scheduled_tokens and the line, after a preemption", seen).gives(({}, ["r"]))
+    told.clear()
+    that("num_scheduled_tokens without one", call(scheduler.schedule).value.num_scheduled_tokens).gives({"r": 4})
+
+
+def test_who_leaves_while_others_grow_has_no_turn(paged, a_request, a_step):
+    """While request 0 grows, make_room takes 2 out of the batch: grow_batch orders 0 and 1, and nothing for 2."""
+
+    class TakesTheLast(PagedScheduler):
+        def make_room(self, request, missing, output):
+            victim = self.running.pop()
+            self.release(victim)
+            victim.status = RequestStatus.WAITING
+            self.line_up(victim, first=True)
+            output.preempted.append(victim.request_id)
+            return True
+
+    scheduler = paged([a_request(n, size) for n, size in enumerate([4, 2, 2])], cls=TakesTheLast, num_blocks=3)
+    a_step(scheduler)
+    output = SchedulerOutput()
+    call(scheduler.grow_batch, output).gives(None)
+    that("the batch", ids(scheduler.running)).gives([0, 1])
+    that("num_scheduled_tokens: of those in the batch", output.num_scheduled_tokens).gives({0: 1, 1: 1})
+    that("blocks of 0, 1 and 2", [*held(scheduler.running), *held(scheduler.waiting.values())]).gives([2, 1, 0])
+
+
 def test_requests_end_as_they_should(paged, a_request, a_step):
     """max_tokens tokens each, and an empty pool at the end."""
     requests = [a_request(n, 3 + n, max_tokens=4 + n) for n in range(4)]

@@ -10,6 +10,7 @@ from minicache.course.checks import call, that
 from minicache.request import RequestStatus
 from minicache.scheduler.drive import drive
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import PagedScheduler
 
 
 def swapping(paged, requests=(), num_host_blocks=20, **options):
@@ -126,6 +127,22 @@ def test_release_host(paged, a_request):
     call(scheduler.release_host, request).gives(None)
     that("its host blocks", request.host_block_ids).gives([])
     that("the host's line of free blocks", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
+
+
+def test_swap_in_asks_release_host(paged, a_request):
+    """A stage that keeps its host blocks in another way is told that they come back: release_host(request), once."""
+    seen = []
+
+    class Noting(PagedScheduler):
+        def release_host(self, request):
+            seen.append(list(request.host_block_ids))
+            super().release_host(request)
+
+    scheduler, request = swapping(paged, cls=Noting, num_blocks=10), a_request("r", 8)
+    request.host_block_ids = scheduler.host_pool.allocate(2)
+    request.block_ids = scheduler.pool.allocate(2)
+    call(scheduler.swap_in, request, SchedulerOutput()).gives(None)
+    that("calls of release_host: the request's host blocks", seen).gives([[0, 1]])
 
 
 # Swap or recompute

@@ -16,12 +16,12 @@ LAYERS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 4, 2, 5
 
 
 def a_storage(num_blocks, dtype=torch.float32):
-    """A storage whose every number is another, and a second one with the same contents to compare with."""
+    """A storage whose every number is another, with all digits that `dtype` holds, and a second one like it."""
     pair = [PagedStorage(BlockPool(num_blocks, BLOCK_SIZE), LAYERS, HEADS, HEAD_DIM, dtype=dtype) for _ in range(2)]
     generator = torch.Generator().manual_seed(num_blocks)
     for layer in range(LAYERS):
         for part in ("k", "v"):
-            rows = torch.randn(num_blocks, BLOCK_SIZE, HEADS, HEAD_DIM, generator=generator)
+            rows = torch.randn(num_blocks, BLOCK_SIZE, HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
             for storage in pair:
                 getattr(storage, part)(layer).copy_(rows)
     return pair

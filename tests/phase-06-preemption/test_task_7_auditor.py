@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from dataclasses import replace
 
 import pytest
 
-from minicache.course.checks import call, that
+from minicache.blocks import BlockPool
+from minicache.course.checks import call, that, told
 from minicache.errors import InvariantError
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import create_scheduler
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import observe
+from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
 
 
@@ -32,9 +36,20 @@ FOUR = [(4, 9)] * 4  # in 4 blocks of 4: step 0 admits all, step 1 preempts 3 an
 
 def expose(cls, says, sizes=FOUR, *, num_blocks=4, token=0, request_options=None, **options):
     """Runs a broken scheduler under an auditor, which must raise InvariantError saying `says`."""
-    scheduler = observe(cls(num_blocks=num_blocks, block_size=4, **options), Auditor())
+    options |= {"num_blocks": num_blocks, "block_size": 4}
     requests = requests_of(*sizes, **(request_options or {}))
-    call(drive, scheduler, requests, token=lambda request: token, max_steps=60).raises(InvariantError, saying=says)
+    outcome = call(drive, observe(cls(**options), Auditor()), requests, token=lambda request: token, max_steps=60)
+    told_options = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    called = f"a run of {cls.__name__}({told_options}), made from your PagedScheduler, under your Auditor"
+    replace(outcome, called=called).raises(InvariantError, saying=says)
+
+
+def passes(scheduler, requests=(), *, arrivals=(), what, max_steps=100):
+    """Runs a right scheduler under an auditor, which must be silent; the tally, and the auditor."""
+    auditor = Auditor()
+    outcome = call(drive, observe(scheduler, auditor), requests, arrivals=arrivals, max_steps=max_steps)
+    that(f"{what}, under your Auditor", "no error" if outcome.error is None else told(outcome.error)).gives("no error")
+    return outcome.value, auditor
 
 
 SWAP = {"preemption": "swap", "num_host_blocks": 8}
@@ -43,10 +58,10 @@ SWAP = {"preemption": "swap", "num_host_blocks": 8}
 # Right schedulers
 
 
-def a_run(seed, *observers, name=None):
-    """A random run of a right stage, with aborts, and steps that are never reported."""
+def a_setup(seed):
+    """A stage, its options, requests for it, and the random numbers for what comes."""
     rng = random.Random(seed)
-    name = name or rng.choice(["static", "continuous", "paged", "paged", "paged", "fair"])
+    name = rng.choice(["static", "continuous", "paged", "paged", "paged", "fair"])
     block_size = rng.choice([1, 2, 4])
     extra = {"fair": {"priority": 1, "group": "image"}}.get(name, {})
     requests = [
@@ -57,20 +72,23 @@ def a_run(seed, *observers, name=None):
     ]
     reserves = name in ("static", "continuous")
     slots = [each.num_prompt_tokens + each.max_tokens * reserves for each in requests]
-    scheduler = observe(
-        create_scheduler(
-            name,
-            num_blocks=max(-(-each // block_size) for each in slots) + rng.randint(0, 3),
-            block_size=block_size,
-            max_num_seqs=rng.choice([1, 3, 10]),
-            max_num_batched_tokens=rng.choice([12, 14, 40]),
-            max_model_len=rng.choice([None, 20]),
-            preemption=rng.choice(["recompute", "swap"]),
-            num_host_blocks=rng.choice([1, 4, 20]),
-            watermark=rng.choice([0.0, 0.2]),
-        ),
-        *observers,
-    )
+    options = {
+        "num_blocks": max(-(-each // block_size) for each in slots) + rng.randint(0, 3),
+        "block_size": block_size,
+        "max_num_seqs": rng.choice([1, 3, 10]),
+        "max_num_batched_tokens": rng.choice([12, 14, 40]),
+        "max_model_len": rng.choice([None, 20]),
+        "preemption": rng.choice(["recompute", "swap"]),
+        "num_host_blocks": rng.choice([1, 4, 20]),
+        "watermark": rng.choice([0.0, 0.2]),
+    }
+    return name, options, requests, rng
+
+
+def a_run(seed, *observers):
+    """A random run of a right stage, with aborts, and steps that are never reported: what was done in each step."""
+    name, options, requests, rng = a_setup(seed)
+    scheduler = observe(create_scheduler(name, **options), *observers)
     steps, coming = [], list(requests)
     while coming or scheduler.has_unfinished:
         while coming and rng.random() < 0.6:
@@ -95,7 +113,14 @@ def test_right_schedulers_pass(seed):
 
     The run is the same with the auditor and without.
     """
-    call(a_run, seed, Auditor()).gives(a_run(seed))
+    name, options, _, _ = a_setup(seed)
+    whose = ", made from your PagedScheduler" if name in ("paged", "fair") else ""
+    what = f"a run of the stage {name!r}{whose}, with {', '.join(f'{key}={value!r}' for key, value in options.items())}"
+    alone, audited = call(a_run, seed), call(a_run, seed, Auditor())
+    for how, outcome in (("without an auditor", alone), ("under your Auditor", audited)):
+        found = "no error" if outcome.error is None else told(outcome.error)
+        that(f"{what}, {how}", found).gives("no error")
+    that(f"{what}: whether the auditor has changed nothing", audited.value == alone.value).gives(True)
 
 
 def test_one_that_has_outgrown_the_step_passes():
@@ -139,6 +164,81 @@ def test_an_auditor_may_come_late():
     call(drive, observe(scheduler, auditor), max_steps=100)
     that("has_unfinished", scheduler.has_unfinished).gives(False)
     that("it has audited steps", auditor.step > 10).gives(True)
+
+
+def test_a_block_with_two_owners_passes():
+    """Two requests share a block, the pool counts two owners, and two list it: that is right, and one used block."""
+
+    class Shares(PagedScheduler):
+        def enter(self, request, output):
+            super().enter(request, output)
+            if len(self.running) == 2:
+                self.pool.free(request.block_ids[:1])
+                request.block_ids[0] = self.running[0].block_ids[0]
+                self.pool.share(request.block_ids[:1])
+
+    tally, _ = passes(Shares(num_blocks=10, block_size=4), requests_of((8, 3), (8, 3)), what="a shared block")
+    that("who ended when", tally.finished).gives({0: 2, 1: 2})
+
+
+def test_a_prompt_in_pieces_passes():
+    """A step that has reached max_num_batched_tokens may compute a part of a prompt. It brings no token of output."""
+
+    class InPieces(PagedScheduler):
+        def admit(self, output):
+            while (request := self.head()) and output.total_num_scheduled_tokens < self.max_num_batched_tokens:
+                del self.waiting[request.request_id]
+                self.enter(request, output)
+
+        def order(self, request, output):
+            left = self.max_num_batched_tokens - output.total_num_scheduled_tokens
+            output.num_scheduled_tokens[request.request_id] = min(
+                left, request.num_tokens - request.num_computed_tokens
+            )
+            output.scheduled.append(request)
+
+    scheduler = InPieces(num_blocks=10, block_size=4, max_num_batched_tokens=8)
+    tally, _ = passes(
+        scheduler, requests_of((6, 3), (7, 3)), what="6 tokens of 6 and 2 of 7, then 1 and 5, in steps of 8"
+    )
+    that("who computes in each step", tally.order).gives([[0, 1], [0, 1], [0, 1], [1]])
+
+
+def test_an_end_by_max_model_len_passes():
+    """Prompts of 5, 9 tokens wanted, and max_model_len is 8: they end with 3, and had cause to."""
+    scheduler = PagedScheduler(num_blocks=10, block_size=4, max_model_len=8)
+    tally, _ = passes(scheduler, requests_of((5, 9), (5, 9)), what="two that end at max_model_len")
+    that("who ended when", tally.finished).gives({0: 2, 1: 2})
+
+
+def test_an_id_with_a_new_owner_passes():
+    """Between schedule and report a request is aborted, and another comes with its id: it was not in the step."""
+    scheduler = observe(PagedScheduler(num_blocks=10, block_size=4), Auditor())
+    scheduler.add_request(Request("r", [1] * 4, 9))
+    output = call(scheduler.schedule).value
+    scheduler.abort_request("r")
+    scheduler.add_request(Request("r", [1] * 4, 1))
+    call(scheduler.update_from_output, output, {"r": 0}).gives([])
+    output = call(scheduler.schedule).value
+    that("who ended with its own step", len(call(scheduler.update_from_output, output, {"r": 0}).value)).gives(1)
+
+
+def test_an_end_beside_a_victim_passes():
+    """In one step two are preempted and then the oldest is ended: its blocks are free now, and were not."""
+
+    class Deadline(PagedScheduler):
+        def grow_batch(self, output):
+            super().grow_batch(output)
+            if output.preempted:
+                oldest = self.running[0]
+                output.scheduled.remove(oldest)
+                del output.num_scheduled_tokens[oldest.request_id]
+                self.finish_request(oldest.request_id, RequestStatus.FINISHED_ABORTED)
+                output.finished.append(oldest.request_id)
+
+    scheduler = Deadline(num_blocks=4, block_size=4)
+    tally, _ = passes(scheduler, requests_of(*FOUR), what="a scheduler that ends its oldest after a preemption")
+    that("the first to end", next(iter(tally.finished.items()))).gives((0, 1))
 
 
 # Rule "blocks"
@@ -209,6 +309,20 @@ def test_host_blocks_without_a_host():
             request.host_block_ids = [0]
 
     expose(Dreams, "step 1, blocks")
+
+
+@pytest.mark.parametrize(("off", "name"), [(1, "num_free"), (-1, "num_free"), (1, "num_used")])
+def test_a_pool_that_lies(off, name):
+    """Its owners are right, and num_free or num_used is one too many or too few."""
+
+    class Liar(Broken):
+        def __init__(self, **options):
+            super().__init__(**options)
+            honest = getattr(BlockPool, name).fget
+            kind = type("Pool", (BlockPool,), {name: property(lambda pool: honest(pool) + off)})
+            self.pool = kind(self.pool.num_blocks, self.pool.block_size)
+
+    expose(Liar, "step 0, blocks", [(4, 9)], num_blocks=20)
 
 
 # Rule "holdings"
@@ -315,6 +429,18 @@ def test_nothing_computed_and_swapped():
             request.status = RequestStatus.SWAPPED
 
     expose(SwapsNothing, "step 1, holdings")
+
+
+def test_host_blocks_of_one_that_is_recomputed():
+    """It has nothing computed, waits for a new start, and takes a host block along."""
+
+    class Hoards(Broken):
+        def preempt(self, request, output):
+            super().preempt(request, output)
+            if request.status is RequestStatus.WAITING:
+                request.host_block_ids = self.host_pool.allocate(1)
+
+    expose(Hoards, "step 1, holdings", [(4, 9), (8, 9)], num_blocks=3, preemption="swap", num_host_blocks=1)
 
 
 # Rule "order"
@@ -466,6 +592,31 @@ def test_somebody_without_a_place():
     expose(WorksAhead, "step 0, work", max_num_seqs=2)
 
 
+def test_too_many_requests_of_which_some_have_nothing_to_do():
+    """A batch of three where two may be. The step is full with two of them, and max_num_seqs is about the batch."""
+
+    class Crowded(Broken):
+        def admit(self, output):
+            self.max_num_seqs, self.max_num_batched_tokens = 3, 12
+            super().admit(output)
+            self.max_num_seqs, self.max_num_batched_tokens = 2, 8
+            if len(output.scheduled) > 2:
+                del output.num_scheduled_tokens[output.scheduled.pop().request_id]
+
+    expose(Crowded, "step 0, work", max_num_seqs=2, max_num_batched_tokens=8)
+
+
+def test_somebody_who_bears_the_name_of_another():
+    """`scheduled` has a copy of a request of the batch: the same id, and not the same request."""
+
+    class Clones(Broken):
+        def issue(self, output):
+            output.scheduled[:] = map(copy.copy, output.scheduled)
+            return super().issue(output)
+
+    expose(Clones, "step 0, work")
+
+
 # Rule "victims"
 
 
@@ -528,8 +679,9 @@ def test_memory_was_not_short():
     expose(Thrashes, "step 1, victims", [(4, 9), (4, 9)], num_blocks=20)
 
 
-def test_one_victim_too_many():
-    """One block was missing, and two requests had to go."""
+@pytest.mark.parametrize(("newest", "num_blocks"), [(2, 3), (12, 5)], ids=["a small newest", "a large newest"])
+def test_one_victim_too_many(newest, num_blocks):
+    """One block was missing, and two requests had to go. It is the one named last who could have stayed."""
 
     class Overdoes(Broken):
         def make_room(self, request, missing, output):
@@ -544,7 +696,7 @@ def test_one_victim_too_many():
                 del output.num_scheduled_tokens[victim.request_id]
                 self.preempt(victim, output)
 
-    expose(Overdoes, "step 1, victims", [(4, 9), (2, 9), (2, 9)], num_blocks=3)
+    expose(Overdoes, "step 1, victims", [(4, 9), (2, 9), (newest, 9)], num_blocks=num_blocks)
 
 
 def test_somebody_is_admitted_beside():
@@ -590,7 +742,77 @@ def test_an_answer_that_is_lost():
     expose(StartsOver, "step 1, victims")
 
 
+def test_a_preemption_of_somebody_who_stayed():
+    """num_preemptions grows, and the request is in the batch."""
+
+    class CountsAll(Broken):
+        def issue(self, output):
+            self.running[0].num_preemptions += 1
+            return super().issue(output)
+
+    expose(CountsAll, "step 0, victims")
+
+
+def test_an_answer_from_nowhere():
+    """While others are scheduled, one that waits gets a token."""
+
+    class Invents(Broken):
+        def issue(self, output):
+            self.waiting[2].output_token_ids.append(0)
+            return super().issue(output)
+
+    expose(Invents, "step 0, victims", max_num_seqs=2)
+
+
+def test_a_row_that_is_lost_on_the_host():
+    """A request that stays swapped out has a token fewer computed than before. Its blocks are as many."""
+
+    class Forgets(Broken):
+        def issue(self, output):
+            for request in self.waiting.values():
+                if request.status is RequestStatus.SWAPPED and request.request_id not in output.swapped_out:
+                    request.num_computed_tokens -= 1
+            return super().issue(output)
+
+    expose(Forgets, "step 2, victims", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+
+
 # Rule "swaps"
+
+
+def test_pairs_in_another_order():
+    """The right pairs, the last one first: they are to stand in the order of the request's tokens."""
+
+    class Reverses(Broken):
+        def issue(self, output):
+            for pairs in output.swapped_out.values():
+                pairs.reverse()
+            return super().issue(output)
+
+    expose(Reverses, "step 1, swaps", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+
+
+@pytest.mark.parametrize("who", [0, "nobody"])
+def test_a_way_back_of_somebody_who_was_not_away(who):
+    """swapped_in names one that was never swapped out, or that is not there at all."""
+
+    class Dreams(Broken):
+        def issue(self, output):
+            output.swapped_in[who] = [(0, 0)]
+            return super().issue(output)
+
+    expose(Dreams, "step 0, swaps", num_blocks=20, **SWAP)
+
+
+def test_one_that_was_swapped_out_waits_now():
+    """It was SWAPPED before the step and is WAITING after it: asked alone, the rule sees that."""
+    auditor, scheduler = Auditor(), PagedScheduler(num_blocks=4, block_size=4, **SWAP)
+    call(drive, observe(scheduler, auditor), requests_of(*FOUR), max_steps=2)
+    swapped = auditor.notes[3].request
+    that("request 3 in the notes, after step 1", auditor.notes[3].status.name).gives("SWAPPED")
+    call(auditor.check_swaps, scheduler, SchedulerOutput()).gives(None)
+    swapped.status = RequestStatus.WAITING
+    call(auditor.check_swaps, scheduler, SchedulerOutput()).raises(InvariantError, saying="swaps")
 
 
 def test_the_wrong_pairs():
@@ -710,6 +932,22 @@ def add(name, number):
 def test_reports(cls, step):
     """Two prompts of 5 with 3 tokens each, ample memory: what the report does wrong is seen at once."""
     expose(cls, f"step {step}, tokens", [(5, 3), (5, 3)], num_blocks=20)
+
+
+@pytest.mark.parametrize(
+    ("off", "step"), [(1, 2), (-1, 1)], ids=["one goes on past max_model_len", "one ends a token early"]
+)
+def test_max_model_len(off, step):
+    """Prompts of 5, at most 8 tokens in all, which they have after step 2: that is an end, and nothing less is."""
+
+    class Miscounts(Broken):
+        def update_from_output(self, output, token_ids):
+            self.max_model_len += off
+            ended = super().update_from_output(output, token_ids)
+            self.max_model_len -= off
+            return ended
+
+    expose(Miscounts, f"step {step}, tokens", [(5, 9), (5, 9)], num_blocks=20, max_model_len=8)
 
 
 def test_somebody_elses_tokens():

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from minicache.cli.folders import make_folder
 from minicache.cli.labs import Mine, use_labs
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def calibrate(
     console = Console(highlight=False)
     if mine:
         use_labs(console)
+    make_folder(out.parent)
     import torch
 
     torch.set_num_threads(1)  # steps this small are slower on two

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from minicache.cli.folders import make_folder
 from minicache.cli.labs import Mine, use_labs
 from minicache.palette import GRID, INK, color
 
@@ -109,7 +110,7 @@ def simulate(
             watermark=watermark,
         )
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+            make_folder(out)
         report = _run(chosen, machine, requests, count, seed, trace, audit, console)
     title = f"{count:,} × {requests.name} at {requests.rate:g}/s · {scheduler} · {machine.name}"
     console.print(_latencies(report, title))

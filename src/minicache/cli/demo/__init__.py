@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from minicache.cli.folders import make_folder
 from minicache.cli.labs import Mine, use_labs
 
 PROMPTS = (
@@ -32,6 +33,7 @@ def demo(
 ) -> None:
     """A KV cache's speed, a paged cache's memory, and a burst of requests through two schedulers; same tokens."""
     console = Console()
+    make_folder(out)
     if mine:
         use_labs(console)
     import torch

@@ -207,7 +207,6 @@ def _save_plot(runs: dict[str, Run], out: Path) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    out.mkdir(parents=True, exist_ok=True)
     scheme: Scheme = "light"
     figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     panels = figure.subplots(len(runs), sharex=True)

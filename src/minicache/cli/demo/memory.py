@@ -162,7 +162,6 @@ def _save_plot(runs: dict[str, Run], out: Path) -> Path:
     """Bytes reserved in both ways, and used, after each step, as a PNG in `out`; its path."""
     from matplotlib.figure import Figure
 
-    out.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     dense, paged = runs["dense"], runs["paged"]

@@ -152,7 +152,6 @@ def _save_plot(by_position: dict[str, dict[int, float]], out: Path) -> Path:
     """The same plot as a PNG in `out`; its path."""
     from matplotlib.figure import Figure
 
-    out.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     for way, role in WAYS.items():

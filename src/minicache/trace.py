@@ -128,7 +128,12 @@ def from_json(line: str) -> TraceStep:
 
 
 def write_trace(file: Path, steps: Iterable[TraceStep]) -> None:
-    """Write a trace as JSON lines, step by step as they come. Before a step that raises, all are in `file`."""
+    """Write a trace as JSON lines, step by step as they come.
+
+    Args:
+        file: a `pathlib.Path`; what it held is replaced.
+        steps: if they raise, those before are in `file`.
+    """
     with file.open("w", encoding="utf-8") as lines:
         for step in steps:
             lines.write(to_json(step) + "\n")
@@ -136,6 +141,9 @@ def write_trace(file: Path, steps: Iterable[TraceStep]) -> None:
 
 def read_trace(file: Path) -> Iterator[TraceStep]:
     """The steps of a trace on disk, read as they are asked for.
+
+    Args:
+        file: a `pathlib.Path`, of `write_trace`.
 
     Raises:
         ValueError: a line is not a step; the message has its number.

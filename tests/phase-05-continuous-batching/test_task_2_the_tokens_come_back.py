@@ -311,6 +311,7 @@ def test_abort(plain, request_of):
 def test_an_abort_is_a_finish(plain, request_of):
     """abort_request ends through finish_request, so that who watches one sees both."""
     scheduler = plain()
+    scheduler.add_request(request_of("a"))
     seen = []
     scheduler.finish_request = lambda request_id, status: seen.append((request_id, status.name)) or True
     call(scheduler.abort_request, "a").gives(True)
@@ -388,6 +389,7 @@ REPORTS = [
     pytest.param({"a": 1, "b": 2, "c": "3"}, TypeError, id="a string"),
     pytest.param({"a": 1, "b": 2, "c": None}, TypeError, id="None"),
     pytest.param({"a": 1, "b": 2, "c": [3]}, TypeError, id="a list"),
+    pytest.param({"a": 1, "b": 2, "c": True}, TypeError, id="True"),
 ]
 
 

@@ -141,11 +141,11 @@ def test_who_comes_late_waits(request_of):
 
 
 def test_may_admit(request_of):
-    """Requests may join an empty batch only; it is empty again when the last has ended."""
-    scheduler = static(max_num_seqs=4)
-    call(scheduler.may_admit).gives(True)
-    for request in (request_of("a", 3, 1), request_of("b", 3, 2)):
+    """While c waits: requests may join an empty batch only; it is empty again when a and b have ended."""
+    scheduler = static(max_num_seqs=2)
+    for request in (request_of("a", 3, 1), request_of("b", 3, 2), request_of("c", 3, 1)):
         scheduler.add_request(request)
+    call(scheduler.may_admit).gives(True)
     output = scheduler.schedule()
     call(scheduler.may_admit).gives(False)
     scheduler.update_from_output(output, {"a": 7, "b": 7})
@@ -215,6 +215,21 @@ def test_tokens_that_are_ordered_already_are_spent(request_of):
         that(f"the batch after a prompt of {num_prompt_tokens}", [each.request_id for each in scheduler.running]).gives(
             joined
         )
+
+
+@pytest.mark.parametrize(("budget", "joined"), [(6, []), (7, ["back"]), (8, ["back"]), (9, ["back", "new"])])
+def test_what_had_been_generated_is_computed_again(request_of, budget, joined):
+    """One that lost its place and its cache has 5 + 2 tokens to compute, not 5; a prompt of 2 behind it needs 9."""
+    scheduler, output = static(max_num_batched_tokens=budget), SchedulerOutput()
+    back = request_of("back", 5)
+    back.output_token_ids += [7, 8]
+    scheduler.line_up(back)
+    scheduler.line_up(request_of("new", 2))
+    call(scheduler.admit, output).gives(None)
+    that("the batch", [each.request_id for each in scheduler.running]).gives(joined)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives(
+        {each: {"back": 7, "new": 2}[each] for each in joined}
+    )
 
 
 def test_nobody_overtakes_a_long_prompt(request_of):

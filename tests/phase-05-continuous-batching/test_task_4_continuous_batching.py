@@ -31,12 +31,13 @@ def steps_of(scheduler, arrivals, max_steps=1000):
 
 
 def test_may_admit_at_every_step(request_of):
-    """Requests may join an empty batch, and one that runs."""
+    """Whoever waits may join an empty batch, and one that runs."""
     scheduler = continuous(max_num_seqs=3)
-    call(scheduler.may_admit).gives(True)
     scheduler.add_request(request_of("a", 3, 5))
+    that("may_admit() while a waits and nobody runs", bool(call(scheduler.may_admit).value)).gives(True)
     scheduler.update_from_output(scheduler.schedule(), {"a": 7})
-    call(scheduler.may_admit).gives(True)
+    scheduler.add_request(request_of("b", 3, 5))
+    that("may_admit() while b waits and a runs", bool(call(scheduler.may_admit).value)).gives(True)
 
 
 def test_a_free_seat_is_taken_at_once(request_of):

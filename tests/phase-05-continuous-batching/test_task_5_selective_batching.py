@@ -66,6 +66,15 @@ def test_each_token_stands_in_its_own_sequence():
         call(step.positions, count).raises(ValueError)
 
 
+def test_positions_are_those_before_the_pass():
+    """4 tokens and 3 new, none and 2 new: positions 4, 5, 6, 0, 1, in the middle of the pass and after it too."""
+    caches, _ = filled([4, 0])
+    step, k = SelectiveStep(caches, [3, 2]), rows(5)
+    for layer in range(LAYERS):
+        call(step.append, layer, k, k).gives(None)
+        call(step.positions, 5).gives(torch.tensor([4, 5, 6, 0, 1]))
+
+
 @pytest.mark.parametrize(
     ("lengths", "counts"),
     [([0], [1]), ([0, 0], [5, 1]), ([4, 0, 9], [1, 7, 1]), ([3, 3, 1, 6], [1, 1, 1, 1]), ([2, 5], [3, 4])],
@@ -229,8 +238,24 @@ def test_a_layer_without_rows_cannot_attend():
     call(step.attend, 0, q).raises(ValueError)
     call(step.append, 0, k, k).gives(None)
     call(step.attend, 1, q).raises(ValueError)
-    call(step.attend, 2, q).raises(IndexError)
-    call(step.attend, 0, torch.randn(1, HEADS, 3, HEAD_DIM)).raises(ValueError)
+
+
+def test_queries_that_do_not_fit():
+    """Attending with 1 or 3 queries in a step of 2 tokens, or without the batch's dimension, is a ValueError."""
+    caches, _ = filled([3, 5])
+    step, k = SelectiveStep(caches, [1, 1]), rows(2)
+    call(step.append, 0, k, k).gives(None)
+    for q in (torch.randn(1, HEADS, 1, HEAD_DIM), torch.randn(1, HEADS, 3, HEAD_DIM), torch.randn(HEADS, 2, HEAD_DIM)):
+        call(step.attend, 0, q).raises(ValueError)
+
+
+@pytest.mark.parametrize("layer", [LAYERS, -1], ids="layer {}".format)
+def test_no_such_layer_to_attend_in(layer):
+    """Attending in a layer that there is not, a negative one included, is an IndexError."""
+    step, k = SelectiveStep([a_cache(), a_cache()], [1, 1]), rows(2)
+    for each in range(LAYERS):
+        call(step.append, each, k, k).gives(None)
+    call(step.attend, layer, k).raises(IndexError)
 
 
 def test_a_step_serves_one_pass():

@@ -61,7 +61,7 @@ class Letters:
         return [ord(letter) - 64 for letter in text]
 
     def decode(self, ids):
-        return "".join(chr(64 + token_id) for token_id in ids if token_id)
+        return "".join(chr(64 + token_id) for token_id in ids if token_id != self.end_token_id)
 
 
 class Watched:
@@ -126,6 +126,7 @@ def test_one_pass_over_all_prompts(model, cache):
     with torch.inference_mode():
         expected = torch.stack([model(torch.tensor([prompt]))[0, -1] for prompt in prompts])
     that("logits of three requests", got).is_close(expected, rtol=0, atol=1e-9)
+    that("logits.requires_grad: no gradients are kept", got.requires_grad).gives(False)
 
 
 @pytest.mark.parametrize("cache", ["paged", "dense"])
@@ -222,6 +223,24 @@ def test_no_token_before_the_prompt_is_computed(model, temperature):
     that("tokens of steps 0 … 4", got).gives([[], [], *[[token] for token in expected]])
 
 
+class Backwards(ContinuousBatchScheduler):
+    """Serves the last that came first, so that the batch is in another order than the arrivals."""
+
+    def line_up(self, request, *, first=False):
+        super().line_up(request, first=True)
+
+
+def test_each_request_draws_with_its_own_sampler(model):
+    """The batch is in another order than the requests came in: each draws what its own seed draws."""
+    llm, prompts = LLM(model, scheduler=Backwards(num_blocks=40)), prompts_of(3, 5, 4)
+    params = [greedy(6, temperature=1.0, seed=seed) for seed in range(3)]
+    for prompt, each in zip(prompts, params, strict=True):
+        llm.add_request(prompt, each)
+    chunks = serve(llm)
+    for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        that(f"tokens of request {i}", tokens_of(chunks[i])).gives(alone(model, prompt, 6, each))
+
+
 # Chunks
 
 
@@ -271,6 +290,19 @@ def test_a_stop_string_ends_a_request(model):
     that("passes", len(watched.passes)).gives(at + 2)
 
 
+def test_a_stop_string_that_ends_with_the_last_token(model):
+    """The max_tokens-th token completes the stop string: the text has stopped, and the reason is "stop"."""
+    (prompt,) = prompts_of(4)
+    text = Letters().decode(alone(model, prompt, 9))
+    stop = text[3:5]
+    at = text.index(stop)
+    llm = LLM(model, tokenizer=Letters())
+    llm.add_request(prompt, greedy(at + 2, stop=stop))
+    chunks = serve(llm)[0]
+    that("the text", "".join(chunk.text for chunk in chunks)).gives(text[:at])
+    that("reasons", [chunk.finish_reason for chunk in chunks]).gives([None] * (at + 1) + ["stop"])
+
+
 def test_what_is_held_back_comes_with_the_end(model):
     """The text ends with what might have begun a stop string: it is shown with the last token."""
     (prompt,) = prompts_of(4)
@@ -291,6 +323,25 @@ def test_capacity(model):
     that("tokens", tokens_of(chunks)).gives([*alone(model, prompt, 4), None])
     that("reasons", [chunk.finish_reason for chunk in chunks]).gives([None] * 4 + ["capacity"])
     that("answers that are still kept", list(llm.answers)).gives([])
+
+
+def test_capacity_with_a_text(model):
+    """One that ends without a token has no new text; what might have begun a stop string is shown."""
+    (prompt,) = prompts_of(3)
+    text = Letters().decode(alone(model, prompt, 4))
+    llm = LLM(model, scheduler="paged", num_blocks=3, block_size=2, tokenizer=Letters())
+    llm.add_request(prompt, greedy(20, stop=text[-1] + "?"))
+    chunks = serve(llm)[0]
+    that("the text", "".join(chunk.text for chunk in chunks)).gives(text)
+    that("the last chunk's token and reason", (chunks[-1].token_id, chunks[-1].finish_reason)).gives((None, "capacity"))
+
+
+def test_a_chunk_says_whose_it_is(model):
+    """The chunks of a stream of three prompts have the index of their prompt."""
+    prompts, got = prompts_of(3, 5, 2), {0: [], 1: [], 2: []}
+    for chunk in LLM(model).stream(prompts, greedy(4)):
+        got[chunk.index].append(chunk.token_id)
+    that("tokens by index", got).gives({i: alone(model, prompt, 4) for i, prompt in enumerate(prompts)})
 
 
 @pytest.mark.parametrize("cache", ["paged", "dense"])

@@ -213,8 +213,8 @@ def test_who_leaves_while_others_grow_has_no_turn(paged, a_request, a_step):
     a_step(scheduler)
     output = SchedulerOutput()
     call(scheduler.grow_batch, output).gives(None)
+    that("num_scheduled_tokens: of those still in the batch", output.num_scheduled_tokens).gives({0: 1, 1: 1})
     that("the batch", ids(scheduler.running)).gives([0, 1])
-    that("num_scheduled_tokens: of those in the batch", output.num_scheduled_tokens).gives({0: 1, 1: 1})
     that("blocks of 0, 1 and 2", [*held(scheduler.running), *held(scheduler.waiting.values())]).gives([2, 1, 0])
 
 

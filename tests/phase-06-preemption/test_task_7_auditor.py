@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from minicache.blocks import BlockPool
-from minicache.course.checks import call, that, told
+from minicache.course.checks import CheckFailed, call, that, told
 from minicache.errors import InvariantError
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import create_scheduler
@@ -48,8 +48,14 @@ def passes(scheduler, requests=(), *, arrivals=(), what, max_steps=100):
     """Runs a right scheduler under an auditor, which must be silent; the tally, and the auditor."""
     auditor = Auditor()
     outcome = call(drive, observe(scheduler, auditor), requests, arrivals=arrivals, max_steps=max_steps)
-    that(f"{what}, under your Auditor", "no error" if outcome.error is None else told(outcome.error)).gives("no error")
+    silent(outcome, f"{what}, made from your PagedScheduler, under your Auditor")
     return outcome.value, auditor
+
+
+def silent(outcome, what):
+    """Says all of the error that a right run must not raise, and of what run."""
+    if outcome.error is not None:
+        raise CheckFailed(what, told(outcome.error), "no error") from outcome.error
 
 
 SWAP = {"preemption": "swap", "num_host_blocks": 8}
@@ -118,24 +124,23 @@ def test_right_schedulers_pass(seed):
     what = f"a run of the stage {name!r}{whose}, with {', '.join(f'{key}={value!r}' for key, value in options.items())}"
     alone, audited = call(a_run, seed), call(a_run, seed, Auditor())
     for how, outcome in (("without an auditor", alone), ("under your Auditor", audited)):
-        found = "no error" if outcome.error is None else told(outcome.error)
-        that(f"{what}, {how}", found).gives("no error")
+        silent(outcome, f"{what}, {how}")
     that(f"{what}: whether the auditor has changed nothing", audited.value == alone.value).gives(True)
 
 
 def test_one_that_has_outgrown_the_step_passes():
     """16 tokens a step, and a request that comes back with more: the one step that may be larger."""
-    auditor = Auditor()
-    scheduler = observe(PagedScheduler(num_blocks=11, block_size=4, max_num_batched_tokens=16), auditor)
-    tally = call(drive, scheduler, requests_of((12, 20), (12, 20)), max_steps=200).value
+    scheduler = PagedScheduler(num_blocks=11, block_size=4, max_num_batched_tokens=16)
+    what = "a request that has outgrown the step"
+    tally, auditor = passes(scheduler, requests_of((12, 20), (12, 20)), what=what, max_steps=200)
     that("tokens of the second prefill of 1", tally.num_recomputed_tokens > 16).gives(True)
     that("the last step that was audited", auditor.step).gives(tally.num_steps - 1)
 
 
 def test_the_end_of_the_pool_passes():
     """A request that ends for want of memory, and the next one that takes its place in the same step."""
-    scheduler = observe(PagedScheduler(num_blocks=3, block_size=4), Auditor())
-    tally = call(drive, scheduler, requests_of((12, 50), (9, 2)), max_steps=50).value
+    scheduler = PagedScheduler(num_blocks=3, block_size=4)
+    tally, _ = passes(scheduler, requests_of((12, 50), (9, 2)), what="a request that outgrows the pool")
     that("who ended when", tally.finished).gives({0: 1, 1: 2})
 
 
@@ -147,8 +152,8 @@ def test_a_step_that_only_ends_a_request_passes():
             if not output.finished:
                 super().admit(output)
 
-    scheduler = observe(Careful(num_blocks=3, block_size=4), Auditor())
-    tally = call(drive, scheduler, requests_of((12, 50), (9, 2)), max_steps=50).value
+    scheduler = Careful(num_blocks=3, block_size=4)
+    tally, _ = passes(scheduler, requests_of((12, 50), (9, 2)), what="a step that only ends a request")
     that("who ended when", tally.finished).gives({0: 1, 1: 3})
 
 
@@ -489,8 +494,8 @@ def test_an_order_of_its_own():
         def head(self):
             return min(self.waiting.values(), key=self.rank, default=None)
 
-    scheduler = observe(Ranked(num_blocks=4, block_size=4, max_num_seqs=1), Auditor())
-    tally = call(drive, scheduler, requests_of((8, 2), (4, 2)), max_steps=20).value
+    scheduler = Ranked(num_blocks=4, block_size=4, max_num_seqs=1)
+    tally, _ = passes(scheduler, requests_of((8, 2), (4, 2)), what="a scheduler with a rank")
     that("who ended, in order", list(tally.finished)).gives([1, 0])
 
 

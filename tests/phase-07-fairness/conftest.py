@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 
 import pytest
 
@@ -68,11 +69,51 @@ class PassingScheduler(PagedScheduler):
         return next((each for each in self.waiting.values() if group in (None, each.group)), None)
 
 
+class NewestFirstScheduler(PagedScheduler):
+    """Right: names the newest first in its output. The work of a step may be carried out in any order."""
+
+    def issue(self, output):
+        output.scheduled.reverse()
+        output.num_scheduled_tokens = dict(reversed(output.num_scheduled_tokens.items()))
+        return super().issue(output)
+
+
+class HalfCapScheduler(EngineScheduler):
+    """Incident 1 with another cap: half of the seats stay empty, and one seat is none."""
+
+    def has_seat(self):
+        return len(self.running) < self.max_num_seqs // 2
+
+
+class OverfullScheduler(EngineScheduler):
+    """Incident 1 the other way round: a batch of N + 1."""
+
+    def has_seat(self):
+        return len(self.running) <= self.max_num_seqs
+
+
+class LongestBucketScheduler(PhasedScheduler):
+    """Incident 3 with another bucket: the longest requests run, and the others are preempted."""
+
+    def choose(self, candidates):
+        longest = max(request.num_tokens for request in candidates)
+        return [request for request in candidates if request.num_tokens == longest]
+
+
+VARIANTS = {1: [HalfCapScheduler, OverfullScheduler], 3: [LongestBucketScheduler]}
+"""Of some incidents, schedulers with the same bug in other numbers. An exposing test must not know the numbers."""
+
 SWAP = {"preemption": "swap", "num_host_blocks": 1000}
-WATERMARK = {"watermark": 0.05}
+WATERMARK = {"watermark": 0.25}  # of the smallest pool that a test has, 4 blocks, that is one
 RIGHT = {
     1: [(PagedScheduler, {}), (EngineScheduler, {}), (PhasedScheduler, {}), (EngineScheduler, WATERMARK)],
-    2: [(PagedScheduler, {}), (PhasedScheduler, {}), (PagedScheduler, SWAP), (PagedScheduler, WATERMARK)],
+    2: [
+        (PagedScheduler, {}),
+        (PhasedScheduler, {}),
+        (PagedScheduler, SWAP),
+        (PagedScheduler, WATERMARK),
+        (NewestFirstScheduler, {}),
+    ],
     3: [(PagedScheduler, {}), (PhasedScheduler, {}), (PhasedScheduler, SWAP), (PagedScheduler, WATERMARK)],
     4: [(PagedScheduler, {}), (EngineScheduler, {}), (EngineScheduler, SWAP), (PhasedScheduler, {})],
     5: [(EngineScheduler, {}), (SweepingScheduler, {}), (EngineScheduler, SWAP), (EngineScheduler, WATERMARK)],
@@ -94,16 +135,42 @@ def _run(expose, create):
     return None
 
 
+def said(error):
+    """An error in a line, and what is missing in it."""
+    bare = isinstance(error, AssertionError) and not str(error)
+    return told(error) + (": your assert has no message" if bare else "")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """Say what went wrong when admission takes a request out of the line that is not there."""
+    try:
+        return (yield)
+    except KeyError as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if last.name != "admit":
+            raise
+        got = f"a request that is not in `waiting`: {told(error)}"
+        raise CheckFailed("head(), which admission asks who is next", got, "one of those that wait") from error
+
+
 class Room:
     """Judges exposing tests and fixes."""
 
-    def exposes(self, expose, broken):
-        """The exposing test fails on the scheduler with the bug, and says so."""
+    def exposes(self, expose, broken, incident=None):
+        """The exposing test fails on the scheduler with the bug, and on the variants of it, and says so."""
+        __tracebackhide__ = True
+        for kind in [broken, *VARIANTS.get(incident, [])]:
+            self.exposes_one(expose, kind)
+
+    def exposes_one(self, expose, broken):
+        """The exposing test fails on this one."""
         __tracebackhide__ = True
         called, error = f"expose(create), of {broken.__name__}", _run(expose, bounded(broken))
         wanted = "an AssertionError that says what went wrong"
         if error is None:
-            raise CheckFailed(called, "it passed on the broken scheduler", wanted)
+            what = f"{broken.__name__}: {broken.__doc__.splitlines()[0]}"
+            raise CheckFailed(called, f"it passed on a broken scheduler, {what}", wanted)
         if isinstance(error, OutOfSteps):
             got = f"it had not come back after {MAX_STEPS} steps of the broken scheduler"
             raise CheckFailed(called, got, wanted, "give drive() a max_steps, or count your loop's turns")
@@ -116,14 +183,14 @@ class Room:
         for kind, usual in RIGHT[incident]:
             name = " with ".join([kind.__name__, *(f"{key} {value}" for key, value in usual.items())][:2])
             if (error := _run(expose, bounded(kind, **usual))) is not None:
-                got = f"it failed on a right one: {told(error)}"
+                got = f"it failed on a right one: {said(error)}"
                 raise CheckFailed(f"expose(create), of {name}", got, "no error") from error
 
     def fixed(self, expose, fix):
         """`create` for the learner's fix, once the learner's own test passes on it."""
         __tracebackhide__ = True
         if (error := _run(expose, bounded(fix))) is not None:
-            got = f"your own test fails on it: {told(error)}"
+            got = f"not looked at: your own test fails on it: {said(error)}"
             raise CheckFailed(f"expose(create), of {fix.__name__}", got, "no error") from error
         return bounded(fix)
 

@@ -58,6 +58,34 @@ def test_the_deferred_keep_their_places(room, request_of):
     that("who runs", [ids[0] for ids in tally.order]).gives([0] * 4 + [1, 1, 2, 2, 3, 3])
 
 
+def test_rank_counts_within_a_group(request_of):
+    """Three texts wait beside a batch of texts: the best-ranked is next, not the one that came first."""
+    scheduler = GroupedScheduler(num_blocks=64, max_num_seqs=1)
+    scheduler.add_request(request_of("running", 10, 5, group="text"))
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, {"running": 0})
+    for name, priority, group in (("c", 2, "text"), ("x", -1, "image"), ("a", 0, "text"), ("b", 1, "text")):
+        scheduler.add_request(request_of(name, 10, 5, priority=priority, group=group))
+    order = []
+    for _ in range(3):
+        order.append(call(scheduler.head).value.request_id)
+        scheduler.abort_request(order[-1])
+    that("who is next, each aborted in turn", order).gives(["a", "b", "c"])
+
+
+def test_lines_has_no_empty_ones(request_of):
+    """`lines` knows the groups of those that wait, and no other: not of those that run, have ended, or were aborted."""
+    scheduler = GroupedScheduler(num_blocks=64, max_num_seqs=1)
+    for number in range(4):
+        scheduler.add_request(request_of(number, 10, 1, group=f"group {number}"))
+    that("the groups in lines", sorted(scheduler.lines)).gives([f"group {number}" for number in range(4)])
+    output = scheduler.schedule()
+    that("once group 0 is admitted", sorted(scheduler.lines)).gives(["group 1", "group 2", "group 3"])
+    scheduler.update_from_output(output, {0: 0})
+    scheduler.abort_request(2)
+    that("once the only one of group 2 is aborted", sorted(scheduler.lines)).gives(["group 1", "group 3"])
+
+
 def test_who_has_left_is_not_next(request_of):
     """Requests that are aborted while they wait are never admitted, in no group; a group may come again."""
     scheduler = GroupedScheduler(num_blocks=64)

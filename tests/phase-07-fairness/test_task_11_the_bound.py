@@ -151,6 +151,34 @@ def test_an_aborted_one_is_not_waited_for(request_of):
     that("the step after that", step(scheduler).num_scheduled_tokens).gives({"next": 10})
 
 
+def test_an_abort_does_not_set_the_count_back(request_of):
+    """Two lowly ones wait; after 40 overtakes the older is aborted. The other was passed too: 24 more and it is due."""
+    scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
+    for name in ("older", "other"):
+        scheduler.add_request(request_of(name, 10, 1, priority=9))
+    order = []
+    for number in range(STARVATION_BOUND + 10):
+        if number == 40:
+            scheduler.abort_request("older")
+        scheduler.add_request(request_of(number, 10, 1))
+        order += step(scheduler).num_scheduled_tokens
+    that("admissions before the other lowly one", order.index("other")).gives(STARVATION_BOUND)
+
+
+def test_only_overtakes_in_a_row_count(request_of):
+    """40 overtakes, then the lowly one is served, as nobody else is there: the next one is passed 64 times, not 24."""
+    scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
+    scheduler.add_request(request_of("first", 10, 1, priority=9))
+    for number in range(40):
+        scheduler.add_request(request_of(number, 10, 1))
+        step(scheduler)
+    that("who runs when nobody urgent is there", list(step(scheduler).num_scheduled_tokens)).gives(["first"])
+    second = request_of("second", 10, 1, priority=9)
+    scheduler.add_request(second)
+    took = steps_until_served(scheduler, second, lambda number: request_of(100 + number, 10, 1), 300)
+    that("urgent requests that went before the second", took).gives(STARVATION_BOUND)
+
+
 def test_seventy_admissions_in_one_step(request_of):
     """Eighty requests fit at once: the bound holds inside one step too. The lowly one is the 65th, not the last."""
     scheduler = FairScheduler(num_blocks=200)

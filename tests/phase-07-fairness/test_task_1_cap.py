@@ -10,8 +10,8 @@ from minicache.scheduler.incidents.case_1_cap import FixedCapScheduler, expose
 
 
 def test_expose_fails_on_the_broken_one(room):
-    """Your test fails on the scheduler that leaves a seat empty."""
-    room.exposes(expose, CapScheduler)
+    """Your test fails on the scheduler that leaves a seat empty, on one that leaves half empty, and on one of N + 1."""
+    room.exposes(expose, CapScheduler, 1)
 
 
 def test_expose_passes_on_right_ones(room):

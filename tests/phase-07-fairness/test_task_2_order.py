@@ -42,6 +42,20 @@ def test_six_requests_end_as_they_came(room, request_of):
     that("preemptions of request 0", requests[0].num_preemptions).gives(0)
 
 
+def test_arrival_index_says_who_came_first(room, request_of):
+    """Fixed: who was added first came first (`arrival_index`), whatever its arrival_time and its name say."""
+    scheduler = room.fixed(expose, FixedOrderScheduler)(num_blocks=15)
+    for name, time in (("b", 5.0), ("c", 9.0), ("a", 1.0)):
+        scheduler.add_request(request_of(name, 80, 20, arrival_time=time))
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    output = scheduler.schedule()
+    that("who is preempted in step 1", output.preempted).gives(["a"])
+    that("who runs in step 1", sorted(output.num_scheduled_tokens)).gives(["b", "c"])
+    scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    that("the order in which they end", list(room.run(scheduler).finished)).gives(["b", "c", "a"])
+
+
 def test_random_load(room):
     """Fixed: any requests, any pool: everybody is served, and phase 6's auditor agrees at every step."""
     room.survives(room.fixed(expose, FixedOrderScheduler), auditor=True)

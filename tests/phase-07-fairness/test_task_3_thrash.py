@@ -8,8 +8,8 @@ from minicache.scheduler.incidents.case_3_thrash import FixedThrashScheduler, ex
 
 
 def test_expose_fails_on_the_broken_one(room):
-    """Your test fails on the scheduler that runs the shortest bucket only."""
-    room.exposes(expose, ThrashScheduler)
+    """Your test fails on the scheduler that runs the shortest bucket only, and on one that runs the longest only."""
+    room.exposes(expose, ThrashScheduler, 3)
 
 
 def test_expose_passes_on_right_ones(room):
@@ -34,6 +34,23 @@ def test_four_lengths_one_of_them_first(room, request_of):
     that("prefill tokens", tally.num_prefill_tokens).gives(253)
     that("preemptions", tally.num_preemptions).gives(0)
     that("the largest batch", max(tally.batch_sizes)).gives(4)
+
+
+def test_lengths_far_apart(room, request_of):
+    """Fixed: prompts of 10 and 400 tokens are one batch too: nobody is preempted, nothing is computed twice."""
+    create = room.fixed(expose, FixedThrashScheduler)
+    tally = room.run(create(num_blocks=64), [request_of(0, 10, 40), request_of(1, 400, 40)])
+    that("prefill tokens", tally.num_prefill_tokens).gives(410)
+    that("preemptions", tally.num_preemptions).gives(0)
+    that("steps", tally.num_steps).gives(40)
+
+
+def test_twelve_lengths(room, request_of):
+    """Fixed: twelve requests of twelve lengths share every step."""
+    create = room.fixed(expose, FixedThrashScheduler)
+    tally = room.run(create(num_blocks=64), [request_of(number, 10 + number, 40) for number in range(12)])
+    that("requests in each step", tally.batch_sizes).gives([12] * 40)
+    that("preemptions", tally.num_preemptions).gives(0)
 
 
 def test_random_load(room):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minicache.course.checks import that
-from minicache.scheduler.incidents.bases import WAITING_PASSES
+from minicache.scheduler.incidents.bases import WAITING_PASSES, EngineScheduler
 from minicache.scheduler.incidents.broken import VictimHeadScheduler
 from minicache.scheduler.incidents.case_4_victim import FixedVictimScheduler, expose
 
@@ -38,6 +38,16 @@ def test_two_victims_stand_in_their_order(room, request_of):
     that("the batches of the head, and of the step after it", tally.order[after - 3 : after + 1]).gives(
         [["head"], ["head"], ["head"], [0, 1, "later"]]
     )
+
+
+def test_who_has_been_seated_waits_64_passes_anew(room, request_of):
+    """Fixed: two that outgrow 25 blocks do not evict each other at every step: each waits 64 passes every time."""
+    create = room.fixed(expose, FixedVictimScheduler)
+    requests = [request_of(0, 195, 200), request_of(1, 200, 200)]
+    tally = room.run(create(num_blocks=25), requests)
+    unbroken = room.run(EngineScheduler(num_blocks=25), [request_of(0, 195, 200), request_of(1, 200, 200)])
+    that("prefill tokens", tally.num_prefill_tokens).gives(unbroken.num_prefill_tokens)
+    that("preemptions", tally.num_preemptions).gives(unbroken.num_preemptions)
 
 
 def test_random_load(room):

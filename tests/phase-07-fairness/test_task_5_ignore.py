@@ -44,6 +44,19 @@ def test_who_can_come_is_admitted_as_ever(room, request_of):
     that("7 blocks", room.run(create(num_blocks=7), requests).order[0]).gives([0, 1, 2])
 
 
+def test_after_an_eviction_nobody_else_is_looked_at(room, request_of):
+    """Fixed: in the step of an eviction the victim is not passed over yet: its 64 passes begin with the next."""
+    scheduler = room.fixed(expose, FixedIgnoreScheduler)(num_blocks=21)
+    for request in (request_of("first", 70, 200), request_of("large", 260, 70)):
+        scheduler.add_request(request)
+    evictions = []
+    for number in range(140):
+        output = scheduler.schedule()
+        evictions += [(number, request_id) for request_id in output.preempted]
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    that("evictions, and the steps of them", evictions[:2]).gives([(64, "first"), (129, "large")])
+
+
 def test_random_load(room):
     """Fixed: any requests, some impossible: those end as FINISHED_CAPACITY, all others are served."""
     room.survives(room.fixed(expose, FixedIgnoreScheduler), too_large=True)

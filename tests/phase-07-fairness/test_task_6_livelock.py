@@ -52,6 +52,26 @@ def test_one_group_only(room, request_of):
     that("7 blocks", room.run(create(num_blocks=7), requests).order[0]).gives([0, 1, 2])
 
 
+def test_nobody_of_the_group_passes_a_large_one(room, request_of):
+    """Fixed: a large request finds no blocks, or no tokens in the step: small ones of its group wait behind it."""
+    create = room.fixed(expose, FixedLivelockScheduler)
+    requests = [request_of("first", 30, 5), request_of("large", 112, 5), request_of("small", 10, 5)]
+    tally = room.run(create(num_blocks=8), requests)
+    that("the first steps' batches, 8 blocks", tally.order[:6]).gives([["first"]] * 5 + [["large", "small"]])
+    requests = [request_of("first", 30, 5), request_of("large", 50, 5), request_of("small", 10, 5)]
+    tally = room.run(create(num_blocks=64, max_num_batched_tokens=60), requests)
+    that("the first steps' batches, 60 tokens", tally.order[:2]).gives([["first"], ["first", "large"]])
+
+
+def test_who_has_outgrown_the_budget_comes_back(room, request_of):
+    """Fixed: steps of 16 tokens; a victim has 19 tokens by then: it comes back when the batch is empty."""
+    create = room.fixed(expose, FixedLivelockScheduler)
+    requests = [request_of(0, 12, 25), request_of(1, 12, 25)]
+    tally = room.run(create(num_blocks=10, block_size=4, max_num_batched_tokens=16), requests, max_steps=200)
+    that("the order in which they end", list(tally.finished)).gives([0, 1])
+    that("tokens of each", [len(request.output_token_ids) for request in requests]).gives([25, 25])
+
+
 def test_random_load(room):
     """Fixed: any requests of three groups, any pool: everybody is served, and the books agree."""
     room.survives(room.fixed(expose, FixedLivelockScheduler), groups=("text", "image", "audio"))

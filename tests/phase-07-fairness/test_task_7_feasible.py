@@ -28,6 +28,16 @@ def test_as_many_victims_as_it_takes(room, request_of):
     that("the order in which they end", list(tally.finished)).gives(["large", 0, 1])
 
 
+def test_three_victims(room, request_of):
+    """Fixed: three requests hold 5 of 15 blocks each, and one needs all 15: all three are evicted, and come back."""
+    create = room.fixed(expose, FixedFeasibleScheduler)
+    requests = [*(request_of(number, 10, 70) for number in range(3)), request_of("large", 230, 1)]
+    tally = room.run(create(num_blocks=15), requests)
+    that("how they end", [request.status for request in requests]).gives([RequestStatus.FINISHED_LENGTH] * 4)
+    that("preemptions", tally.num_preemptions).gives(3)
+    that("the order in which they end", list(tally.finished)).gives(["large", 0, 1, 2])
+
+
 def test_no_more_victims_than_it_takes(room, request_of):
     """Fixed: if one victim frees enough, only the newest is evicted."""
     scheduler = room.fixed(expose, FixedFeasibleScheduler)(num_blocks=4, block_size=256)

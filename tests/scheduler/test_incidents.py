@@ -71,6 +71,14 @@ def test_thrash_has_the_reported_numbers() -> None:
     assert [each.max_batch_size for each in counted] == [1, 2, 2, 2]
 
 
+def test_who_was_seated_by_force_waits_its_passes_again() -> None:
+    """A count that is never set back evicts at every step: 89,619 prefill tokens here. `enter` sets it back."""
+    workload = Workload({"num_blocks": 25}, (("0", 195, 200, "text"), ("1", 200, 200, "text")))
+    fixed, engine = (measure(workload, kind) for kind in (INCIDENTS[3].fixed, INCIDENTS[3].base))
+    assert fixed == engine
+    assert (fixed.num_prefill_tokens, fixed.num_unfinished) == (2357, 0)
+
+
 def test_a_cap_of_four_holds_three() -> None:
     workload = Workload({"num_blocks": 64, "max_num_seqs": 4}, tuple((str(n), 10, 5, "text") for n in range(4)))
     assert measure(workload, broken.CapScheduler).max_batch_size == 3

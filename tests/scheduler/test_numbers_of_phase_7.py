@@ -93,7 +93,7 @@ def test_the_example_of_the_incident_room():
     right = measure(cap.workload, cap.fixed)
     broken = measure(cap.workload, cap.broken)
     assert (right.num_steps, right.max_batch_size, broken.max_batch_size, cap.workload.max_steps) == (5, 1, 0, 100)
-    assert not missing_on("theory/01-the-incident-room.md", "ends it after 5 steps", "runs 100 steps and more")
+    assert not missing_on("theory/01-the-incident-room.md", "ends it after 5 steps", "is asked 100 times")
 
 
 # --- the thrash -----------------------------------------------------------------------------------------------------

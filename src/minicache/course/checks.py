@@ -226,7 +226,7 @@ def short(value: Any) -> str:
         return _cut(f"{type(value).__qualname__}({', '.join(told_fields)})", 240)
     text = repr(value)
     if " object at 0x" in text:  # Python's own repr: an address tells nothing
-        return f"a {type(value).__name__}"
+        return _kind(value)
     return _cut(text, 80)
 
 
@@ -328,9 +328,9 @@ def _kind(value: object) -> str:
     if value is None:
         return "None"
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _name(fn: Any) -> str:
-    name = getattr(fn, "__qualname__", None) or f"a {type(fn).__name__}"
+    name = getattr(fn, "__qualname__", None) or _kind(fn)
     return str(name).rpartition("<locals>.")[2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -47,11 +48,14 @@ def header(phase: Phase, module: str) -> str:
     """The comment that a learner's file begins with."""
     mend = any(task.starts_from for task in phase.tasks if task.module == module)
     todo = "Write what raises NotImplementedError" + (", and mend what is marked as a bug." if mend else ".")
-    return (
-        f"# Phase {phase.number}, {phase.slug}: your file. It stands in for {module}.\n"
-        f"# {todo} `minicache grade {phase.number}` grades it, "
-        f"`minicache hint {phase.number}.K` helps with task K.\n"
-    )
+    what = f"Phase {phase.number}, {phase.slug}: your file. It stands in for {module}."
+    how = f"{todo} `minicache grade {phase.number}` grades it, `minicache hint {phase.number}.K` helps with task K."
+    return "".join(f"{line}\n" for line in [f"# {what}", *_comment(how)])
+
+
+def _comment(text: str, indent: int = 0) -> list[str]:
+    """`text` as lines of a comment that are at most 120 wide once they are indented."""
+    return textwrap.wrap(text, 120 - indent, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 def strip(source: str, tasks: Iterable[Task]) -> str:
@@ -102,9 +106,10 @@ def _body_of(where: str, message: str) -> tuple[list[cst.BaseStatement], dict[st
     if not isinstance(found, cst.FunctionDef) or not isinstance(found.body, cst.IndentedBlock):
         raise CourseError(f"{where}: there is no such function to start from")
     statements = list(found.body.body[_is_docstring(found.body.body[0]) :])
-    comment = cst.EmptyLine(comment=cst.Comment(f"# {message}. This is the bug: mend it."))
+    lines = _comment(f"{message}. This is the bug: mend it.", indent=4 * name.count(".") + 4)
+    comment = [cst.EmptyLine(comment=cst.Comment(line)) for line in lines]
     first = statements[0]
-    statements[0] = first.with_changes(leading_lines=[comment, *first.leading_lines])  # type: ignore[attr-defined]
+    statements[0] = first.with_changes(leading_lines=[*comment, *first.leading_lines])  # type: ignore[attr-defined]
     found.visit(reader := _Names(skip=()))
     defined = [defined for statement in tree.body if (defined := _defined_name(statement))]
     imports = _imports(tree) | {each: f"from {module} import {each}" for each in defined}

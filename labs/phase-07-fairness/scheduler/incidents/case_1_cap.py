@@ -1,5 +1,6 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_1_cap.
-# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
 """Incident 1, the cap: a batch of at most N − 1. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.CapScheduler`.
@@ -16,7 +17,7 @@ from minicache.scheduler.incidents.bases import EngineScheduler
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that fills all of its seats, and fail on one that leaves a seat empty.
+    """Pass on a scheduler that fills all of its seats, and fail on one that leaves a seat empty, or has too many.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
@@ -24,8 +25,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that. Give the pool room to spare.
 
     Raises:
-        AssertionError: max_num_seqs requests that all fit are never in the batch together, or with one seat nobody is
-            served. The message says how many were.
+        AssertionError: of more requests than seats, which all fit, never max_num_seqs are in the batch together, or
+            more than so many are; with one seat nobody is served. The message says how many were.
     """
     raise NotImplementedError(
         "phase 7, task 1: The cap; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"

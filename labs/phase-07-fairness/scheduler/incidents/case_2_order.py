@@ -1,5 +1,6 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_2_order.
-# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
 """Incident 2, the order: first come, last served. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.ReversedScheduler`.
@@ -37,14 +38,15 @@ class FixedOrderScheduler(PagedScheduler):
     """Incident 2, fixed: the oldest gets its blocks first, and the newest is preempted first."""
 
     def grow_batch(self, output: SchedulerOutput) -> None:
-        """Put the batch into the order of arrival, then do as `PagedScheduler.grow_batch`.
+        """Put the batch into the order of arrival (`arrival_index`), then do as `PagedScheduler.grow_batch`.
 
         That gives blocks from the front of `running`, and takes them away at its back.
 
         Args:
             output: the step so far.
         """
-        # phase 7, task 2: First come, last served; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        # phase 7, task 2: First come, last served; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the
+        # bug: mend it.
         self.running.sort(key=lambda request: request.arrival_index)
         self.running.reverse()
         super().grow_batch(output)

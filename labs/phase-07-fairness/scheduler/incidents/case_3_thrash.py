@@ -1,5 +1,6 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_3_thrash.
-# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
 """Incident 3, the thrash: only the shortest bucket runs, and everybody else is preempted. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.ThrashScheduler`.
@@ -44,6 +45,7 @@ class FixedThrashScheduler(PhasedScheduler):
         Returns:
             Those that do, at least one. Whoever is left out is preempted, and its blocks are freed.
         """
-        # phase 7, task 3: Bucket thrash; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        # phase 7, task 3: Bucket thrash; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend
+        # it.
         shortest = min(request.num_tokens for request in candidates)
         return [request for request in candidates if request.num_tokens == shortest]

@@ -1,5 +1,6 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_4_victim.
-# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
 """Incident 4, the victim: a request is evicted for the head of the line, and takes the head's seat. Expose it, fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.VictimHeadScheduler`.
@@ -40,15 +41,16 @@ class FixedVictimScheduler(EngineScheduler):
     def seat(self, request: Request, output: SchedulerOutput) -> None:
         """Move `request` from the line into the batch: its blocks are taken, and the step computes its tokens.
 
-        `enter` gives a request that has just left the line its blocks, its status and its place in the batch, and
-        orders its tokens.
+        `enter` gives a request that has just left the line its blocks, its status and its place in the batch, orders
+        its tokens, and sets the count of its passes back.
 
         Args:
             request: its blocks are free. It was the head of the line; if others were evicted for it, they stand
                 before it now.
             output: the step so far.
         """
-        # phase 7, task 4: The victim in the head's seat; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        # phase 7, task 4: The victim in the head's seat; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This
+        # is the bug: mend it.
         request.block_ids = self.pool.allocate(self.blocks_to_admit(request))
         _, first = self.waiting.popitem(last=False)
         first.status = RequestStatus.RUNNING

@@ -1,5 +1,6 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_5_ignore.
-# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
 """Incident 5, the sticky flag: one request is ignored, and so are all behind it. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.StickyIgnoreScheduler`.
@@ -43,12 +44,13 @@ class FixedIgnoreScheduler(EngineScheduler):
 
         `has_seat`, `has_budget` and `make_way` say so; `seat` gives a request its blocks and its place. Whoever can
         never fit is ended (`give_up`), and the next one is looked at as if it had not been there. After a request for
-        which others were evicted (`output.preempted`) nobody else is admitted in this step.
+        which others were evicted (`output.preempted`) nobody else is admitted in this step, or counted as passed over.
 
         Args:
             output: the step so far; what is admitted is added to it.
         """
-        # phase 7, task 5: One ignored, all ignored; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        # phase 7, task 5: One ignored, all ignored; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is
+        # the bug: mend it.
         did_ignore = False
         while self.has_seat() and (request := self.head()):
             if self.can_allocate(request) is AllocStatus.NEVER:

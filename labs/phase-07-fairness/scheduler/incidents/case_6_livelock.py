@@ -1,5 +1,6 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_6_livelock.
-# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
 """Incident 6, the livelock: a request is put back onto the queue that is being drained. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.LivelockScheduler`.
@@ -51,7 +52,8 @@ class FixedLivelockScheduler(PagedScheduler):
         Args:
             output: the step so far; what is admitted is added to it.
         """
-        # phase 7, task 6: The livelock; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        # phase 7, task 6: The livelock; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend
+        # it.
         num_deferred = 0
         while len(self.running) < self.max_num_seqs and (request := self.head()):
             if self.running and self.running[0].group != request.group:

@@ -1,5 +1,6 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_7_feasible.
-# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
 """Incident 7, the feasible request: one victim is not enough, so a request is given up. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.OneVictimScheduler`.
@@ -49,7 +50,8 @@ class FixedFeasibleScheduler(EngineScheduler):
         Returns:
             Whether its blocks are free now. If not, it waits on.
         """
-        # phase 7, task 7: Given up after one victim; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        # phase 7, task 7: Given up after one victim; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is
+        # the bug: mend it.
         if self.can_allocate(request) is AllocStatus.LATER and self.has_waited_too_long(request):
             self.evict_newest(output)
             if self.can_allocate(request) is AllocStatus.LATER:

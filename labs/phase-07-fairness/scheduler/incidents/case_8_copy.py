@@ -1,5 +1,6 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_8_copy.
-# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
 """Incident 8, the copy: copy-on-write takes a block that nobody had counted. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.UnbudgetedCopyScheduler`.
@@ -42,5 +43,6 @@ class FixedCopyScheduler(ForkingScheduler):
         Args:
             request: of the batch.
         """
-        # phase 7, task 8: The copy that nobody had budgeted; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
+        # phase 7, task 8: The copy that nobody had budgeted; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md.
+        # This is the bug: mend it.
         return -(-request.num_tokens // self.pool.block_size) - len(request.block_ids)

@@ -109,8 +109,12 @@ class EngineScheduler(PagedScheduler):
             output: the step so far.
         """
         del self.waiting[request.request_id]
-        self._passes.pop(request.request_id, None)
         self.enter(request, output)
+
+    def enter(self, request: Request, output: SchedulerOutput) -> None:
+        """As `PagedScheduler.enter`; and the request has waited: its passes are counted from 0 the next time."""
+        self._passes.pop(request.request_id, None)
+        super().enter(request, output)
 
     def give_up(self, request: Request, output: SchedulerOutput) -> None:
         """End a request of the line that the whole pool is too small for, as FINISHED_CAPACITY."""

@@ -14,7 +14,7 @@ from minicache.scheduler.incidents.bases import EngineScheduler
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that fills all of its seats, and fail on one that leaves a seat empty.
+    """Pass on a scheduler that fills all of its seats, and fail on one that leaves a seat empty, or has too many.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
@@ -22,14 +22,14 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that. Give the pool room to spare.
 
     Raises:
-        AssertionError: max_num_seqs requests that all fit are never in the batch together, or with one seat nobody is
-            served. The message says how many were.
+        AssertionError: of more requests than seats, which all fit, never max_num_seqs are in the batch together, or
+            more than so many are; with one seat nobody is served. The message says how many were.
     """
     for num_seats in (1, 4):
         scheduler = create(num_blocks=64, block_size=16, max_num_seqs=num_seats)
-        tally = drive(scheduler, [Request(number, [1] * 10, 8) for number in range(num_seats)], max_steps=100)
+        tally = drive(scheduler, [Request(number, [1] * 10, 8) for number in range(num_seats + 2)], max_steps=100)
         most = max(tally.batch_sizes)
-        assert most == num_seats, f"of {num_seats} seats, at most {most} were ever taken"
+        assert most == num_seats, f"{num_seats} seats, and at most {most} requests in the batch"
 
 
 class FixedCapScheduler(EngineScheduler):

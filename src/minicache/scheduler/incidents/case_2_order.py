@@ -35,7 +35,7 @@ class FixedOrderScheduler(PagedScheduler):
     """Incident 2, fixed: the oldest gets its blocks first, and the newest is preempted first."""
 
     def grow_batch(self, output: SchedulerOutput) -> None:
-        """Put the batch into the order of arrival, then do as `PagedScheduler.grow_batch`.
+        """Put the batch into the order of arrival (`arrival_index`), then do as `PagedScheduler.grow_batch`.
 
         That gives blocks from the front of `running`, and takes them away at its back.
 

@@ -48,8 +48,8 @@ class FixedVictimScheduler(EngineScheduler):
     def seat(self, request: Request, output: SchedulerOutput) -> None:
         """Move `request` from the line into the batch: its blocks are taken, and the step computes its tokens.
 
-        `enter` gives a request that has just left the line its blocks, its status and its place in the batch, and
-        orders its tokens.
+        `enter` gives a request that has just left the line its blocks, its status and its place in the batch, orders
+        its tokens, and sets the count of its passes back.
 
         Args:
             request: its blocks are free. It was the head of the line; if others were evicted for it, they stand

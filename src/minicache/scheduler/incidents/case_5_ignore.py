@@ -51,7 +51,7 @@ class FixedIgnoreScheduler(EngineScheduler):
 
         `has_seat`, `has_budget` and `make_way` say so; `seat` gives a request its blocks and its place. Whoever can
         never fit is ended (`give_up`), and the next one is looked at as if it had not been there. After a request for
-        which others were evicted (`output.preempted`) nobody else is admitted in this step.
+        which others were evicted (`output.preempted`) nobody else is admitted in this step, or counted as passed over.
 
         Args:
             output: the step so far; what is admitted is added to it.

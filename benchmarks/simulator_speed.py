@@ -59,7 +59,7 @@ def timed(count: int) -> dict[str, Any]:
 
     arrivals = stream(replace(SHAREGPT, rate=RATE), count, seed=0)
     scheduler = create_scheduler("fair", num_blocks=NUM_BLOCKS)
-    simulation = ServingSimulation(scheduler, RooflineCost(LLAMA_3_8B, H100), arrivals)
+    simulation = ServingSimulation(scheduler, RooflineCost(LLAMA_3_8B, H100), arrivals, skip_quiet=True)
     at_a_tenth: list[float] = []
 
     def progress(num_ended: int) -> None:

@@ -302,3 +302,44 @@ def test_the_series_covers_the_whole_run():
     assert series.time == sorted(series.time)
     assert max(series.num_running) <= report.max_batch_size
     assert all(0 <= share <= 1 for share in series.memory)
+
+
+# Quiet stretches
+
+
+@pytest.mark.parametrize("name", ["static", "continuous", "paged", "swap", "fair"])
+@pytest.mark.parametrize("rate", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 30, "max_num_seqs": 3}, {"max_model_len": 60}], ids=str)
+def test_skipping_quiet_steps_changes_nothing(name, rate, options):
+    """The same report to the last bit, asked at every step or only where there is something to decide."""
+    reports, num_asked = [], []
+    for skip_quiet in (False, True):
+        asked = scheduler(name, **options)
+        schedule, calls = asked.schedule, []
+        asked.schedule = lambda schedule=schedule, calls=calls: calls.append(1) or schedule()
+        arrivals = stream(small_workload(rate), 80, seed=1)
+        reports.append(ServingSimulation(asked, COST, arrivals, skip_quiet=skip_quiet).run())
+        num_asked.append(len(calls))
+        asked.check()
+        assert not asked.pool.num_used
+    assert reports[0].to_json() == reports[1].to_json()
+    assert [list(column) for column in (reports[0].times.latency, reports[0].times.first_token)] == [
+        list(column) for column in (reports[1].times.latency, reports[1].times.first_token)
+    ]
+    assert num_asked[0] == reports[0].num_steps
+    if rate < 1 or name == "static":  # where arrivals are far apart, or wait for a batch to drain
+        assert num_asked[1] < 0.7 * num_asked[0]
+
+
+def test_whoever_decides_otherwise_is_asked_at_every_step():
+    """A scheduler that is not one of the four, and one that is watched, are never skipped over."""
+
+    class Mine(PagedScheduler):
+        pass
+
+    for kind, observers in ((Mine, []), (PagedScheduler, [Auditor()])):
+        steps = kind(num_blocks=40)
+        schedule, calls = steps.schedule, []
+        steps.schedule = lambda schedule=schedule, calls=calls: calls.append(1) or schedule()
+        report = ServingSimulation(steps, COST, burst((4, 40)), observers=observers, skip_quiet=True).run()
+        assert len(calls) == report.num_steps == 40

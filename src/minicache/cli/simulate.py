@@ -111,7 +111,7 @@ def simulate(
         )
         if out is not None:
             make_folder(out)
-        report = _run(chosen, machine, requests, count, seed, trace, audit, console)
+        report = _run(chosen, machine, requests, count, seed, trace, audit, mine, console)
     title = f"{count:,} × {requests.name} at {requests.rate:g}/s · {scheduler} · {machine.name}"
     console.print(_latencies(report, title))
     console.print(_totals(report))
@@ -223,6 +223,7 @@ def _run(
     seed: int,
     trace: Path | None,
     audit: bool,
+    mine: bool,
     console: Console,
 ) -> ServingReport:
     """Serve everybody, with a progress bar; the trace is written as it comes."""
@@ -248,6 +249,7 @@ def _run(
             stream(workload, count, seed),
             observers=[Auditor()] if audit else [],
             trace=sink,
+            skip_quiet=not mine,  # a learner's scheduler is asked at every step
         )
         return simulation.run(lambda num_ended: bar.update(task, completed=num_ended))
 

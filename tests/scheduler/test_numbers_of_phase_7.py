@@ -222,7 +222,7 @@ def test_what_was_recorded_is_what_is_counted(figures):
     }
     assert round(factors["steps"]) == 3
     assert factors["steps"] < factors["modelled_seconds"] < 1.5 * factors["steps"], "a little more than that"
-    assert factors["measured_seconds"] > 1.5 * factors["modelled_seconds"], "far more"
+    assert factors["measured_seconds"] > factors["steps"], "longer too"
 
 
 # --- order and bound ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 from minicache.cache import KVCache
 from minicache.errors import CacheOverflowError
 from minicache.model import MiniGPT, MiniGPTConfig
+from minicache.model.minigpt import rotate
 
 
 def random_model(num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 8, num_layers: int = 2) -> MiniGPT:
@@ -186,3 +187,14 @@ def test_the_two_halves_are_the_whole() -> None:
         torch.testing.assert_close(through_cache, hidden, atol=1e-4, rtol=0)
     with pytest.raises(IndexError):
         model.hidden_states(torch.tensor([[50]]))
+
+
+def test_rotation_is_the_textbook_formula_to_the_last_bit() -> None:
+    """Rounded as written, without a fused multiply-add: else a retrained checkpoint is not the shipped one."""
+    torch.manual_seed(0)
+    heads = torch.randn(2, 50, 3, 32)
+    angles = torch.outer(torch.arange(50.0), 1.0 / 10000.0 ** (torch.arange(0, 32, 2) / 32)).repeat(1, 2)[:, None]
+    first, second = heads.chunk(2, dim=-1)
+    expected = heads * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+    cos, sin = angles.cos(), torch.cat([-angles[..., :16].sin(), angles[..., :16].sin()], dim=-1)
+    assert torch.equal(rotate(heads, cos, sin), expected)

@@ -196,4 +196,5 @@ def rotary_tables(config: MiniGPTConfig) -> tuple[Tensor, Tensor]:
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn queries or keys `[B, T, heads, d]` by their positions' angles, `[…, T, 1, d]` each."""
     partners = heads.roll(heads.shape[-1] // 2, dims=-1)
-    return (heads * cos).addcmul_(partners, sin)
+    # Not addcmul_: it rounds once less, and a training run would end in other weights than the shipped ones.
+    return (heads * cos).add_(partners * sin)

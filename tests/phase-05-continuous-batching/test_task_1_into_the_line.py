@@ -151,12 +151,14 @@ def test_an_id_that_waits_is_taken(plain, request_of, state_of):
     that("head() is still the first", scheduler.head() is first).gives(True)
 
 
-def test_an_id_that_runs_is_taken(plain, request_of, state_of):
-    """The id of a request in the batch is taken too: ValueError."""
+@pytest.mark.parametrize("request_id", ["a", "b", "c"])
+def test_an_id_that_runs_is_taken(plain, request_of, state_of, request_id):
+    """The id of a request in the batch is taken too, wherever it stands there: ValueError."""
     scheduler = plain()
-    scheduler.add_request(request_of("a"))
+    for each in "abc":
+        scheduler.add_request(request_of(each))
     scheduler.schedule()
-    again = request_of("a")
+    again = request_of(request_id)
     before = state_of(scheduler, again)
     call(scheduler.add_request, again).raises(ValueError)
     that("what is to be seen after the refusal", state_of(scheduler, again)).gives(before)

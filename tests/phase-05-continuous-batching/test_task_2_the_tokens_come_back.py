@@ -248,13 +248,13 @@ def test_a_stage_may_have_more_to_give_back(plain, request_of):
 def test_finish_a_request_that_runs(plain, request_of, status):
     """It leaves the batch with that status and keeps its tokens; the others keep their order."""
     scheduler = plain()
-    requests = [request_of(request_id) for request_id in "abc"]
-    scheduler.update_from_output(batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3})
+    requests = [request_of(request_id) for request_id in "abcd"]
+    scheduler.update_from_output(batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3, "d": 4})
     call(scheduler.finish_request, "b", status).gives(True)
     that("its status", requests[1].status.name).gives(status.name)
     that("its output_token_ids", requests[1].output_token_ids).gives([2])
     that("its blocks", requests[1].block_ids).gives([])
-    that("the batch", ids_of(scheduler.running)).gives(["a", "c"])
+    that("the batch", ids_of(scheduler.running)).gives(["a", "c", "d"])
     call(scheduler.check).gives(None)
 
 

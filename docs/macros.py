@@ -243,11 +243,16 @@ def task_table(number: int, root: str) -> str:
         raise PageError(f"tasks({number}): labs/course.toml has no tasks for this phase yet")
     rows = [
         f"| {task.id} | [{task.title}]({root}/{task.page.removeprefix('docs/en/')}) "
-        f"| `labs/{phase.folder}/{task.file}` | {task.points} |"
+        f"| {_path(f'labs/{phase.folder}/{task.file}')} | {task.points} |"
         for task in phase.tasks
     ]
     head = ["| task | what you write | your file | points |", "|---|---|---|--:|"]
     return "\n".join([*head, *rows, f"| | | | **{phase.points}** |"])
+
+
+def _path(path: str) -> str:
+    """A path in a cell; on a narrow screen its lines break after slashes."""
+    return f"<code>{path.replace('/', '/<wbr>')}</code>"
 
 
 def phase_table(root: str) -> str:

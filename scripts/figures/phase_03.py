@@ -285,8 +285,8 @@ def ways_to_attend(figure: Figure, scheme: Scheme) -> None:
     axes.bar_label(drawn, fmt="%.1f", padding=3)
     axes.legend(handles=[Patch(color=color(role, scheme), label=label) for role, label in colours.items()])
     axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.12)
+    axes.grid(visible=False)  # each bar has its number
 
 
 def ragged_step(figure: Figure, scheme: Scheme) -> None:

@@ -118,7 +118,7 @@ def preemption_timeline(figure: Figure, scheme: Scheme) -> None:
         "generated": "decode",
         "end": "last token",
         "wasted": "computed again",
-        "free": "waits",
+        "free": "waits, free",
     }
     _legend(diagram, roles, 0.4, 21.3, step=8.6, size=1.3)
 
@@ -141,7 +141,7 @@ def _role(step: TraceStep, request_id: RequestId, seen: set[RequestId]) -> str |
 def _block_bars(diagram: Diagram, steps: Sequence[TraceStep], left: float, *, top: float, height: float) -> None:
     """A column for each step: used blocks from below, free ones above."""
     unit = height / NUM_BLOCKS
-    diagram.text(0.4, top + height / 2, "blocks", fontsize=SMALL)
+    diagram.text(0.4, top + height / 2, "blocks\nin use", fontsize=SMALL)
     for column, step in enumerate(steps):
         used = step.num_used_blocks * unit
         changed = column == 0 or step.num_used_blocks != steps[column - 1].num_used_blocks
@@ -154,7 +154,7 @@ def _block_bars(diagram: Diagram, steps: Sequence[TraceStep], left: float, *, to
             if event.kind in ("preempt", "resume"):
                 words = f"{event.request_id} is preempted" if event.kind == "preempt" else f"{event.request_id} resumes"
                 diagram.arrow((left + column + 0.5, top + height + 1.5), (left + column + 0.5, top + height + 0.1))
-                diagram.text(left + column + 0.2, top + height + 1.9, words, fontsize=SMALL)
+                diagram.text(left + column + 1.0, top + height + 1.0, words, fontsize=SMALL)
 
 
 def blocks_and_preemptions(figure: Figure, scheme: Scheme) -> None:
@@ -244,7 +244,7 @@ def measured_costs(figure: Figure, scheme: Scheme) -> None:
     for axes, name, title in zip(both, ("minigpt", "larger"), ("MiniGPT's shape", "12 M parameters"), strict=True):
         by_size = found[name]["by_block_size"]
         sizes = [int(size) for size in by_size]
-        _log_axes(axes, sizes)
+        _log_axes(axes, sizes).tick_params(axis="x", labelsize=SMALL)  # nine numbers, half a page wide
         for key, role, marker, label in (
             ("recompute_ms", "generated", "o", "recompute"),
             ("swap_ms", "shared", "s", "swap"),

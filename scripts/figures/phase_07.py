@@ -41,7 +41,7 @@ def main() -> None:
     draw("thrash-four", thrash_four, size=(7.2, 5.0))
     draw("starvation-who-runs", who_runs, size=(7.2, 5.2))
     draw("starvation-latencies", latencies, size=(7.0, 3.4))
-    draw("one-order", one_order, size=(7.2, 4.0))
+    draw("one-order", one_order, size=(7.2, 4.5))
     draw("fair-grid", fair_grid, size=(7.0, 3.7))
     draw("overtakes", overtakes, size=(7.0, 3.2))
     draw("victim-seat", victim_seat, size=(7.2, 3.75))
@@ -225,15 +225,15 @@ def thrash_four(figure: Figure, scheme: Scheme) -> None:
 def one_order(figure: Figure, scheme: Scheme) -> None:
     """One urgent request among three, under three orders of admission and preemption."""
     grid = Grid(left=2.0, width=0.55, height=0.75)
-    diagram = Diagram(figure, scheme, width=24.3, height=13.5)
+    diagram = Diagram(figure, scheme, width=24.3, height=15.2)
     grid.numbers(diagram, 0.4, range(0, 40, 5))
-    for y, (name, kind) in zip((1.3, 5.2, 9.1), ORDERS.items(), strict=True):
+    for y, (name, kind) in zip((1.4, 5.8, 10.2), ORDERS.items(), strict=True):
         served = run_order(kind)
         urgent = served.arrivals[-1][1]
         told = f"{name}: U ends after {served.tally.finished['U'] + 1} steps, preempted {urgent.num_preemptions} times"
         diagram.text(0.15, y, told, bold=True)
-        grid.paint(diagram, y + 0.45, served, {"A": "A", "B": "B", "C": "C", "U": "U, urgent"})
-    diagram.legend(MEANINGS, 0.15, 12.75, step=4.2, size=0.6)
+        grid.paint(diagram, y + 0.5, served, {"A": "A", "B": "B", "C": "C", "U": "U, urgent"})
+    diagram.legend(MEANINGS, 0.15, 14.3, step=4.2, size=0.6)
 
 
 def fair_grid(figure: Figure, scheme: Scheme) -> None:

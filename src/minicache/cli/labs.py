@@ -1,4 +1,4 @@
-"""`--mine`: a command runs on the learner's finished lab files, and says whose every module is."""
+"""`--mine`: a command runs on the learner's finished lab files, and says which they are."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ def use_labs(console: Console) -> None:
     """Put the learner's finished files in place of the reference's modules. Call it before any of them is imported."""
     from minicache.course.finder import install_finished_labs, show
 
-    for lab in install_finished_labs():
-        whose = f"yours, {show(lab.file)}" if lab.mine else f"the reference ({lab.reason})"
-        console.print(f"{lab.module}: {whose}", style="dim", soft_wrap=True)
+    labs = install_finished_labs()
+    for lab in labs:
+        if lab.mine:
+            console.print(f"{lab.module}: yours, {show(lab.file)}", style="dim", soft_wrap=True)
+    others = sum(not lab.mine for lab in labs)
+    console.print(f"{others} modules: the reference, where `minicache status` says what is left", style="dim")

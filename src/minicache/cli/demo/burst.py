@@ -32,6 +32,9 @@ ANSWER_LENS = (8, 60, 21, 14, 44, 9, 30, 12, 52, 17)
 
 STAGES = ("static", "continuous")
 
+GLYPHS = {"prompt": "▒", "generated": "█", "end": "▌"}
+"""What a step of a request looks like: unlike each other without colours, too."""
+
 NUM_CHATS = 200
 """Requests of the simulated burst, of ShareGPT's lengths."""
 
@@ -141,14 +144,14 @@ def _cell(kinds: Sequence[str | None]) -> tuple[str, str]:
     """One character and its style: the end if it falls here, else the prompt, else a generated token."""
     for kind in ("end", "prompt", "generated"):
         if kind in kinds:
-            return "█", color(kind, "dark")
+            return GLYPHS[kind], color(kind, "dark")
     return ("·", "dim") if "waiting" in kinds else (" ", "dim")
 
 
 def _legend() -> Text:
     text = Text("  ")
     for role in ("prompt", "generated", "end"):
-        text.append("█", style=color(role, "dark"))
+        text.append(GLYPHS[role], style=color(role, "dark"))
         text.append(
             {"prompt": " prompt   ", "generated": " a token   ", "end": " the last token   "}[role], style="dim"
         )

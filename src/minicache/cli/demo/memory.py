@@ -69,7 +69,8 @@ def show(
         if expected != got:
             raise MinicacheError(f"{text!r}: the paged cache changed the tokens. That is a bug: please report it.")
     lengths = ", ".join(str(len(token_ids)) for token_ids in paged.token_ids)
-    console.print(f"Sampled until each text ended, {max_seq_len} tokens at most. New tokens: {lengths}", soft_wrap=True)
+    console.print(f"Sampled until each text ended, {max_seq_len} tokens at most. New tokens:")
+    console.print(lengths, soft_wrap=True)
     runs = {"dense": dense, "paged": paged}
     console.print(_totals(runs))
     console.print(f"Plot: [bold]{_save_plot(runs, out)}[/]", soft_wrap=True)

@@ -91,7 +91,7 @@ def _median_by_position(prompts: list[list[int]], runs: list[Run]) -> dict[int, 
     return {position: median(times) for position, times in sorted(samples.items())}
 
 
-def _completions(tokenizer: Tokenizer, prompts: list[list[int]], runs: list[Run], num_shown: int = 12) -> Table:
+def _completions(tokenizer: Tokenizer, prompts: list[list[int]], runs: list[Run], num_shown: int = 8) -> Table:
     """The beginning of every completion: prompt and generated words in their colours."""
     table = Table(title="Same tokens both ways", title_justify="left", show_header=False, box=None)
     for prompt, run in zip(prompts, runs, strict=True):
@@ -144,6 +144,8 @@ def _terminal_plot(by_position: dict[str, dict[int, float]], width: int) -> str:
         times = by_position[way]
         rgb = tuple(bytes.fromhex(color(role, "dark")[1:]))
         plotext.plot(list(times), list(times.values()), label=way, color=rgb, marker="braille")
+    last = max(max(times) for times in by_position.values())
+    plotext.xticks(range(0, last + 1, max(1, round(last, -1) // 5)))  # left alone, it puts ticks at fractions
     plotext.title("ms per token against position")
     return str(plotext.build())
 

@@ -4,7 +4,8 @@
 random Llama (6 layers, hidden size 256, 8 query over 2 KV heads, 4,096 tokens, float32) in three ways: our engine;
 `transformers`' `generate` on the batch, padded on the left; and its continuous batching, `generate_batch`, with a cache
 and a step as large as the work, without which it is slower. All three take turns in another order each round; recorded
-are minimum and median. The ceiling is what the linear layers take alone, on as many tokens at a time.
+are minimum and median. The ceiling is what the linear layers take alone, on as many tokens at a time, with their
+weights as PyTorch stores them; and for comparison laid out as the engine has them (`minicache.runner.lay_out`).
 
 Then the engine with 1, 8 and 32 seats; answers of ragged lengths; and MiniGPT, one sequence, through either cache.
 One thread: with two, a shared machine stalls.
@@ -18,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -33,12 +35,14 @@ from minicache.decoding import decode
 from minicache.engine import LLM
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
 from minicache.paged import PagedKVCache
+from minicache.runner import lay_out
 from minicache.sampling import SamplingParams
 from minicache.timing import timed
 
 REPEATS = 5
 SHORTEST, LONGEST = 50, 100
 NUM_REQUESTS, NUM_NEW = 32, 100
+BATCHES = (1, 8, 32)
 SHAPE = MiniGPTConfig(
     vocab_size=4096,
     hidden_size=256,
@@ -66,6 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     llama, model = the_same_model()
+    as_stored, model = model, lay_out(deepcopy(model))
     work, few, eight = make_work(), make_work(2), make_work(8)
     ragged = make_ragged_work()
     ways: dict[str, Callable[[], float]] = {
@@ -78,8 +83,9 @@ def main() -> None:
         "static_8": partial(generate, llama, eight, 8),
         "minicache_ragged": partial(serve, model, ragged, 32),
         "static_ragged": partial(generate, llama, ragged, 32),
-        "linear_prompts": partial(linear_layers, model, sum(map(len, work.prompts)), NUM_REQUESTS),
-        **{f"linear_{batch}": partial(linear_layers, model, batch, batch) for batch in (1, 8, 32)},
+        "linear_prompts": partial(linear_layers, as_stored, sum(map(len, work.prompts)), NUM_REQUESTS),
+        **{f"linear_{batch}": partial(linear_layers, as_stored, batch, batch) for batch in BATCHES},
+        **{f"laid_out_{batch}": partial(linear_layers, model, batch, batch) for batch in BATCHES},
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     rng = random.Random(0)
@@ -274,7 +280,8 @@ def results(model: MiniGPT, seconds: dict[str, list[float]], others: dict[str, W
         num_tokens |= dict.fromkeys((f"minicache{suffix}", f"static{suffix}"), sum(work.num_new))
     rate = {name: count / minimum[name] for name, count in num_tokens.items()}
     best_peer = max(("static", "continuous"), key=lambda name: rate[name])
-    ceiling = {batch: batch / minimum[f"linear_{batch}"] for batch in (1, 8, 32)}
+    ceiling = {batch: batch / minimum[f"linear_{batch}"] for batch in BATCHES}
+    laid_out = {batch: batch / minimum[f"laid_out_{batch}"] for batch in BATCHES}
     # The prompts' pass gives each request its first token, and 99 more passes of 32 give the rest.
     whole = minimum["linear_prompts"] + (NUM_NEW - 1) * minimum["linear_32"]
     return {
@@ -287,6 +294,7 @@ def results(model: MiniGPT, seconds: dict[str, list[float]], others: dict[str, W
         "tokens_per_second": {name: round(value, 1) for name, value in rate.items()},
         "median_tokens_per_second": {name: round(count / median[name], 1) for name, count in num_tokens.items()},
         "linear_tokens_per_second": {str(batch): round(value, 1) for batch, value in ceiling.items()},
+        "laid_out_tokens_per_second": {str(batch): round(value, 1) for batch, value in laid_out.items()},
         "linear_prompts_ms": minimum["linear_prompts"] * 1e3,
         "linear_whole_tokens_per_second": NUM_REQUESTS * NUM_NEW / whole,
         "best_peer": best_peer,
@@ -295,6 +303,7 @@ def results(model: MiniGPT, seconds: dict[str, list[float]], others: dict[str, W
         "ratio_to_continuous": rate["minicache"] / rate["continuous"],
         "ratio_to_static_ragged": rate["minicache_ragged"] / rate["static_ragged"],
         "share_of_ceiling": rate["minicache"] / ceiling[32],
+        "share_of_laid_out_ceiling": rate["minicache"] / laid_out[32],
         "share_of_whole_ceiling": rate["minicache"] * whole / (NUM_REQUESTS * NUM_NEW),
     }
 

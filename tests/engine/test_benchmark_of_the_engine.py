@@ -65,6 +65,9 @@ def test_the_arithmetic() -> None:
         "linear_1": [0.002],
         "linear_8": [0.004],
         "linear_32": [0.010],
+        "laid_out_1": [0.001],
+        "laid_out_8": [0.002],
+        "laid_out_32": [0.008],
         "linear_prompts": [0.510],
     }
     got = benchmark.results(model, seconds, {"_ragged": benchmark.make_ragged_work()})
@@ -77,5 +80,7 @@ def test_the_arithmetic() -> None:
     assert got["ratio_to_static_ragged"] == pytest.approx(3)
     assert got["linear_tokens_per_second"] == {"1": 500, "8": 2000, "32": 3200}
     assert got["share_of_ceiling"] == pytest.approx(0.5)
+    assert got["laid_out_tokens_per_second"] == {"1": 1000, "8": 4000, "32": 4000}
+    assert got["share_of_laid_out_ceiling"] == pytest.approx(0.4)
     assert got["linear_whole_tokens_per_second"] == pytest.approx(3200 / 1.5)
     assert got["share_of_whole_ceiling"] == pytest.approx(0.75)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minicache.engine import LLM
+from minicache.model import MiniGPT, MiniGPTConfig, save_minigpt
 from minicache.sampling import SamplingParams
 from minicache.scheduler import SCHEDULERS
 
@@ -242,3 +243,18 @@ def test_a_scheduler_that_computes_prompts_in_chunks(model, prompts, alone):
             llm = LLM(model, scheduler=Chunks(num_blocks=100, block_size=4, max_num_seqs=5), cache=cache)
             expected = [alone(prompt, 8, params if options else None) for prompt in prompts]
             assert token_ids(llm.generate(prompts, params)) == expected
+
+
+def test_the_engines_weights_are_the_models_own(tmp_path):
+    """They are laid out anew in memory, and by value, by name and in a file they are what they were."""
+    torch.manual_seed(5)
+    model = MiniGPT(MiniGPTConfig(vocab_size=40, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = list(model.parameters())
+    save_minigpt(model, tmp_path / "before.safetensors")
+    LLM(LLM(model).model)  # twice, which must be once
+    save_minigpt(model, tmp_path / "after.safetensors")
+    assert [after is own for after, own in zip(model.parameters(), parameters, strict=True)] == [True] * len(parameters)
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert (tmp_path / "before.safetensors").read_bytes() == (tmp_path / "after.safetensors").read_bytes()

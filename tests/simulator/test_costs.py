@@ -15,8 +15,8 @@ from minicache.specs import A100_40GB, DEEPSEEK_V3, H100, LLAMA_3_8B, OPT_13B
 HOST = HostCost(
     machine="a laptop",
     model="MiniGPT",
-    floor=0.004,
     fixed=0.003,
+    together=0.0005,
     per_sequence=1e-4,
     per_new_token=2e-5,
     per_cached_token=1e-6,
@@ -98,9 +98,9 @@ def test_a_clock_that_counts_steps():
 
 def test_the_host_adds_up_what_is_in_the_batch():
     load = StepLoad.of([(100, 0), (1, 50), (1, 70)])
-    seconds = 0.003 + 3e-4 + 102 * 2e-5 + 120e-6 + 3e-4 + (5050 - 1) * 1e-7
+    seconds = 0.003 + 0.0005 + 3e-4 + 102 * 2e-5 + 120e-6 + 3e-4 + (5050 - 1) * 1e-7
     assert HOST.step_seconds(load) == pytest.approx(seconds)
-    assert HOST.step_seconds(StepLoad.of([(1, 3)])) == HOST.floor
+    assert HOST.step_seconds(StepLoad.of([(1, 3)])) == pytest.approx(0.003 + 1e-4 + 2e-5 + 3e-6)
     assert HOST.swap_seconds(1000) == pytest.approx(0.002)
 
 
@@ -115,12 +115,12 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path):
     [
         ("{", "no calibration"),
         ("[]", "it needs"),
-        ("{}", "it needs machine, model, floor"),
+        ("{}", "it needs machine, model, fixed"),
         (json.dumps(asdict(HOST) | {"more": 1}), "nothing else"),
         (json.dumps(asdict(HOST) | {"fixed": -1}), "fixed must be seconds"),
         (json.dumps(asdict(HOST) | {"fixed": "1"}), "fixed must be seconds"),
-        (json.dumps(asdict(HOST) | {"floor": True}), "floor must be seconds"),
-        (json.dumps(asdict(HOST) | {"floor": float("nan")}), "floor must be seconds"),
+        (json.dumps(asdict(HOST) | {"together": True}), "together must be seconds"),
+        (json.dumps(asdict(HOST) | {"together": float("nan")}), "together must be seconds"),
     ],
 )
 def test_a_file_that_is_no_calibration_is_refused(tmp_path, text, saying):
@@ -134,7 +134,7 @@ def test_the_fit_finds_what_the_measurements_were_made_with():
     """Steps of a known host, each 2 % off: coefficients and predictions come back, and none is negative."""
     from minicache.cli.calibrate import Measurement, fit
 
-    host, rng, loads = replace(HOST, floor=0.003), random.Random(0), []
+    host, rng, loads = HOST, random.Random(0), []
     for batch in (1, 2, 8, 32):
         for length in (4, 50, 300):
             loads += [StepLoad.of([(length, 0)] * batch), StepLoad.of([(1, length)] * batch)]
@@ -142,8 +142,9 @@ def test_the_fit_finds_what_the_measurements_were_made_with():
     measured = [Measurement(load, host.step_seconds(load) * rng.uniform(0.98, 1.02)) for load in loads]
     found = fit(measured, per_swapped_token=2e-6)
     assert found.per_new_token == pytest.approx(host.per_new_token, rel=0.2)
+    assert found.together == pytest.approx(host.together, rel=0.5)
     for load in loads:
         assert found.step_seconds(load) == pytest.approx(host.step_seconds(load), rel=0.06)
-    backwards = replace(HOST, floor=1e-3, per_new_token=-1e-5, per_prefill_pair=-1e-8)
+    backwards = replace(HOST, per_new_token=-1e-5, per_prefill_pair=-1e-8)
     numbers = fit([Measurement(load, max(1e-3, backwards.step_seconds(load))) for load in loads], 0.0)
     assert min(value for value in asdict(numbers).values() if not isinstance(value, str)) >= 0

@@ -42,7 +42,7 @@ FEATURES: Final = {
     "per_prefill": "num_prefills",
     "per_prefill_pair": "num_prefill_pairs",
 }
-"""What a step's time is made of, beside what is fixed: field of `HostCost` → field of `StepLoad`."""
+"""What a step's time grows with: field of `HostCost` → field of `StepLoad`."""
 SWAPPED_BLOCKS: Final = 64
 
 
@@ -71,21 +71,21 @@ def calibrate(
     measurements = measure(rounds, console)
     cost = fit(measurements, swap_seconds(rounds))
     cost.save(out)
-    console.print(f"{len(measurements)} steps, {1e3 * cost.floor:.2f} ms the shortest. A step takes", soft_wrap=True)
+    shortest = min(each.seconds for each in measurements)
+    console.print(f"{len(measurements)} steps, {1e3 * shortest:.2f} ms the shortest. A step takes", soft_wrap=True)
     for name, seconds in (
         ("in any case", cost.fixed),
+        ("if there is more than one request", cost.together),
         ("for each request in the batch", cost.per_sequence),
         ("for each new token", cost.per_new_token),
         ("for each cached token that is read", cost.per_cached_token),
         ("for each request that is in its prompt", cost.per_prefill),
-        ("for each pair of a prefill", cost.per_prefill_pair),
+        ("for each pair of a prompt's tokens of which one attends to the other", cost.per_prefill_pair),
     ):
-        console.print(f"  {1e6 * seconds:10.3f} µs {name}")
+        console.print(f"  {1e6 * seconds:8,.4g} µs {name}")
     errors = [abs(cost.step_seconds(each.load) / each.seconds - 1) for each in measurements]
-    console.print(
-        f"On these steps it is {median(errors):.1%} off in the median. {out} written: minicache simulate --host {out}",
-        soft_wrap=True,
-    )
+    console.print(f"On these steps it is {median(errors):.1%} off in the median.")
+    console.print(f"{out} written. Use it: minicache simulate --host {out}", soft_wrap=True)
 
 
 def measure(rounds: int, console: Console) -> list[Measurement]:
@@ -166,18 +166,22 @@ def fit(measurements: Sequence[Measurement], per_swapped_token: float) -> HostCo
 
     from minicache.simulator.costs import HostCost
 
-    floor = min(each.seconds for each in measurements)
     seconds = np.array([each.seconds for each in measurements])
-    features = np.array([(1, *(getattr(each.load, name) for name in FEATURES.values())) for each in measurements])
+    features = np.array([_features(each.load) for each in measurements])
     kept = list(range(features.shape[1]))
     while True:
         found, *_ = np.linalg.lstsq(features[:, kept] / seconds[:, None], np.ones(len(seconds)), rcond=None)
         if found.min() >= 0:
             break
         del kept[int(found.argmin())]
-    names = ("fixed", *FEATURES)
+    names = ("fixed", "together", *FEATURES)
     told = dict.fromkeys(names, 0.0) | {names[place]: float(found[turn]) for turn, place in enumerate(kept)}
-    return HostCost(machine=_machine(), model="MiniGPT", floor=floor, per_swapped_token=per_swapped_token, **told)
+    return HostCost(machine=_machine(), model="MiniGPT", per_swapped_token=per_swapped_token, **told)
+
+
+def _features(load: StepLoad) -> tuple[int, ...]:
+    """What `HostCost`'s numbers are multiplied with, in their order."""
+    return 1, int(load.num_sequences > 1), *(getattr(load, name) for name in FEATURES.values())
 
 
 def swap_seconds(rounds: int) -> float:

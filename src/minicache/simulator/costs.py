@@ -163,14 +163,13 @@ class RooflineCost:
 class HostCost:
     """The course's engine on one machine, by measurement: what a step costs for each thing that is in it.
 
-    A roofline of straight lines: what is in the batch is added up, and no step is faster than the fastest. All in
-    seconds.
+    What is in the batch is added up. All in seconds.
 
     Attributes:
         machine: where it was measured.
         model: of what.
-        floor: the shortest step that there is.
         fixed: of any step.
+        together: of a step with more than one request: the engine gathers what they attend to.
         per_sequence: for each request in the batch.
         per_new_token: for each token that is computed.
         per_cached_token: for each row of the cache that is read.
@@ -181,8 +180,8 @@ class HostCost:
 
     machine: str
     model: str
-    floor: float
     fixed: float
+    together: float
     per_sequence: float
     per_new_token: float
     per_cached_token: float
@@ -191,7 +190,7 @@ class HostCost:
     per_swapped_token: float
 
     def step_seconds(self, load: StepLoad) -> float:
-        """What the batch adds up to, or the floor."""
+        """What the batch adds up to."""
         sequences, new, cached, pairs, prefills = load
         seconds = (
             self.fixed
@@ -201,7 +200,7 @@ class HostCost:
             + prefills * self.per_prefill
             + (pairs - cached - sequences) * self.per_prefill_pair
         )
-        return seconds if seconds > self.floor else self.floor
+        return seconds + self.together if sequences > 1 else seconds
 
     def swap_seconds(self, num_tokens: int) -> float:
         """In proportion to the tokens."""

@@ -237,6 +237,8 @@ def a_model(**sizes) -> MiniGPT:
         (["She"], [GREEDY, GREEDY], ValueError, "one for each"),
         (["She"], {"max_tokens": 3}, TypeError, "SamplingParams"),
         (["She"], None, TypeError, "params"),
+        ([None], GREEDY, TypeError, "None"),
+        ([b"She"], GREEDY, TypeError, "text"),
         ([[1], [1] * 600], GREEDY, RequestTooLargeError, "600"),
         ([[1], [1] * 290], GREEDY, RequestTooLargeError, "num_blocks"),
     ],
@@ -283,6 +285,13 @@ def test_texts_need_a_tokenizer(model):
         ({"cache": "sparse"}, ValueError, "cache"),
         ({"scheduler": "best"}, ValueError, "best"),
         ({"max_model_len": 513}, ValueError, "512"),
+        ({"max_model_len": "512"}, TypeError, "max_model_len"),
+        ({"max_model_len": 64.0}, TypeError, "max_model_len"),
+        ({"max_num_seqs": "8"}, TypeError, "max_num_seqs"),
+        ({"block_size": None}, TypeError, "block_size"),
+        ({"num_host_blocks": -1, "scheduler": "continuous"}, ValueError, "num_host_blocks"),
+        ({"dtype": "float16"}, TypeError, "dtype"),
+        ({"device": "nope"}, ValueError, "nope"),
         ({"num_blocks": 0}, ValueError, "num_blocks"),
         ({"preemption": "swap", "num_host_blocks": 4, "cache": "dense"}, ValueError, "dense"),
         ({"dtype": torch.float64}, ValueError, "dtype"),
@@ -293,6 +302,18 @@ def test_texts_need_a_tokenizer(model):
 def test_options_that_do_not_go_together(model, options, error, says):
     with pytest.raises(error, match=says):
         LLM(model, **options)
+
+
+@pytest.mark.parametrize("model", [5, None, [1, 2]], ids=str)
+def test_what_is_no_model(model):
+    with pytest.raises(TypeError, match="minigpt"):
+        LLM(model)
+
+
+@pytest.mark.parametrize("device", ["nope", "cuda:99", "", 5.0])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(ValueError, match="no device"):
+        LLM(device=device)
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path):

@@ -37,14 +37,6 @@ class Plain(Scheduler):
             output.scheduled.append(request)
         return self.issue(output)
 
-    def end(self, request_id):
-        """End a request of the batch by hand: forgotten, its blocks back. (For servers, task 2 does it.)"""
-        request = self._requests.pop(request_id)
-        self.running.remove(request)
-        request.status = RequestStatus.FINISHED_STOPPED
-        self.pool.free(request.block_ids)
-        request.block_ids = []
-
     def release(self, request):
         self.released.append(request.request_id)
         super().release(request)

@@ -48,23 +48,6 @@ def test_requests_are_numbered_as_they_come(plain, request_of):
     that("arrival_index of a, b, c, d", [request.arrival_index for request in requests]).gives([0, 1, 2, 3])
 
 
-def test_numbers_go_on_when_requests_have_ended(plain, request_of):
-    """a and b come, a ends, c comes: c is number 2, as the third that came; then nobody is left, and d is number 3."""
-    scheduler = plain()
-    requests = [request_of(request_id) for request_id in "abcd"]
-    for request in requests[:2]:
-        scheduler.add_request(request)
-    scheduler.schedule()
-    scheduler.end("a")
-    scheduler.add_request(requests[2])
-    that("arrival_index of a, b, c", [request.arrival_index for request in requests[:3]]).gives([0, 1, 2])
-    scheduler.schedule()
-    scheduler.end("b")
-    scheduler.end("c")
-    scheduler.add_request(requests[3])
-    that("arrival_index of d, who comes when all have ended", requests[3].arrival_index).gives(3)
-
-
 def test_a_request_that_waits_has_no_memory(plain, request_of):
     """To be taken on is not to be admitted: the request is WAITING, and no block is taken for it."""
     scheduler = plain()
@@ -137,6 +120,15 @@ def test_a_stage_may_keep_its_line_in_another_order(plain, request_of):
 
 
 # Refused: not new
+
+
+@pytest.mark.parametrize("nobody", [None, "a", {"request_id": "a"}], ids=repr)
+def test_what_is_no_request(plain, nobody):
+    """A scheduler serves Requests: None, an id or a dict is a TypeError, and nobody waits."""
+    scheduler = plain()
+    call(scheduler.add_request, nobody).raises(TypeError, saying="Request")
+    that("the line", line_of(scheduler)).gives([])
+    that("has_unfinished", scheduler.has_unfinished).gives(False)
 
 
 def test_an_id_that_waits_is_taken(plain, request_of, state_of):

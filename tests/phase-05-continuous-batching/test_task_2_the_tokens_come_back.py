@@ -195,6 +195,20 @@ def test_an_id_is_free_again_when_its_request_has_ended(plain, request_of):
     call(scheduler.add_request, request_of("a")).gives(None)
 
 
+def test_numbers_go_on_when_requests_have_ended(plain, request_of):
+    """a and b come, a ends, c comes: c is number 2, as the third that came; then nobody is left, and d is number 3."""
+    scheduler = plain()
+    requests = [request_of(request_id, stop_token_ids=[9]) for request_id in "abcd"]
+    for request in requests[:2]:
+        scheduler.add_request(request)
+    scheduler.update_from_output(scheduler.schedule(), {"a": 9, "b": 1})
+    scheduler.add_request(requests[2])
+    that("arrival_index of a, b, c", [request.arrival_index for request in requests[:3]]).gives([0, 1, 2])
+    scheduler.update_from_output(scheduler.schedule(), {"b": 9, "c": 9})
+    scheduler.add_request(requests[3])
+    that("arrival_index of d, who comes when all have ended", requests[3].arrival_index).gives(3)
+
+
 # The blocks
 
 
@@ -385,6 +399,8 @@ REPORTS = [
     pytest.param({"b": 2, "c": 3}, ValueError, id="one is missing, the first"),
     pytest.param({"a": 1, "b": 2, "c": 3, "d": 4}, ValueError, id="one too many"),
     pytest.param({"a": 1, "b": 2, "d": 4}, ValueError, id="a stranger in place of the last"),
+    pytest.param({"a": 1, "b": 2, "c": -1}, ValueError, id="a negative one, the last"),
+    pytest.param({"a": -7, "b": 2, "c": 3}, ValueError, id="a negative one, the first"),
     pytest.param({"a": 1, "b": 2, "c": 3.0}, TypeError, id="a float"),
     pytest.param({"a": 1, "b": 2, "c": "3"}, TypeError, id="a string"),
     pytest.param({"a": 1, "b": 2, "c": None}, TypeError, id="None"),
@@ -395,7 +411,7 @@ REPORTS = [
 
 @pytest.mark.parametrize(("tokens", "error"), REPORTS)
 def test_a_report_is_all_or_nothing(plain, request_of, state_of, tokens, error):
-    """A token missing or for a stranger: ValueError; no int: TypeError. Nothing has changed, and a right one works."""
+    """A token missing, negative, a stranger's: ValueError; no int: TypeError. Nothing changes; a right one works."""
     scheduler = plain()
     requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
     output = batch_of(scheduler, *requests)

@@ -10,7 +10,7 @@ from minicache.course.checks import call, that
 from minicache.errors import RequestTooLargeError
 from minicache.request import RequestStatus
 from minicache.scheduler.continuous import ContinuousBatchScheduler
-from minicache.scheduler.paged import AllocStatus
+from minicache.scheduler.paged import AllocStatus, PagedScheduler
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 
@@ -158,3 +158,17 @@ def test_any_pool(paged, a_request, num_blocks, block_size, used, num_tokens, pe
     status = NEVER if needed > num_blocks else OK if left_free >= spared else LATER
     call(scheduler.blocks_to_admit, request).gives(needed)
     call(scheduler.can_allocate, request).gives(status)
+
+
+def test_blocks_to_take_may_be_fewer(paged, a_request):
+    """`blocks_to_take` says how many free blocks it takes: where it says 2 of 3, two free ones are enough."""
+
+    class Sharing(PagedScheduler):
+        def blocks_to_take(self, request):
+            return self.blocks_to_admit(request) - 1
+
+    scheduler = paged(cls=Sharing, num_blocks=5)
+    scheduler.pool.allocate(3)
+    call(scheduler.can_allocate, a_request("r", 12)).gives(OK)
+    call(scheduler.can_allocate, a_request("r", 13)).gives(LATER)
+    call(scheduler.can_allocate, a_request("r", 21)).gives(NEVER)

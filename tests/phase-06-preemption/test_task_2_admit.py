@@ -278,3 +278,26 @@ def test_blocks_to_admit_may_be_more(paged, a_request, admit):
     scheduler = paged(requests, cls=Generous, num_blocks=5)
     admit(scheduler)
     that("their blocks", [request.block_ids for request in requests]).gives([[0, 1], [2, 3], []])
+
+
+def test_num_new_tokens_may_be_fewer(paged, a_request, admit):
+    """`num_new_tokens` says what a step has to compute: where it says 4 of 9, a step of 4 tokens has room."""
+
+    class Knowing(PagedScheduler):
+        def num_new_tokens(self, request):
+            return 4
+
+    scheduler = paged([], cls=Knowing, num_blocks=10, max_num_batched_tokens=9)
+    scheduler.add_request(a_request("a", 9))
+    output = busy(5)
+    call(scheduler.admit, output).gives(None)
+    that("the batch", ids(scheduler.running)).gives(["a"])
+
+
+def test_blocks_that_it_has_already_stay_in_front(paged, a_request):
+    """`enter` adds what is lacking: a request that was given 2 of its 3 blocks gets one more, behind them."""
+    scheduler, request = paged(num_blocks=10), a_request("a", 9)
+    request.block_ids = scheduler.pool.allocate(2)
+    call(scheduler.enter, request, SchedulerOutput()).gives(None)
+    that("its blocks", request.block_ids).gives([0, 1, 2])
+    that("free blocks", scheduler.pool.num_free).gives(7)

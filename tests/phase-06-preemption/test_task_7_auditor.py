@@ -246,6 +246,248 @@ def test_an_end_beside_a_victim_passes():
     that("the first to end", next(iter(tally.finished.items()))).gives((0, 1))
 
 
+# Rules "places" and "end", which were written for you: what you build on is still there
+
+
+class LosesVictims(Broken):
+    """Who is preempted is in the batch no more, and not in the line either."""
+
+    def line_up(self, request, *, first=False):
+        if not first:
+            super().line_up(request)
+
+
+class KeepsTheStatus(Broken):
+    """Who is admitted is WAITING still."""
+
+    def enter(self, request, output):
+        super().enter(request, output)
+        request.status = RequestStatus.WAITING
+
+
+class RunsInTheLine(Broken):
+    """Who is preempted is RUNNING still."""
+
+    def preempt(self, request, output):
+        super().preempt(request, output)
+        request.status = RequestStatus.RUNNING
+
+
+class SeatsTwice(Broken):
+    """Who is admitted has two places in the batch."""
+
+    def enter(self, request, output):
+        super().enter(request, output)
+        self.running.append(request)
+
+
+class SeatsAndQueues(Broken):
+    """Who is admitted stays in the line."""
+
+    def enter(self, request, output):
+        super().enter(request, output)
+        self.waiting[request.request_id] = request
+
+
+class SeatsAStranger(Broken):
+    """In the batch there is one that was never added."""
+
+    def issue(self, output):
+        self.running.append(Request("stranger", [1], 1))
+        self.running[-1].status = RequestStatus.RUNNING
+        return super().issue(output)
+
+
+class SeatsACopy(Broken):
+    """In the batch stands a copy of the request: the same id, and not the same request."""
+
+    def enter(self, request, output):
+        super().enter(request, output)
+        self.running[-1] = copy.copy(request)
+
+
+class QueuesACopy(Broken):
+    """In the line stands a copy of the one that was preempted."""
+
+    def line_up(self, request, *, first=False):
+        super().line_up(copy.copy(request) if first else request, first=first)
+
+
+class EndsUnsaid(Broken):
+    """Who ends for want of memory is in no list of the step."""
+
+    def issue(self, output):
+        output.finished.clear()
+        return super().issue(output)
+
+
+class EndsNobody(Broken):
+    """An id that nobody has is said to have ended."""
+
+    def issue(self, output):
+        output.finished.append("nobody")
+        return super().issue(output)
+
+
+class EndsInName(Broken):
+    """One of the batch is said to have ended, and goes on."""
+
+    def issue(self, output):
+        output.finished.append(self.running[0].request_id)
+        return super().issue(output)
+
+
+class EndsWithoutAnEnd(Broken):
+    """Who ends for want of memory leaves, gives everything back, and is WAITING."""
+
+    def finish_request(self, request_id, status):
+        request = next(each for each in self.running if each.request_id == request_id)
+        done = super().finish_request(request_id, status)
+        request.status = RequestStatus.WAITING
+        return done
+
+
+class GivesUpEarly(Broken):
+    """A request that the pool is large enough for ends for want of memory, after one victim."""
+
+    def make_room(self, request, missing, output):
+        self.preempt(self.running[-1], output)
+        self.finish_request(request.request_id, RequestStatus.FINISHED_CAPACITY)
+        output.finished.append(request.request_id)
+        return False
+
+
+class CallsItLength(Broken):
+    """Who ends for want of memory is said to have all its tokens."""
+
+    def finish_request(self, request_id, status):
+        return super().finish_request(request_id, RequestStatus.FINISHED_LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("cls", "sizes", "says"),
+    [
+        (LosesVictims, FOUR, "step 1, places"),
+        (KeepsTheStatus, FOUR, "step 0, places"),
+        (RunsInTheLine, FOUR, "step 1, places"),
+        (SeatsTwice, FOUR, "step 0, places"),
+        (SeatsAndQueues, FOUR, "step 0, places"),
+        (SeatsAStranger, FOUR, "step 0, places"),
+        (SeatsACopy, FOUR, "step 0, places"),
+        (QueuesACopy, FOUR, "step 1, places"),
+        (EndsUnsaid, [(16, 9)], "step 1, places"),
+        (EndsNobody, FOUR, "step 0, end"),
+        (EndsInName, FOUR, "step 0, end"),
+        (EndsWithoutAnEnd, [(16, 9)], "step 1, end"),
+        (GivesUpEarly, FOUR, "step 1, end"),
+        (GivesUpEarly, [(12, 9), (4, 9)], "step 1, end"),
+        (CallsItLength, [(16, 9)], "step 1, end"),
+    ],
+)
+def test_places_and_ends(cls, sizes, says):
+    """In 4 blocks of 4: somebody is lost, seated twice, not himself, or has ended without cause."""
+    expose(cls, says, sizes)
+
+
+def test_a_copy_that_waits():
+    """Not the request that was added stands in the line, but a copy: its client would wait for ever."""
+
+    class TakesACopy(Broken):
+        def line_up(self, request, *, first=False):
+            super().line_up(copy.copy(request), first=first)
+
+    scheduler = observe(TakesACopy(num_blocks=4, block_size=4), Auditor())
+    call(scheduler.add_request, Request("r", [1] * 4, 9)).raises(InvariantError, saying="step 0, places")
+
+
+def lying(name, lie):
+    """A broken scheduler that says something else than what is right when it is asked for `name`."""
+    honest = getattr(PagedScheduler, name).fget
+    return type("Liar", (Broken,), {name: property(lambda scheduler: lie(honest(scheduler)))})
+
+
+@pytest.mark.parametrize(
+    ("name", "lie"),
+    [
+        pytest.param("num_running", lambda count: count + 1, id="one too many in the batch"),
+        pytest.param("num_running", lambda count: count - 1, id="one too few in the batch"),
+        pytest.param("num_waiting", lambda count: count + 1, id="one too many in the line"),
+        pytest.param("num_waiting", lambda count: count - 1, id="one too few in the line"),
+        pytest.param("has_unfinished", lambda left: not left, id="nobody unfinished"),
+    ],
+)
+def test_counts_that_lie(name, lie):
+    """One in the batch and one in the line; num_running, num_waiting or has_unfinished says something else."""
+    scheduler = observe(lying(name, lie)(num_blocks=4, block_size=4, max_num_seqs=1), Auditor())
+    for request in requests_of((4, 9), (4, 9)):
+        scheduler.add_request(request)
+    call(scheduler.schedule).raises(InvariantError, saying="step 0, places")
+
+
+def test_the_last_one_has_ended_and_it_is_not_said():
+    """has_unfinished is True when nobody is left: a server would ask for steps for ever."""
+    expose(lying("has_unfinished", lambda left: True), "step 1, places", [(4, 2)])
+
+
+@pytest.mark.parametrize("name", ["FINISHED_LENGTH", "FINISHED_CAPACITY"])
+def test_an_end_from_outside_without_a_cause(name):
+    """With 1 of 9 tokens a request is said to have all of them, or to be too large for a pool with room for it."""
+    scheduler = observe(PagedScheduler(num_blocks=4, block_size=4), Auditor())
+    scheduler.add_request(Request("r", [1] * 4, 9))
+    scheduler.update_from_output(scheduler.schedule(), {"r": 0})
+    call(scheduler.finish_request, "r", RequestStatus[name]).raises(InvariantError, saying="step 0, end")
+
+
+@pytest.mark.parametrize("name", ["FINISHED_STOPPED", "FINISHED_ABORTED"])
+def test_an_end_from_outside_passes(name):
+    """A stop string was found, or the client has left: only they know, and the scheduler need not."""
+    scheduler = observe(PagedScheduler(num_blocks=4, block_size=4), Auditor())
+    for request in requests_of((4, 9), (4, 9)):
+        scheduler.add_request(request)
+    scheduler.update_from_output(scheduler.schedule(), {0: 0, 1: 0})
+    call(scheduler.finish_request, 0, RequestStatus[name]).gives(True)
+    tally = call(drive, scheduler, max_steps=20).value
+    that("who ends in the steps that follow", list(tally.finished)).gives([1])
+
+
+class KeepsBlocks(Broken):
+    def release(self, request):
+        if not request.status.is_finished:
+            super().release(request)
+
+
+class KeepsHostBlocks(Broken):
+    def release_host(self, request):
+        if not request.status.is_finished:
+            super().release_host(request)
+
+
+class KeepsSeats(Broken):
+    def finish_request(self, request_id, status):
+        seats = list(self.running)
+        done = super().finish_request(request_id, status)
+        self.running = seats
+        return done
+
+
+class KeepsPlaces(Broken):
+    def finish_request(self, request_id, status):
+        places = self.waiting.copy()
+        done = super().finish_request(request_id, status)
+        self.waiting = places
+        return done
+
+
+@pytest.mark.parametrize(
+    ("cls", "request_id"), [(KeepsBlocks, 0), (KeepsHostBlocks, 3), (KeepsSeats, 0), (KeepsPlaces, 3)]
+)
+def test_an_abort_that_leaves_something_behind(cls, request_id):
+    """After step 1, 0 in the batch or 3 on the host is aborted, and keeps its blocks, its seat or its place."""
+    scheduler = observe(cls(num_blocks=4, block_size=4, **SWAP), Auditor())
+    drive(scheduler, requests_of(*FOUR), max_steps=2)
+    call(scheduler.abort_request, request_id).raises(InvariantError, saying="step 1, end")
+
+
 # Rule "blocks"
 
 
@@ -328,6 +570,24 @@ def test_a_pool_that_lies(off, name):
             self.pool = kind(self.pool.num_blocks, self.pool.block_size)
 
     expose(Liar, "step 0, blocks", [(4, 9)], num_blocks=20)
+
+
+@pytest.mark.parametrize("where", ["blocks", "host blocks"])
+def test_a_block_with_an_owner_too_many(where):
+    """Two owners are counted, and one request lists it: when that one leaves, the block stays used for ever."""
+
+    class OwnsTwice(Broken):
+        def enter(self, request, output):
+            super().enter(request, output)
+            if where == "blocks":
+                self.pool.share(request.block_ids[:1])
+
+        def swap_out(self, request, num_blocks, output):
+            super().swap_out(request, num_blocks, output)
+            if where == "host blocks":
+                self.host_pool.share(request.host_block_ids[:1])
+
+    expose(OwnsTwice, "step 0, blocks" if where == "blocks" else "step 1, blocks", **SWAP)
 
 
 # Rule "holdings"
@@ -485,17 +745,16 @@ def test_a_newcomer_that_overtakes():
 
 
 def test_an_order_of_its_own():
-    """A scheduler that has a `rank` is no business of this rule: the shortest may go first there."""
+    """A scheduler that is not `first_come` is no business of this rule: the shortest may go first there."""
 
-    class Ranked(PagedScheduler):
-        def rank(self, request):
-            return request.num_tokens
+    class ShortestFirst(PagedScheduler):
+        first_come = False
 
         def head(self):
-            return min(self.waiting.values(), key=self.rank, default=None)
+            return min(self.waiting.values(), key=lambda request: request.num_tokens, default=None)
 
-    scheduler = Ranked(num_blocks=4, block_size=4, max_num_seqs=1)
-    tally, _ = passes(scheduler, requests_of((8, 2), (4, 2)), what="a scheduler with a rank")
+    scheduler = ShortestFirst(num_blocks=4, block_size=4, max_num_seqs=1)
+    tally, _ = passes(scheduler, requests_of((8, 2), (4, 2)), what="a scheduler that is not first_come")
     that("who ended, in order", list(tally.finished)).gives([1, 0])
 
 
@@ -622,6 +881,31 @@ def test_somebody_who_bears_the_name_of_another():
     expose(Clones, "step 0, work")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "excused"),
+    [
+        pytest.param({"large": 9}, True, id="alone"),
+        pytest.param({"a": 3, "b": 4, "large": 9}, True, id="where a token was left"),
+        pytest.param({"a": 4, "b": 4, "large": 9}, False, id="where none was left"),
+        pytest.param({"a": 1, "large": 8}, False, id="one that a step has room for"),
+        pytest.param({"a": 1, "new": 9}, False, id="one that was never preempted"),
+        pytest.param({"new": 1, "large": 9}, False, id="beside one who was admitted too"),
+        pytest.param({"large": 9, "larger": 10}, False, id="two of them"),
+    ],
+)
+def test_the_one_excuse(tokens, excused):
+    """has_outgrown_request, which was given: in steps of 8, a and b were running, large and larger were preempted."""
+    auditor = Auditor()
+    scheduler = observe(PagedScheduler(num_blocks=20, block_size=4, max_num_seqs=2), auditor)
+    requests = {name: Request(name, [1] * 4, 9) for name in ("a", "b", "new", "large", "larger")}
+    for request in requests.values():
+        scheduler.add_request(request)
+    scheduler.update_from_output(scheduler.schedule(), {"a": 0, "b": 0})
+    requests["large"].num_preemptions = requests["larger"].num_preemptions = 1
+    output = SchedulerOutput(num_scheduled_tokens=tokens, scheduled=[requests[name] for name in tokens])
+    call(auditor.has_outgrown_request, output, 8).gives(excused)
+
+
 # Rule "victims"
 
 
@@ -663,7 +947,7 @@ def test_a_newer_one_stays():
     """It has an order of its own, so rule "order" is silent; but victims are the last of the batch for everybody."""
 
     class TakesTheMiddle(Broken):
-        rank = None
+        first_come = False
 
         def preempt(self, request, output):
             self.running.append(self.running.pop(1))
@@ -708,7 +992,7 @@ def test_somebody_is_admitted_beside():
     """Memory is short, somebody has to go, and a newcomer gets his place in the same step."""
 
     class RobsPeter(Broken):
-        rank = None
+        first_come = False
 
         def head(self):
             return min(self.waiting.values(), key=lambda request: request.num_tokens, default=None)
@@ -932,6 +1216,7 @@ def add(name, number):
         pytest.param(reporting(returns=lambda ended: []), 2, id="nobody is told who ended"),
         pytest.param(reporting(returns=lambda ended: ended[::-1]), 2, id="who ended, in the wrong order"),
         pytest.param(reporting(returns=lambda ended: ended * 2), 2, id="who ended, twice"),
+        pytest.param(reporting(returns=lambda ended: [*map(copy.copy, ended)]), 2, id="copies of those who ended"),
     ],
 )
 def test_reports(cls, step):
@@ -953,6 +1238,17 @@ def test_max_model_len(off, step):
             return ended
 
     expose(Miscounts, f"step {step}, tokens", [(5, 9), (5, 9)], num_blocks=20, max_model_len=8)
+
+
+def test_tokens_for_a_copy():
+    """Between schedule and report the requests of the step are exchanged for copies: these get the tokens."""
+
+    class ReportsCopies(Broken):
+        def update_from_output(self, output, token_ids):
+            output.scheduled[:] = map(copy.deepcopy, output.scheduled)
+            return super().update_from_output(output, token_ids)
+
+    expose(ReportsCopies, "step 0, tokens")
 
 
 def test_somebody_elses_tokens():

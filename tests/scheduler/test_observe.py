@@ -95,6 +95,12 @@ def test_its_attributes_are_the_schedulers() -> None:
         _ = seen.no_such_thing
 
 
+@each_stage
+def test_it_promises_what_the_scheduler_promises(stage: str) -> None:
+    scheduler = create_scheduler(stage, num_blocks=10)
+    assert observe(observe(scheduler, Observer()), Observer()).first_come is scheduler.first_come is (stage != "fair")
+
+
 def test_nobody_watches() -> None:
     scheduler = create_scheduler("paged", num_blocks=10)
     assert observe(scheduler) is scheduler

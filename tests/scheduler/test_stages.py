@@ -92,14 +92,36 @@ def test_too_large_for_the_pool(stage: str) -> None:
         ({"max_num_batched_tokens": None}, TypeError),
         ({"max_model_len": 1}, ValueError),
         ({"max_model_len": "10"}, TypeError),
-        ({"prefix_caching": True}, ValueError),
+        ({"preemption": "drop"}, ValueError),
+        ({"preemption": None}, ValueError),
+        ({"preemption": "swap"}, ValueError),
+        ({"num_host_blocks": -1}, ValueError),
+        ({"num_host_blocks": "5"}, TypeError),
+        ({"num_host_blocks": 2.0}, TypeError),
+        ({"num_host_blocks": True}, TypeError),
+        ({"watermark": -0.1}, ValueError),
+        ({"watermark": 1}, ValueError),
+        ({"watermark": float("nan")}, ValueError),
+        ({"watermark": "0"}, TypeError),
+        ({"watermark": False}, TypeError),
+        ({"prefix_caching": None}, TypeError),
+        ({"prefix_caching": 1}, TypeError),
         ({"long_prefill_threshold": 8}, ValueError),
+        ({"long_prefill_threshold": 0.0}, ValueError),
     ],
+    ids=str,
 )
 @each_stage
 def test_options_that_are_refused(stage: str, options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
+    """By every stage, those that a stage makes no use of too; the message names the option."""
+    with pytest.raises(error, match="host_blocks" if options == {"preemption": "swap"} else min(options)):
         create_scheduler(stage, **{"num_blocks": 8} | options)
+
+
+@pytest.mark.parametrize("stage", ["static", "continuous"])
+def test_stages_that_reserve_share_nothing(stage: str) -> None:
+    with pytest.raises(ValueError, match="prefix_caching"):
+        create_scheduler(stage, num_blocks=8, prefix_caching=True)
 
 
 def test_no_such_stage() -> None:

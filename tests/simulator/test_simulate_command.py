@@ -67,8 +67,13 @@ def test_files(tmp_path):
 
 
 def test_requests_that_never_fit_are_told_of():
-    text = run("--count", "5", "--scheduler", "orca-max", "--num-blocks", "10")
-    assert "5 requests were refused. The first: request 0 needs 2048 blocks" in text
+    text = run("--count", "40", "--num-blocks", "20")
+    assert "4 requests were refused. The first: request 6 needs 28 blocks" in text
+
+
+def test_a_server_that_serves_nobody_is_an_error():
+    text = refusal("--scheduler", "orca-max", "--num-blocks", "10")
+    assert "all 5 requests were refused. The first: request 0 needs 2048 blocks" in text
 
 
 @pytest.mark.parametrize(
@@ -80,6 +85,8 @@ def test_requests_that_never_fit_are_told_of():
         (("--max-num-seqs", "0"), "max_num_seqs must be at least 1"),
         (("--max-num-batched-tokens", "0"), "max_num_batched_tokens must be at least 1"),
         (("--watermark", "2"), "0 ≤ watermark < 1"),
+        (("--watermark", "2", "--scheduler", "orca-max"), "0 ≤ watermark < 1"),
+        (("--num-host-blocks", "-1"), "num_host_blocks must be at least 0"),
         (("--preemption", "swap", "--num-host-blocks", "0"), "host_blocks"),
         (("--model", "llama-3-70b"), "weights and reserve do not fit"),
         (("--model", "gpt"), "'gpt' is not one of"),
@@ -101,7 +108,7 @@ def test_the_hosts_engine(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "in any case" in result.stdout
     host = HostCost.load(file)
-    assert 0 < host.floor < 1
+    assert 0 < host.fixed < 1
     assert "MiniGPT on" in run("--count", "20", "--host", str(file))
     assert "leave out --model" in refusal("--host", str(file), "--model", "opt-13b")
 

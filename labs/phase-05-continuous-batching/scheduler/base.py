@@ -49,12 +49,18 @@ class Scheduler(ABC):
         pool: the `BlockPool`.
         waiting: id → request, for those that are not in the batch, the next one first.
         running: the batch, in order.
-        max_num_seqs, max_num_batched_tokens, max_model_len: as given.
+        max_num_seqs: as given.
+        max_num_batched_tokens: as given.
+        max_model_len: as given.
+        first_come: whether the stage promises that nobody in `waiting` arrived before anybody ahead of it there, or in
+            `running`. A stage with another order says False.
 
     Raises:
         TypeError: a number is not an int.
         ValueError: a number is out of its bounds.
     """
+
+    first_come = True
 
     def __init__(
         self,
@@ -104,6 +110,7 @@ class Scheduler(ABC):
             request: a new one: WAITING, without a number (`arrival_index` −1), nothing computed, nothing generated.
 
         Raises:
+            TypeError: it is no Request.
             ValueError: an unfinished request has the same id, or this one is not new. Nothing has changed.
             RequestTooLargeError: it can never be served; `check_size` says why. Nothing has changed, no number was
                 used up, and the request may be given to another scheduler.
@@ -152,14 +159,14 @@ class Scheduler(ABC):
 
         Args:
             output: what the last `schedule()` returned (see `issue`).
-            token_ids: request id → the token generated for it, an int.
+            token_ids: request id → the token generated for it, an int ≥ 0.
 
         Returns:
             The requests that have just ended, in batch order.
 
         Raises:
-            ValueError: `output` is not the last one, or was reported before; a token is missing, or is for a request
-                that the step did not have. Nothing has changed: the report may be made again, and right.
+            ValueError: `output` is not the last one, or was reported before; a token is missing, is negative, or is for
+                a request that the step did not have. Nothing has changed: the report may be made again, and right.
             TypeError: a token is not an int. Nothing has changed.
         """
         raise NotImplementedError(

@@ -83,6 +83,8 @@ class RankedScheduler(PagedScheduler):
         line: those that wait, in the order of rank.
     """
 
+    first_come = False
+
     def __init__(self, **options: Unpack[PagedOptions]) -> None:
         super().__init__(**options)
         self.line = Line(self.rank)

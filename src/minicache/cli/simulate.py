@@ -97,7 +97,8 @@ def simulate(
         requests = _workload(workload, rate)
         machine = _machine(model, accelerator, host, num_blocks, block_size)
         longest_step = max(8192, requests.max_model_len) if max_num_batched_tokens is None else max_num_batched_tokens
-        host_blocks = machine.num_blocks if num_host_blocks is None else num_host_blocks
+        if num_host_blocks is None:
+            num_host_blocks = machine.num_blocks if preemption == "swap" else 0
         chosen = _scheduler(
             scheduler,
             num_blocks=machine.num_blocks,
@@ -106,12 +107,14 @@ def simulate(
             max_num_batched_tokens=longest_step,
             max_model_len=requests.max_model_len,
             preemption=preemption,
-            num_host_blocks=host_blocks if preemption == "swap" else 0,
+            num_host_blocks=num_host_blocks,
             watermark=watermark,
         )
         if out is not None:
             make_folder(out)
         report = _run(chosen, machine, requests, count, seed, trace, audit, mine, console)
+        if report.num_refused == count:
+            raise ValueError(f"all {count:,} requests were refused. The first: {report.refusal}")
     title = f"{count:,} × {requests.name} at {requests.rate:g}/s · {scheduler} · {machine.name}"
     console.print(_latencies(report, title))
     console.print(_totals(report))
@@ -199,10 +202,12 @@ def _machine(
 def _scheduler(name: SchedulerName, **options: Any) -> Scheduler:
     """The scheduler by its name; Orca's get as many slots as the others have in blocks, and the limits that apply."""
     from minicache.scheduler import create_scheduler
+    from minicache.scheduler.paged import require_paged_options
     from minicache.simulator.orca import OrcaScheduler
 
     if not name.startswith("orca-"):
         return create_scheduler(name, **options)
+    require_paged_options(options["preemption"], options["num_host_blocks"], options["watermark"])
     return OrcaScheduler(
         name.removeprefix("orca-"),
         num_slots=options["num_blocks"] * options["block_size"],
@@ -266,8 +271,13 @@ def _latencies(report: ServingReport, title: str) -> Table:
         ("end-to-end latency, s", report.latency, 1.0),
     ):
         told = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
-        table.add_row(name, *[f"{value * scale:,.3g}" for value in told])
+        table.add_row(name, *[_digits(value * scale) for value in told])
     return table
+
+
+def _digits(value: float) -> str:
+    """Three digits, and never a power of ten: 0.0412, 41.2, 8,990."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _totals(report: ServingReport) -> Table:

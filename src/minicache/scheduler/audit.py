@@ -53,7 +53,7 @@ class Auditor(Observer):
     | places | every call | each unfinished request is in the batch or in the line, once, with the status that fits |
     | blocks | every call | free + used = all, and a block has as many owners as requests list it; the host's likewise |
     | holdings | every call | who runs has the blocks that it needs, who waits none, who is swapped out host blocks |
-    | order | every call | nobody in the line arrived before anybody in the batch (stages that go by arrival) |
+    | order | every call | nobody in the line arrived before anybody in the batch (stages that are `first_come`) |
     | work | `schedule` | something is done, by at most so many requests and tokens as allowed |
     | victims | `schedule` | preempted are the newest, for want of memory, and nobody is admitted beside |
     | swaps | `schedule` | the pairs to copy are the blocks that moved |
@@ -232,13 +232,13 @@ class Auditor(Observer):
         """Rule "order": who arrived earlier is ahead.
 
         In the batch, and behind it in the line, `arrival_index` grows: so nobody was admitted before somebody who
-        arrived earlier, and nobody preempted before somebody who arrived later. A scheduler with a method `rank` (phase
-        7) has an order of its own: it is let be.
+        arrived earlier, and nobody preempted before somebody who arrived later. A scheduler that is not `first_come`
+        (phase 7) has an order of its own: it is let be.
 
         Raises:
             InvariantError: it does not. The message names two requests.
         """
-        if hasattr(scheduler, "rank"):
+        if not scheduler.first_come:
             return
         ahead = None
         for request in (*scheduler.running, *scheduler.waiting.values()):
@@ -346,7 +346,8 @@ class Auditor(Observer):
 
         - A request of the step has as many computed tokens more than in `notes` as were scheduled. If these are all the
           tokens that it had, it has one token of output more; else, and if it was not scheduled, as many as before.
-          (Who was ended from outside in between is not in `notes` any more.)
+        - All of `scheduled` are requests of `notes`, the same objects, but for those that were ended from outside in
+          between: these are not in `notes` any more.
         - Who got a token has ended if that is one of its stop tokens, and it does not ignore them, or if it has
           max_tokens of output, or max_model_len tokens. Nobody else has ended. FINISHED_STOPPED are only those with a
           stop token.
@@ -375,6 +376,9 @@ class Auditor(Observer):
             if done != request.status.is_finished or (request.status is RequestStatus.FINISHED_STOPPED) > stopped:
                 self.fail("tokens", f"{request!r} {'has' if done else 'has not'} reached an end, stop token: {stopped}")
         known = {id(note.request) for note in self.notes.values()}
+        for request in output.scheduled:
+            if id(request) not in known and not request.status.is_finished:
+                self.fail("tokens", f"{request!r} is reported, and was never added")
         over = [request for request in output.scheduled if id(request) in known and request.status.is_finished]
         if list(map(id, ended)) != list(map(id, over)):
             self.fail("tokens", f"{ended} are returned, and {over} have ended")

@@ -47,12 +47,18 @@ class Scheduler(ABC):
         pool: the `BlockPool`.
         waiting: id → request, for those that are not in the batch, the next one first.
         running: the batch, in order.
-        max_num_seqs, max_num_batched_tokens, max_model_len: as given.
+        max_num_seqs: as given.
+        max_num_batched_tokens: as given.
+        max_model_len: as given.
+        first_come: whether the stage promises that nobody in `waiting` arrived before anybody ahead of it there, or in
+            `running`. A stage with another order says False.
 
     Raises:
         TypeError: a number is not an int.
         ValueError: a number is out of its bounds.
     """
+
+    first_come = True
 
     def __init__(
         self,
@@ -102,10 +108,13 @@ class Scheduler(ABC):
             request: a new one: WAITING, without a number (`arrival_index` −1), nothing computed, nothing generated.
 
         Raises:
+            TypeError: it is no Request.
             ValueError: an unfinished request has the same id, or this one is not new. Nothing has changed.
             RequestTooLargeError: it can never be served; `check_size` says why. Nothing has changed, no number was
                 used up, and the request may be given to another scheduler.
         """
+        if not isinstance(request, Request):
+            raise TypeError(f"a scheduler serves a Request(request_id, prompt_token_ids, max_tokens); got {request!r}")
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is here already: give every request an id of its own")
         new = request.status is RequestStatus.WAITING and request.arrival_index < 0
@@ -170,14 +179,14 @@ class Scheduler(ABC):
 
         Args:
             output: what the last `schedule()` returned (see `issue`).
-            token_ids: request id → the token generated for it, an int.
+            token_ids: request id → the token generated for it, an int ≥ 0.
 
         Returns:
             The requests that have just ended, in batch order.
 
         Raises:
-            ValueError: `output` is not the last one, or was reported before; a token is missing, or is for a request
-                that the step did not have. Nothing has changed: the report may be made again, and right.
+            ValueError: `output` is not the last one, or was reported before; a token is missing, is negative, or is for
+                a request that the step did not have. Nothing has changed: the report may be made again, and right.
             TypeError: a token is not an int. Nothing has changed.
         """
         self._check_report(output, token_ids)
@@ -331,6 +340,8 @@ class Scheduler(ABC):
         for kind in set(map(type, token_ids.values())):
             if kind is not int:
                 raise TypeError(f"a token id must be an int; got {kind.__name__}: .tolist() or int() makes it one")
+        if token_ids and (lowest := min(token_ids.values())) < 0:
+            raise ValueError(f"a token id must be at least 0, got {lowest}")
 
     def _forget(self, request: Request) -> None:
         """The end of a request that is in neither queue any more."""

@@ -9,7 +9,7 @@ not depend on its company. `greedy` and `sampler` are what phase 1's decode loop
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -74,11 +74,12 @@ class SamplingParams:
         stop_token_ids: tokens that end the request. They stay in the output. The attribute is a tuple.
         ignore_eos: the tokenizer's end token does not end the request, for benchmarks that want answers of a given
             length. stop_token_ids and stop strings do, as ever.
-        n: answers for each prompt. 1 until phase 8, which shares the prompt's blocks among them.
+        n: answers for each prompt, ≥ 1. They share the prompt's blocks, if the scheduler forks (phase 8). With a seed,
+            the j-th answer, from 0, is what a request with seed + j would get.
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is out of its bounds, a stop string is empty, or n is not 1.
+        ValueError: a value is out of its bounds, or a stop string is empty.
     """
 
     max_tokens: int = 16
@@ -95,10 +96,6 @@ class SamplingParams:
         require_count("max_tokens", self.max_tokens)
         require_count("top_k", self.top_k, at_least=0)
         require_count("n", self.n)
-        if self.n > 1:
-            raise ValueError(
-                f"n = {self.n}: several answers to one prompt come with phase 8; until then give it n times"
-            )
         _check_temperature(self.temperature)
         _check_number("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
@@ -119,6 +116,10 @@ class SamplingParams:
                 raise ValueError("a stop string is empty: it would end every text before its first letter")
         for token_id in self.stop_token_ids:
             require_count("a stop token's id", token_id, at_least=0)
+
+    def of_answer(self, turn: int) -> SamplingParams:
+        """What the answer `turn`, 0 … n − 1, is generated with: the same, with n = 1 and a seed of its own."""
+        return replace(self, n=1, seed=None if self.seed is None else (self.seed + turn) % 2**64)
 
     @property
     def is_greedy(self) -> bool:

@@ -20,7 +20,7 @@ class Chunk:
     """What one step gave one request.
 
     Attributes:
-        index: the place of its prompt in the list that `stream` was given; 0 for a request of `add_request`.
+        index: the place of its answer in the list that `generate` would return; 0 for a request of `add_request`.
         token_id: the token that was generated; None if the request ended without one (capacity).
         text: what can be shown of the answer now, and could not before. "" without a tokenizer; also while a text
             may be the beginning of a stop string.
@@ -61,6 +61,7 @@ class Answer:
         text: its text as it comes; None without a tokenizer.
         chunks: the list to which its chunks go.
         index: of its chunks.
+        first: the request of the first answer to the same prompt, if this is another; else None.
     """
 
     request: Request
@@ -68,6 +69,7 @@ class Answer:
     text: TextStream | None
     chunks: list[Chunk]
     index: int = 0
+    first: Request | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -92,6 +94,7 @@ def new_answer(
     index: int = 0,
     priority: int = 0,
     group: str = "text",
+    cache_salt: str | None = None,
 ) -> Answer:
     """One prompt as a request, with all that it will need, if this model and tokenizer can serve it.
 
@@ -100,7 +103,7 @@ def new_answer(
 
     Args:
         prompt: a text, or token ids.
-        params: what to generate.
+        params: what to generate; of its n answers, one.
         request_id: its name.
         chunks: the list to which its chunks are to go.
         config: the model's.
@@ -108,6 +111,7 @@ def new_answer(
         index: of its chunks.
         priority: as `Request`.
         group: as `Request`.
+        cache_salt: as `Request`.
 
     Raises:
         TypeError: the prompt is neither, or `params` are no SamplingParams.
@@ -120,7 +124,7 @@ def new_answer(
         raise TypeError(f"params must be SamplingParams; got {params!r}")
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
-    token_ids = _token_ids(prompt, config.vocab_size, tokenizer)
+    token_ids = prompt_token_ids(prompt, config.vocab_size, tokenizer)
     room = config.max_seq_len - len(token_ids)
     if room < 1:
         raise RequestTooLargeError(
@@ -134,18 +138,19 @@ def new_answer(
         stop_token_ids=(*params.stop_token_ids, *end),
         priority=priority,
         group=group,
+        cache_salt=cache_salt,
     )
     text = None if tokenizer is None else TextStream(tokenizer, token_ids, params.stop)
     return Answer(request, TokenSampler(params), text, chunks, index)
 
 
-def _token_ids(prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:
+def prompt_token_ids(prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:
     """A prompt's tokens, at least one, all of them in the model's vocabulary."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text needs a tokenizer: give the engine one, or give token ids")
         token_ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, Sequence) and all(type(token_id) is int for token_id in prompt):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(type(each) is int for each in prompt):
         token_ids = [*prompt]
     else:
         raise TypeError(f"a prompt must be a text or a list of token ids; got {prompt!r}")

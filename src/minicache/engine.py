@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, count
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from minicache.sampling import SamplingParams, pick_tokens
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import Preemption
+from minicache.scheduler.sharing import SharingScheduler
 from minicache.stopping import Tokenizer
 
 __all__ = ["LLM", "Chunk", "Completion"]
@@ -103,7 +105,7 @@ class LLM:
         self.tokenizer = tokenizer
         longest = self.model.config.max_seq_len
         if not isinstance(scheduler, Scheduler):
-            if max_model_len is not None and max_model_len > longest:
+            if isinstance(max_model_len, int) and max_model_len > longest:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
             max_model_len = longest if max_model_len is None else max_model_len
             if num_blocks is None:
@@ -128,6 +130,7 @@ class LLM:
         if cache not in ("paged", "dense"):
             raise ValueError(f'cache must be "paged" or "dense"; got {cache!r}')
         self.scheduler = observe(scheduler, *observers)
+        self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
         self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
@@ -146,7 +149,7 @@ class LLM:
             params: one for all, or one for each.
 
         Returns:
-            An answer for each prompt, in their order.
+            An answer for each prompt, in their order; if its params say so, n answers, one after the other.
 
         Raises:
             TypeError: `prompts` is no list of prompts, or `params` are no SamplingParams.
@@ -190,6 +193,7 @@ class LLM:
         request_id: RequestId | None = None,
         priority: int = 0,
         group: str = "text",
+        cache_salt: str | None = None,
     ) -> RequestId:
         """Have a request served by the steps to come.
 
@@ -199,17 +203,22 @@ class LLM:
             request_id: its name, of no other unfinished request. None: a number.
             priority: lower runs first, if the scheduler looks at it.
             group: only requests of one group may share a batch, if the scheduler looks at it.
+            cache_salt: requests with different salts share no block, whatever their prompts.
 
         Returns:
             Its name.
 
         Raises:
+            ValueError: params.n is not 1; that is for `generate` and `stream`.
             TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError: as `generate`; also for a name
                 that is in use. Nothing was added.
         """
         name = self._free_name() if request_id is None else request_id
-        config, tokenizer = self.model.config, self.tokenizer
-        self._add(new_answer(prompt, params, name, self._chunks, config, tokenizer, priority=priority, group=group))
+        keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
+        answer = new_answer(prompt, params, name, self._chunks, self.model.config, self.tokenizer, **keys)
+        if params.n > 1:
+            raise ValueError(f"n = {params.n}: a request has one answer; add it {params.n} times, or use generate()")
+        self._add(answer)
         return name
 
     def abort_request(self, request_id: RequestId) -> bool:
@@ -352,10 +361,16 @@ class LLM:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} params: give one for all, or one for each")
         chunks: list[Chunk] = []
-        answers = [
-            new_answer(prompt, its, self._free_name(), chunks, self.model.config, self.tokenizer, index=index)
-            for index, (prompt, its) in enumerate(zip(prompts, each, strict=True))
-        ]
+        answers: list[Answer] = []
+        for prompt, its in zip(prompts, each, strict=True):
+            several = isinstance(its, SamplingParams) and its.n > 1
+            first = None
+            for mine in [its.of_answer(turn) for turn in range(its.n)] if several else [its]:
+                name, index = self._free_name(), len(answers)
+                answer = new_answer(prompt, mine, name, chunks, self.model.config, self.tokenizer, index=index)
+                answer.first = first
+                first = first or answer.request
+                answers.append(answer)
         for answer in answers:
             self.scheduler.check_size(answer.request)
         return answers
@@ -365,10 +380,13 @@ class LLM:
         if not answers:
             return
         chunks, unfinished, num_idle = answers[0].chunks, answers[::-1], 0
+        now = [answer for answer in answers if answer.first is None or not self.forks]
+        later = [answer for answer in answers if answer.first is not None and self.forks]
         try:
-            for answer in answers:
+            for answer in now:
                 self._add(answer)
             while unfinished:
+                later = [answer for answer in later if not self._fork(answer)]
                 num_steps = self.memory.num_steps
                 self._chunks += self.step()  # chunks of other callers' requests go back: their step() returns them
                 num_idle = 0 if chunks or self.memory.num_steps > num_steps else num_idle + 1
@@ -383,6 +401,24 @@ class LLM:
             for answer in answers:
                 if self.answers.get(answer.request.request_id) is answer:
                     self.abort_request(answer.request.request_id)
+
+    def _fork(self, answer: Answer) -> bool:
+        """Begin another answer to a prompt once the first has a token. Whether it has.
+
+        The fork has no token yet: the prompt's last is computed again for it, and it draws its first from that. If the
+        first answer has lost its place or has ended already, or the batch is full, this one begins like any request.
+        """
+        first = answer.first
+        assert first is not None
+        if not first.output_token_ids and not first.status.is_finished:
+            return False
+        if first.status is RequestStatus.RUNNING and self.scheduler.num_running < self.scheduler.max_num_seqs:
+            scheduler = cast(SharingScheduler, self.scheduler)
+            answer.request = scheduler.fork_request(first.request_id, answer.request.request_id, [])
+            self.answers[answer.request.request_id] = answer
+        else:
+            self._add(answer)
+        return True
 
     def _add(self, answer: Answer) -> None:
         """Give a request to the scheduler."""

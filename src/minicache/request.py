@@ -66,7 +66,9 @@ class Request:
         priority: lower runs first, for a scheduler that looks at it.
         arrival_time: seconds, on the clock of whoever made the request.
         group: only requests of one group may share a batch, for a scheduler that looks at it.
-        cache_salt: requests with different salts must not share cached blocks (phase 8).
+        cache_salt: requests with different salts never share cached blocks (phase 8).
+        adapter: the adapter of the weights that computes it, by name (LoRA; Hu et al. 2021); None: the weights as they
+            are. What one computes, another cannot share. `LLM` has no adapters.
 
     Attributes:
         status: where it is in its life.
@@ -78,17 +80,23 @@ class Request:
         num_preemptions: how often it has lost its place in the batch.
         block_ids: the blocks that hold its keys and values, in order; position p lies in block_ids[p // block_size].
         host_block_ids: while it is swapped out, the host blocks that hold them.
+        block_hashes: names of its first full blocks, by their contents (phase 8); as many as were asked for so far.
+        fork_index: how many forks its scheduler made before and with it, if it is one (phase 8); else 0.
 
     Raises:
-        TypeError: an argument has the wrong type; an id that cannot be a dict's key, or a group that is not a string.
+        TypeError: an argument has the wrong type; an id that cannot be a dict's key, or a group, a salt or an adapter
+            that is not a string.
         ValueError: an empty prompt, a negative token id, max_tokens below 1, or an arrival time that is not finite.
     """
 
     __slots__ = (
+        "adapter",
         "arrival_index",
         "arrival_time",
+        "block_hashes",
         "block_ids",
         "cache_salt",
+        "fork_index",
         "group",
         "host_block_ids",
         "ignore_eos",
@@ -117,6 +125,7 @@ class Request:
         arrival_time: float = 0.0,
         group: str = "text",
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         hash(request_id)  # raises TypeError for what cannot be a key
         prompt, stops = list(prompt_token_ids), frozenset(stop_token_ids)
@@ -130,6 +139,9 @@ class Request:
             raise TypeError(f"priority must be an int, got {priority!r}")
         if not isinstance(group, str):
             raise TypeError(f"group must be a string, got {group!r}")
+        for name, key in (("cache_salt", cache_salt), ("adapter", adapter)):
+            if key is not None and not isinstance(key, str):
+                raise TypeError(f"{name} must be a string or None, got {key!r}")
         if not isfinite(arrival_time):
             raise ValueError(f"arrival_time must be finite seconds, got {arrival_time!r}")
         self.request_id = request_id
@@ -142,6 +154,7 @@ class Request:
         self.arrival_time = arrival_time
         self.group = group
         self.cache_salt = cache_salt
+        self.adapter = adapter
         self.status = RequestStatus.WAITING
         self.output_token_ids: list[int] = []
         self.arrival_index = -1
@@ -150,6 +163,23 @@ class Request:
         self.num_preemptions = 0
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.fork_index = 0
+
+    def twin(self, request_id: RequestId) -> Request:
+        """A new request that asks for the same, under another id."""
+        return Request(
+            request_id,
+            self.prompt_token_ids,
+            self.max_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            priority=self.priority,
+            arrival_time=self.arrival_time,
+            group=self.group,
+            cache_salt=self.cache_salt,
+            adapter=self.adapter,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ LOWER_FLOOR = [
     "minicache.grammar",
     "minicache.blocks",
     "minicache.reservation",
+    "minicache.prefix",
     "minicache.simulator",
     "minicache.request",
     "minicache.trace",

@@ -31,6 +31,22 @@ class PagedOptions(SchedulerOptions, total=False):
     watermark: float
 
 
+def require_paged_options(preemption: object, num_host_blocks: object, watermark: object) -> None:
+    """Refuse what `PagedScheduler` adds to the options of `Scheduler` unless it can be. It documents them.
+
+    Raises:
+        TypeError: `num_host_blocks` is not an int, or `watermark` is not a number.
+        ValueError: `preemption` is unknown, or a number is out of its bounds.
+    """
+    if preemption not in get_args(Preemption):
+        raise ValueError(f"preemption must be one of {', '.join(get_args(Preemption))}; got {preemption!r}")
+    require_count("num_host_blocks", num_host_blocks, at_least=1 if preemption == "swap" else 0)
+    if not isinstance(watermark, int | float) or isinstance(watermark, bool):
+        raise TypeError(f"watermark must be a number, got {watermark!r}")
+    if not 0 <= watermark < 1:
+        raise ValueError(f"watermark is a part of the pool, 0 ≤ watermark < 1; got {watermark!r}")
+
+
 class AllocStatus(Enum):
     """When a request's blocks can be had."""
 
@@ -52,7 +68,7 @@ class PagedScheduler(ContinuousBatchScheduler):
     Args:
         preemption: "recompute" frees a victim's blocks, and computes its tokens again when it comes back; "swap" copies
             them to host blocks, and back. A victim for which the host pool has no room is recomputed.
-        num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
+        num_host_blocks: blocks of the host pool, ≥ 0; ≥ 1 for "swap".
         watermark: the part of the pool, 0 ≤ watermark < 1, that an admission must leave free for the batch to grow
             into, rounded down to whole blocks. It holds nobody back when the batch is empty.
         options: `Scheduler`'s. A request that was preempted may have outgrown max_num_batched_tokens: it is then
@@ -75,12 +91,7 @@ class PagedScheduler(ContinuousBatchScheduler):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(**options)
-        if preemption not in get_args(Preemption):
-            raise ValueError(f"preemption must be one of {', '.join(get_args(Preemption))}; got {preemption!r}")
-        if preemption == "swap":
-            require_count("num_host_blocks", num_host_blocks)
-        if not 0 <= watermark < 1:
-            raise ValueError(f"watermark is a part of the pool, 0 ≤ watermark < 1; got {watermark!r}")
+        require_paged_options(preemption, num_host_blocks, watermark)
         self.host_pool = BlockPool(num_host_blocks, self.pool.block_size) if preemption == "swap" else None
         self._num_watermark_blocks = int(watermark * self.pool.num_blocks)
 
@@ -109,7 +120,7 @@ class PagedScheduler(ContinuousBatchScheduler):
         """Whether the blocks to admit `request` can be had. Takes none.
 
         Returns:
-            NEVER: the whole pool has fewer than `blocks_to_admit`, free or not. OK: so many are free, and the
+            NEVER: the whole pool has fewer than `blocks_to_admit`, free or not. OK: `blocks_to_take` are free, and the
             watermark's blocks (⌊watermark · num_blocks⌋) besides; beside an empty batch the watermark asks for none, or
             a large request could wait for ever for blocks that nobody uses. LATER: neither.
         """
@@ -117,11 +128,19 @@ class PagedScheduler(ContinuousBatchScheduler):
             "phase 6, task 1: Now, later, never; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
+    def blocks_to_take(self, request: Request) -> int:
+        """Free blocks that it takes to admit `request`: `blocks_to_admit`. Fewer once blocks are shared (phase 8)."""
+        return self.blocks_to_admit(request)
+
+    def num_new_tokens(self, request: Request) -> int:
+        """Tokens that a step computes in which `request` is admitted: all that are not computed yet."""
+        return request.num_tokens - request.num_computed_tokens
+
     def admit(self, output: SchedulerOutput) -> None:
         """Take requests from the head of the line (`head`) while there are a seat, tokens in the step, and free blocks.
 
-        Stops at the first that cannot be had: nobody overtakes it. A request's tokens in this step are those not
-        computed: of a new one its prompt; of one that was preempted by recompute its prompt and all that it had
+        Stops at the first that cannot be had: nobody overtakes it. A request's tokens in this step are its
+        `num_new_tokens`: of a new one its prompt; of one that was preempted by recompute its prompt and all that it had
         generated; of one that was swapped out, the newest. They must fit into what this step has left of
         max_num_batched_tokens; but a request that has grown past max_num_batched_tokens itself, so that no step has
         room for it, is admitted where a token is left, as the only one admitted in its step. Its blocks must be OK by
@@ -137,8 +156,9 @@ class PagedScheduler(ContinuousBatchScheduler):
     def enter(self, request: Request, output: SchedulerOutput) -> None:
         """Give `request`, which has just left the line, its blocks and its place at the end of the batch.
 
-        It gets `blocks_to_admit` blocks, is RUNNING, and is ordered (`order`). If it was SWAPPED, its host blocks are
-        copied into the first of its blocks (`swap_in`).
+        It gets as many blocks as it lacks of `blocks_to_admit`, behind those that it has (before phase 8: none). It is
+        RUNNING, and is ordered (`order`). If it was SWAPPED, its host blocks are copied into the first of its blocks
+        (`swap_in`).
 
         Args:
             request: WAITING or SWAPPED, in neither queue. Its blocks are free.

@@ -6,6 +6,7 @@
 | `continuous` | "continuous" | phase 5 | at every step who joins the batch |
 | `paged` | "paged" | phase 6 | memory by the block; who leaves the batch when it runs out |
 | `fair` | "fair" | phase 7 | the order: priority, arrival, groups; nobody is overtaken for ever |
+| `sharing` | "paged", "fair" | phase 8 | with `prefix_caching`: who shares which block with whom |
 
 Pure standard library.
 """
@@ -16,7 +17,8 @@ from minicache.scheduler.base import Scheduler, SchedulerOptions
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler, Preemption
+from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler, Preemption, require_paged_options
+from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
 from minicache.scheduler.static import StaticBatchScheduler
 
 __all__ = [
@@ -24,9 +26,11 @@ __all__ = [
     "AllocStatus",
     "ContinuousBatchScheduler",
     "FairScheduler",
+    "FairSharingScheduler",
     "PagedScheduler",
     "Scheduler",
     "SchedulerOutput",
+    "SharingScheduler",
     "StaticBatchScheduler",
     "create_scheduler",
 ]
@@ -58,18 +62,25 @@ def create_scheduler(
         max_num_seqs: the most requests in the batch, ≥ 1.
         max_num_batched_tokens: the most tokens of one step, ≥ 1.
         max_model_len: the most tokens of one request, ≥ 2. None: as many as fit.
-        preemption: "recompute" or "swap". "static" and "continuous" preempt nobody: these three do nothing there.
-        num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
-        watermark: the part of the pool that an admission must leave free.
-        prefix_caching: phase 8 brings it; until then only False.
+        preemption: "recompute" or "swap". "static" and "continuous" preempt nobody: these three do nothing there, and
+            are checked all the same.
+        num_host_blocks: blocks of the host pool, ≥ 0; ≥ 1 for "swap".
+        watermark: the part of the pool that an admission must leave free, 0 ≤ watermark < 1.
+        prefix_caching: find beginnings of prompts that are computed already. Not with "static" and "continuous", which
+            give blocks away for a whole answer.
         long_prefill_threshold: phase 9 brings it; until then only 0.
 
     Raises:
-        TypeError: a number has the wrong type.
+        TypeError: an option has the wrong type.
         ValueError: there is no such stage or option yet, or a number is out of its bounds.
     """
-    if prefix_caching or long_prefill_threshold:
-        raise ValueError("prefix_caching and long_prefill_threshold come with phases 8 and 9: leave them out")
+    if type(long_prefill_threshold) is not int or long_prefill_threshold:
+        raise ValueError("long_prefill_threshold comes with phase 9: leave it out")
+    if not isinstance(prefix_caching, bool):
+        raise TypeError(f"prefix_caching must be True or False; got {prefix_caching!r}")
+    if prefix_caching and name in ("static", "continuous"):
+        raise ValueError(f'prefix_caching: "{name}" reserves blocks for whole answers and shares none; take "fair"')
+    require_paged_options(preemption, num_host_blocks, watermark)
     common: SchedulerOptions = {
         "num_blocks": num_blocks,
         "block_size": block_size,
@@ -89,7 +100,7 @@ def create_scheduler(
         case "continuous":
             return ContinuousBatchScheduler(**common)
         case "paged":
-            return PagedScheduler(**paged)
+            return SharingScheduler(**paged, prefix_caching=True) if prefix_caching else PagedScheduler(**paged)
         case "fair":
-            return FairScheduler(**paged)
+            return FairSharingScheduler(**paged, prefix_caching=True) if prefix_caching else FairScheduler(**paged)
     raise ValueError(f"no scheduler {name!r}: there are {', '.join(SCHEDULERS)}")

@@ -7,7 +7,7 @@ phase 6 (`minicache.scheduler.audit`) is another observer. Pure standard library
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,9 @@ class Observer:
     def on_refuse(self, scheduler: Scheduler, request: Request, error: RequestTooLargeError) -> None:
         """`request` was refused."""
 
+    def on_fork(self, scheduler: Scheduler, parent: Request, child: Request) -> None:
+        """`parent` was forked, and `child` is its twin (phase 8)."""
+
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """`output` was scheduled. The requests' computed tokens are those before the step."""
 
@@ -44,6 +47,7 @@ class ObservedScheduler(Scheduler):
         # Not super().__init__(): queues, pool and all other attributes are the watched scheduler's, by __getattr__.
         self.scheduler = scheduler
         self.observers = observers
+        self.first_come = scheduler.first_come  # the class has one, so that __getattr__ is not asked
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["scheduler"], name)
@@ -58,6 +62,17 @@ class ObservedScheduler(Scheduler):
             raise
         for observer in self.observers:
             observer.on_add(self.scheduler, request)
+
+    def fork_request(
+        self, request_id: RequestId, child_id: RequestId, output_token_ids: Sequence[int] | None = None
+    ) -> Request:
+        """As the scheduler's own, if it forks."""
+        scheduler: Any = self.scheduler
+        child: Request = scheduler.fork_request(request_id, child_id, output_token_ids)
+        parent = next(each for each in self.scheduler.running if each.request_id == request_id)
+        for observer in self.observers:
+            observer.on_fork(self.scheduler, parent, child)
+        return child
 
     def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
         """As the scheduler's own."""

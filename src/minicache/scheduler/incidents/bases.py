@@ -199,17 +199,7 @@ class ForkingScheduler(PagedScheduler):
             raise ValueError(f"request {request_id!r} is not in decode: only such a request can be forked")
         if len(self.running) >= self.max_num_seqs:
             raise ValueError(f"the batch has {self.max_num_seqs} requests already: raise max_num_seqs")
-        twin = Request(
-            new_id,
-            parent.prompt_token_ids,
-            parent.max_tokens,
-            stop_token_ids=parent.stop_token_ids,
-            ignore_eos=parent.ignore_eos,
-            priority=parent.priority,
-            arrival_time=parent.arrival_time,
-            group=parent.group,
-            cache_salt=parent.cache_salt,
-        )
+        twin = parent.twin(new_id)
         self.add_request(twin)
         del self.waiting[new_id]
         self.pool.share(parent.block_ids)

@@ -1,0 +1,332 @@
+"""Sharing: requests that begin alike hold the same blocks, and who writes into a shared block gets a copy first.
+
+Phase 8 builds it, on the schedulers of phases 6 and 7. A prompt's beginning that some block holds already is not
+computed again (the prefix cache), and a request can be forked in the middle of its answer, for several answers to one
+prompt (Kwon et al. 2023, §4.4). Pure standard library.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, Unpack
+
+from minicache.prefix import BlockHash, CachingBlockPool, PrefixCacheStats, block_hash, root_hash
+from minicache.request import Request, RequestId, RequestStatus
+from minicache.scheduler.fair import FairScheduler, Rank
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import PagedOptions, PagedScheduler
+
+
+class SharingOptions(PagedOptions, total=False):
+    """The keyword arguments of `SharingScheduler`, which documents them."""
+
+    prefix_caching: bool
+
+
+class SharingScheduler(PagedScheduler):
+    """Finds the beginnings of prompts in blocks that hold them already, and lets requests be forked.
+
+    **Prefix cache.** When a request is admitted, the longest beginning of its tokens that full, cached blocks hold is
+    not computed: it shares these blocks. At least its last token is always computed, because the model must run on
+    something to give the next one. A block is cached when a step is scheduled that fills it; so a request that is
+    admitted in the same step finds it too, and the pass that reads it has written it before. Blocks stay cached after
+    their requests have ended, until they are handed out anew, the one that has been free longest first.
+
+    **Forks.** `fork_request` gives a request a twin, which shares its blocks. A request that would write into a block
+    with another owner gets a copy of it first: `blocks_to_copy`. The copy's block is counted among those that the
+    request lacks before anything is promised.
+
+    Args:
+        prefix_caching: look for beginnings that are computed already. Forks do not need it.
+        options: `PagedScheduler`'s.
+
+    Attributes:
+        stats: what the prefix cache has found.
+
+    Raises:
+        TypeError, ValueError: as `PagedScheduler`.
+    """
+
+    def __init__(self, *, prefix_caching: bool = False, **options: Unpack[PagedOptions]) -> None:
+        super().__init__(**options)
+        if not isinstance(prefix_caching, bool):
+            raise TypeError(f"prefix_caching must be True or False; got {prefix_caching!r}")
+        self._cache = CachingBlockPool(self.pool.num_blocks, self.pool.block_size) if prefix_caching else None
+        if self._cache is not None:
+            self.pool = self._cache
+        self.stats = PrefixCacheStats()
+        self._unfilled: dict[int, Request] = {}  # blocks that were cached since the last report, and who fills them
+        self._num_forks = 0
+        self._is_awaited = False  # whether a step was scheduled and not reported
+        self._may_share_tails = False  # whether anybody may be about to write into a block with two owners
+
+    # The prefix cache
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether beginnings that are computed already are looked for."""
+        return self._cache is not None
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """The cached blocks that hold the longest beginning of a request's tokens. Changes no block.
+
+        Returns:
+            Their ids, in order, used or free; of at most all tokens but the last. None without a prefix cache, and none
+            for a request that is swapped out: its own are on the host.
+        """
+        if self._cache is None or request.status is RequestStatus.SWAPPED:
+            return []
+        num_blocks = (request.num_tokens - 1) // self._cache.block_size
+        return self._cache.find(islice(self.hashes(request, num_blocks), num_blocks))
+
+    def hashes(self, request: Request, num_blocks: int) -> list[BlockHash]:
+        """The hashes of at least the first `num_blocks` blocks of a request's tokens, each computed once.
+
+        Args:
+            request: has so many full blocks of tokens.
+            num_blocks: how many.
+        """
+        hashes, block_size = request.block_hashes, self.pool.block_size
+        for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.adapter)
+            hashes.append(block_hash(parent, request.token_ids(start, start + block_size)))
+        return hashes
+
+    def cache_blocks(self, request: Request, num_new: int) -> None:
+        """Cache the blocks that a step fills.
+
+        Args:
+            request: in the batch; it has its blocks.
+            num_new: how many of its tokens the step computes.
+        """
+        num_computed, block_size = request.num_computed_tokens, self.pool.block_size
+        first, end = num_computed // block_size, (num_computed + num_new) // block_size
+        if self._cache is not None and first < end:
+            self._cache.cache(request.block_ids[first:end], self.hashes(request, end)[first:end])
+            self._unfilled |= dict.fromkeys(request.block_ids[first:end], request)
+
+    def num_new_tokens(self, request: Request) -> int:
+        """As `PagedScheduler.num_new_tokens`, less those that are found."""
+        return super().num_new_tokens(request) - len(self.find_prefix(request)) * self.pool.block_size
+
+    def blocks_to_take(self, request: Request) -> int:
+        """As `PagedScheduler.blocks_to_take`, less those that are found and used: a free one is taken all the same."""
+        return super().blocks_to_take(request) - sum(
+            self.pool.ref_count(block_id) > 0 for block_id in self.find_prefix(request)
+        )
+
+    def enter(self, request: Request, output: SchedulerOutput) -> None:
+        """As `PagedScheduler.enter`; but what `find_prefix` finds is shared first, and counts as computed.
+
+        Args:
+            request: WAITING or SWAPPED, in neither queue.
+            output: the step so far, to which it is added.
+        """
+        if self._cache is not None and request.status is RequestStatus.WAITING:
+            found = self.find_prefix(request)
+            self._cache.share(found)  # before anything is allocated, or they could be handed out
+            request.block_ids = found
+            request.num_computed_tokens = len(found) * self.pool.block_size
+            if not request.num_preemptions:
+                request.num_cached_tokens = request.num_computed_tokens
+            self.stats.num_requests += 1
+            self.stats.num_queried_tokens += request.num_tokens
+            self.stats.num_hit_tokens += request.num_computed_tokens
+        super().enter(request, output)
+        self.cache_blocks(request, output.num_scheduled_tokens[request.request_id])
+
+    def release(self, request: Request) -> None:
+        """As `PagedScheduler.release`. Blocks that a step was to fill, and has not, lose their names.
+
+        That is so if the step's tokens never came, and the request has ended or been preempted since. Whoever has found
+        them in that same step computes them itself.
+        """
+        first = request.num_computed_tokens // self.pool.block_size
+        unfilled = {each for each in request.block_ids[first:] if self._unfilled.get(each) is request}
+        if self._cache is not None and unfilled:
+            self._cache.uncache(unfilled)
+            for other in self.running:
+                place = next((place for place, each in enumerate(other.block_ids) if each in unfilled), None)
+                if place is not None and other is not request:
+                    other.num_computed_tokens = min(other.num_computed_tokens, place * self.pool.block_size)
+                    self._may_share_tails = True
+        super().release(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what blocks hold, as is needed when the model's weights change.
+
+        Raises:
+            ValueError: there is no prefix cache, or a request holds blocks. Nothing has changed.
+        """
+        if self._cache is None:
+            raise ValueError("this scheduler has no prefix cache: give it prefix_caching=True")
+        self._cache.reset()
+
+    # Copy-on-write
+
+    def fork_request(
+        self, request_id: RequestId, child_id: RequestId, output_token_ids: Sequence[int] | None = None
+    ) -> Request:
+        """Give a request a twin, with an id and a future of its own. To be called between two steps.
+
+        The twin has the same prompt and options, and counts as having arrived with the request. It shares the blocks of
+        the tokens that both have, as far as they are computed, and its place in the batch is behind its family.
+
+        Args:
+            request_id: who is forked: in the batch, with at least one token of output.
+            child_id: names the twin.
+            output_token_ids: what the twin has generated, fewer tokens than max_tokens. It may differ from the
+                request's own from some token on; with no token, the first is its own, too. None: the same.
+
+        Returns:
+            The twin.
+
+        Raises:
+            ValueError: nobody of that name is decoding, a step's tokens are awaited, the batch has no seat left,
+                `child_id` is taken, or `output_token_ids` are too many. Nothing has changed.
+        """
+        parent = next((each for each in self.running if each.request_id == request_id), None)
+        if parent is None or not parent.output_token_ids or self._is_awaited:
+            raise ValueError(f"request {request_id!r} cannot be forked: it must be in decode, between two steps")
+        if len(self.running) >= self.max_num_seqs:
+            raise ValueError(f"the batch has {self.max_num_seqs} requests already: no seat for a twin")
+        outputs = list(parent.output_token_ids if output_token_ids is None else output_token_ids)
+        if len(outputs) >= parent.max_tokens:
+            raise ValueError(f"a twin of {parent!r} has at most {parent.max_tokens - 1} tokens; got {len(outputs)}")
+        child = parent.twin(child_id)
+        self.add_request(child)
+        self.withdraw(child)
+        self._num_forks += 1
+        child.arrival_index, child.fork_index = parent.arrival_index, self._num_forks
+        child.output_token_ids = outputs
+        child.status = RequestStatus.RUNNING
+        self._share_blocks(parent, child)
+        insort(self.running, child, key=self.seniority)
+        return child
+
+    def issue(self, output: SchedulerOutput) -> SchedulerOutput:
+        """As `Scheduler.issue`."""
+        self._is_awaited = True
+        return super().issue(output)
+
+    def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
+        """As `Scheduler.update_from_output`."""
+        ended = super().update_from_output(output, token_ids)
+        self._is_awaited = False
+        self._unfilled.clear()
+        return ended
+
+    def _share_blocks(self, parent: Request, child: Request) -> None:
+        """Give a twin the blocks of what it has in common with its parent, and what of that is computed."""
+        agreed = parent.num_prompt_tokens
+        for mine, its in zip(parent.output_token_ids, child.output_token_ids, strict=False):
+            if mine != its:
+                break
+            agreed += 1
+        num_computed, block_size = min(parent.num_computed_tokens, agreed, child.num_tokens - 1), self.pool.block_size
+        if agreed // block_size == num_computed // block_size < parent.num_computed_tokens // block_size:
+            num_computed -= num_computed % block_size  # the parent has filled that block with other tokens
+        child.num_computed_tokens = num_computed
+        child.block_ids = parent.block_ids[: -(-num_computed // block_size)]
+        self.pool.share(child.block_ids)
+        self._may_share_tails = True
+
+    def withdraw(self, request: Request) -> None:
+        """Take a request out of the line, wherever it stands."""
+        del self.waiting[request.request_id]
+
+    def seniority(self, request: Request) -> Rank:
+        """What the batch is in the order of: arrival, and within a family the order of the forks."""
+        return request.arrival_index, request.fork_index
+
+    def grow_batch(self, output: SchedulerOutput) -> None:
+        """As `PagedScheduler.grow_batch`; who writes into shared blocks gets copies, and blocks are cached.
+
+        Args:
+            output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for every copy.
+        """
+        if not self.running:
+            self._may_share_tails = False
+        for request in self.running:  # which `make_room` shortens, at its end
+            if missing := self.blocks_missing(request):
+                if missing > self.pool.num_free and not self.make_room(request, missing, output):
+                    break  # it was the last of the batch, and has left it
+                self.copy_on_write(request, output)
+                request.block_ids += self.pool.allocate(super().blocks_missing(request))
+            self.order(request, output)
+        if self._cache is not None:
+            block_size = self.pool.block_size
+            for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+                # Seldom, and looked at for every token: not another call.
+                if request.num_computed_tokens % block_size + num_new >= block_size:
+                    self.cache_blocks(request, num_new)
+
+    def blocks_missing(self, request: Request) -> int:
+        """As `PagedScheduler.blocks_missing`, and one for each block that must be copied before it is written."""
+        missing = super().blocks_missing(request)
+        return missing + len(self.written_and_shared(request)) if self._may_share_tails else missing
+
+    def written_and_shared(self, request: Request) -> list[int]:
+        """Of a request's blocks the places of those that its next tokens are written into, and that others own too."""
+        first = request.num_computed_tokens // self.pool.block_size
+        return [
+            place
+            for place, block_id in enumerate(islice(request.block_ids, first, None), first)
+            if self.pool.ref_count(block_id) > 1
+        ]
+
+    def copy_on_write(self, request: Request, output: SchedulerOutput) -> None:
+        """Replace each block that is written and shared by a new one of the request's own, and have it copied.
+
+        Args:
+            request: in the batch; so many blocks are free.
+            output: the step so far.
+        """
+        if not self._may_share_tails:
+            return
+        for place in self.written_and_shared(request):
+            source, [target] = request.block_ids[place], self.pool.allocate(1)
+            request.block_ids[place] = target
+            self.pool.free([source])
+            output.blocks_to_copy.append((source, target))
+
+    def make_room(self, request: Request, missing: int, output: SchedulerOutput) -> bool:
+        """As `PagedScheduler.make_room`, victim by victim: who lost its twin may need no copy any more."""
+        while (missing := self.blocks_missing(request)) > self.pool.num_free:
+            victim = self.running[-1]
+            if victim is request and len(self.running) == 1:
+                return super().make_room(request, missing, output)  # which ends it: the pool is too small for it
+            self.preempt(victim, output)
+            if victim is request:
+                return False
+        return True
+
+
+class FairSharingScheduler(SharingScheduler, FairScheduler):
+    """`SharingScheduler` in the order of `FairScheduler`: priority, arrival, groups, and the bound.
+
+    Arguments and errors are `SharingScheduler`'s.
+    """
+
+    def __init__(self, **options: Unpack[SharingOptions]) -> None:
+        checked: Any = options  # each class on the way takes its own out
+        super().__init__(**checked)
+
+    def rank(self, request: Request) -> Rank:
+        """As `FairScheduler.rank`; within a family, the order of the forks."""
+        return *super().rank(request), request.fork_index
+
+    def arrival(self, request: Request) -> Rank:
+        """As `FairScheduler.arrival`; within a family, the order of the forks."""
+        return *super().arrival(request), request.fork_index
+
+    def seniority(self, request: Request) -> Rank:
+        """What the batch is in the order of: rank."""
+        return self.rank(request)
+
+    def withdraw(self, request: Request) -> None:
+        """As `SharingScheduler.withdraw`, and out of all of its lines."""
+        super().withdraw(request)
+        self.leave_line(request)

@@ -1,0 +1,236 @@
+"""Beam search finds the answers and the scores that `transformers` finds with the same weights."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from minicache.beam import BeamSearch, BeamSearchParams, Step, beam_search
+from minicache.engine import LLM
+from minicache.model import MiniGPT, MiniGPTConfig
+from minicache.scheduler import SharingScheduler
+from minicache.scheduler.observe import Observer
+
+transformers: Any = import_module("transformers")
+SHAPE = MiniGPTConfig(
+    vocab_size=50,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    max_seq_len=128,
+)
+LENGTHS = (1, 4, 9, 16)
+
+
+class Counts(Observer):
+    def __init__(self):
+        self.num_preempted = self.num_copies = self.num_forks = 0
+
+    def on_schedule(self, scheduler, output):
+        self.num_preempted += len(output.preempted)
+        self.num_copies += len(output.blocks_to_copy)
+        scheduler.check()
+
+    def on_fork(self, scheduler, parent, child):
+        self.num_forks += 1
+
+
+@pytest.fixture(scope="module")
+def both():
+    """A random Llama of `transformers`, and MiniGPT with its weights. Their logits are spread, so that none tie."""
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=SHAPE.vocab_size,
+            hidden_size=SHAPE.hidden_size,
+            num_hidden_layers=SHAPE.num_layers,
+            num_attention_heads=SHAPE.num_heads,
+            num_key_value_heads=SHAPE.num_kv_heads,
+            head_dim=SHAPE.head_dim,
+            intermediate_size=SHAPE.intermediate_size,
+            max_position_embeddings=SHAPE.max_seq_len,
+            rope_parameters={"rope_type": "default", "rope_theta": SHAPE.rope_theta},
+            rms_norm_eps=SHAPE.norm_eps,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
+    with torch.no_grad():
+        llama.model.embed_tokens.weight.mul_(9)
+    model = MiniGPT(SHAPE).eval()
+    model.load_state_dict(llama.model.state_dict())
+    return llama, model
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = random.Random(2)
+    return [[rng.randrange(SHAPE.vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+def theirs(llama, prompt, params):
+    """What `transformers` finds: (tokens, score), the best first."""
+    out = llama.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        generation_config=transformers.GenerationConfig(
+            num_beams=params.beam_width,
+            num_return_sequences=params.beam_width,
+            max_new_tokens=params.max_tokens,
+            length_penalty=params.length_penalty,
+            early_stopping=False,
+            do_sample=False,
+            eos_token_id=list(params.stop_token_ids) or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        ),
+    )
+    found = []
+    for tokens, score in zip(out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist(), strict=True):
+        end = next((place + 1 for place, token in enumerate(tokens) if token in params.stop_token_ids), len(tokens))
+        found.append((tokens[:end], score))
+    return found
+
+
+@pytest.mark.parametrize("stop_token_ids", [(), (3,), (3, 7), tuple(range(20))], ids=len)
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize(("beam_width", "max_tokens"), [(2, 1), (3, 7), (5, 12)])
+def test_answers_and_scores(both, prompts, beam_width, max_tokens, length_penalty, stop_token_ids):
+    """With memory for all; with so little that beams are preempted and run ahead of each other; and without forks."""
+    llama, model = both
+    params = BeamSearchParams(beam_width, max_tokens, length_penalty, stop_token_ids)
+    expected = [theirs(llama, prompt, params) for prompt in prompts]
+    options: dict[str, Any]
+    for options in ({"num_blocks": 200}, {"num_blocks": 14}, {"num_blocks": 60, "prefix_caching": False}):
+        llm = LLM(model, **{"scheduler": "paged", "block_size": 4, "prefix_caching": True} | options)
+        for found, wanted in zip(beam_search(llm, prompts, params), expected, strict=True):
+            assert [beam.token_ids for beam in found] == [tokens for tokens, _ in wanted]
+            assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], abs=1e-4)
+        assert not llm.has_unfinished
+        assert llm.scheduler.pool.num_used == 0
+
+
+def test_it_is_tested_under_pressure(both, prompts):
+    counts = Counts()
+    llm = LLM(both[1], scheduler=SharingScheduler(num_blocks=14, block_size=4), observers=[counts])
+    beam_search(llm, prompts, BeamSearchParams(5, 12))
+    assert counts.num_preempted > 3
+    assert counts.num_copies > 3
+    assert counts.num_forks > 20
+
+
+def test_one_beam_is_greedy(both, prompts):
+    _, model = both
+    llm = LLM(model, scheduler="paged", prefix_caching=True)
+    from minicache.sampling import SamplingParams
+
+    greedy = [answer.token_ids for answer in llm.generate(prompts, SamplingParams(max_tokens=9))]
+    assert [[beam.token_ids for beam in beams] for beams in beam_search(llm, prompts, BeamSearchParams(1, 9))] == [
+        [tokens] for tokens in greedy
+    ]
+
+
+def test_text(model, tokenizer):
+    [beams] = beam_search(LLM(prefix_caching=True), ["The"], BeamSearchParams(3, 8))
+    assert len(beams) == 3
+    assert beams == sorted(beams, key=lambda beam: -beam.score)
+    for beam in beams:
+        shown = [token for token in beam.token_ids if token != tokenizer.end_token_id]
+        assert "The" + beam.text == tokenizer.decode(tokenizer.encode("The") + shown)
+
+
+def test_a_beam_that_outgrows_the_memory(both):
+    """3 blocks of 4: a prompt of 8 and 20 tokens more do not fit. What was found so far is the answer."""
+    llm = LLM(both[1], scheduler=SharingScheduler(num_blocks=3, block_size=4))
+    [beams] = beam_search(llm, [[1] * 8], BeamSearchParams(2, 20))
+    assert {beam.finish_reason for beam in beams} == {"capacity"}
+    assert not llm.has_unfinished
+    assert llm.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"beam_width": 0}, ValueError, "beam_width"),
+        ({"beam_width": 2.0}, TypeError, "beam_width"),
+        ({"beam_width": 2, "max_tokens": 0}, ValueError, "max_tokens"),
+        ({"beam_width": 2, "length_penalty": "1"}, TypeError, "length_penalty"),
+        ({"beam_width": 2, "stop_token_ids": [-1]}, ValueError, "stop token"),
+    ],
+)
+def test_params_that_are_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        BeamSearchParams(**options)
+
+
+def test_calls_that_are_refused(both, prompts):
+    from minicache.sampling import SamplingParams
+
+    llm = LLM(both[1])
+    with pytest.raises(TypeError, match="BeamSearchParams"):
+        beam_search(llm, prompts, SamplingParams())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="list"):
+        beam_search(llm, "The", BeamSearchParams(2))
+    with pytest.raises(IndexError, match="vocabulary"):
+        beam_search(llm, [[1], [99]], BeamSearchParams(2))
+    assert not llm.has_unfinished
+    llm.add_request(prompts[0], SamplingParams())
+    with pytest.raises(ValueError, match="engine of its own"):
+        beam_search(llm, prompts, BeamSearchParams(2))
+
+
+def test_a_model_that_fails_leaves_nothing_behind(both, prompts):
+    llm = LLM(both[1], scheduler="paged", prefix_caching=True)
+    fine, calls = llm.run_model, []
+
+    def fails(output):
+        calls.append(output)
+        if len(calls) == 4:
+            raise RuntimeError("out of order")
+        return fine(output)
+
+    llm.run_model = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of order"):
+        beam_search(llm, prompts, BeamSearchParams(3, 8))
+    assert not llm.has_unfinished
+    assert llm.scheduler.pool.num_used == 0
+    assert [len(beams) for beams in beam_search(llm, prompts, BeamSearchParams(3, 8))] == [3] * len(prompts)
+
+
+# The decisions, by hand
+
+
+def test_three_steps_by_hand():
+    """Two beams over tokens 0, 1, 2; token 2 ends. Log-probabilities are whole numbers."""
+    search = BeamSearch(BeamSearchParams(2, length_penalty=1.0), [2], max_tokens=3)
+    assert search.num_candidates == 4
+    # −1 for 0, −2 for 2 (which ends, second of all: an answer), −4 for 1.
+    assert search.advance([[(0, -1.0), (2, -2.0), (1, -4.0)]]) == [Step(0, 0), Step(0, 1)]
+    assert [(beam.token_ids, beam.score) for beam in search.answers] == [([2], -2.0)]
+    # Beam 0 (−1): 1 for −2, 2 for −5. Beam 1 (−4): 0 for −1, 2 for −1.5. In all −3, −5, −5.5, −6: none that ends is
+    # among the first two.
+    assert search.advance([[(1, -2.0), (2, -5.0)], [(0, -1.0), (2, -1.5)]]) == [Step(0, 1), Step(1, 0)]
+    assert len(search.answers) == 1
+    # The third token is the last: the two likeliest are answers, −4 / 3 and −6 / 3.
+    assert search.advance([[(0, -1.0), (1, -9.0)], [(1, -1.0), (0, -9.0)]]) == []
+    assert search.is_over
+    assert [(beam.token_ids, beam.finish_reason) for beam in search.answers] == [([0, 1, 0], "length"), ([2], "stop")]
+    assert search.answers[0].score == pytest.approx(-4 / 3)
+
+
+def test_it_ends_when_no_beam_can_be_better():
+    """Two answers at once, and the best beam is not better than the worse of them: over, long before max_tokens."""
+    search = BeamSearch(BeamSearchParams(2, length_penalty=0.0), [2, 3], max_tokens=50)
+    assert search.advance([[(2, -1.0), (3, -1.5), (0, -1.5), (1, -2.0)]]) == []
+    assert search.is_over
+    assert [beam.token_ids for beam in search.answers] == [[2], [3]]

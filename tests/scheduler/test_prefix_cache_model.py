@@ -1,0 +1,160 @@
+"""The prefix cache against a model of a production scheduler's, written with lists and whole prefixes, and no hash.
+
+The model does what vLLM's scheduler does: blocks are cached as soon as a step is scheduled that fills them, a hit
+leaves at least one token to compute, freed blocks go to the end of the line from a request's last to its first, and
+whoever is handed a cached block evicts it. Compared are block ids, hits, preemptions and the order of all of them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from minicache.request import Request
+from minicache.scheduler import Scheduler, create_scheduler
+
+BLOCK = 4
+
+
+@dataclass
+class Model:
+    num_blocks: int
+    max_num_seqs: int
+    budget: int
+    waiting: list[dict[str, Any]] = field(default_factory=list)
+    running: list[dict[str, Any]] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    owners: dict[int, int] = field(default_factory=dict)
+    cached: list[tuple[Any, int]] = field(default_factory=list)  # (salt and whole prefix, block), oldest first
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.num_blocks))
+
+    def find(self, it: dict[str, Any]) -> list[int]:
+        found = []
+        for end in range(BLOCK, len(it["tokens"]), BLOCK):  # the last token is never in it
+            blocks = [block for name, block in self.cached if name == (it["salt"], tuple(it["tokens"][:end]))]
+            if not blocks:
+                break
+            found.append(blocks[0])
+        return found
+
+    def take(self) -> int:
+        block = self.free.pop(0)
+        self.cached = [(name, each) for name, each in self.cached if each != block]
+        self.owners[block] = 1
+        return block
+
+    def let_go(self, it: dict[str, Any]) -> None:
+        for block in reversed(it["blocks"]):
+            self.owners[block] -= 1
+            if not self.owners[block]:
+                self.free.append(block)
+        it["blocks"], it["computed"] = [], 0
+
+    def name(self, it: dict[str, Any], num_new: int) -> None:
+        for end in range(BLOCK, it["computed"] + num_new + 1, BLOCK):
+            block = it["blocks"][end // BLOCK - 1]
+            if end > it["computed"] and all(each != block for _, each in self.cached):
+                self.cached.append(((it["salt"], tuple(it["tokens"][:end])), block))
+
+    def step(self) -> tuple[dict[int, tuple[int, list[int]]], list[int]]:
+        """id → (tokens, blocks), and who is preempted."""
+        work, preempted, turn = {}, [], 0
+        while turn < len(self.running):
+            it = self.running[turn]
+            missing = -(-len(it["tokens"]) // BLOCK) - len(it["blocks"])
+            while missing > len(self.free) and it in self.running:
+                victim = self.running.pop()
+                self.let_go(victim)
+                self.waiting.insert(0, victim)
+                preempted.append(victim["id"])
+            if it not in self.running:
+                break
+            it["blocks"] += [self.take() for _ in range(missing)]
+            self.name(it, 1)
+            work[it["id"]] = (1, list(it["blocks"]))
+            turn += 1
+        left = self.budget - len(work)
+        while self.waiting and not preempted and len(self.running) < self.max_num_seqs:
+            it = self.waiting[0]
+            found = self.find(it)
+            num_new = len(it["tokens"]) - len(found) * BLOCK
+            missing = -(-len(it["tokens"]) // BLOCK) - len(found)
+            if num_new > left or missing + sum(block in self.free for block in found) > len(self.free):
+                break
+            for block in found:
+                if block in self.free:
+                    self.free.remove(block)
+                self.owners[block] = self.owners.get(block, 0) + 1
+            it["blocks"] = found + [self.take() for _ in range(missing)]
+            it["computed"] = len(found) * BLOCK
+            self.name(it, num_new)
+            self.running.append(self.waiting.pop(0))
+            work[it["id"]] = (num_new, list(it["blocks"]))
+            left -= num_new
+        return work, preempted
+
+    def report(self, work: dict[int, Any], token_ids: dict[int, int]) -> None:
+        for it in list(self.running):
+            if it["id"] in work:
+                it["computed"] = len(it["tokens"])
+                it["tokens"].append(token_ids[it["id"]])
+                it["left"] -= 1
+                if not it["left"]:
+                    self.running.remove(it)
+                    self.let_go(it)
+
+
+def a_workload(rng: random.Random, budget: int, num_blocks: int) -> list[tuple[int, list[int], int, str | None]]:
+    """Prompts that begin alike, some of them the whole of an earlier one: (step of arrival, prompt, answer, salt)."""
+    stems = [[rng.randrange(3) for _ in range(rng.randint(1, 20))] for _ in range(3)]
+    most = min(budget, num_blocks * BLOCK - 8)
+    requests = []
+    for _ in range(rng.randint(3, 14)):
+        prompt = rng.choice(stems)[: rng.randint(1, 20)] + [rng.randrange(3) for _ in range(rng.randint(0, 9))]
+        requests.append((rng.randint(0, 12), prompt[:most], rng.randint(1, 7), rng.choice([None, None, "a"])))
+    return sorted(requests, key=lambda each: each[0])
+
+
+@pytest.mark.parametrize("name", ["paged", "fair"])
+@pytest.mark.parametrize("seed", range(150))
+def test_blocks_hits_and_victims_are_the_models(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    num_blocks, seats, budget = rng.randint(8, 20), rng.randint(1, 6), rng.choice([24, 40, 200])
+    model = Model(num_blocks, seats, budget)
+    scheduler: Scheduler = create_scheduler(
+        name,
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        prefix_caching=True,
+    )
+    coming = a_workload(rng, budget, num_blocks)
+    requests: dict[int, Request] = {}
+    for step in range(400):
+        for arrival in [each for each in coming if each[0] == step]:
+            _, prompt, left, salt = arrival
+            number = len(requests)
+            requests[number] = Request(number, prompt, left, cache_salt=salt)
+            scheduler.add_request(requests[number])
+            model.waiting.append(
+                {"id": number, "tokens": list(prompt), "left": left, "salt": salt, "blocks": [], "computed": 0}
+            )
+        output, (work, preempted) = scheduler.schedule(), model.step()
+        got = {
+            each.request_id: (output.num_scheduled_tokens[each.request_id], each.block_ids) for each in output.scheduled
+        }
+        assert (got, output.preempted) == (work, preempted)
+        token_ids = {request_id: rng.randrange(3) for request_id in work}
+        scheduler.update_from_output(output, token_ids)
+        model.report(work, token_ids)
+        scheduler.check()
+        assert scheduler.pool.num_free == len(model.free)
+        if not scheduler.has_unfinished and step > 12:
+            return
+    pytest.fail("requests are left")

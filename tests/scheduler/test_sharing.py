@@ -1,0 +1,341 @@
+"""Sharing: hits, forks and copies, by cases with known outcomes and by random runs, checked after every step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minicache.errors import OutOfBlocksError
+from minicache.request import Request, RequestStatus
+from minicache.scheduler import (
+    FairSharingScheduler,
+    SharingScheduler,
+    create_scheduler,
+)
+from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.observe import observe
+
+SCHEDULERS = {"paged": SharingScheduler, "fair": FairSharingScheduler}
+both = pytest.mark.parametrize("cls", SCHEDULERS.values(), ids=SCHEDULERS)
+
+
+def step(scheduler, token=7):
+    output = scheduler.schedule()
+    ended = scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, token))
+    scheduler.check()
+    return output, ended
+
+
+def run(scheduler, *requests):
+    """Serve these to their end, and say how many tokens each computed in its first step."""
+    firsts = {}
+    for request in requests:
+        scheduler.add_request(request)
+    while scheduler.has_unfinished:
+        output, _ = step(scheduler)
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            firsts.setdefault(request_id, num_new)
+    return firsts
+
+
+# The prefix cache
+
+
+@both
+def test_a_prompt_of_exactly_three_blocks(cls):
+    """48 tokens, cached and sent again: 32 are found, because one token must be computed. With one more: 48."""
+    scheduler = cls(num_blocks=20, prefix_caching=True)
+    prompt = list(range(48))
+    assert run(scheduler, Request("a", prompt, 2)) == {"a": 48}
+    b, c = Request("b", prompt, 1), Request("c", [*prompt, 99], 1)
+    assert run(scheduler, b) == {"b": 16}
+    assert run(scheduler, c) == {"c": 1}
+    assert (b.num_cached_tokens, c.num_cached_tokens) == (32, 48)
+    assert (scheduler.stats.num_requests, scheduler.stats.num_queried_tokens, scheduler.stats.num_hit_tokens) == (
+        3,
+        48 + 48 + 49,
+        80,
+    )
+
+
+@both
+def test_two_that_are_admitted_in_one_step_share(cls):
+    scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
+    a, b = Request("a", [1] * 9, 3), Request("b", [1] * 9, 3)
+    scheduler.add_request(a)
+    scheduler.add_request(b)
+    output, _ = step(scheduler)
+    assert output.num_scheduled_tokens == {"a": 9, "b": 1}
+    assert a.block_ids[:2] == b.block_ids[:2]
+    assert a.block_ids[2] != b.block_ids[2]
+
+
+@both
+def test_answers_are_found_too(cls):
+    """The second turn of a chat: the first prompt, its answer, and new words."""
+    scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
+    first = Request("a", [1] * 6, 7)
+    run(scheduler, first)
+    assert run(scheduler, Request("b", [*first.prompt_token_ids, *first.output_token_ids, 5, 5], 1)) == {"b": 15 - 12}
+
+
+@both
+def test_salts_and_adapters_keep_apart(cls):
+    scheduler = cls(num_blocks=40, block_size=4, prefix_caching=True)
+    prompt = [1] * 12
+    run(scheduler, Request("a", prompt, 1, cache_salt="x"))
+    options = [{}, {"cache_salt": "y"}, {"adapter": "x"}, {"cache_salt": "x", "adapter": "z"}, {"cache_salt": "x"}]
+    computed = [run(scheduler, Request(n, prompt, 1, **each))[n] for n, each in enumerate(options)]
+    assert computed == [12, 12, 12, 12, 4]
+
+
+@both
+def test_a_victim_finds_its_own_blocks(cls):
+    """10 blocks of 16, two prompts of 80: the second is preempted, and computes what of its blocks was handed out."""
+    scheduler = cls(num_blocks=10, prefix_caching=True)
+    for number in (0, 1):
+        scheduler.add_request(Request(number, [number] * 80, 20))
+    assert step(scheduler)[0].num_scheduled_tokens == {0: 80, 1: 80}
+    output, _ = step(scheduler)
+    assert (output.num_scheduled_tokens, output.preempted) == ({0: 1}, [1])
+    while 1 not in output.num_scheduled_tokens:
+        output, _ = step(scheduler)
+    # It had 5 full blocks. The first request took two of them in its 20 steps, from the tail: 81 − 3 · 16.
+    assert output.num_scheduled_tokens[1] == 81 - 3 * 16 - (16 if len(scheduler.running[-1].block_ids) > 6 else 0)
+
+
+@both
+def test_a_step_that_never_came_is_not_found(cls):
+    """The model failed and the request was given up: its blocks hold nothing. Who shared them computes all himself."""
+    scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
+    for name in "ab":
+        scheduler.add_request(Request(name, [1] * 9, 3))
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 9, "b": 1}
+    scheduler.abort_request("a")
+    scheduler.check()
+    output, _ = step(scheduler)
+    assert output.num_scheduled_tokens == {"b": 9}
+    c = Request("c", [1] * 9, 1)
+    assert run(scheduler, c)["c"] == 1  # b's, by now
+
+
+@both
+def test_a_step_that_is_ordered_again_orders_the_same(cls):
+    scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
+    for name in "ab":
+        scheduler.add_request(Request(name, [1] * 9, 3))
+    first = scheduler.schedule()
+    scheduler.add_request(Request("c", [1] * 9, 3))
+    output, _ = step(scheduler)
+    assert first.num_scheduled_tokens == {"a": 9, "b": 1}
+    assert output.num_scheduled_tokens == {"a": 9, "b": 1, "c": 1}
+
+
+@both
+def test_a_hit_pays_for_tokens_and_blocks(cls):
+    """A step of 10 tokens has room for a prompt of 12 of which 8 are found; 2 blocks in use need not be free again."""
+    scheduler = cls(num_blocks=6, block_size=4, max_num_batched_tokens=12, prefix_caching=True)
+    a, b = Request("a", [1] * 11, 9), Request("b", [1] * 11, 9)
+    scheduler.add_request(a)
+    step(scheduler)
+    scheduler.add_request(b)
+    assert step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 3}
+    assert scheduler.pool.num_used == 4
+
+
+@both
+def test_reset(cls):
+    scheduler = cls(num_blocks=20, prefix_caching=True)
+    run(scheduler, Request("a", [1] * 40, 2))
+    scheduler.add_request(Request("b", [1] * 40, 2))
+    step(scheduler)
+    with pytest.raises(ValueError, match="in use"):
+        scheduler.reset_prefix_cache()
+    run(scheduler)
+    scheduler.reset_prefix_cache()
+    assert run(scheduler, Request("c", [1] * 40, 2)) == {"c": 40}
+    with pytest.raises(ValueError, match="prefix_caching=True"):
+        cls(num_blocks=20).reset_prefix_cache()
+
+
+def test_only_what_shares_blocks_has_a_prefix_cache():
+    for name in ("static", "continuous"):
+        with pytest.raises(ValueError, match="reserves blocks"):
+            create_scheduler(name, num_blocks=8, prefix_caching=True)
+    with pytest.raises(TypeError, match="prefix_caching"):
+        create_scheduler("fair", num_blocks=8, prefix_caching=1)  # type: ignore[arg-type]
+    assert type(create_scheduler("paged", num_blocks=8, prefix_caching=True)) is SharingScheduler
+    assert type(create_scheduler("fair", num_blocks=8, prefix_caching=True)) is FairSharingScheduler
+
+
+# Forks
+
+
+def decoding(cls, num_prompt, max_tokens=20, **options):
+    scheduler = cls(**{"num_blocks": 20, "block_size": 4} | options)
+    request = Request("a", [1] * num_prompt, max_tokens)
+    scheduler.add_request(request)
+    step(scheduler)
+    return scheduler, request
+
+
+@both
+def test_a_fork_takes_no_block_and_the_first_write_copies(cls):
+    """6 tokens in blocks of 4: both share two blocks, and the second is half full. Who writes first gets a copy."""
+    scheduler, a = decoding(cls, 6)
+    b = scheduler.fork_request("a", "b")
+    assert (b.block_ids, b.num_computed_tokens, b.output_token_ids) == ([0, 1], 6, [7])
+    assert scheduler.pool.num_used == 2
+    output, _ = step(scheduler)
+    assert output.num_scheduled_tokens == {"a": 1, "b": 1}
+    assert output.blocks_to_copy == [(1, 2)]
+    assert (a.block_ids, b.block_ids) == ([0, 2], [0, 1])
+    output, _ = step(scheduler)
+    assert output.blocks_to_copy == []
+
+
+@both
+def test_a_full_tail_is_never_copied(cls):
+    scheduler, a = decoding(cls, 8)
+    b = scheduler.fork_request("a", "b")
+    output, _ = step(scheduler)
+    assert output.blocks_to_copy == []
+    assert (a.block_ids, b.block_ids) == ([0, 1, 2], [0, 1, 3])
+
+
+@both
+@pytest.mark.parametrize(
+    ("num_prompt", "outputs", "num_computed", "blocks", "copies"),
+    [
+        (6, [], 4, [0], 0),  # the parent has gone on in that block, and filled it
+        (8, [], 7, [0, 1], 1),  # in a block that is full of what both have
+        (6, [7, 7, 8, 9], 8, [0, 1], 0),  # the same up to the end of a block
+        (6, [7, 8], 4, [0], 0),
+        (9, [], 8, [0, 1], 0),  # the prompt's last token again, in a block of its own
+        (9, [7, 8], 10, [0, 1, 2], 1),
+        (9, [8, 7], 9, [0, 1, 2], 1),
+        (7, [7, 8, 9, 9], 8, [0, 1], 0),
+        (7, [8, 9], 4, [0], 0),  # the parent has gone on in that block with another token, and filled it
+        (1, [], 0, [], 0),
+    ],
+)
+def test_a_fork_may_differ_from_its_parent(cls, num_prompt, outputs, num_computed, blocks, copies):
+    """What both have in common is shared, as far as it is computed; the twin computes the rest."""
+    scheduler, _ = decoding(cls, num_prompt)
+    step(scheduler)
+    step(scheduler)  # the parent has three tokens 7, of which two are computed
+    b = scheduler.fork_request("a", "b", outputs)
+    assert (b.num_computed_tokens, b.block_ids, b.output_token_ids) == (num_computed, blocks, outputs)
+    output, _ = step(scheduler)
+    assert output.num_scheduled_tokens == {"a": 1, "b": num_prompt + len(outputs) - num_computed}
+    assert len(output.blocks_to_copy) == copies
+
+
+@both
+def test_a_copy_is_paid_for_before_anything_is_promised(cls):
+    """Two blocks, both shared by two, no block free: the copy needs one, so the twin is preempted, and comes back."""
+    scheduler, a = decoding(cls, 6, num_blocks=2, max_tokens=2)
+    b = scheduler.fork_request("a", "b")
+    output, ended = step(scheduler)
+    assert (output.num_scheduled_tokens, output.preempted, output.blocks_to_copy) == ({"a": 1}, ["b"], [])
+    assert ended == [a]
+    assert b.status is RequestStatus.WAITING
+    output, ended = step(scheduler)
+    assert output.num_scheduled_tokens == {"b": 7}
+    assert ended == [b]
+
+
+@both
+def test_a_family_stays_together(cls):
+    """Forks stand behind their parent and before who came later; the youngest of all is preempted first."""
+    scheduler, _ = decoding(cls, 6)
+    scheduler.add_request(Request("z", [2] * 4, 9))
+    step(scheduler)
+    scheduler.fork_request("a", "b")
+    scheduler.fork_request("a", "c")
+    scheduler.fork_request("b", "d")
+    assert [each.request_id for each in scheduler.running] == ["a", "b", "c", "d", "z"]
+
+
+@both
+def test_what_cannot_be_forked(cls):
+    scheduler, _ = decoding(cls, 6, max_tokens=3)
+    scheduler.add_request(Request("w", [1] * 4, 2))
+    for arguments, says in [
+        (("w", "b"), "cannot be forked"),
+        (("x", "b"), "cannot be forked"),
+        (("a", "a"), "here already"),
+        (("a", "w"), "here already"),
+        (("a", "b", [7, 7, 7]), "at most 2"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            scheduler.fork_request(*arguments)
+    small, _ = decoding(cls, 6, max_num_seqs=1)
+    with pytest.raises(ValueError, match="no seat"):
+        small.fork_request("a", "b")
+    output = scheduler.schedule()
+    with pytest.raises(ValueError, match="between two steps"):
+        scheduler.fork_request("a", "b")
+    scheduler.update_from_output(output, {"a": 7, "w": 7})
+    scheduler.check()
+    assert scheduler.fork_request("a", "b").request_id == "b"
+
+
+# Random runs
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@both
+@pytest.mark.parametrize("seed", range(25))
+def test_random_forks_aborts_and_preemptions(cls, preemption, prefix_caching, seed):
+    rng = random.Random(seed)
+    scheduler = cls(
+        num_blocks=rng.randint(6, 24),
+        block_size=4,
+        max_num_seqs=rng.randint(1, 8),
+        preemption=preemption,
+        num_host_blocks=6 if preemption == "swap" else 0,
+        prefix_caching=prefix_caching,
+    )
+    scheduler = observe(scheduler, SharingAuditor())
+    names, ended, wanted, awaited = iter(range(10**6)), 0, {}, False
+    for turn in range(300):
+        unfinished = [*scheduler.running, *scheduler.waiting.values()]
+        if turn < 60 and rng.random() < 0.3:
+            request = Request(next(names), [rng.randrange(2)] * rng.randint(1, 16), rng.randint(1, 9))
+            scheduler.add_request(request)
+            wanted[request.request_id] = request
+        parents = [each for each in scheduler.running if each.output_token_ids]
+        if turn < 60 and parents and not awaited and rng.random() < 0.3:
+            parent = rng.choice(parents)
+            outputs = parent.output_token_ids[: rng.randint(0, len(parent.output_token_ids))]
+            if rng.random() < 0.5 and len(outputs) + 1 < parent.max_tokens:
+                outputs = [*outputs, rng.randrange(9)]
+            if len(outputs) < parent.max_tokens and scheduler.num_running < scheduler.max_num_seqs:
+                child = scheduler.fork_request(parent.request_id, next(names), outputs)
+                wanted[child.request_id] = child
+                scheduler.check()
+        if unfinished and rng.random() < 0.05:
+            scheduler.abort_request(rng.choice(unfinished).request_id)
+            scheduler.check()
+        output = scheduler.schedule()
+        scheduler.check()
+        if awaited := rng.random() < 0.05:
+            continue  # the step's tokens never come
+        token_ids = {request_id: rng.randrange(3) for request_id in output.num_scheduled_tokens}
+        ended += len(scheduler.update_from_output(output, token_ids))
+        scheduler.check()
+        if turn >= 60 and not scheduler.has_unfinished:
+            break
+    assert not scheduler.has_unfinished
+    assert scheduler.pool.num_used == 0
+    assert {each.status.is_finished for each in wanted.values()} <= {True}
+    assert ended > 0
+
+
+def test_the_pool_says_what_it_has_not():
+    scheduler = SharingScheduler(num_blocks=1, block_size=4, prefix_caching=True)
+    with pytest.raises(OutOfBlocksError):
+        scheduler.pool.allocate(2)

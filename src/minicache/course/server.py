@@ -80,7 +80,7 @@ class PytestServer:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "minicache.course.server", *self._preload],
-            env=kept | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            env=kept | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

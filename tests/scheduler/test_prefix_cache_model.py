@@ -1,8 +1,9 @@
-"""The prefix cache against a model of a production scheduler's, written with lists and whole prefixes, and no hash.
+"""Prefix cache and chunks against a model of a production scheduler, written with lists and whole prefixes, no hash.
 
 The model does what vLLM's scheduler does: blocks are cached as soon as a step is scheduled that fills them, a hit
 leaves at least one token to compute, freed blocks go to the end of the line from a request's last to its first, and
-whoever is handed a cached block evicts it. Compared are block ids, hits, preemptions and the order of all of them.
+whoever is handed a cached block evicts it. With chunks, one budget of tokens a step goes to the batch first, and then
+to those who wait. Compared are block ids, hits, chunks, preemptions and the order of all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ class Model:
     num_blocks: int
     max_num_seqs: int
     budget: int
+    chunked: bool = False
+    threshold: int = 0
+    caching: bool = True
+    left: int = 0
     waiting: list[dict[str, Any]] = field(default_factory=list)
     running: list[dict[str, Any]] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
@@ -61,12 +66,17 @@ class Model:
             if end > it["computed"] and all(each != block for _, each in self.cached):
                 self.cached.append(((it["salt"], tuple(it["tokens"][:end])), block))
 
+    def chunk(self, it: dict[str, Any], num_computed: int) -> int:
+        num_new = len(it["tokens"]) - num_computed
+        return min(num_new, self.threshold or num_new, self.left) if self.chunked else num_new
+
     def step(self) -> tuple[dict[int, tuple[int, list[int]]], list[int]]:
         """id → (tokens, blocks), and who is preempted."""
-        work, preempted, turn = {}, [], 0
-        while turn < len(self.running):
+        work, preempted, turn, self.left = {}, [], 0, self.budget
+        while turn < len(self.running) and (self.left or not self.chunked):
             it = self.running[turn]
-            missing = -(-len(it["tokens"]) // BLOCK) - len(it["blocks"])
+            num_new = self.chunk(it, it["computed"])
+            missing = max(0, -(-(it["computed"] + num_new) // BLOCK) - len(it["blocks"]))
             while missing > len(self.free) and it in self.running:
                 victim = self.running.pop()
                 self.let_go(victim)
@@ -75,16 +85,14 @@ class Model:
             if it not in self.running:
                 break
             it["blocks"] += [self.take() for _ in range(missing)]
-            self.name(it, 1)
-            work[it["id"]] = (1, list(it["blocks"]))
+            self.order(it, num_new, work)
             turn += 1
-        left = self.budget - len(work)
-        while self.waiting and not preempted and len(self.running) < self.max_num_seqs:
+        while self.waiting and not preempted and len(self.running) < self.max_num_seqs and self.left > 0:
             it = self.waiting[0]
-            found = self.find(it)
-            num_new = len(it["tokens"]) - len(found) * BLOCK
-            missing = -(-len(it["tokens"]) // BLOCK) - len(found)
-            if num_new > left or missing + sum(block in self.free for block in found) > len(self.free):
+            found = self.find(it) if self.caching else []
+            num_new = self.chunk(it, len(found) * BLOCK)
+            missing = -(-(len(found) * BLOCK + num_new) // BLOCK) - len(found)
+            if num_new > self.left or missing + sum(block in self.free for block in found) > len(self.free):
                 break
             for block in found:
                 if block in self.free:
@@ -92,16 +100,20 @@ class Model:
                 self.owners[block] = self.owners.get(block, 0) + 1
             it["blocks"] = found + [self.take() for _ in range(missing)]
             it["computed"] = len(found) * BLOCK
-            self.name(it, num_new)
             self.running.append(self.waiting.pop(0))
-            work[it["id"]] = (num_new, list(it["blocks"]))
-            left -= num_new
+            self.order(it, num_new, work)
         return work, preempted
 
+    def order(self, it: dict[str, Any], num_new: int, work: dict[int, tuple[int, list[int]]]) -> None:
+        if self.caching:
+            self.name(it, num_new)
+        work[it["id"]] = (num_new, list(it["blocks"]))
+        self.left -= num_new
+
     def report(self, work: dict[int, Any], token_ids: dict[int, int]) -> None:
-        for it in list(self.running):
-            if it["id"] in work:
-                it["computed"] = len(it["tokens"])
+        for it in [each for each in self.running if each["id"] in work]:
+            it["computed"] += work[it["id"]][0]
+            if it["computed"] == len(it["tokens"]):
                 it["tokens"].append(token_ids[it["id"]])
                 it["left"] -= 1
                 if not it["left"]:
@@ -135,8 +147,33 @@ def test_blocks_hits_and_victims_are_the_models(name: str, seed: int) -> None:
         prefix_caching=True,
     )
     coming = a_workload(rng, budget, num_blocks)
+    assert_the_same(scheduler, model, coming, rng)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_chunks_are_the_models(seed: int) -> None:
+    rng = random.Random(seed)
+    num_blocks, seats, budget = rng.randint(8, 20), rng.randint(1, 6), rng.choice([3, 5, 8, 24, 200])
+    threshold, caching = rng.choice([0, 0, 2, 5]), rng.random() < 0.7
+    model = Model(num_blocks, seats, budget, True, threshold, caching)
+    scheduler = create_scheduler(
+        "chunked",
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        prefix_caching=caching,
+        long_prefill_threshold=threshold,
+    )
+    assert_the_same(scheduler, model, a_workload(rng, 10**6, num_blocks), rng)
+
+
+def assert_the_same(
+    scheduler: Scheduler, model: Model, coming: list[tuple[int, list[int], int, str | None]], rng: random.Random
+) -> None:
+    """Run both, step by step, to the end."""
     requests: dict[int, Request] = {}
-    for step in range(400):
+    for step in range(2000):
         for arrival in [each for each in coming if each[0] == step]:
             _, prompt, left, salt = arrival
             number = len(requests)

@@ -15,6 +15,8 @@ from minicache.scheduler.drive import drive
 TOKEN, STOP = 7, 9
 
 each_stage = pytest.mark.parametrize("stage", SCHEDULERS)
+each_whole = pytest.mark.parametrize("stage", [stage for stage in SCHEDULERS if stage != "chunked"])
+"""Stages that compute a prompt in one step."""
 reserving = pytest.mark.parametrize("stage", ["static", "continuous"])
 paging = pytest.mark.parametrize("stage", ["paged", "fair"])
 
@@ -106,8 +108,8 @@ def test_too_large_for_the_pool(stage: str) -> None:
         ({"watermark": False}, TypeError),
         ({"prefix_caching": None}, TypeError),
         ({"prefix_caching": 1}, TypeError),
-        ({"long_prefill_threshold": 8}, ValueError),
-        ({"long_prefill_threshold": 0.0}, ValueError),
+        ({"long_prefill_threshold": -1}, ValueError),
+        ({"long_prefill_threshold": 0.0}, TypeError),
     ],
     ids=str,
 )
@@ -124,9 +126,15 @@ def test_stages_that_reserve_share_nothing(stage: str) -> None:
         create_scheduler(stage, num_blocks=8, prefix_caching=True)
 
 
+@each_whole
+def test_a_limit_on_chunks_where_there_are_none(stage: str) -> None:
+    with pytest.raises(ValueError, match="long_prefill_threshold"):
+        create_scheduler(stage, num_blocks=8, long_prefill_threshold=8)
+
+
 def test_no_such_stage() -> None:
-    with pytest.raises(ValueError, match="static, continuous, paged, fair"):
-        create_scheduler("chunked", num_blocks=8)
+    with pytest.raises(ValueError, match="static, continuous, paged, fair, chunked"):
+        create_scheduler("chunky", num_blocks=8)
 
 
 @each_stage
@@ -139,7 +147,7 @@ def test_every_seat_is_taken_and_no_more(stage: str, max_num_seqs: int) -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (max_num_seqs, 10 - max_num_seqs)
 
 
-@each_stage
+@each_whole
 @pytest.mark.parametrize(("budget", "admitted"), [(15, [0, 1, 2]), (14, [0, 1]), (10, [0, 1]), (9, [0]), (5, [0])])
 def test_the_steps_tokens_are_spent_and_no_more(stage: str, budget: int, admitted: list[int]) -> None:
     scheduler = create_scheduler(stage, num_blocks=100, max_num_batched_tokens=budget)
@@ -387,7 +395,7 @@ def test_a_status_that_is_no_end(stage: str) -> None:
 @each_stage
 def test_a_refused_request_leaves_no_trace(stage: str) -> None:
     scheduler = create_scheduler(stage, num_blocks=8, max_num_batched_tokens=20, max_model_len=30)
-    for large in (request_of("a", 21), request_of("a", 30), request_of("a", 1000)):
+    for large in (request_of("a", 30), request_of("a", 1000), *[request_of("a", 21)] * (stage != "chunked")):
         before = state(scheduler, large)
         with pytest.raises(RequestTooLargeError):
             scheduler.add_request(large)

@@ -7,6 +7,7 @@
 | `paged` | "paged" | phase 6 | memory by the block; who leaves the batch when it runs out |
 | `fair` | "fair" | phase 7 | the order: priority, arrival, groups; nobody is overtaken for ever |
 | `sharing` | "paged", "fair" | phase 8 | with `prefix_caching`: who shares which block with whom |
+| `chunked` | "chunked" | phase 9 | how many of its tokens a request computes in a step |
 
 Pure standard library.
 """
@@ -14,16 +15,19 @@ Pure standard library.
 from __future__ import annotations
 
 from minicache.scheduler.base import Scheduler, SchedulerOptions
+from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler, Preemption, require_paged_options
 from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
 from minicache.scheduler.static import StaticBatchScheduler
+from minicache.specs import require_count
 
 __all__ = [
     "SCHEDULERS",
     "AllocStatus",
+    "ChunkedPrefillScheduler",
     "ContinuousBatchScheduler",
     "FairScheduler",
     "FairSharingScheduler",
@@ -35,7 +39,7 @@ __all__ = [
     "create_scheduler",
 ]
 
-SCHEDULERS = ("static", "continuous", "paged", "fair")
+SCHEDULERS = ("static", "continuous", "paged", "fair", "chunked")
 """The names of the stages, in the order in which the course builds them."""
 
 
@@ -56,7 +60,7 @@ def create_scheduler(
     """A scheduler by the name of its stage.
 
     Args:
-        name: "static", "continuous", "paged" or "fair".
+        name: "static", "continuous", "paged", "fair" or "chunked".
         num_blocks: blocks of the cache, ≥ 1.
         block_size: tokens of a block, ≥ 1.
         max_num_seqs: the most requests in the batch, ≥ 1.
@@ -68,14 +72,15 @@ def create_scheduler(
         watermark: the part of the pool that an admission must leave free, 0 ≤ watermark < 1.
         prefix_caching: find beginnings of prompts that are computed already. Not with "static" and "continuous", which
             give blocks away for a whole answer.
-        long_prefill_threshold: phase 9 brings it; until then only 0.
+        long_prefill_threshold: the most tokens of one request in one step; 0: no such limit. For "chunked" only.
 
     Raises:
         TypeError: an option has the wrong type.
         ValueError: there is no such stage or option yet, or a number is out of its bounds.
     """
-    if type(long_prefill_threshold) is not int or long_prefill_threshold:
-        raise ValueError("long_prefill_threshold comes with phase 9: leave it out")
+    require_count("long_prefill_threshold", long_prefill_threshold, at_least=0)
+    if long_prefill_threshold and name != "chunked":
+        raise ValueError(f'long_prefill_threshold: "{name}" computes a prompt in one step; take "chunked"')
     if not isinstance(prefix_caching, bool):
         raise TypeError(f"prefix_caching must be True or False; got {prefix_caching!r}")
     if prefix_caching and name in ("static", "continuous"):
@@ -103,4 +108,8 @@ def create_scheduler(
             return SharingScheduler(**paged, prefix_caching=True) if prefix_caching else PagedScheduler(**paged)
         case "fair":
             return FairSharingScheduler(**paged, prefix_caching=True) if prefix_caching else FairScheduler(**paged)
+        case "chunked":
+            return ChunkedPrefillScheduler(
+                **paged, prefix_caching=prefix_caching, long_prefill_threshold=long_prefill_threshold
+            )
     raise ValueError(f"no scheduler {name!r}: there are {', '.join(SCHEDULERS)}")

@@ -1,0 +1,153 @@
+"""Chunked prefill: one budget of tokens a step, and prompts that are computed in pieces beside the decodes.
+
+Phase 9 builds it, on the schedulers of phases 7 and 8. There are no two kinds of steps any more: every request has
+computed some of its tokens, and the step lets it catch up, by as many as the budget has left. So a long prompt never
+holds up those who are in decode for longer than one such step takes (Sarathi-Serve: Agrawal et al., OSDI 2024, §4).
+Pure standard library.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from minicache.blocks import blocks_for
+from minicache.errors import RequestTooLargeError
+from minicache.request import Request, RequestStatus
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import AllocStatus
+from minicache.scheduler.sharing import FairSharingScheduler, SharingOptions
+from minicache.specs import require_count
+
+
+class ChunkedOptions(SharingOptions, total=False):
+    """The keyword arguments of `ChunkedPrefillScheduler`, which documents them."""
+
+    long_prefill_threshold: int
+
+
+class ChunkedPrefillScheduler(FairSharingScheduler):
+    """Spends max_num_batched_tokens a step: first on the batch, in order, then on those who wait.
+
+    A request in decode takes one token of it, a request in its prompt as many as it has left to compute, but no more
+    than the budget has left. Who gets only a part of its prompt computed stays in the batch, with the blocks of that
+    part, and goes on in the next step. So a prompt may be longer than max_num_batched_tokens.
+
+    **The bound.** As with `FairScheduler`, of any STARVATION_BOUND + 1 admissions in a row one is of the request that
+    arrived first. There an admission is worth a token; here one may be preempted in the middle of its prompt, and begin
+    anew. If that happens for the sake of somebody who came later, it is `due`: nobody else is admitted until it has
+    caught up.
+
+    Args:
+        long_prefill_threshold: the most tokens of one request in one step, so that several prompts can go on side by
+            side; 0: as many as the budget has left.
+        options: `FairSharingScheduler`'s.
+
+    Attributes:
+        long_prefill_threshold: as given.
+        due: who must catch up before anybody else is admitted; None if nobody must.
+
+    Raises:
+        TypeError, ValueError: as `FairSharingScheduler`.
+    """
+
+    def __init__(self, *, long_prefill_threshold: int = 0, **options: Unpack[SharingOptions]) -> None:
+        super().__init__(**options)
+        require_count("long_prefill_threshold", long_prefill_threshold, at_least=0)
+        self.long_prefill_threshold = long_prefill_threshold
+        self.due: Request | None = None
+        self._left = self.max_num_batched_tokens  # what the step that is being scheduled may still compute
+
+    def check_size(self, request: Request) -> None:
+        """Raise unless the request can be served once it has the server to itself. Changes nothing.
+
+        Its prompt must leave room for one more token within max_model_len, if there is one, and its blocks must not be
+        more than the whole pool. It may be longer than a step.
+
+        Raises:
+            RequestTooLargeError: the message says which limit, and what to change.
+        """
+        name, num_prompt = f"request {request.request_id!r}", request.num_prompt_tokens
+        if self.max_model_len is not None and num_prompt >= self.max_model_len:
+            raise RequestTooLargeError(
+                f"{name}: a prompt of {num_prompt} tokens leaves no room for an answer within max_model_len "
+                f"{self.max_model_len}: shorten the prompt"
+            )
+        if (needed := blocks_for(num_prompt, self.pool.block_size)) > self.pool.num_blocks:
+            raise RequestTooLargeError(
+                f"{name} needs {needed} blocks and the whole pool has {self.pool.num_blocks}: "
+                f"shorten it, or raise num_blocks"
+            )
+
+    def schedule(self) -> SchedulerOutput:
+        """As `PagedScheduler.schedule`, with a budget of max_num_batched_tokens for all that it orders."""
+        self._left = self.max_num_batched_tokens
+        if self.due is not None and (self.due.status.is_finished or self.has_caught_up(self.due)):
+            self.due = None
+        return super().schedule()
+
+    def head(self) -> Request | None:
+        """As `FairScheduler.head`, unless somebody is due: then that one, or nobody while it is in the batch."""
+        if self.due is None:
+            return super().head()
+        waits = self.due.request_id in self.waiting
+        return self.due if waits and self.is_compatible(self.due) else None
+
+    def preempt(self, request: Request, output: SchedulerOutput) -> None:
+        """As `PagedScheduler.preempt`; and if the request has not caught up, and somebody has overtaken it, it is due.
+
+        Args:
+            request: the last of the batch.
+            output: the step so far, in which it has not been ordered.
+        """
+        lost = not self.has_caught_up(request)
+        super().preempt(request, output)
+        overtaken = any(self.arrival(other) > self.arrival(request) for other in self.running)
+        if lost and overtaken and self.by_arrival.first() is request:
+            self.due = request
+
+    def has_caught_up(self, request: Request) -> bool:
+        """Whether all tokens of a request but the newest are computed: it is in decode."""
+        return request.num_computed_tokens >= request.num_tokens - 1 and request.status is RequestStatus.RUNNING
+
+    def chunk(self, num_tokens: int) -> int:
+        """Of so many tokens that a request has to compute, how many it may in this step."""
+        if self.long_prefill_threshold:
+            num_tokens = min(num_tokens, self.long_prefill_threshold)
+        return min(num_tokens, self._left)
+
+    def num_new_tokens(self, request: Request) -> int:
+        """As `FairSharingScheduler.num_new_tokens`, but a chunk of them."""
+        return self.chunk(super().num_new_tokens(request))
+
+    def blocks_to_admit(self, request: Request) -> int:
+        """Blocks for what is computed or found, and for the chunk that is computed next."""
+        found = max(request.num_computed_tokens, len(self.find_prefix(request)) * self.pool.block_size)
+        return blocks_for(found + self.num_new_tokens(request), self.pool.block_size)
+
+    def can_allocate(self, request: Request) -> AllocStatus:
+        """As `PagedScheduler.can_allocate`; LATER also if the step has no token left."""
+        return super().can_allocate(request) if self._left else AllocStatus.LATER
+
+    def order(self, request: Request, output: SchedulerOutput) -> None:
+        """Have the step compute the request's next chunk, and take it from the budget. Nothing if none is left.
+
+        Args:
+            request: of the batch, and not in the step yet.
+            output: the step so far.
+        """
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        num_new = self.chunk(num_tokens - request.num_computed_tokens)
+        if num_new:
+            output.num_scheduled_tokens[request.request_id] = num_new
+            output.scheduled.append(request)
+            self._left -= num_new
+
+    def blocks_missing(self, request: Request) -> int:
+        """Blocks that a request in the batch must get before its next chunk is computed, copies included."""
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        num_new = self.chunk(num_tokens - request.num_computed_tokens)
+        if not num_new:
+            return 0
+        missing = -(-(request.num_computed_tokens + num_new) // self.pool.block_size) - len(request.block_ids)
+        copies = len(self.written_and_shared(request)) if self._may_share_tails else 0
+        return max(missing, 0) + copies

@@ -1,0 +1,156 @@
+"""Chunked prefill: cases with known outcomes, the bound, and random runs that an auditor watches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minicache.errors import RequestTooLargeError
+from minicache.request import Request
+from minicache.scheduler import ChunkedPrefillScheduler, create_scheduler
+from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.fair import STARVATION_BOUND
+from minicache.scheduler.observe import observe
+
+
+def chunked(**options):
+    return ChunkedPrefillScheduler(**{"num_blocks": 1000} | options)
+
+
+def steps(scheduler, *requests, most=1000):
+    """Serve these, and give what each step computed."""
+    for request in requests:
+        scheduler.add_request(request)
+    work = []
+    while scheduler.has_unfinished and len(work) < most:
+        output = scheduler.schedule()
+        work.append(dict(output.num_scheduled_tokens))
+        scheduler.update_from_output(output, dict.fromkeys(work[-1], 7))
+        scheduler.check()
+    return work
+
+
+def test_three_prompts_of_800_and_a_budget_of_1024():
+    scheduler = chunked(max_num_batched_tokens=1024)
+    work = steps(scheduler, *(Request(number, [number] * 800, 9) for number in range(3)), most=3)
+    assert work == [{0: 800, 1: 224}, {0: 1, 1: 576, 2: 447}, {0: 1, 1: 1, 2: 353}]
+
+
+def test_long_prefill_threshold():
+    """No more than 100 of one prompt in a step: two long ones go on side by side, and decodes with them."""
+    scheduler = chunked(max_num_batched_tokens=250, long_prefill_threshold=100)
+    work = steps(scheduler, *(Request(number, [number] * 210, 9) for number in range(3)), most=4)
+    assert work == [{0: 100, 1: 100, 2: 50}, {0: 100, 1: 100, 2: 50}, {0: 10, 1: 10, 2: 100}, {0: 1, 1: 1, 2: 10}]
+
+
+def test_a_prompt_longer_than_a_step():
+    scheduler, request = chunked(max_num_batched_tokens=8), Request("a", [1] * 20, 2)
+    assert steps(scheduler, request) == [{"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}]
+    assert request.output_token_ids == [7, 7]
+
+
+def test_blocks_come_with_the_chunks():
+    scheduler = chunked(block_size=4, max_num_batched_tokens=8)
+    request = Request("a", [1] * 20, 2)
+    steps(scheduler, request, most=1)
+    assert len(request.block_ids) == 2
+    steps(scheduler, most=1)
+    assert len(request.block_ids) == 4
+
+
+def test_a_budget_smaller_than_the_batch():
+    """3 in decode and 2 tokens a step: the first two go on, the third when one has ended."""
+    scheduler = chunked(max_num_batched_tokens=2)
+    work = steps(scheduler, *(Request(number, [number], 3) for number in range(3)))
+    assert work == [{0: 1, 1: 1}] * 3 + [{2: 1}] * 3
+
+
+def test_a_hit_is_not_in_the_budget():
+    scheduler = chunked(block_size=4, max_num_batched_tokens=8, prefix_caching=True)
+    steps(scheduler, Request("a", [1] * 20, 1))
+    assert steps(scheduler, Request("b", [1] * 20, 1)) == [{"b": 4}]
+
+
+def test_what_is_too_large():
+    scheduler = chunked(num_blocks=4, block_size=4, max_num_batched_tokens=2, max_model_len=12)
+    with pytest.raises(RequestTooLargeError, match="max_model_len"):
+        scheduler.add_request(Request("a", [1] * 12, 1))
+    with pytest.raises(RequestTooLargeError, match="5 blocks"):
+        chunked(num_blocks=4, block_size=4).add_request(Request("a", [1] * 17, 1))
+    assert len(steps(scheduler, Request("a", [1] * 11, 1))) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"long_prefill_threshold": -1}, ValueError), ({"long_prefill_threshold": 2.0}, TypeError)],
+)
+def test_options_that_are_refused(options, error):
+    with pytest.raises(error, match="long_prefill_threshold"):
+        chunked(**options)
+    with pytest.raises(error, match="long_prefill_threshold"):
+        create_scheduler("chunked", num_blocks=8, **options)
+    with pytest.raises(ValueError, match='take "chunked"'):
+        create_scheduler("fair", num_blocks=8, long_prefill_threshold=4)
+
+
+def test_whoever_is_overtaken_in_the_middle_of_its_prompt_is_due():
+    """A long prompt of low priority, and an endless stream that ranks before it and takes its blocks: it ends."""
+    scheduler = chunked(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
+    old = Request("old", [1] * 60, 10, priority=5)
+    scheduler.add_request(old)
+    number = num_preempted = 0
+    while not old.status.is_finished:
+        while scheduler.num_waiting < 4:
+            scheduler.add_request(Request(number, [1] * 8, 20))
+            number += 1
+        output = scheduler.schedule()
+        num_preempted += "old" in output.preempted
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 1))
+        assert number < 10 * STARVATION_BOUND
+    assert num_preempted > 0
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("seed", range(60))
+def test_random_runs(preemption, seed):
+    """Priorities, groups, forks, aborts, steps that fail, and pools and budgets of next to nothing."""
+    rng = random.Random(seed)
+    scheduler = observe(
+        chunked(
+            num_blocks=rng.randint(6, 20),
+            block_size=4,
+            max_num_seqs=rng.randint(1, 8),
+            max_num_batched_tokens=rng.choice([2, 4, 9, 30]),
+            preemption=preemption,
+            num_host_blocks=6 if preemption == "swap" else 0,
+            prefix_caching=rng.random() < 0.6,
+        ),
+        SharingAuditor(),
+    )
+    names, requests, awaited = iter(range(10**6)), [], False
+    for turn in range(4000):
+        if turn < 80 and rng.random() < 0.3:
+            prompt = [rng.randrange(2)] * rng.randint(1, 20)
+            options = {"priority": rng.choice([0, 0, 1]), "group": rng.choice(["text", "text", "image"])}
+            requests.append(Request(next(names), prompt, rng.randint(1, 9), **options))
+            scheduler.add_request(requests[-1])
+        parents = [each for each in scheduler.running if each.output_token_ids]
+        if turn < 80 and parents and not awaited and scheduler.num_running < scheduler.max_num_seqs:
+            parent = rng.choice(parents)
+            outputs = parent.output_token_ids[: rng.randint(0, len(parent.output_token_ids))]
+            if rng.random() < 0.2 and len(outputs) < parent.max_tokens:
+                requests.append(scheduler.fork_request(parent.request_id, next(names), outputs))
+        unfinished = [*scheduler.running, *scheduler.waiting.values()]
+        if unfinished and rng.random() < 0.04:
+            scheduler.abort_request(rng.choice(unfinished).request_id)
+        output = scheduler.schedule()
+        scheduler.check()
+        if awaited := rng.random() < 0.05:
+            continue  # the step's tokens never come
+        scheduler.update_from_output(output, {each: rng.randrange(3) for each in output.num_scheduled_tokens})
+        scheduler.check()
+        if turn >= 80 and not scheduler.has_unfinished:
+            break
+    assert {request.status.is_finished for request in requests} == {True}
+    assert scheduler.pool.num_used == 0

@@ -99,28 +99,28 @@ def main() -> None:
 # The model and the work
 
 
-def the_same_model() -> tuple[Any, MiniGPT]:
-    """A random Llama, twice: `transformers`' and ours, with the same weights."""
+def the_same_model(shape: MiniGPTConfig = SHAPE) -> tuple[Any, MiniGPT]:
+    """A random Llama of that shape, twice: `transformers`' and ours, with the same weights."""
     torch.manual_seed(0)
     llama = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=SHAPE.vocab_size,
-            hidden_size=SHAPE.hidden_size,
-            num_hidden_layers=SHAPE.num_layers,
-            num_attention_heads=SHAPE.num_heads,
-            num_key_value_heads=SHAPE.num_kv_heads,
-            head_dim=SHAPE.head_dim,
-            intermediate_size=SHAPE.intermediate_size,
-            max_position_embeddings=SHAPE.max_seq_len,
-            rope_parameters={"rope_type": "default", "rope_theta": SHAPE.rope_theta},
-            rms_norm_eps=SHAPE.norm_eps,
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size,
+            max_position_embeddings=shape.max_seq_len,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+            rms_norm_eps=shape.norm_eps,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
         )
     ).eval()
-    model = MiniGPT(SHAPE).eval()
+    model = MiniGPT(shape).eval()
     model.load_state_dict(llama.model.state_dict())
     return llama, model
 

@@ -92,11 +92,8 @@ class BeamSearch:
     """Which beams of one prompt go on. Every decision needs the candidates of all of them.
 
     The rules are those of `transformers`' `generate(num_beams=k)` with early_stopping=False, so that both find the same
-    answers. Of all ways in which the beams can go on, the (1 + stop tokens) · k likeliest are looked at, at least 2 k:
-    even if all that can end among them do, k are left. Of those that end, the ones among the first k are answers; the k
-    best answers are kept. Of the others the k best are the next beams. The search is over when k answers are there and
-    the best beam, divided by the penalty of the length it has now, is not better than the worst of them; or when all
-    have max_tokens.
+    answers. At each step the k best ways in which the beams can go on become the next beams, and those of the very best
+    ways that end become answers; `advance` says which, and when the search is over.
 
     Args:
         params: how to search.
@@ -119,18 +116,31 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of each beam's likeliest next tokens `advance` needs: (1 + stop tokens) · k, at least 2 k."""
+        """How many of each beam's likeliest next tokens `advance` needs: (1 + stop tokens) · k, at least 2 k.
+
+        So many ways are ranked, of all beams together: even if all that can end among them do, k are left.
+        """
         return max(2, 1 + len(self.stop_token_ids)) * self.params.beam_width
 
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[Step]:
-        """Decide how the beams go on.
+        """Decide how the beams go on, by one token each.
+
+        Every candidate of every beam is a way to go on; its log-probability is the beam's and the token's together. Of
+        all ways the `num_candidates` likeliest are ranked, the likeliest first. A way ends with a stop token ("stop"),
+        or else because its answer has max_tokens ("length"). If it ends and is among the first k, it is an answer
+        (`keep`), with its last token and its `score`; if it ends and is not, nothing comes of it. The first k that do
+        not end are the next `beams`.
+
+        The search is over if there are none, or if there are k answers and no beam is better than the worst of them:
+        the best beam's `score`, at the length that it has now, is not greater. Then `beams` is empty.
 
         Args:
-            candidates: for each beam its likeliest next tokens, with their log-probabilities: num_candidates of them,
-                or the whole vocabulary if it is smaller.
+            candidates: for each of `beams` its likeliest next tokens, with their log-probabilities: num_candidates of
+                them, or the whole vocabulary if it is smaller.
 
         Returns:
-            For each of the next `beams`, in order, where it comes from. Empty when the search is over.
+            For each of the next `beams`, in order, where it comes from: the place of its parent among the beams so far,
+            and its newest token. Empty when the search is over.
         """
         width, length = self.params.beam_width, len(self.beams[0].token_ids) + 1
         ways = sorted(
@@ -148,13 +158,13 @@ class BeamSearch:
                 going_on.append((log_prob, step))
             elif rank < width:
                 token_ids = [*self.beams[step.parent].token_ids, step.token_id]
-                self._found(Beam(token_ids, self._score(log_prob, length), "stop" if stops else "length"))
+                self.keep(Beam(token_ids, self.score(log_prob, length), "stop" if stops else "length"))
         going_on = going_on[:width]
         self.beams = [
             Path((*self.beams[step.parent].token_ids, step.token_id), log_prob) for log_prob, step in going_on
         ]
         full = len(self.answers) == width
-        if not going_on or (full and self._score(going_on[0][0], length) <= self.answers[-1].score):
+        if not going_on or (full and self.score(going_on[0][0], length) <= self.answers[-1].score):
             self.is_over, self.beams = True, []
             return []
         return [step for _, step in going_on]
@@ -162,15 +172,21 @@ class BeamSearch:
     def give_up(self) -> None:
         """End the search with what it has: the beams so far count as answers, with reason "capacity"."""
         for beam in self.beams:
-            score = self._score(beam.log_prob, max(1, len(beam.token_ids)))
-            self._found(Beam([*beam.token_ids], score, "capacity"))
+            score = self.score(beam.log_prob, max(1, len(beam.token_ids)))
+            self.keep(Beam([*beam.token_ids], score, "capacity"))
         self.is_over, self.beams = True, []
 
-    def _score(self, log_prob: float, length: int) -> float:
+    def score(self, log_prob: float, length: int) -> float:
+        """What answers are compared by: log_prob / length ^ length_penalty. The greater the better.
+
+        Args:
+            log_prob: the sum of its tokens' log-probabilities, ≤ 0.
+            length: how many tokens that are, ≥ 1.
+        """
         return log_prob / float(length**self.params.length_penalty)
 
-    def _found(self, answer: Beam) -> None:
-        """Keep an answer if it is among the k best."""
+    def keep(self, answer: Beam) -> None:
+        """Put an answer into its place among `answers`, the best first. Only the k best stay."""
         self.answers.append(answer)
         self.answers.sort(key=lambda each: -each.score)
         del self.answers[self.params.beam_width :]

@@ -57,7 +57,7 @@ class LLM:
         num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free.
         prefix_caching: phase 8 brings it; until then only False.
-        long_prefill_threshold: phase 9 brings it; until then only 0.
+        long_prefill_threshold: the most tokens of one request in one step, for "chunked"; 0: no such limit.
         dtype: of a checkpoint's weights, and so of keys and values; None: float32. A model that is given has its own.
         device: of a checkpoint; None: the CPU. A model that is given has its own.
         tokenizer: turns text into tokens and back; its end token ends answers. None: MiniGPT's for a checkpoint; for a
@@ -403,16 +403,18 @@ class LLM:
                     self.abort_request(answer.request.request_id)
 
     def _fork(self, answer: Answer) -> bool:
-        """Begin another answer to a prompt once the first has a token. Whether it has.
+        """Begin another answer to a prompt once the first has a token and there is a seat. Whether it has begun.
 
         The fork has no token yet: the prompt's last is computed again for it, and it draws its first from that. If the
-        first answer has lost its place or has ended already, or the batch is full, this one begins like any request.
+        first answer has lost its place or has ended already, this one begins like any request.
         """
         first = answer.first
         assert first is not None
         if not first.output_token_ids and not first.status.is_finished:
             return False
-        if first.status is RequestStatus.RUNNING and self.scheduler.num_running < self.scheduler.max_num_seqs:
+        if first.status is RequestStatus.RUNNING:
+            if self.scheduler.num_running >= self.scheduler.max_num_seqs:
+                return False
             scheduler = cast(SharingScheduler, self.scheduler)
             answer.request = scheduler.fork_request(first.request_id, answer.request.request_id, [])
             self.answers[answer.request.request_id] = answer

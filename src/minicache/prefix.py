@@ -28,7 +28,11 @@ def root_hash(*extra_keys: str | None) -> BlockHash:
     weights are changed by. Each block's hash contains its parent's, so what is said here counts for all of them.
 
     Args:
-        extra_keys: in a fixed order. None and "" are different, and ("ab", "c") and ("a", "bc") are.
+        extra_keys: any number of strings, in a fixed order; None where there is no such thing. None and "" are
+            different, and ("ab", "c") and ("a", "bc") are. Anybody may choose a salt, with quotes and commas in it.
+
+    Returns:
+        32 bytes: SHA-256's digest. The same keys have the same hash, in every process.
     """
     return sha256(repr(extra_keys).encode()).digest()
 
@@ -42,7 +46,11 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
     Args:
         parent: of the block before, or `root_hash` for the first.
-        token_ids: of the block, in order. [1, 23] and [12, 3] are different.
+        token_ids: of the block, in order, as a list or any other sequence; ids ≥ 0 of any size. [1, 23] and [12, 3] are
+            different.
+
+    Returns:
+        32 bytes: SHA-256's digest.
     """
     return sha256(parent + ",".join(map(str, token_ids)).encode()).digest()
 
@@ -115,7 +123,15 @@ class CachingBlockPool(BlockPool):
         return self._num_owners[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, those that have been free longest; as `BlockPool.allocate`. They lose their hashes.
+        """Take `count` free blocks, those that have been free longest; as `BlockPool.allocate`.
+
+        Those that are cached lose their hashes: what they held is evicted, and counted (`num_evicted`).
+
+        Args:
+            count: ≥ 0.
+
+        Returns:
+            Their ids, the one that has been free longest first. Each has one owner.
 
         Raises:
             TypeError, ValueError, OutOfBlocksError: as `BlockPool.allocate`. None was taken.
@@ -137,8 +153,13 @@ class CachingBlockPool(BlockPool):
     def share(self, block_ids: Iterable[int]) -> None:
         """Give each of these blocks one more owner. A cached block that is free leaves the line for it.
 
+        It keeps its hash, and the others in the line keep their order. An id that is given twice gets two owners more.
+
+        Args:
+            block_ids: used blocks, and free ones that are cached.
+
         Raises:
-            TypeError, IndexError: as `BlockPool.share`.
+            TypeError, IndexError: as `BlockPool.share`. Nothing has changed.
             ValueError: a block is free and not cached: nobody knows what it holds. Nothing has changed.
         """
         block_ids = list(block_ids)
@@ -153,6 +174,9 @@ class CachingBlockPool(BlockPool):
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Take one owner away from each of these blocks; as `BlockPool.free`. Cached blocks stay cached.
+
+        Args:
+            block_ids: used blocks. Those that lose their last owner go to the end of the line, in this order.
 
         Raises:
             TypeError, IndexError, ValueError: as `BlockPool.free`. Nothing has changed.
@@ -171,10 +195,12 @@ class CachingBlockPool(BlockPool):
     # Finding blocks by what they hold
 
     def cache(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Name used blocks by what they hold. One that has a name already keeps it.
+        """Name used blocks by what they hold. One that has a name already keeps it, whatever is said now.
+
+        That another block has the same name is no reason not to name this one: it is found once the other is gone.
 
         Args:
-            block_ids: full blocks.
+            block_ids: full blocks, each with an owner.
             hashes: one for each, `block_hash` of its tokens.
 
         Raises:
@@ -193,7 +219,13 @@ class CachingBlockPool(BlockPool):
                 self._blocks_of.setdefault(name, {})[block_id] = None
 
     def uncache(self, block_ids: Iterable[int]) -> None:
-        """Take their names away from blocks whose contents are no more, or never came to be. Others are left as is.
+        """Take their names away from blocks whose contents are no more, or never came to be. That is no eviction.
+
+        Owners and the line stay as they are, and so do blocks without a name. A name goes only from these blocks:
+        another that has the same is found by it as before.
+
+        Args:
+            block_ids: any blocks, used or free.
 
         Raises:
             TypeError, IndexError: as `share`. Nothing has changed.
@@ -208,6 +240,13 @@ class CachingBlockPool(BlockPool):
         """The blocks of the longest beginning of `hashes` that is cached, one for each hash. They may be used or free.
 
         Nobody owns them for it: `share` them before anything is allocated, or they may be handed out.
+
+        Args:
+            hashes: of the blocks of a sequence, from its first on.
+
+        Returns:
+            Ids, up to the first hash that no block has. Of several blocks with one hash, the one that has had it
+            longest.
         """
         found = []
         for name in hashes:
@@ -219,6 +258,8 @@ class CachingBlockPool(BlockPool):
 
     def reset(self) -> None:
         """Forget all names: when the weights have changed, no block holds what its name says.
+
+        The line stays as it is, and nothing counts as evicted.
 
         Raises:
             ValueError: a block is used. Nothing has changed.

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parents[2]))  # benchmarks/ is no part of the package
+
+from benchmarks.engine import the_same_model
+
 from minicache.beam import BeamSearch, BeamSearchParams, Step, beam_search
 from minicache.engine import LLM
-from minicache.model import MiniGPT, MiniGPTConfig
+from minicache.model import MiniGPTConfig
 from minicache.scheduler import SharingScheduler
 from minicache.scheduler.observe import Observer
 
@@ -45,28 +51,9 @@ class Counts(Observer):
 @pytest.fixture(scope="module")
 def both():
     """A random Llama of `transformers`, and MiniGPT with its weights. Their logits are spread, so that none tie."""
-    torch.manual_seed(0)
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=SHAPE.vocab_size,
-            hidden_size=SHAPE.hidden_size,
-            num_hidden_layers=SHAPE.num_layers,
-            num_attention_heads=SHAPE.num_heads,
-            num_key_value_heads=SHAPE.num_kv_heads,
-            head_dim=SHAPE.head_dim,
-            intermediate_size=SHAPE.intermediate_size,
-            max_position_embeddings=SHAPE.max_seq_len,
-            rope_parameters={"rope_type": "default", "rope_theta": SHAPE.rope_theta},
-            rms_norm_eps=SHAPE.norm_eps,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    ).eval()
+    llama, model = the_same_model(SHAPE)
     with torch.no_grad():
         llama.model.embed_tokens.weight.mul_(9)
-    model = MiniGPT(SHAPE).eval()
     model.load_state_dict(llama.model.state_dict())
     return llama, model
 

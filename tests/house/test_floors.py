@@ -17,6 +17,7 @@ LOWER_FLOOR = [
     "minicache.reservation",
     "minicache.prefix",
     "minicache.simulator",
+    "minicache.simulator.prompts",
     "minicache.request",
     "minicache.trace",
     "minicache.scheduler",

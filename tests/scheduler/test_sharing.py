@@ -145,6 +145,16 @@ def test_a_hit_pays_for_tokens_and_blocks(cls):
 
 
 @both
+def test_evictions_are_counted(cls):
+    """4 blocks of 4: the second prompt takes the two that were never used, and the first one's two."""
+    scheduler = cls(num_blocks=4, block_size=4, prefix_caching=True)
+    run(scheduler, Request("a", [1] * 8, 1))
+    assert scheduler.stats.num_evicted_blocks == 0
+    run(scheduler, Request("b", [2] * 15, 1))
+    assert scheduler.stats.num_evicted_blocks == 2
+
+
+@both
 def test_reset(cls):
     scheduler = cls(num_blocks=20, prefix_caching=True)
     run(scheduler, Request("a", [1] * 40, 2))
@@ -244,6 +254,19 @@ def test_a_copy_is_paid_for_before_anything_is_promised(cls):
     output, ended = step(scheduler)
     assert output.num_scheduled_tokens == {"b": 7}
     assert ended == [b]
+
+
+@both
+def test_twins_that_outgrow_the_pool_together(cls):
+    """12 tokens fill all 3 blocks, which two share. The 13th has no room, in this company or alone: both end."""
+    scheduler, a = decoding(cls, 8, num_blocks=3)
+    while a.num_tokens < 13:
+        step(scheduler)
+    b = scheduler.fork_request("a", "b")
+    output, _ = step(scheduler)
+    assert (output.num_scheduled_tokens, output.finished, output.preempted) == ({}, ["b", "a"], [])
+    assert {a.status, b.status} == {RequestStatus.FINISHED_CAPACITY}
+    assert scheduler.pool.num_free == 3
 
 
 @both

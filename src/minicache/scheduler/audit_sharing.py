@@ -31,12 +31,14 @@ class SharingAuditor(Auditor):
     Attributes:
         contents: block → what it holds, for full blocks that were computed while the auditor watched.
         fresh: ids of those that have joined the batch since the last report.
+        unreported: block → who was to fill it since the last report.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.contents: dict[int, Contents] = {}
         self.fresh: set[RequestId] = set()
+        self.unreported: dict[int, RequestId] = {}
 
     def on_fork(self, scheduler: Scheduler, parent: Request, child: Request) -> None:
         """Know the twin from now on; it must have what its parent has, or nothing."""
@@ -61,14 +63,14 @@ class SharingAuditor(Auditor):
 
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
         """Audit an end from outside. What a step was to compute for the request may never be computed."""
-        self._forget(scheduler, request.request_id)
+        self._forget(request.request_id)
         super().on_finish(scheduler, request)
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Audit the step: first what was found, then all else, then what it writes."""
         known = {request.request_id for request in self.batch} - self.fresh
-        for request_id in output.preempted:
-            self._forget(scheduler, request_id)
+        for request_id in (*output.preempted, *output.finished):
+            self._forget(request_id)
         if self.step >= 0 or self.notes:
             self.check_found(scheduler)
             self.check_copies(scheduler, output)
@@ -80,7 +82,7 @@ class SharingAuditor(Auditor):
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
         """Audit the report: what was found has been computed by now."""
         super().on_update(scheduler, output, ended)
-        self.fresh = set()
+        self.fresh, self.unreported = set(), {}
 
     def check_order(self, scheduler: Scheduler) -> None:
         """Rule "order", where families arrive together: those with one `arrival_index` may stand in any order.
@@ -150,12 +152,11 @@ class SharingAuditor(Auditor):
                     if other is not request and not (other.request_id in self.fresh and reads):
                         self.fail("writes", f"{request!r} writes into block {block_id}, which {other!r} has too")
 
-    def _forget(self, scheduler: Scheduler, request_id: RequestId) -> None:
-        """Strike out what a request that leaves had not computed yet."""
-        note = self.notes.get(request_id)
-        if note is not None:
-            for block_id in note.block_ids[note.num_computed_tokens // scheduler.pool.block_size :]:
-                self.contents.pop(block_id, None)
+    def _forget(self, request_id: RequestId) -> None:
+        """Strike out what a request that leaves was to fill since the last report."""
+        for block_id in [block_id for block_id, writer in self.unreported.items() if writer == request_id]:
+            del self.unreported[block_id]
+            self.contents.pop(block_id, None)
 
     def _is_due(self, scheduler: Scheduler, reader: Request, place: int) -> bool:
         """Whether another request of the batch, which has the same tokens so far, has yet to fill this block."""
@@ -186,6 +187,7 @@ class SharingAuditor(Auditor):
                 block_id, filled = request.block_ids[place], (place + 1) * block_size
                 self.contents.pop(block_id, None)
                 if filled <= end:
+                    self.unreported[block_id] = request.request_id
                     self.contents[block_id] = _contents(request, filled)
 
 

@@ -84,9 +84,15 @@ class SharingScheduler(PagedScheduler):
     def hashes(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` blocks of a request's tokens, each computed once.
 
+        They are kept in `request.block_hashes`: what stands there is right and is not computed again, for tokens are
+        only ever added at the end. The first block's parent is `root_hash` of the request's cache_salt and adapter.
+
         Args:
-            request: has so many full blocks of tokens.
-            num_blocks: how many.
+            request: has so many full blocks of tokens, prompt and output together.
+            num_blocks: how many, ≥ 0.
+
+        Returns:
+            `request.block_hashes`, which may have more.
         """
         hashes, block_size = request.block_hashes, self.pool.block_size
         for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
@@ -95,11 +101,15 @@ class SharingScheduler(PagedScheduler):
         return hashes
 
     def cache_blocks(self, request: Request, num_new: int) -> None:
-        """Cache the blocks that a step fills.
+        """Cache the blocks that a step fills: those whose last token is among the ones that it computes.
+
+        A block that the step leaves unfinished waits for a later one; one that was full before has its name. What is
+        cached has yet to be computed: `_unfilled` says whose step does, block → request, until the report. Without a
+        prefix cache nothing happens.
 
         Args:
-            request: in the batch; it has its blocks.
-            num_new: how many of its tokens the step computes.
+            request: in the batch; it has the blocks for these tokens.
+            num_new: how many of its tokens the step computes, ≥ 1, from `num_computed_tokens` on.
         """
         num_computed, block_size = request.num_computed_tokens, self.pool.block_size
         first, end = num_computed // block_size, (num_computed + num_new) // block_size
@@ -108,8 +118,13 @@ class SharingScheduler(PagedScheduler):
             self._unfilled |= dict.fromkeys(request.block_ids[first:end], request)
 
     def num_new_tokens(self, request: Request) -> int:
-        """As `PagedScheduler.num_new_tokens`, less those that are found."""
-        return super().num_new_tokens(request) - len(self.find_prefix(request)) * self.pool.block_size
+        """As `PagedScheduler.num_new_tokens`, less those that are found (`find_prefix`).
+
+        Found are the first of its tokens. Once it has them they are computed, and must not be subtracted twice: of the
+        tokens that are found and those that are computed, the larger number counts.
+        """
+        num_found = len(self.find_prefix(request)) * self.pool.block_size
+        return request.num_tokens - max(request.num_computed_tokens, num_found)
 
     def blocks_to_take(self, request: Request) -> int:
         """As `PagedScheduler.blocks_to_take`, less those that are found and used: a free one is taken all the same."""
@@ -119,6 +134,10 @@ class SharingScheduler(PagedScheduler):
 
     def enter(self, request: Request, output: SchedulerOutput) -> None:
         """As `PagedScheduler.enter`; but what `find_prefix` finds is shared first, and counts as computed.
+
+        That is for a WAITING request, new or preempted by recompute, of a scheduler with a prefix cache. Each time the
+        `stats` count a request, the tokens that it has, and those that were found. `num_cached_tokens` says what was
+        found when it was admitted first, and stays so. Whoever enters, what this step fills is cached (`cache_blocks`).
 
         Args:
             request: WAITING or SWAPPED, in neither queue.
@@ -140,8 +159,10 @@ class SharingScheduler(PagedScheduler):
     def release(self, request: Request) -> None:
         """As `PagedScheduler.release`. Blocks that a step was to fill, and has not, lose their names.
 
-        That is so if the step's tokens never came, and the request has ended or been preempted since. Whoever has found
-        them in that same step computes them itself.
+        That is so if the step's tokens never came, and the request has ended or been preempted since: `_unfilled` still
+        names it as the one to fill them. Whoever has found them in that same step computes them itself: of a request
+        of the batch that lists such a block, nothing counts as computed from the first such block on. There may be
+        several, who would all write into it: then `_may_share_tails` is True.
         """
         first = request.num_computed_tokens // self.pool.block_size
         unfilled = {each for each in request.block_ids[first:] if self._unfilled.get(each) is request}
@@ -171,8 +192,10 @@ class SharingScheduler(PagedScheduler):
     ) -> Request:
         """Give a request a twin, with an id and a future of its own. To be called between two steps.
 
-        The twin has the same prompt and options, and counts as having arrived with the request. It shares the blocks of
-        the tokens that both have, as far as they are computed, and its place in the batch is behind its family.
+        The twin has the same prompt and options (`Request.twin`). It is taken on as any request is (`add_request`), but
+        does not wait (`withdraw`): it is RUNNING, and shares blocks with its parent (`share_blocks`). It counts as
+        having arrived with its parent (`arrival_index`), and is the n-th fork of this scheduler (`fork_index` n, from
+        1). The batch is in the order of `seniority`, so that its place is behind its family.
 
         Args:
             request_id: who is forked: in the batch, with at least one token of output.
@@ -202,13 +225,15 @@ class SharingScheduler(PagedScheduler):
         child.arrival_index, child.fork_index = parent.arrival_index, self._num_forks
         child.output_token_ids = outputs
         child.status = RequestStatus.RUNNING
-        self._share_blocks(parent, child)
+        self.share_blocks(parent, child)
         insort(self.running, child, key=self.seniority)
         return child
 
     def issue(self, output: SchedulerOutput) -> SchedulerOutput:
         """As `Scheduler.issue`."""
         self._is_awaited = True
+        if self._cache is not None:
+            self.stats.num_evicted_blocks = self._cache.num_evicted
         return super().issue(output)
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
@@ -218,8 +243,22 @@ class SharingScheduler(PagedScheduler):
         self._unfilled.clear()
         return ended
 
-    def _share_blocks(self, parent: Request, child: Request) -> None:
-        """Give a twin the blocks of what it has in common with its parent, and what of that is computed."""
+    def share_blocks(self, parent: Request, child: Request) -> None:
+        """Give a twin the blocks of what it has in common with its parent, and count as computed what of that is.
+
+        In common are the prompt, and the outputs up to the first that differs, or that only one of them has. Of these
+        tokens the parent's computed ones are computed for the twin too (`num_computed_tokens`), but not the twin's last
+        token: one is always left to compute. It shares the blocks that they lie in. The last of these may be half full:
+        who writes into it next gets a copy (`_may_share_tails` says that somebody may).
+
+        Except for that last block if the parent has filled it since, and not with tokens that both have. It may be
+        cached under the parent's tokens, and once the parent has gone, the twin would write others into it. The twin
+        leaves this block alone, and computes the few tokens of its own that would be in it.
+
+        Args:
+            parent: in the batch.
+            child: has its prompt and its outputs, no blocks, and nothing computed.
+        """
         agreed = parent.num_prompt_tokens
         for mine, its in zip(parent.output_token_ids, child.output_token_ids, strict=False):
             if mine != its:
@@ -244,6 +283,11 @@ class SharingScheduler(PagedScheduler):
     def grow_batch(self, output: SchedulerOutput) -> None:
         """As `PagedScheduler.grow_batch`; who writes into shared blocks gets copies, and blocks are cached.
 
+        When it is a request's turn, and its `blocks_missing` are free, those that must be copied are (`copy_on_write`),
+        and the blocks that it then still lacks (`blocks_missing`, which a later stage counts in another way) go behind
+        the others. The blocks that this step fills are cached, for everybody who is ordered (`cache_blocks`). A batch
+        that has run empty shares nothing: `_may_share_tails` is False again.
+
         Args:
             output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for every copy.
         """
@@ -254,7 +298,7 @@ class SharingScheduler(PagedScheduler):
                 if missing > self.pool.num_free and not self.make_room(request, missing, output):
                     break  # it was the last of the batch, and has left it
                 self.copy_on_write(request, output)
-                request.block_ids += self.pool.allocate(super().blocks_missing(request))
+                request.block_ids += self.pool.allocate(self.blocks_missing(request))
             self.order(request, output)
         if self._cache is not None:
             block_size = self.pool.block_size
@@ -264,12 +308,22 @@ class SharingScheduler(PagedScheduler):
                     self.cache_blocks(request, num_new)
 
     def blocks_missing(self, request: Request) -> int:
-        """As `PagedScheduler.blocks_missing`, and one for each block that must be copied before it is written."""
+        """As `PagedScheduler.blocks_missing`, and one for each block that must be copied before it is written.
+
+        Looking for these (`written_and_shared`) takes time on every token, and is not needed while `_may_share_tails`
+        is False: it is True from the fork on until the batch has run empty.
+        """
         missing = super().blocks_missing(request)
         return missing + len(self.written_and_shared(request)) if self._may_share_tails else missing
 
     def written_and_shared(self, request: Request) -> list[int]:
-        """Of a request's blocks the places of those that its next tokens are written into, and that others own too."""
+        """Of a request's blocks the places of those that its next tokens are written into, and that others own too.
+
+        Its next tokens are all that are not computed: what lies before `num_computed_tokens` is only read.
+
+        Returns:
+            Indices in `request.block_ids`, rising.
+        """
         first = request.num_computed_tokens // self.pool.block_size
         return [
             place
@@ -280,9 +334,11 @@ class SharingScheduler(PagedScheduler):
     def copy_on_write(self, request: Request, output: SchedulerOutput) -> None:
         """Replace each block that is written and shared by a new one of the request's own, and have it copied.
 
+        The request gives up its share of the old one; the others keep theirs.
+
         Args:
             request: in the batch; so many blocks are free.
-            output: the step so far.
+            output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for each.
         """
         if not self._may_share_tails:
             return
@@ -302,6 +358,22 @@ class SharingScheduler(PagedScheduler):
             if victim is request:
                 return False
         return True
+
+    def preempt(self, request: Request, output: SchedulerOutput) -> None:
+        """As `PagedScheduler.preempt`; but one that has more tokens than the whole pool has room for ends.
+
+        It could only grow so long because it shared its blocks. Alone it would wait for ever: it ends as
+        FINISHED_CAPACITY, and is named in `output.finished`.
+
+        Args:
+            request: the last of the batch.
+            output: the step so far, in which it has not been ordered.
+        """
+        if -(-request.num_tokens // self.pool.block_size) <= self.pool.num_blocks:
+            super().preempt(request, output)
+        else:
+            self.finish_request(request.request_id, RequestStatus.FINISHED_CAPACITY)
+            output.finished.append(request.request_id)
 
 
 class FairSharingScheduler(SharingScheduler, FairScheduler):

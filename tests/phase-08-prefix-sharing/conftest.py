@@ -1,0 +1,163 @@
+"""What the tests of phase 8 share: schedulers, requests, a step; a memory that shows what every block really holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from minicache.course.checks import CheckFailed, that
+from minicache.request import Request
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "phase-08-prefix-sharing" in str(item.path):
+            item.add_marker(pytest.mark.timeout(10))
+
+
+class _Unforked:
+    """Grows its batch as phase 6 does, and caches what a step fills: for task 3, which comes before task 4."""
+
+    def blocks_missing(self, request):
+        return PagedScheduler.blocks_missing(self, request)
+
+    def make_room(self, request, missing, output):
+        return PagedScheduler.make_room(self, request, missing, output)
+
+    def grow_batch(self, output):
+        PagedScheduler.grow_batch(self, output)
+        for request in output.scheduled:
+            self.cache_blocks(request, output.num_scheduled_tokens[request.request_id])
+
+
+class UnforkedScheduler(_Unforked, SharingScheduler):
+    """`SharingScheduler` without task 4."""
+
+
+class UnforkedFairScheduler(_Unforked, FairSharingScheduler):
+    """`FairSharingScheduler` without task 4."""
+
+
+@pytest.fixture(scope="session", params=[UnforkedScheduler, UnforkedFairScheduler], ids=["paged", "fair"])
+def unforked(request):
+    """`unforked(requests, num_blocks=…)`: a scheduler with a prefix cache, without task 4; blocks of 4 by default."""
+    return _maker(request.param, prefix_caching=True)
+
+
+@pytest.fixture(scope="session", params=[SharingScheduler, FairSharingScheduler], ids=["paged", "fair"])
+def sharing(request):
+    """`sharing(requests, num_blocks=…)`: the scheduler of this phase, blocks of 4 and no prefix cache by default."""
+    return _maker(request.param)
+
+
+def _maker(cls, **usual):
+    def create(requests=(), **options):
+        scheduler = cls(**{"num_blocks": 20, "block_size": 4} | usual | options)
+        for request in requests:
+            scheduler.add_request(request)
+        return scheduler
+
+    return create
+
+
+@pytest.fixture(scope="session")
+def a_request():
+    """`a_request(id, prompt, max_tokens=9, **more)`: a new request; of a prompt that is a number, so many tokens 1."""
+
+    def create(request_id, prompt, max_tokens=9, **more):
+        return Request(request_id, [1] * prompt if isinstance(prompt, int) else prompt, max_tokens, **more)
+
+    return create
+
+
+@pytest.fixture(scope="session")
+def a_step():
+    """`a_step(scheduler)`: schedules a step, reports token 7 for everybody in it, checks, and returns its output."""
+
+    def step(scheduler, token=7):
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, token))
+        scheduler.check()
+        return output
+
+    return step
+
+
+@pytest.fixture(scope="session")
+def serve(a_step):
+    """`serve(scheduler, *requests)`: serves all to their end; id → the tokens that its first step computed."""
+
+    def run(scheduler, *requests):
+        for request in requests:
+            scheduler.add_request(request)
+        first = {}
+        for _ in range(1000):
+            if not scheduler.has_unfinished:
+                return first
+            first = dict(a_step(scheduler).num_scheduled_tokens) | first
+        raise CheckFailed("requests served", f"{scheduler.num_running} still run after 1000 steps", "all")
+
+    return run
+
+
+class Memory:
+    """What a device would hold: in every slot, whose keys and values. No hash is trusted.
+
+    Keys and values of a token depend on all tokens before it, on the adapter, and on whose they are. So a slot holds
+    all of that: (salt, adapter, the tokens up to this one).
+    """
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.blocks = {}  # block → offset → what is there
+        self.host = {}
+
+    def run(self, output: SchedulerOutput, *, fails=False):
+        """Carry out a step: swaps, copies, and what the model writes; of one that fails, nobody knows what it wrote.
+
+        Then everybody of the step must read his own tokens, all of them.
+        """
+        __tracebackhide__ = True
+        for pairs in output.swapped_out.values():
+            self.host |= {host: dict(self.blocks.get(block, {})) for block, host in pairs}
+        for pairs in output.swapped_in.values():
+            self.blocks |= {block: dict(self.host[host]) for host, block in pairs}
+        self.blocks |= {target: dict(self.blocks.get(source, {})) for source, target in output.blocks_to_copy}
+        for request in output.scheduled:
+            first = request.num_computed_tokens
+            for position in range(first, first + output.num_scheduled_tokens[request.request_id]):
+                block_id, offset = self._slot(request, position)
+                held = "garbage" if fails else _held(request, position)
+                self.blocks.setdefault(block_id, {})[offset] = held
+        if not fails:
+            for request in output.scheduled:
+                self._read(request, request.num_computed_tokens + output.num_scheduled_tokens[request.request_id])
+
+    def _read(self, request, num_tokens):
+        __tracebackhide__ = True
+        for position in range(num_tokens):
+            block_id, offset = self._slot(request, position)
+            got, wanted = self.blocks.get(block_id, {}).get(offset), _held(request, position)
+            if got != wanted:  # told only then: this is looked at often
+                where = f"at position {position}, in block {block_id}"
+                that(f"(salt, adapter, tokens) of what {request.request_id!r} reads {where}", got).gives(wanted)
+
+    def _slot(self, request, position):
+        __tracebackhide__ = True
+        place, offset = divmod(position, self.scheduler.pool.block_size)
+        if place >= len(request.block_ids):
+            wanted = f"at least {place + 1}, for {position + 1} tokens"
+            raise CheckFailed(f"blocks of {request.request_id!r}", f"{len(request.block_ids)}", wanted)
+        return request.block_ids[place], offset
+
+
+def _held(request, position):
+    return request.cache_salt, request.adapter, request.token_ids(0, position + 1)
+
+
+@pytest.fixture(scope="session")
+def memory():
+    """`memory(scheduler)`: a `Memory`; `.run(output)` carries out a step, and looks whether all read their own."""
+    return Memory

@@ -1,0 +1,225 @@
+"""Phase 8, task 1: a name for what a block holds. Whoever has the same name reads the same keys and values."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minicache.course.checks import call, that
+from minicache.prefix import block_hash, root_hash
+
+VOCAB_SIZE = 151_936  # Qwen's
+
+
+def chain(token_ids, *extra_keys, block_size=4):
+    """The names of a sequence's full blocks."""
+    names = [call(root_hash, *extra_keys).value]
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        names.append(call(block_hash, names[-1], token_ids[end - block_size : end]).value)
+    return names[1:]
+
+
+def in_common(one, other):
+    """How many blocks a sequence can share with another, by their names."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+# What a name is
+
+
+@pytest.mark.parametrize("keys", [(), (None, None), ("tenant a", None)])
+def test_a_root_is_32_bytes(keys):
+    """A digest of SHA-256, for any number of keys."""
+    name = call(root_hash, *keys).value
+    that("its type and length", (type(name), len(name))).gives((bytes, 32))
+
+
+def test_a_name_is_32_bytes():
+    """A digest of SHA-256."""
+    name = call(block_hash, bytes(32), [1, 2, 3, 4]).value
+    that("its type and length", (type(name), len(name))).gives((bytes, 32))
+
+
+def test_the_same_again():
+    """The same tokens after the same beginning have the same name, as often as you ask, in a list or in a tuple."""
+    root = call(root_hash, "a", None).value
+    call(root_hash, "a", None).gives(root)
+    name = call(block_hash, root, [5, 6, 7]).value
+    call(block_hash, root, [5, 6, 7]).gives(name)
+    call(block_hash, root, (5, 6, 7)).gives(name)
+
+
+def test_the_same_in_another_process():
+    """What one server has cached, another may look for: a name hangs on nothing but what it names."""
+    name = call(block_hash, call(root_hash, "tenant a", "adapter").value, [5, 6, 7]).value
+    file = sys.modules[root_hash.__module__].__file__
+    told = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, file],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    that("the name of the same block in another process", told.stdout.strip()).gives(name.hex())
+
+
+ELSEWHERE = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("minicache.prefix", sys.argv[1])
+prefix = module_from_spec(spec)
+sys.modules["minicache.prefix"] = prefix
+spec.loader.exec_module(prefix)
+print(prefix.block_hash(prefix.root_hash("tenant a", "adapter"), [5, 6, 7]).hex())
+"""
+
+
+def test_any_token_of_any_vocabulary():
+    """Token ids do not end at 255, nor at 65,535: each of these blocks has a name of its own."""
+    blocks = [[0], [255], [256], [65_535], [65_536], [VOCAB_SIZE - 1], [2**31]]
+    that("different names of 7 blocks", len({call(block_hash, bytes(32), block).value for block in blocks})).gives(7)
+
+
+# What it covers: the block
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1, 2], [2, 1]),
+        ([1, 23], [12, 3]),
+        ([1, 2, 3], [12, 3]),
+        ([1, 1, 2], [1, 2, 2]),
+        ([1, 2], [1, 2, 0]),
+        ([0, 0], [0, 0, 0]),
+        ([3, 1], [2, 2]),
+        ([10], [1, 0]),
+        ([256], [0]),
+        ([256], [1, 0]),
+        ([65_536 + 5], [5]),
+    ],
+)
+def test_other_tokens_have_another_name(one, other):
+    """Which tokens, how many, and in which order."""
+    that(f"{one} and {other} have the same name", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
+        False
+    )
+
+
+def test_a_collision_that_somebody_looked_for():
+    """Python's hash() takes these two blocks for the same. Who may choose the tokens may look for such pairs."""
+    one, other = [0, 5], [2**61 - 1, 5]
+    that(f"{one} and {other} have the same name", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
+        False
+    )
+
+
+@settings(max_examples=40)
+@given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=4), min_size=2, max_size=8, unique_by=tuple))
+def test_different_blocks_have_different_names(blocks):
+    """Any blocks that differ."""
+    that(f"different names of {blocks}", len({block_hash(bytes(32), each) for each in blocks})).gives(len(blocks))
+
+
+def test_twenty_thousand_blocks():
+    """No two of 20,000 random blocks have one name. Among names of 32 bits such a pair would be no wonder."""
+    rng = random.Random(0)
+    blocks = {tuple(rng.randrange(VOCAB_SIZE) for _ in range(4)) for _ in range(20_000)}
+    names = {block_hash(bytes(32), block) for block in blocks}
+    that("different names", len(names)).gives(len(blocks))
+    that("different last bytes", len({name[-1] for name in names})).gives(256)
+
+
+# What it covers: all before the block
+
+
+def test_the_same_tokens_after_another_beginning():
+    """Keys and values of a token depend on all tokens before it: the second blocks are different blocks."""
+    one, other = chain([1, 2, 3, 4, 9, 9, 9, 9]), chain([1, 2, 3, 5, 9, 9, 9, 9])
+    that("blocks that they have in common", len({*one} & {*other})).gives(0)
+
+
+def test_the_same_block_twice_in_a_row():
+    """The same four tokens, once at position 0 and once at position 4, are two blocks."""
+    that("different names in 1 1 1 1, 1 1 1 1, 1 1 1 1", len(set(chain([1] * 12)))).gives(3)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 2), max_size=14), st.lists(st.integers(0, 2), max_size=14))
+def test_as_many_names_as_blocks_in_common(one, other):
+    """Two sequences have so many names in common as they have whole blocks in common, from the first token on."""
+    ends = [end for end in range(2, min(len(one), len(other)) + 1, 2) if one[:end] == other[:end]]
+    got = in_common(chain(one, block_size=2), chain(other, block_size=2))
+    that(f"blocks of 2 that {one} and {other} have in common", got).gives(len(ends))
+    shared = len({*chain(one, block_size=2)} & {*chain(other, block_size=2)})
+    that("names that they have in common anywhere", shared).gives(len(ends))
+
+
+@pytest.mark.parametrize("place", range(32))
+def test_every_byte_of_the_parent(place):
+    """Two beginnings whose names differ in one byte are two beginnings."""
+    other = bytes(place) + b"x" + bytes(31 - place)
+    same = block_hash(bytes(32), [1, 2]) == block_hash(other, [1, 2])
+    that(f"parents that differ in byte {place} give one name", same).gives(False)
+
+
+# What it covers besides tokens
+
+
+def test_a_tenant_who_guesses():
+    """Tenant a has sent a secret. Tenant b sends guesses: which of them is in the cache already, the clock tells him.
+
+    A prompt that is found answers sooner. So whoever may look into the same cache can find out, block by block, what
+    somebody else has sent. A salt of his own for each tenant, in the root, is what stops that.
+    """
+    secret = [4, 8, 1, 5, 1, 6, 2, 3, 4, 2, 0, 7]
+    cached = {*chain(secret, "tenant a", None)}
+    found = sum(name in cached for name in chain(secret, "tenant b", None))
+    that("blocks of tenant a that tenant b finds, who guessed the whole prompt", found).gives(0)
+    found = sum(name in cached for name in chain(secret))
+    that("blocks that somebody without keys finds", found).gives(0)
+    found = sum(name in cached for name in chain(secret, "tenant a", None))
+    that("blocks that tenant a finds, who sends it again", found).gives(3)
+
+
+def test_weights_that_an_adapter_changes():
+    """The same tokens give other keys and values under other weights: each key counts, not only the first."""
+    roots = [root_hash(salt, adapter) for salt in (None, "a", "b") for adapter in (None, "a", "b")]
+    that("different roots of 3 salts with 3 adapters", len(set(roots))).gives(9)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((None,), ("",)),
+        ((None,), ("None",)),
+        ((), (None,)),
+        (("a",), ("a", None)),
+        ((None, "a"), ("a", None)),
+        (("", "a"), ("a", "")),
+        (("ab", "c"), ("a", "bc")),
+        (("a,b",), ("a", "b")),
+        (("a", "b,c"), ("a,b", "c")),
+        (("a, b",), ("a", "b")),
+        (("a', 'b",), ("a", "b")),
+        (("a\x00b",), ("a", "b")),
+        (("a|b",), ("a", "b")),
+        (("a\nb",), ("a", "b")),
+        (("é",), ("e",)),
+        (("é",), ("ü",)),
+        (("a", "b", "c"), ("x", "b", "c")),
+        (("a", "b", "c"), ("a", "x", "c")),
+        (("A",), ("a",)),
+        ((" a",), ("a",)),
+    ],
+)
+def test_keys_that_look_alike(one, other):
+    """A salt may be any string. None is no key; "" is a key that is empty; two keys are not one with a comma in it."""
+    that(f"root_hash{one} and root_hash{other} are the same", root_hash(*one) == root_hash(*other)).gives(False)

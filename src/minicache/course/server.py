@@ -7,6 +7,7 @@ its owner's end. They talk in lines: a job as JSON goes in, the child's process 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -126,6 +127,8 @@ def serve(preload: Sequence[str]) -> None:
             if name == "triton":  # built for the GPU or for the interpreter when it is imported, here and for all runs
                 import_module("minicache.kernels.runtime").interpret_without_gpu()
             import_module(name)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no run need look through it for garbage, and pytest looks five times at its end
     for line in sys.stdin:
         arguments, folder, log = json.loads(line)
         pid = os.fork()
@@ -145,6 +148,7 @@ def serve(preload: Sequence[str]) -> None:
         print(pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+    gc.unfreeze()  # or Triton would speak of leaks when it is unloaded
 
 
 if __name__ == "__main__":

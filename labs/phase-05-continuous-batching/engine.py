@@ -58,7 +58,7 @@ class LLM:
         preemption: "recompute" or "swap".
         num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free.
-        prefix_caching: phase 8 brings it; until then only False.
+        prefix_caching: find beginnings of prompts that are computed already (phase 8). Not with a dense cache.
         long_prefill_threshold: the most tokens of one request in one step, for "chunked"; 0: no such limit.
         dtype: of a checkpoint's weights, and so of keys and values; None: float32. A model that is given has its own.
         device: of a checkpoint; None: the CPU. A model that is given has its own.

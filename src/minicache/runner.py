@@ -118,7 +118,7 @@ def lay_out(model: _Model) -> _Model:
     """Lay a model's linear weights out column by column, in place: the same values, in another order in memory.
 
     A step in decode multiplies few rows by each weight, and a CPU does that faster when it finds the numbers in this
-    order: by a third for one row, by a tenth for 32 (`benchmarks/engine.py`). For a GPU nothing is changed.
+    order; by how much, `benchmarks/engine.py` measures for 1, 8 and 32 rows. For a GPU nothing is changed.
 
     Returns:
         The model itself.

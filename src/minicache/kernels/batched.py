@@ -135,8 +135,8 @@ class _Plan:
 
 
 _last_plan: _Plan | None = None
-"""The layers of a step all need the same plan, and making one takes a third of a layer's attention: the last is kept.
-It is compared by value, so it is never out of date."""
+"""The layers of a step all need the same plan, and making one costs a good part of a layer's attention: the last is
+kept. It is compared by value, so it is never out of date."""
 
 
 def _plan(q: Tensor, k_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> _Plan:

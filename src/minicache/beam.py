@@ -223,7 +223,8 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
 
     Raises:
         TypeError, ValueError, IndexError, UnknownWordError: as `LLM.generate`; also if the engine has requests.
-        RequestTooLargeError: a prompt could never be served. Nothing was begun.
+        RequestTooLargeError: a prompt could never be served, and nothing was begun; or a beam that was preempted had to
+            begin anew, and is longer than a step. Then all requests of this call are aborted.
         InvariantError: the scheduler orders nothing any more.
         Exception: what the model raises. All requests of this call are aborted.
     """

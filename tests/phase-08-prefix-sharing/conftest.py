@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items):
 
 
 class _Unforked:
-    """Grows its batch as phase 6 does, and caches what a step fills: for task 3, which comes before task 4."""
+    """Grows its batch as phase 6 does, and notes what a step computes: for task 3, which comes before task 4."""
 
     def blocks_missing(self, request):
         return PagedScheduler.blocks_missing(self, request)
@@ -29,7 +29,9 @@ class _Unforked:
     def grow_batch(self, output):
         PagedScheduler.grow_batch(self, output)
         for request in output.scheduled:
-            self.cache_blocks(request, output.num_scheduled_tokens[request.request_id])
+            num_computed = request.num_computed_tokens
+            num_new = output.num_scheduled_tokens[request.request_id]
+            self._filled.append((request, num_computed, num_computed + num_new))
 
 
 class UnforkedScheduler(_Unforked, SharingScheduler):

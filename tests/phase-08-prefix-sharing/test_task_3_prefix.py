@@ -163,7 +163,7 @@ def test_a_step_caches_what_it_fills(unforked, a_request, num_computed, num_new,
     scheduler, request = unforked(), a_request("a", range(12))
     request.block_ids = scheduler.pool.allocate(3)
     request.num_computed_tokens = num_computed
-    call(scheduler.cache_blocks, request, num_new).gives(None)
+    call(scheduler.cache_blocks, request, num_computed, num_computed + num_new).gives(None)
     name, found = root_hash(None, None), []
     for place in range(3):
         name = block_hash(name, range(4 * place, 4 * place + 4))

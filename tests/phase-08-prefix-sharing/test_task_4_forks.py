@@ -411,14 +411,36 @@ def test_a_stage_that_counts_in_another_way():
 
 
 def test_decode_fills_blocks_too(sharing, a_request, a_step):
-    """With a prefix cache, the step that fills a block caches it, for everybody in the batch."""
+    """With a prefix cache, whatever the batch has filled is found: another turn of a chat, with one token more."""
     requests = [a_request("a", 6, 20), a_request("b", [2] * 5, 20)]
     scheduler = sharing(requests, prefix_caching=True)
-    cached = []
+    found = []
     for _ in range(8):
         a_step(scheduler)
-        cached.append(scheduler.pool.num_cached)
-    that("cached blocks after steps 0 … 7", cached).gives([2, 2, 3, 4, 4, 4, 5, 6])
+        turns = [a_request("turn", each.token_ids(0, each.num_tokens)) for each in requests]
+        found.append(sum(len(scheduler.find_prefix(turn)) for turn in turns))
+    that("blocks found after steps 0 … 7", found).gives([2, 2, 3, 4, 4, 4, 5, 6])
+
+
+def test_found_in_the_step_that_fills_it(sharing, a_request, a_step):
+    """a's second block is filled by the decode step in which the second turn of its chat arrives, and is found."""
+    a = a_request("a", 6, 20)
+    scheduler = sharing([a], prefix_caching=True)
+    a_step(scheduler)
+    a_step(scheduler)
+    scheduler.add_request(a_request("turn", [*a.token_ids(0, 8), 0], 1))
+    that("tokens of the step", a_step(scheduler).num_scheduled_tokens).gives({"a": 1, "turn": 1})
+
+
+def test_a_twin_fills_blocks_too(sharing, a_request, a_step):
+    """A twin with other tokens computes five of its own in one step: the block in the middle of them is found later."""
+    scheduler = sharing([a_request("a", 6, 20)], prefix_caching=True)
+    for _ in range(3):
+        a_step(scheduler)
+    twin = call(scheduler.fork_request, "a", "twin", [7, 8, 8]).value
+    that("tokens of the step", a_step(scheduler).num_scheduled_tokens).gives({"a": 1, "twin": 5})
+    found = scheduler.find_prefix(a_request("turn", [*[1] * 6, 7, 8, 8]))
+    that("blocks of the twin's first eight tokens that are found", found).gives(twin.block_ids[:2])
 
 
 def test_cached_though_the_last_one_left(sharing, a_request, a_step):

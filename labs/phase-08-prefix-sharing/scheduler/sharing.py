@@ -10,7 +10,7 @@ prompt (Kwon et al. 2023, §4.4). Pure standard library.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Unpack
 
@@ -32,9 +32,10 @@ class SharingScheduler(PagedScheduler):
 
     **Prefix cache.** When a request is admitted, the longest beginning of its tokens that full, cached blocks hold is
     not computed: it shares these blocks. At least its last token is always computed, because the model must run on
-    something to give the next one. A block is cached when a step is scheduled that fills it; so a request that is
+    something to give the next one. A block can be found when a step is scheduled that fills it; so a request that is
     admitted in the same step finds it too, and the pass that reads it has written it before. Blocks stay cached after
-    their requests have ended, until they are handed out anew, the one that has been free longest first.
+    their requests have ended, until they are handed out anew, the one that has been free longest first. What decode
+    fills is only noted down, for a step must be quick, and gets its name when somebody looks (`name_blocks`).
 
     **Forks.** `fork_request` gives a request a twin, which shares its blocks. A request that would write into a block
     with another owner gets a copy of it first: `blocks_to_copy`. The copy's block is counted among those that the
@@ -43,9 +44,6 @@ class SharingScheduler(PagedScheduler):
     Args:
         prefix_caching: look for beginnings that are computed already. Forks do not need it.
         options: `PagedScheduler`'s.
-
-    Attributes:
-        stats: what the prefix cache has found.
 
     Raises:
         TypeError, ValueError: as `PagedScheduler`.
@@ -58,10 +56,10 @@ class SharingScheduler(PagedScheduler):
         self._cache = CachingBlockPool(self.pool.num_blocks, self.pool.block_size) if prefix_caching else None
         if self._cache is not None:
             self.pool = self._cache
-        self.stats = PrefixCacheStats()
-        self._unfilled: dict[int, Request] = {}  # blocks that were cached since the last report, and who fills them
+        self._stats = PrefixCacheStats()
+        self._filled: list[tuple[Request, int, int]] = []  # whose tokens start … stop − 1 filled blocks without a name
+        self._unfilled: dict[int, Request] = {}  # cached blocks that the step under way is to fill, and who does
         self._num_forks = 0
-        self._is_awaited = False  # whether a step was scheduled and not reported
         self._may_share_tails = False  # whether anybody may be about to write into a block with two owners
 
     # The prefix cache
@@ -71,8 +69,22 @@ class SharingScheduler(PagedScheduler):
         """Whether beginnings that are computed already are looked for."""
         return self._cache is not None
 
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """What the prefix cache has found so far."""
+        if self._cache is not None:
+            self._stats.num_evicted_blocks = self._cache.num_evicted
+        return self._stats
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step was scheduled and not reported."""
+        return self._issued is not None
+
     def find_prefix(self, request: Request) -> list[int]:
-        """The cached blocks that hold the longest beginning of a request's tokens. Changes no block.
+        """The cached blocks that hold the longest beginning of a request's tokens. Gives no block to anybody.
+
+        What was filled since somebody last looked is cached first (`name_blocks`).
 
         Returns:
             Their ids, in order, used or free; of at most all tokens but the last. None without a prefix cache, and none
@@ -99,20 +111,28 @@ class SharingScheduler(PagedScheduler):
             "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
         )
 
-    def cache_blocks(self, request: Request, num_new: int) -> None:
-        """Cache the blocks that a step fills: those whose last token is among the ones that it computes.
+    def cache_blocks(self, request: Request, start: int, stop: int) -> None:
+        """Cache the blocks that a step fills which computes a request's tokens start … stop − 1.
 
-        A block that the step leaves unfinished waits for a later one; one that was full before has its name. What is
-        cached has yet to be computed: `_unfilled` says whose step does, block → request, until the report. Without a
-        prefix cache nothing happens.
+        They are those whose last token is among these. A block that the step leaves unfinished waits for a later one;
+        one that was full before has its name. Of what is cached, all that is not computed yet (`num_computed_tokens`)
+        is for the step under way to fill: `_unfilled` says whose part that is, block → request, until the report.
+        Without a prefix cache nothing happens.
 
         Args:
             request: in the batch; it has the blocks for these tokens.
-            num_new: how many of its tokens the step computes, ≥ 1, from `num_computed_tokens` on.
+            start: 0 … stop.
+            stop: start … num_tokens.
         """
         raise NotImplementedError(
             "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
         )
+
+    def name_blocks(self) -> None:
+        """Cache what the batch has filled since this was done last (`cache_blocks`), in the order in which it did."""
+        for request, start, stop in self._filled:
+            self.cache_blocks(request, start, stop)
+        self._filled.clear()
 
     def num_new_tokens(self, request: Request) -> int:
         """As `PagedScheduler.num_new_tokens`, less those that are found (`find_prefix`).
@@ -135,7 +155,8 @@ class SharingScheduler(PagedScheduler):
 
         That is for a WAITING request, new or preempted by recompute, of a scheduler with a prefix cache. Each time the
         `stats` count a request, the tokens that it has, and those that were found. `num_cached_tokens` says what was
-        found when it was admitted first, and stays so. Whoever enters, what this step fills is cached (`cache_blocks`).
+        found when it was admitted first, and stays so. Whoever enters, what this step fills is cached (`cache_blocks`)
+        at once: the next in the line may begin alike.
 
         Args:
             request: WAITING or SWAPPED, in neither queue.
@@ -146,12 +167,13 @@ class SharingScheduler(PagedScheduler):
         )
 
     def release(self, request: Request) -> None:
-        """As `PagedScheduler.release`. Blocks that a step was to fill, and has not, lose their names.
+        """As `PagedScheduler.release`; but what has no name yet gets it first (`name_blocks`).
 
-        That is so if the step's tokens never came, and the request has ended or been preempted since: `_unfilled` still
-        names it as the one to fill them. Whoever has found them in that same step computes them itself: of a request
-        of the batch that lists such a block, nothing counts as computed from the first such block on. There may be
-        several, who would all write into it: then `_may_share_tails` is True.
+        And blocks that a step was to fill, and has not, lose theirs. That is so if the step's tokens never came, and
+        the request has ended or been preempted since: `_unfilled` still names it as the one to fill them. Whoever has
+        found them in that same step computes them itself: of a request of the batch that lists such a block, nothing
+        counts as computed from the first such block on. There may be several, who would all write into it: then
+        `_may_share_tails` is True.
         """
         raise NotImplementedError(
             "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
@@ -196,20 +218,6 @@ class SharingScheduler(PagedScheduler):
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
         )
 
-    def issue(self, output: SchedulerOutput) -> SchedulerOutput:
-        """As `Scheduler.issue`."""
-        self._is_awaited = True
-        if self._cache is not None:
-            self.stats.num_evicted_blocks = self._cache.num_evicted
-        return super().issue(output)
-
-    def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
-        """As `Scheduler.update_from_output`."""
-        ended = super().update_from_output(output, token_ids)
-        self._is_awaited = False
-        self._unfilled.clear()
-        return ended
-
     def share_blocks(self, parent: Request, child: Request) -> None:
         """Give a twin the blocks of what it has in common with its parent, and count as computed what of that is.
 
@@ -239,12 +247,15 @@ class SharingScheduler(PagedScheduler):
         return request.arrival_index, request.fork_index
 
     def grow_batch(self, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.grow_batch`; who writes into shared blocks gets copies, and blocks are cached.
+        """As `PagedScheduler.grow_batch`; who writes into shared blocks gets copies, and what is filled is noted.
 
-        When it is a request's turn, and its `blocks_missing` are free, those that must be copied are (`copy_on_write`),
-        and the blocks that it then still lacks (`blocks_missing`, which a later stage counts in another way) go behind
-        the others. The blocks that this step fills are cached, for everybody who is ordered (`cache_blocks`). A batch
-        that has run empty shares nothing: `_may_share_tails` is False again.
+        When it is a request's turn, and its `blocks_missing` are free, those that must be copied are (`copy_on_write`,
+        if `_may_share_tails`), and the blocks that it then still lacks (`blocks_missing`, which a later stage counts in
+        another way) go behind the others. With a prefix cache, everybody who is ordered and fills a block is noted in
+        `_filled`, in the order of the batch: (request, its first token of this step, the first behind them).
+
+        A batch that has run empty shares nothing: `_may_share_tails` is False again. And once the step before is
+        reported, nobody's part in it is open: `_unfilled` is emptied.
 
         Args:
             output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for every copy.

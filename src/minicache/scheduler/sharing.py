@@ -8,7 +8,7 @@ prompt (Kwon et al. 2023, §4.4). Pure standard library.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Unpack
 
@@ -30,9 +30,10 @@ class SharingScheduler(PagedScheduler):
 
     **Prefix cache.** When a request is admitted, the longest beginning of its tokens that full, cached blocks hold is
     not computed: it shares these blocks. At least its last token is always computed, because the model must run on
-    something to give the next one. A block is cached when a step is scheduled that fills it; so a request that is
+    something to give the next one. A block can be found when a step is scheduled that fills it; so a request that is
     admitted in the same step finds it too, and the pass that reads it has written it before. Blocks stay cached after
-    their requests have ended, until they are handed out anew, the one that has been free longest first.
+    their requests have ended, until they are handed out anew, the one that has been free longest first. What decode
+    fills is only noted down, for a step must be quick, and gets its name when somebody looks (`name_blocks`).
 
     **Forks.** `fork_request` gives a request a twin, which shares its blocks. A request that would write into a block
     with another owner gets a copy of it first: `blocks_to_copy`. The copy's block is counted among those that the
@@ -41,9 +42,6 @@ class SharingScheduler(PagedScheduler):
     Args:
         prefix_caching: look for beginnings that are computed already. Forks do not need it.
         options: `PagedScheduler`'s.
-
-    Attributes:
-        stats: what the prefix cache has found.
 
     Raises:
         TypeError, ValueError: as `PagedScheduler`.
@@ -56,10 +54,10 @@ class SharingScheduler(PagedScheduler):
         self._cache = CachingBlockPool(self.pool.num_blocks, self.pool.block_size) if prefix_caching else None
         if self._cache is not None:
             self.pool = self._cache
-        self.stats = PrefixCacheStats()
-        self._unfilled: dict[int, Request] = {}  # blocks that were cached since the last report, and who fills them
+        self._stats = PrefixCacheStats()
+        self._filled: list[tuple[Request, int, int]] = []  # whose tokens start … stop − 1 filled blocks without a name
+        self._unfilled: dict[int, Request] = {}  # cached blocks that the step under way is to fill, and who does
         self._num_forks = 0
-        self._is_awaited = False  # whether a step was scheduled and not reported
         self._may_share_tails = False  # whether anybody may be about to write into a block with two owners
 
     # The prefix cache
@@ -69,8 +67,22 @@ class SharingScheduler(PagedScheduler):
         """Whether beginnings that are computed already are looked for."""
         return self._cache is not None
 
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """What the prefix cache has found so far."""
+        if self._cache is not None:
+            self._stats.num_evicted_blocks = self._cache.num_evicted
+        return self._stats
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step was scheduled and not reported."""
+        return self._issued is not None
+
     def find_prefix(self, request: Request) -> list[int]:
-        """The cached blocks that hold the longest beginning of a request's tokens. Changes no block.
+        """The cached blocks that hold the longest beginning of a request's tokens. Gives no block to anybody.
+
+        What was filled since somebody last looked is cached first (`name_blocks`).
 
         Returns:
             Their ids, in order, used or free; of at most all tokens but the last. None without a prefix cache, and none
@@ -78,6 +90,7 @@ class SharingScheduler(PagedScheduler):
         """
         if self._cache is None or request.status is RequestStatus.SWAPPED:
             return []
+        self.name_blocks()
         num_blocks = (request.num_tokens - 1) // self._cache.block_size
         return self._cache.find(islice(self.hashes(request, num_blocks), num_blocks))
 
@@ -100,22 +113,31 @@ class SharingScheduler(PagedScheduler):
             hashes.append(block_hash(parent, request.token_ids(start, start + block_size)))
         return hashes
 
-    def cache_blocks(self, request: Request, num_new: int) -> None:
-        """Cache the blocks that a step fills: those whose last token is among the ones that it computes.
+    def cache_blocks(self, request: Request, start: int, stop: int) -> None:
+        """Cache the blocks that a step fills which computes a request's tokens start … stop − 1.
 
-        A block that the step leaves unfinished waits for a later one; one that was full before has its name. What is
-        cached has yet to be computed: `_unfilled` says whose step does, block → request, until the report. Without a
-        prefix cache nothing happens.
+        They are those whose last token is among these. A block that the step leaves unfinished waits for a later one;
+        one that was full before has its name. Of what is cached, all that is not computed yet (`num_computed_tokens`)
+        is for the step under way to fill: `_unfilled` says whose part that is, block → request, until the report.
+        Without a prefix cache nothing happens.
 
         Args:
             request: in the batch; it has the blocks for these tokens.
-            num_new: how many of its tokens the step computes, ≥ 1, from `num_computed_tokens` on.
+            start: 0 … stop.
+            stop: start … num_tokens.
         """
-        num_computed, block_size = request.num_computed_tokens, self.pool.block_size
-        first, end = num_computed // block_size, (num_computed + num_new) // block_size
+        block_size = self.pool.block_size
+        first, end = start // block_size, stop // block_size
         if self._cache is not None and first < end:
             self._cache.cache(request.block_ids[first:end], self.hashes(request, end)[first:end])
+            first = max(first, request.num_computed_tokens // block_size)
             self._unfilled |= dict.fromkeys(request.block_ids[first:end], request)
+
+    def name_blocks(self) -> None:
+        """Cache what the batch has filled since this was done last (`cache_blocks`), in the order in which it did."""
+        for request, start, stop in self._filled:
+            self.cache_blocks(request, start, stop)
+        self._filled.clear()
 
     def num_new_tokens(self, request: Request) -> int:
         """As `PagedScheduler.num_new_tokens`, less those that are found (`find_prefix`).
@@ -137,7 +159,8 @@ class SharingScheduler(PagedScheduler):
 
         That is for a WAITING request, new or preempted by recompute, of a scheduler with a prefix cache. Each time the
         `stats` count a request, the tokens that it has, and those that were found. `num_cached_tokens` says what was
-        found when it was admitted first, and stays so. Whoever enters, what this step fills is cached (`cache_blocks`).
+        found when it was admitted first, and stays so. Whoever enters, what this step fills is cached (`cache_blocks`)
+        at once: the next in the line may begin alike.
 
         Args:
             request: WAITING or SWAPPED, in neither queue.
@@ -154,16 +177,19 @@ class SharingScheduler(PagedScheduler):
             self.stats.num_queried_tokens += request.num_tokens
             self.stats.num_hit_tokens += request.num_computed_tokens
         super().enter(request, output)
-        self.cache_blocks(request, output.num_scheduled_tokens[request.request_id])
+        num_computed = request.num_computed_tokens
+        self.cache_blocks(request, num_computed, num_computed + output.num_scheduled_tokens[request.request_id])
 
     def release(self, request: Request) -> None:
-        """As `PagedScheduler.release`. Blocks that a step was to fill, and has not, lose their names.
+        """As `PagedScheduler.release`; but what has no name yet gets it first (`name_blocks`).
 
-        That is so if the step's tokens never came, and the request has ended or been preempted since: `_unfilled` still
-        names it as the one to fill them. Whoever has found them in that same step computes them itself: of a request
-        of the batch that lists such a block, nothing counts as computed from the first such block on. There may be
-        several, who would all write into it: then `_may_share_tails` is True.
+        And blocks that a step was to fill, and has not, lose theirs. That is so if the step's tokens never came, and
+        the request has ended or been preempted since: `_unfilled` still names it as the one to fill them. Whoever has
+        found them in that same step computes them itself: of a request of the batch that lists such a block, nothing
+        counts as computed from the first such block on. There may be several, who would all write into it: then
+        `_may_share_tails` is True.
         """
+        self.name_blocks()
         first = request.num_computed_tokens // self.pool.block_size
         unfilled = {each for each in request.block_ids[first:] if self._unfilled.get(each) is request}
         if self._cache is not None and unfilled:
@@ -211,7 +237,7 @@ class SharingScheduler(PagedScheduler):
                 `child_id` is taken, or `output_token_ids` are too many. Nothing has changed.
         """
         parent = next((each for each in self.running if each.request_id == request_id), None)
-        if parent is None or not parent.output_token_ids or self._is_awaited:
+        if parent is None or not parent.output_token_ids or self.is_awaited:
             raise ValueError(f"request {request_id!r} cannot be forked: it must be in decode, between two steps")
         if len(self.running) >= self.max_num_seqs:
             raise ValueError(f"the batch has {self.max_num_seqs} requests already: no seat for a twin")
@@ -228,20 +254,6 @@ class SharingScheduler(PagedScheduler):
         self.share_blocks(parent, child)
         insort(self.running, child, key=self.seniority)
         return child
-
-    def issue(self, output: SchedulerOutput) -> SchedulerOutput:
-        """As `Scheduler.issue`."""
-        self._is_awaited = True
-        if self._cache is not None:
-            self.stats.num_evicted_blocks = self._cache.num_evicted
-        return super().issue(output)
-
-    def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
-        """As `Scheduler.update_from_output`."""
-        ended = super().update_from_output(output, token_ids)
-        self._is_awaited = False
-        self._unfilled.clear()
-        return ended
 
     def share_blocks(self, parent: Request, child: Request) -> None:
         """Give a twin the blocks of what it has in common with its parent, and count as computed what of that is.
@@ -281,31 +293,37 @@ class SharingScheduler(PagedScheduler):
         return request.arrival_index, request.fork_index
 
     def grow_batch(self, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.grow_batch`; who writes into shared blocks gets copies, and blocks are cached.
+        """As `PagedScheduler.grow_batch`; who writes into shared blocks gets copies, and what is filled is noted.
 
-        When it is a request's turn, and its `blocks_missing` are free, those that must be copied are (`copy_on_write`),
-        and the blocks that it then still lacks (`blocks_missing`, which a later stage counts in another way) go behind
-        the others. The blocks that this step fills are cached, for everybody who is ordered (`cache_blocks`). A batch
-        that has run empty shares nothing: `_may_share_tails` is False again.
+        When it is a request's turn, and its `blocks_missing` are free, those that must be copied are (`copy_on_write`,
+        if `_may_share_tails`), and the blocks that it then still lacks (`blocks_missing`, which a later stage counts in
+        another way) go behind the others. With a prefix cache, everybody who is ordered and fills a block is noted in
+        `_filled`, in the order of the batch: (request, its first token of this step, the first behind them).
+
+        A batch that has run empty shares nothing: `_may_share_tails` is False again. And once the step before is
+        reported, nobody's part in it is open: `_unfilled` is emptied.
 
         Args:
             output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for every copy.
         """
         if not self.running:
             self._may_share_tails = False
+        if self._unfilled and not self.is_awaited:
+            self._unfilled.clear()
+        prefix_caching, block_size, ordered = self.prefix_caching, self.pool.block_size, output.num_scheduled_tokens
         for request in self.running:  # which `make_room` shortens, at its end
             if missing := self.blocks_missing(request):
                 if missing > self.pool.num_free and not self.make_room(request, missing, output):
                     break  # it was the last of the batch, and has left it
-                self.copy_on_write(request, output)
-                request.block_ids += self.pool.allocate(self.blocks_missing(request))
+                if self._may_share_tails:
+                    self.copy_on_write(request, output)
+                    missing = self.blocks_missing(request)
+                request.block_ids += self.pool.allocate(missing)
             self.order(request, output)
-        if self._cache is not None:
-            block_size = self.pool.block_size
-            for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
-                # Seldom, and looked at for every token: not another call.
-                if request.num_computed_tokens % block_size + num_new >= block_size:
-                    self.cache_blocks(request, num_new)
+            if prefix_caching:  # for every token of the batch: no calls of our own
+                num_computed, num_new = request.num_computed_tokens, ordered.get(request.request_id, 0)
+                if num_computed % block_size + num_new >= block_size:
+                    self._filled.append((request, num_computed, num_computed + num_new))
 
     def blocks_missing(self, request: Request) -> int:
         """As `PagedScheduler.blocks_missing`, and one for each block that must be copied before it is written.
@@ -313,7 +331,8 @@ class SharingScheduler(PagedScheduler):
         Looking for these (`written_and_shared`) takes time on every token, and is not needed while `_may_share_tails`
         is False: it is True from the fork on until the batch has run empty.
         """
-        missing = super().blocks_missing(request)
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        missing = -(-num_tokens // self.pool.block_size) - len(request.block_ids)
         return missing + len(self.written_and_shared(request)) if self._may_share_tails else missing
 
     def written_and_shared(self, request: Request) -> list[int]:
@@ -340,8 +359,6 @@ class SharingScheduler(PagedScheduler):
             request: in the batch; so many blocks are free.
             output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for each.
         """
-        if not self._may_share_tails:
-            return
         for place in self.written_and_shared(request):
             source, [target] = request.block_ids[place], self.pool.allocate(1)
             request.block_ids[place] = target

@@ -209,6 +209,26 @@ def test_a_prompt_in_pieces_passes():
     that("who computes in each step", tally.order).gives([[0, 1], [0, 1], [0, 1], [1]])
 
 
+class ByFours(Broken):
+    """Computes `chunk` tokens of a request in a step, where its limit says 4."""
+
+    chunk = 4
+
+    def largest_chunk(self, num_tokens):
+        return min(num_tokens, 4)
+
+    def order(self, request, output):
+        left = request.num_tokens - request.num_computed_tokens
+        output.num_scheduled_tokens[request.request_id] = min(left, self.chunk)
+        output.scheduled.append(request)
+
+
+def test_a_limit_for_each_request_passes():
+    """The step has room for all 10 tokens of a prompt, and the scheduler's `largest_chunk` of 10 is 4: 4, 4 and 2."""
+    tally, _ = passes(ByFours(num_blocks=10, block_size=4), requests_of((10, 2), (4, 2)), what="4 tokens of 10, 4 of 4")
+    that("who computes in each step", tally.order).gives([[0, 1], [0, 1], [0], [0]])
+
+
 def test_an_end_by_max_model_len_passes():
     """Prompts of 5, 9 tokens wanted, and max_model_len is 8: they end with 3, and had cause to."""
     scheduler = PagedScheduler(num_blocks=10, block_size=4, max_model_len=8)
@@ -831,6 +851,13 @@ def test_a_number_of_tokens_that_is_not_there(num_new):
                 output.num_scheduled_tokens[request.request_id] = num_new
 
     expose(Miscounts, "step 2, work", [(4, 9)], num_blocks=20)
+
+
+@pytest.mark.parametrize("chunk", [3, 5])
+def test_another_number_than_the_limit_for_each_request(chunk):
+    """`largest_chunk` is 4, and the step has room: a request computes 3 tokens of 10, or 5."""
+    cls = type(f"By{chunk}sWhereTheLimitIs4", (ByFours,), {"chunk": chunk})
+    expose(cls, "step 0, work", [(10, 2), (4, 2)], num_blocks=10)
 
 
 def test_two_lists_that_disagree():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from minicache.errors import RequestTooLargeError
+from minicache.errors import InvariantError, RequestTooLargeError
 from minicache.request import Request
 from minicache.scheduler import ChunkedPrefillScheduler, create_scheduler
 from minicache.scheduler.audit_sharing import SharingAuditor
@@ -94,6 +94,43 @@ def test_options_that_are_refused(options, error):
         create_scheduler("fair", num_blocks=8, long_prefill_threshold=4)
 
 
+def audited_step(scheduler, *requests):
+    """The first step of these under an auditor."""
+    watched = observe(scheduler, SharingAuditor())
+    for request in requests:
+        watched.add_request(request)
+    return watched.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize("threshold", [0, 4])
+@pytest.mark.parametrize("less", [0, 1])
+def test_a_budget_that_is_left_over(threshold, less):
+    """With room for 30 tokens, one token less than could be computed is one too few, with a threshold and without."""
+
+    class Sparing(ChunkedPrefillScheduler):
+        def chunk(self, num_tokens):
+            return max(super().chunk(num_tokens) - less, 1)
+
+    scheduler = Sparing(num_blocks=20, max_num_batched_tokens=30, long_prefill_threshold=threshold)
+    assert observe(scheduler, SharingAuditor()).largest_chunk(9) == (threshold or 9)
+    requests = Request("a", [1] * 9, 9), Request("b", [2] * 9, 9)
+    if less:
+        with pytest.raises(InvariantError, match=rf"step 0, work: .* and could compute {threshold or 9}"):
+            audited_step(scheduler, *requests)
+    else:
+        assert audited_step(scheduler, *requests) == {"a": threshold or 9, "b": threshold or 9}
+
+
+def test_more_than_the_threshold():
+    class Greedy(ChunkedPrefillScheduler):
+        def chunk(self, num_tokens):
+            return super().chunk(num_tokens) + 1
+
+    scheduler = Greedy(num_blocks=20, max_num_batched_tokens=30, long_prefill_threshold=4)
+    with pytest.raises(InvariantError, match=r"step 0, work: .* computes 5 tokens, and could compute 4"):
+        audited_step(scheduler, Request("a", [1] * 9, 9))
+
+
 def test_whoever_is_overtaken_in_the_middle_of_its_prompt_is_due():
     """A long prompt of low priority, and an endless stream that ranks before it and takes its blocks: it ends."""
     scheduler = chunked(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
@@ -122,6 +159,7 @@ def test_random_runs(preemption, seed):
             block_size=4,
             max_num_seqs=rng.randint(1, 8),
             max_num_batched_tokens=rng.choice([2, 4, 9, 30]),
+            long_prefill_threshold=rng.choice([0, 0, 1, 3, 8]),
             preemption=preemption,
             num_host_blocks=6 if preemption == "swap" else 0,
             prefix_caching=rng.random() < 0.6,

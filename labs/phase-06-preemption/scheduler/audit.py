@@ -232,8 +232,9 @@ class Auditor(Observer):
 
         - `scheduled` and the keys of `num_scheduled_tokens` are the same requests in the same order, all of them in the
           batch. The batch has at most max_num_seqs.
-        - Each computes at least one token, and no more than it has left to compute. It computes all of them, and
-          everybody in the batch is scheduled, unless the step has reached max_num_batched_tokens.
+        - Each computes at least one token, and no more than the scheduler's `largest_chunk` of those that it has left
+          to compute: all of them, for a scheduler that sets no limit. It computes no fewer, and everybody in the batch
+          is scheduled, unless the step has reached max_num_batched_tokens.
         - The step has at most max_num_batched_tokens, unless it `has_outgrown_request`.
         - Progress: if `notes` has anybody, a token is scheduled, or a request has ended.
 

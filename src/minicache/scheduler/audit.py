@@ -251,8 +251,9 @@ class Auditor(Observer):
 
         - `scheduled` and the keys of `num_scheduled_tokens` are the same requests in the same order, all of them in the
           batch. The batch has at most max_num_seqs.
-        - Each computes at least one token, and no more than it has left to compute. It computes all of them, and
-          everybody in the batch is scheduled, unless the step has reached max_num_batched_tokens.
+        - Each computes at least one token, and no more than the scheduler's `largest_chunk` of those that it has left
+          to compute: all of them, for a scheduler that sets no limit. It computes no fewer, and everybody in the batch
+          is scheduled, unless the step has reached max_num_batched_tokens.
         - The step has at most max_num_batched_tokens, unless it `has_outgrown_request`.
         - Progress: if `notes` has anybody, a token is scheduled, or a request has ended.
 
@@ -267,11 +268,12 @@ class Auditor(Observer):
         if len(batch) > scheduler.max_num_seqs:
             self.fail("work", f"{len(batch)} requests in the batch, max_num_seqs is {scheduler.max_num_seqs}")
         for request in output.scheduled:
-            num_new, left = tokens[request.request_id], request.num_tokens - request.num_computed_tokens
+            num_new = tokens[request.request_id]
+            left = scheduler.largest_chunk(request.num_tokens - request.num_computed_tokens)
             if batch.get(request.request_id) is not request:
                 self.fail("work", f"{request!r} is scheduled, and not in the batch")
             if not 1 <= num_new <= left or (num_new < left and total < budget):
-                self.fail("work", f"{request!r} computes {num_new} of {left} tokens")
+                self.fail("work", f"{request!r} computes {num_new} tokens, and could compute {left}")
         if (idle := batch.keys() - tokens.keys()) and total < budget:
             self.fail("work", f"{sorted(map(repr, idle))} are in the batch, and the step has nothing for them")
         if total > budget and not self.has_outgrown_request(output, budget):

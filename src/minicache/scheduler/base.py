@@ -272,6 +272,14 @@ class Scheduler(ABC):
         """Who is next in the waiting line, and stays there; None if nobody waits. Takes the same time in any line."""
         return next(iter(self.waiting.values()), None)
 
+    def largest_chunk(self, num_tokens: int) -> int:
+        """Of so many tokens that a request has left to compute, the most that a step may compute: here all of them.
+
+        A step that has room for so many computes no fewer. A stage that computes prompts in pieces (phase 9) may set a
+        limit of its own.
+        """
+        return num_tokens
+
     def issue(self, output: SchedulerOutput) -> SchedulerOutput:
         """Remember `output` as the step whose tokens are awaited: the last thing that every `schedule` does.
 

@@ -79,21 +79,34 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
             )
 
     def schedule(self) -> SchedulerOutput:
-        """As `PagedScheduler.schedule`, with a budget of max_num_batched_tokens for all that it orders."""
+        """As `PagedScheduler.schedule`, with one budget of max_num_batched_tokens for all that it orders.
+
+        Each step begins with the whole budget (`_left`), whatever became of the one before. And whoever is `due` and
+        has ended, or `has_caught_up`, is due no more.
+        """
         self._left = self.max_num_batched_tokens
         if self.due is not None and (self.due.status.is_finished or self.has_caught_up(self.due)):
             self.due = None
         return super().schedule()
 
     def head(self) -> Request | None:
-        """As `FairScheduler.head`, unless somebody is due: then that one, or nobody while it is in the batch."""
+        """Who may be admitted next.
+
+        Returns:
+            As `FairScheduler.head`, if nobody is `due`. Else the one who is due, where it waits and is compatible with
+            the batch; None while it is in the batch, or not compatible.
+        """
         if self.due is None:
             return super().head()
         waits = self.due.request_id in self.waiting
         return self.due if waits and self.is_compatible(self.due) else None
 
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.preempt`; and if the request has not caught up, and somebody has overtaken it, it is due.
+        """As `FairSharingScheduler.preempt`; and a request that was overtaken in the middle of its prompt is `due`.
+
+        It is due, in place of whoever was, if all three hold. It had not caught up (`has_caught_up`) when it lost its
+        place: swapped out or to be recomputed, no token came of its admission. Somebody who arrived after it is still
+        in the batch. And of all that wait now, it arrived first: so the one who is due is never behind another one.
 
         Args:
             request: the last of the batch.
@@ -106,34 +119,59 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
             self.due = request
 
     def has_caught_up(self, request: Request) -> bool:
-        """Whether all tokens of a request but the newest are computed: it is in decode."""
+        """Whether a request is in the batch, with at most its newest token left to compute: it is in decode.
+
+        Of one that waits the answer is no, whatever it has on the host.
+        """
         return request.num_computed_tokens >= request.num_tokens - 1 and request.status is RequestStatus.RUNNING
 
+    def largest_chunk(self, num_tokens: int) -> int:
+        """As `Scheduler.largest_chunk`: at most long_prefill_threshold, unless that is 0."""
+        return min(num_tokens, self.long_prefill_threshold) if self.long_prefill_threshold else num_tokens
+
     def chunk(self, num_tokens: int) -> int:
-        """Of so many tokens that a request has to compute, how many it may in this step."""
-        if self.long_prefill_threshold:
-            num_tokens = min(num_tokens, self.long_prefill_threshold)
-        return min(num_tokens, self._left)
+        """Of so many tokens that a request has to compute, how many it may in this step.
+
+        At most their `largest_chunk`, and at most what the budget of the step has left (`_left`). Takes nothing of it.
+
+        Args:
+            num_tokens: ≥ 0.
+        """
+        return min(self.largest_chunk(num_tokens), self._left)
 
     def num_new_tokens(self, request: Request) -> int:
-        """As `FairSharingScheduler.num_new_tokens`, but a chunk of them."""
+        """Tokens that this step computes if `request` is admitted in it: a `chunk` of those that are left.
+
+        Left are those of `FairSharingScheduler.num_new_tokens`: what is computed or found is not computed again.
+        """
         return self.chunk(super().num_new_tokens(request))
 
     def blocks_to_admit(self, request: Request) -> int:
-        """Blocks for what is computed or found, and for the chunk that is computed next."""
+        """Blocks that a request has once it is admitted: up to the end of its first chunk.
+
+        They hold what it need not compute, and behind it the `num_new_tokens` of this step. What it need not compute is
+        what is computed already, if it was swapped out, or else what `find_prefix` finds, in full blocks.
+        """
         found = max(request.num_computed_tokens, len(self.find_prefix(request)) * self.pool.block_size)
         return blocks_for(found + self.num_new_tokens(request), self.pool.block_size)
 
     def can_allocate(self, request: Request) -> AllocStatus:
-        """As `PagedScheduler.can_allocate`; LATER also if the step has no token left."""
+        """As `PagedScheduler.can_allocate`, of its `blocks_to_admit`; LATER also if the step has no token left.
+
+        For nobody can be admitted without a token to compute. (`PagedScheduler.admit` does not ask: it admits whoever
+        has no more tokens to compute than the step has left, and a chunk never has more.)
+        """
         return super().can_allocate(request) if self._left else AllocStatus.LATER
 
     def order(self, request: Request, output: SchedulerOutput) -> None:
-        """Have the step compute the request's next chunk, and take it from the budget. Nothing if none is left.
+        """Have the step compute a `chunk` of what the request has left to compute, and take it from the budget.
+
+        If the budget has nothing left for it, it is not in this step at all.
 
         Args:
             request: of the batch, and not in the step yet.
-            output: the step so far.
+            output: the step so far. The request goes to the end of `scheduled`, with its tokens in
+                `num_scheduled_tokens`.
         """
         num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
         num_new = self.chunk(num_tokens - request.num_computed_tokens)
@@ -143,7 +181,13 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
             self._left -= num_new
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request in the batch must get before its next chunk is computed, copies included."""
+        """Blocks that a request in the batch must get before its next chunk is computed, copies included.
+
+        Those up to the end of the chunk, less those that it has, but never below 0: after a step that failed it may
+        have more than this chunk needs. And while `_may_share_tails` is True, as in `SharingScheduler.blocks_missing`,
+        one for each of `written_and_shared`; while it is False nothing is copied (`copy_on_write`), and nothing must be
+        counted. None at all if the step has no token left for it: it writes nothing.
+        """
         num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
         num_new = self.chunk(num_tokens - request.num_computed_tokens)
         if not num_new:

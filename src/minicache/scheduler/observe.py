@@ -107,6 +107,10 @@ class ObservedScheduler(Scheduler):
         """As the scheduler's own."""
         self.scheduler.check_size(request)
 
+    def largest_chunk(self, num_tokens: int) -> int:
+        """As the scheduler's own."""
+        return self.scheduler.largest_chunk(num_tokens)
+
     def check(self) -> None:
         """As the scheduler's own."""
         self.scheduler.check()

@@ -272,7 +272,7 @@ for ax in (left, right):
     ax.grid(alpha=0.3)
 plt.show()
 for count, throughput, duration in zip(counts, throughputs, milliseconds, strict=True):
-    print(f"{count:2} seats: {throughput:6,.0f} tokens a second, {duration:.2f} ms a step of decodes")
+    print(f"seats {count:2}: {throughput:6,.0f} tokens a second, {duration:.2f} ms a step of decodes")
 
 # %% [markdown]
 # Where both curves bend depends on your machine. MiniGPT is so small that a step is mostly calls, which a batch shares;

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from minicache.answers import Prompt, prompt_token_ids
+from minicache.answers import Prompt, all_end_token_ids, prompt_token_ids
 from minicache.engine import LLM, MAX_IDLE_STEPS
 from minicache.errors import InvariantError, RequestTooLargeError
 from minicache.request import Request, RequestId, RequestStatus
@@ -234,7 +234,7 @@ class _Run:
         self.names = count()
         self.searches: list[_Search] = []
         self.whose: dict[RequestId, tuple[_Search, int]] = {}  # unfinished request → its search, and its beam's place
-        end = () if llm.tokenizer is None or params.ignore_eos else (llm.tokenizer.end_token_id,)
+        end = () if params.ignore_eos else all_end_token_ids(llm.model.config, llm.tokenizer)
         longest = llm.model.config.max_seq_len
         if llm.scheduler.max_model_len is not None:
             longest = min(longest, llm.scheduler.max_model_len)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from minicache.answers import Prompt, prompt_token_ids
+from minicache.answers import Prompt, all_end_token_ids, prompt_token_ids
 from minicache.engine import LLM, MAX_IDLE_STEPS
 from minicache.errors import InvariantError, RequestTooLargeError
 from minicache.request import Request, RequestId, RequestStatus
@@ -213,8 +213,8 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
     """Search for the likeliest answers to each prompt, all prompts at once.
 
     Args:
-        llm: an engine without requests. With a scheduler that forks (`prefix_caching=True`) beams share what they have
-            in common; with another, each computes all of its own.
+        llm: an engine without requests. With a scheduler that forks ("chunked", or `prefix_caching=True` with "paged"
+            or "fair") beams share what they have in common; with another, each computes all of its own.
         prompts: texts, or lists of token ids.
         params: how to search.
 
@@ -223,8 +223,9 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
 
     Raises:
         TypeError, ValueError, IndexError, UnknownWordError: as `LLM.generate`; also if the engine has requests.
-        RequestTooLargeError: a prompt could never be served, and nothing was begun; or a beam that was preempted had to
-            begin anew, and is longer than a step. Then all requests of this call are aborted.
+        RequestTooLargeError: a prompt could never be served, and nothing was begun. Or, with another scheduler than
+            "chunked", a beam had to begin anew and is longer than a step (max_num_batched_tokens). Then all requests of
+            this call are aborted.
         InvariantError: the scheduler orders nothing any more.
         Exception: what the model raises. All requests of this call are aborted.
     """
@@ -250,10 +251,13 @@ class _Run:
         self.names = count()
         self.searches: list[_Search] = []
         self.whose: dict[RequestId, tuple[_Search, int]] = {}  # unfinished request → its search, and its beam's place
-        end = () if llm.tokenizer is None or params.ignore_eos else (llm.tokenizer.end_token_id,)
+        end = () if params.ignore_eos else all_end_token_ids(llm.model.config, llm.tokenizer)
+        longest = llm.model.config.max_seq_len
+        if llm.scheduler.max_model_len is not None:
+            longest = min(longest, llm.scheduler.max_model_len)
         for prompt in prompts:
             token_ids = prompt_token_ids(prompt, llm.model.config.vocab_size, llm.tokenizer)
-            room = llm.model.config.max_seq_len - len(token_ids)
+            room = longest - len(token_ids)
             if room < 1:
                 raise RequestTooLargeError(f"a prompt of {len(token_ids)} tokens leaves no room for an answer")
             search = BeamSearch(params, {*params.stop_token_ids, *end}, min(params.max_tokens, room))

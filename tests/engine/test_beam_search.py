@@ -17,6 +17,7 @@ from benchmarks.engine import the_same_model
 
 from minicache.beam import BeamSearch, BeamSearchParams, Step, beam_search
 from minicache.engine import LLM
+from minicache.errors import RequestTooLargeError
 from minicache.model import MiniGPTConfig
 from minicache.scheduler import SharingScheduler
 from minicache.scheduler.observe import Observer
@@ -38,6 +39,10 @@ LENGTHS = (1, 4, 9, 16)
 class Counts(Observer):
     def __init__(self):
         self.num_preempted = self.num_copies = self.num_forks = 0
+        self.lengths = []
+
+    def on_add(self, scheduler, request):
+        self.lengths.append(request.num_prompt_tokens)
 
     def on_schedule(self, scheduler, output):
         self.num_preempted += len(output.preempted)
@@ -105,6 +110,34 @@ def test_answers_and_scores(both, prompts, beam_width, max_tokens, length_penalt
             assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], abs=1e-4)
         assert not llm.has_unfinished
         assert llm.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize(("max_num_batched_tokens", "max_num_seqs"), [(16, 64), (3, 3), (1, 64)])
+def test_beams_longer_than_a_step(both, prompts, max_num_batched_tokens, max_num_seqs):
+    """A beam that has to begin anew is a prompt of up to 27 tokens: the default scheduler computes it in chunks."""
+    llama, model = both
+    params, counts = BeamSearchParams(4, 12), Counts()
+    limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    llm = LLM(model, num_blocks=14, block_size=4, observers=[counts], **limits)
+    for found, prompt in zip(beam_search(llm, prompts, params), prompts, strict=True):
+        assert [beam.token_ids for beam in found] == [tokens for tokens, _ in theirs(llama, prompt, params)]
+    assert max(counts.lengths) > max(LENGTHS)  # somebody began anew
+    assert llm.scheduler.pool.num_used == 0
+
+
+def test_with_another_scheduler_a_beam_may_be_longer_than_a_step(both, prompts):
+    llm = LLM(both[1], scheduler="fair", num_blocks=14, block_size=4, max_num_batched_tokens=16)
+    with pytest.raises(RequestTooLargeError, match="max_num_batched_tokens"):
+        beam_search(llm, prompts, BeamSearchParams(4, 12))
+    assert not llm.has_unfinished
+
+
+def test_an_answer_ends_with_max_model_len(both, prompts):
+    """16 tokens of prompt and a limit of 20 leave 4 for the answer, as if no more were asked for."""
+    params = BeamSearchParams(3, 12)
+    [few] = beam_search(LLM(both[1], max_model_len=20), prompts[-1:], params)
+    [asked] = beam_search(LLM(both[1]), prompts[-1:], BeamSearchParams(3, 4))
+    assert [beam.token_ids for beam in few] == [beam.token_ids for beam in asked]
 
 
 def test_it_is_tested_under_pressure(both, prompts):

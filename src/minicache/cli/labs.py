@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Annotated
 
 import typer
@@ -16,8 +17,11 @@ def use_labs(console: Console) -> None:
     from minicache.course.finder import install_finished_labs, show
 
     labs = install_finished_labs()
-    for lab in labs:
-        if lab.mine:
-            console.print(f"{lab.module}: yours, {show(lab.file)}", style="dim", soft_wrap=True)
-    others = sum(not lab.mine for lab in labs)
-    console.print(f"{others} modules: the reference, where `minicache status` says what is left", style="dim")
+    # minicache.scheduler.base is scheduler/base.py in its phase's folder: as many steps up as the module has rooms.
+    finished = ((lab.file.parents[lab.module.count(".") - 1], lab.file) for lab in labs if lab.mine)
+    for folder, files in groupby(finished, key=lambda each: each[0]):
+        names = ", ".join(file.relative_to(folder).as_posix() for _, file in files)
+        console.print(f"Yours: {show(folder)}: {names}", style="dim", soft_wrap=True)
+    if others := sum(not lab.mine for lab in labs):
+        count = "1 module" if others == 1 else f"{others} modules"
+        console.print(f"The reference: {count}; `minicache status` says what is left", style="dim")

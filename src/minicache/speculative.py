@@ -47,14 +47,17 @@ class NgramDrafter:
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """The tokens behind the latest earlier place where the longest ending of `token_ids` stands.
 
-        Endings of max_ngram tokens are looked for first, then shorter ones. Takes time in proportion to the tokens.
+        Endings of max_ngram tokens are looked for first, then shorter ones, down to the last token alone. The first
+        length that stands anywhere before decides, even if few tokens follow there. An earlier place may overlap the
+        ending, but is not the ending itself. Takes time in proportion to the tokens, and changes nothing.
 
         Args:
-            token_ids: prompt and answer so far.
+            token_ids: prompt and answer so far; there may be none.
             num_tokens: the most to guess, ≥ 0.
 
         Returns:
-            At most num_tokens tokens; none if not even the last token stands elsewhere.
+            The tokens that follow there, at most num_tokens, and no more than there are: [1, 2, 3, 1, 2] → [3, 1, 2].
+            None if not even the last token stands elsewhere.
         """
         tokens = list(token_ids)
         for length in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
@@ -95,9 +98,14 @@ class SpeculationStats:
 def num_agreed(drafts: Sequence[int], picked: Sequence[int]) -> int:
     """How many guesses, from the first on, are what the model picked in their places.
 
+    Behind the first that is not, nothing counts: the model picked there after a token that is not in the text.
+
     Args:
-        drafts: the guesses.
-        picked: what the model picked in the place of each of them, and one more behind the last.
+        drafts: the guesses, k of them, k ≥ 0.
+        picked: what the model picked in the place of each of them, and one more behind the last: k + 1 tokens.
+
+    Returns:
+        0 … k.
     """
     agreed = 0
     while agreed < len(drafts) and drafts[agreed] == picked[agreed]:
@@ -115,25 +123,36 @@ def speculative_decode(
     num_drafts: int = 4,
     stats: SpeculationStats | None = None,
 ) -> Iterator[Tensor]:
-    """Generate greedily, as `minicache.decoding.decode` does, and check guesses on the way.
+    """Generate greedily (`greedy`), as `minicache.decoding.decode` does, and check guesses on the way.
+
+    The first pass is shown the prompt. Each later one is shown the newest token, which no pass has seen yet, and the
+    guesses behind it. So of a pass with k guesses the last k + 1 rows of logits say what the model picks in the place
+    of each guess, and behind the last one. Those that agree (`num_agreed`) are tokens, and what the model picked behind
+    them is one more: a pass gives at least one token, whatever was guessed. Only behind a single token is anything
+    guessed: a prompt of several tokens is shown without guesses.
+
+    Whenever a token is yielded, the cache holds rows of prompt and answer alone, none of a wrong guess. As in `decode`
+    the last token is never shown: N tokens leave P + N − 1 in the cache, which at no time holds more.
 
     Args:
         model: called as `model(token_ids, cache)`.
         prompt: token ids `[1, P]` int64, P ≥ 1.
         max_new_tokens: N, how many tokens to generate, ≥ 0. The caller stops earlier by leaving the loop.
         cache: an empty paged cache of batch size 1: rows of guesses that were wrong are cut off again (`truncate`).
-        drafter: who guesses.
-        num_drafts: the most guesses of one pass, ≥ 0. Fewer where N or the cache's room ends.
-        stats: is counted in, if given.
+        drafter: who guesses: `draft` gets prompt and answer so far, the newest token included.
+        num_drafts: the most guesses of one pass, ≥ 0. Fewer where N ends or the cache is full: no more are asked for
+            than the answer and the cache have room for.
+        stats: is counted in, if given, on top of what it says already; a token counts when it is yielded.
 
     Yields:
         `[1]` int64, the next token; N times.
 
     Raises:
-        TypeError: `num_drafts` is not an int.
-        ValueError: at the first step: `prompt` is not `[1, P]` with P ≥ 1, N or num_drafts is negative, or the cache is
-            not empty or of another batch size.
-        CacheOverflowError: the cache is full. The tokens yielded before stay good.
+        TypeError: `max_new_tokens` or `num_drafts` is not an int; at the first step, like what follows.
+        ValueError: `prompt` is not `[1, P]` with P ≥ 1, N or num_drafts is negative, or the cache is not empty or of
+            another batch size. The model has not been called.
+        CacheOverflowError: the cache is full, which is so exactly where `decode` finds it full. The tokens yielded
+            before stay good.
     """
     if prompt.ndim != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be [1, P] with at least one token; got {list(prompt.shape)}")

@@ -1,0 +1,196 @@
+"""What the tests of phase 9 share: the scheduler without later tasks, requests, steps, and an auditor that is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from minicache.course.checks import CheckFailed, call, that
+from minicache.errors import InvariantError
+from minicache.request import Request, RequestStatus
+from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.chunked import ChunkedPrefillScheduler
+from minicache.scheduler.observe import observe
+from minicache.scheduler.paged import AllocStatus, PagedScheduler
+from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "phase-09-chunked-prefill" in str(item.path):
+            item.add_marker(pytest.mark.timeout(10))
+
+
+class _Undue:
+    """Nobody becomes due: for tasks 1 and 2, which come before task 3."""
+
+    def has_caught_up(self, request):
+        return request.status is RequestStatus.RUNNING and request.num_tokens - request.num_computed_tokens <= 1
+
+    def head(self):
+        return FairSharingScheduler.head(self)
+
+    def preempt(self, request, output):
+        FairSharingScheduler.preempt(self, request, output)
+
+
+class _WholeBlocks:
+    """Who is admitted gets the blocks of all its tokens, as in phase 8: for task 1, which comes before task 2."""
+
+    def check_size(self, request):
+        pass
+
+    def blocks_to_admit(self, request):
+        return PagedScheduler.blocks_to_admit(self, request)
+
+    def can_allocate(self, request):
+        return SharingScheduler.can_allocate(self, request) if self.chunk(1) else AllocStatus.LATER
+
+    def blocks_missing(self, request):
+        return SharingScheduler.blocks_missing(self, request)
+
+
+class WholeBlocksScheduler(_WholeBlocks, _Undue, ChunkedPrefillScheduler):
+    """`ChunkedPrefillScheduler` without tasks 2 and 3."""
+
+
+class UndueScheduler(_Undue, ChunkedPrefillScheduler):
+    """`ChunkedPrefillScheduler` without task 3."""
+
+
+@pytest.fixture(scope="session")
+def whole_blocks():
+    """`whole_blocks(budget, *requests)`: the scheduler without tasks 2 and 3; 1,000 blocks of 4 by default."""
+    return _maker(WholeBlocksScheduler)
+
+
+@pytest.fixture(scope="session")
+def undue():
+    """`undue(budget, *requests)`: the scheduler without task 3; 1,000 blocks of 4 by default."""
+    return _maker(UndueScheduler)
+
+
+@pytest.fixture(scope="session")
+def chunked():
+    """`chunked(budget, *requests)`: the scheduler of this phase; 1,000 blocks of 4 by default."""
+    return _maker(ChunkedPrefillScheduler)
+
+
+def _maker(cls):
+    def create(budget=8192, *requests, **options):
+        scheduler = cls(**{"num_blocks": 1000, "block_size": 4, "max_num_batched_tokens": budget} | options)
+        for request in requests:
+            scheduler.add_request(request)
+        return scheduler
+
+    return create
+
+
+@pytest.fixture(scope="session")
+def a_request():
+    """`a_request(id, prompt, max_tokens=9, **more)`: a new request; of a prompt that is a number, so many tokens 1."""
+
+    def create(request_id, prompt, max_tokens=9, **more):
+        return Request(request_id, [1] * prompt if isinstance(prompt, int) else prompt, max_tokens, **more)
+
+    return create
+
+
+@pytest.fixture(scope="session")
+def a_step():
+    """`a_step(scheduler)`: schedules a step, reports token 7 for everybody in it, checks, and returns its output."""
+
+    def step(scheduler, token=7):
+        __tracebackhide__ = True
+        output = call(scheduler.schedule).value
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, token))
+        scheduler.check()
+        return output
+
+    return step
+
+
+@pytest.fixture(scope="session")
+def serve(a_step):
+    """`serve(scheduler, *requests, steps=None)`: of each step, id → the tokens that it computed; of all, or so many."""
+
+    def run(scheduler, *requests, steps=None):
+        __tracebackhide__ = True
+        for request in requests:
+            scheduler.add_request(request)
+        work = []
+        while scheduler.has_unfinished and len(work) != steps:
+            work.append(dict(a_step(scheduler).num_scheduled_tokens))
+            if len(work) > 2000:
+                raise CheckFailed("requests served", f"{scheduler.num_running} still run after 2000 steps", "all")
+        return work
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def random_run():
+    """`random_run(scheduler, rng, *observers)`: serves random requests under the auditor; it must like every step.
+
+    They come in the first 60 turns, with two priorities and groups, and prompts that begin alike. Some are forked, some
+    are aborted, and of some steps the tokens never come.
+    """
+
+    def run(scheduler, rng, *observers):
+        __tracebackhide__ = True
+        watched = observe(scheduler, SharingAuditor(), *observers)
+        names, everybody, awaited = iter(range(10**6)), [], False
+        try:
+            for turn in range(4000):
+                if turn < 60:
+                    everybody += _arrivals(watched, rng, names, awaited)
+                unfinished = [*watched.running, *watched.waiting.values()]
+                if unfinished and rng.random() < 0.04:
+                    watched.abort_request(rng.choice(unfinished).request_id)
+                output = call(watched.schedule).value
+                watched.check()
+                if awaited := rng.random() < 0.05:
+                    continue  # the step's tokens never come
+                watched.update_from_output(output, {each: rng.randrange(3) for each in output.num_scheduled_tokens})
+                watched.check()
+                if turn >= 60 and not watched.has_unfinished:
+                    break
+        except InvariantError as error:
+            that("the auditor", f"InvariantError: {error}").gives("no error")
+        that("requests that have not ended", [each for each in everybody if not each.status.is_finished]).gives([])
+        that("used blocks", scheduler.pool.num_used).gives(0)
+
+    return run
+
+
+def _arrivals(scheduler, rng, names, awaited):
+    """Perhaps a new request, and perhaps a fork; they are returned."""
+    new = []
+    if rng.random() < 0.3:
+        prompt = [rng.randrange(2)] * rng.randint(1, 20)
+        options = {"priority": rng.choice([0, 0, 1]), "group": rng.choice(["text", "text", "image"])}
+        new.append(Request(next(names), prompt, rng.randint(1, 9), **options))
+        scheduler.add_request(new[-1])
+    parents = [each for each in scheduler.running if each.output_token_ids]
+    if parents and not awaited and scheduler.num_running < scheduler.max_num_seqs and rng.random() < 0.2:
+        parent = rng.choice(parents)
+        outputs = parent.output_token_ids[: rng.randint(0, len(parent.output_token_ids))]
+        new.append(scheduler.fork_request(parent.request_id, next(names), outputs))
+    return new
+
+
+@pytest.fixture(scope="session")
+def random_options():
+    """`random_options(rng)`: a scheduler's options: pools, seats and thresholds down to next to nothing."""
+
+    def options(rng):
+        swap = rng.random() < 0.5
+        return {
+            "num_blocks": rng.randint(6, 20),
+            "max_num_seqs": rng.randint(1, 8),
+            "preemption": "swap" if swap else "recompute",
+            "num_host_blocks": 6 if swap else 0,
+            "prefix_caching": rng.random() < 0.6,
+            "long_prefill_threshold": rng.choice([0, 0, 1, 3, 7]),
+        }
+
+    return options

@@ -1,0 +1,285 @@
+"""Phase 9, task 1: one budget of tokens a step, first for the batch, then for those who wait."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minicache.course.checks import call, that
+from minicache.request import Request, RequestStatus
+from minicache.scheduler.output import SchedulerOutput
+
+# Cases with known outcomes
+
+
+def test_three_prompts_of_800(whole_blocks, serve, a_request):
+    """1,024 tokens a step and three prompts of 800: the second gets what the first has left, and so on."""
+    work = serve(whole_blocks(1024), *(a_request(number, 800) for number in range(3)), steps=4)
+    expected = [{0: 800, 1: 224}, {0: 1, 1: 576, 2: 447}, {0: 1, 1: 1, 2: 353}, {0: 1, 1: 1, 2: 1}]
+    that("tokens of each step", work).gives(expected)
+
+
+def test_a_prompt_longer_than_a_step(whole_blocks, serve, a_request):
+    """20 tokens, 8 a step: three steps for the prompt, of which only the last gives a token."""
+    request = a_request("a", 20, 2)
+    that("tokens of each step", serve(whole_blocks(8), request)).gives([{"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}])
+    that("its answer", request.output_token_ids).gives([7, 7])
+
+
+def test_prompts_that_fill_the_step(whole_blocks, serve, a_request):
+    """Exactly 8 tokens, 8 a step: nobody else joins, and with 7 and 1 two join at once."""
+    work = serve(whole_blocks(8), a_request("a", 8, 2), a_request("b", 8, 1))
+    that("tokens of each step", work).gives([{"a": 8}, {"a": 1, "b": 7}, {"b": 1}])
+    work = serve(whole_blocks(8), a_request("c", 7, 1), a_request("d", 2, 1))
+    that("tokens of each step", work).gives([{"c": 7, "d": 1}, {"d": 1}])
+
+
+def test_decodes_go_on_beside_a_long_prompt(whole_blocks, serve, a_request):
+    """Three in decode, and a prompt of 30 comes: each of the three has its token in every step."""
+    scheduler = whole_blocks(8)
+    serve(scheduler, *(a_request(number, 2, 20) for number in range(3)), steps=1)
+    work = serve(scheduler, a_request("long", 30), steps=7)
+    that("tokens of each step", work).gives([{0: 1, 1: 1, 2: 1, "long": 5}] * 6 + [{0: 1, 1: 1, 2: 1, "long": 1}])
+
+
+def test_a_budget_smaller_than_the_batch(whole_blocks, serve, a_request):
+    """Three in decode, 2 tokens a step: the first two go on, the third has its turn when they have ended."""
+    work = serve(whole_blocks(2), *(a_request(number, 1, 3) for number in range(3)))
+    that("tokens of each step", work).gives([{0: 1, 1: 1}] * 3 + [{2: 1}] * 3)
+    scheduler = whole_blocks(3)
+    serve(scheduler, *(a_request(number, 1, 9) for number in range(3)), steps=1)
+    scheduler.max_num_batched_tokens = 2
+    that("who is in the step", list(serve(scheduler, steps=1)[0])).gives([0, 1])
+    that("who is in the batch all the same", [each.request_id for each in scheduler.running]).gives([0, 1, 2])
+
+
+def test_the_batch_in_order_then_those_who_wait(whole_blocks, serve, a_request):
+    """An urgent prompt waits for a token that is left; from then on it stands before the other, and is served first."""
+    scheduler = whole_blocks(8)
+    work = serve(scheduler, a_request("old", 20, 3), steps=1)
+    work += serve(scheduler, a_request("urgent", 20, 2, priority=-1))
+    expected = [{"old": 8}, {"old": 8}, {"old": 4, "urgent": 4}, {"urgent": 8}, {"urgent": 8}]
+    that("tokens of each step", work).gives([*expected, {"urgent": 1, "old": 1}, {"old": 1}])
+
+
+def test_one_token_a_step(whole_blocks, serve, a_request):
+    """A budget of 1: one token after the other, and everybody ends."""
+    work = serve(whole_blocks(1), a_request("a", 3, 2), a_request("b", 2, 1))
+    that("tokens of each step", work).gives([{"a": 1}] * 4 + [{"b": 1}] * 2)
+
+
+# The most of one prompt
+
+
+def test_three_prompts_side_by_side(whole_blocks, serve, a_request):
+    """No more than 100 tokens of one prompt in a step of 250: two go on side by side, with a part of the third."""
+    scheduler = whole_blocks(250, long_prefill_threshold=100)
+    work = serve(scheduler, *(a_request(number, 210) for number in range(3)), steps=4)
+    that("tokens of each step", work).gives(
+        [{0: 100, 1: 100, 2: 50}, {0: 100, 1: 100, 2: 50}, {0: 10, 1: 10, 2: 100}, {0: 1, 1: 1, 2: 10}]
+    )
+
+
+def test_the_threshold_leaves_room_unused(whole_blocks, serve, a_request):
+    """A prompt alone, 4 of its tokens a step, though 100 would fit. A threshold above the budget changes nothing."""
+    work = serve(whole_blocks(100, long_prefill_threshold=4), a_request("a", 10, 1))
+    that("tokens of each step", work).gives([{"a": 4}, {"a": 4}, {"a": 2}])
+    work = serve(whole_blocks(4, long_prefill_threshold=100), a_request("a", 10, 1))
+    that("tokens of each step", work).gives([{"a": 4}, {"a": 4}, {"a": 2}])
+
+
+@pytest.mark.parametrize(
+    ("threshold", "num_tokens", "largest", "chunk"),
+    [
+        (0, 0, 0, 0),
+        (0, 1, 1, 1),
+        (0, 8, 8, 8),
+        (0, 9, 9, 8),
+        (0, 1000, 1000, 8),
+        (3, 0, 0, 0),
+        (3, 2, 2, 2),
+        (3, 3, 3, 3),
+        (3, 4, 3, 3),
+        (3, 1000, 3, 3),
+        (9, 1000, 9, 8),
+        (1, 5, 1, 1),
+    ],
+)
+def test_how_many_at_most(whole_blocks, threshold, num_tokens, largest, chunk):
+    """largest_chunk knows the threshold alone; chunk knows also that a step of 8 has 8 tokens. 0 is no threshold."""
+    scheduler = whole_blocks(8, long_prefill_threshold=threshold)
+    call(scheduler.largest_chunk, num_tokens).gives(largest)
+    call(scheduler.chunk, num_tokens).gives(chunk)
+
+
+# What takes from the budget, and what does not
+
+
+def test_order_takes_and_chunk_does_not(whole_blocks, a_request):
+    """Three prompts of 800 ordered by hand: asking costs nothing, and for the third nothing is left."""
+    scheduler, output = whole_blocks(1024), SchedulerOutput()
+    requests = [a_request(number, 800) for number in range(3)]
+    for request, left in zip(requests, (1024, 224, 0), strict=True):
+        for _ in range(2):
+            call(scheduler.chunk, 2000).gives(left)
+        call(scheduler.order, request, output).gives(None)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 800, 1: 224})
+    that("scheduled", output.scheduled).gives(requests[:2])
+    call(scheduler.chunk, 2000).gives(0)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_output", "num_computed", "ordered"),
+    [(20, 0, 0, 8), (20, 0, 8, 8), (20, 0, 16, 4), (20, 0, 19, 1), (20, 3, 22, 1), (20, 3, 0, 8), (20, 3, 18, 5)],
+)
+def test_what_is_left_to_compute(whole_blocks, a_request, num_prompt, num_output, num_computed, ordered):
+    """Prompt and answer are one sequence: what of it is not computed is ordered, 8 tokens at most."""
+    scheduler, output, request = whole_blocks(8), SchedulerOutput(), a_request("a", num_prompt)
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
+    request.output_token_ids += [7] * num_output
+    call(scheduler.order, request, output).gives(None)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"a": ordered})
+    call(scheduler.chunk, 100).gives(8 - ordered)
+
+
+def test_a_step_that_fails(whole_blocks, serve, a_request):
+    """The tokens of two steps never come: the third has the whole budget again, and orders the same work."""
+    scheduler = whole_blocks(8, a_request("a", 5), a_request("b", 12))
+    for _ in range(3):
+        that("the step", dict(call(scheduler.schedule).value.num_scheduled_tokens)).gives({"a": 5, "b": 3})
+    that("the next two", serve(scheduler, steps=2)).gives([{"a": 5, "b": 3}, {"a": 1, "b": 7}])
+
+
+def test_whoever_leaves_makes_room(whole_blocks, serve, a_request):
+    """A prompt is aborted when half of it is computed: its place in the budget is the next one's."""
+    scheduler = whole_blocks(8)
+    serve(scheduler, a_request("a", 20), a_request("b", 20), steps=1)
+    scheduler.abort_request("a")
+    that("the step after it", serve(scheduler, steps=1)).gives([{"b": 8}])
+    that("used blocks", scheduler.pool.num_used).gives(5)
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(20, 4), (21, 1), (24, 4), (8, 4), (40, 8)])
+def test_a_hit_is_not_in_the_budget(whole_blocks, serve, a_request, length, tokens):
+    """20 tokens of a prompt are cached, in blocks of 4: of another prompt only the rest is computed, 8 a step."""
+    scheduler = whole_blocks(8, prefix_caching=True)
+    serve(scheduler, a_request("a", 20, 1))
+    that("its first step", serve(scheduler, a_request("b", length, 1), steps=1)).gives([{"b": tokens}])
+
+
+def test_two_hits_in_one_step(whole_blocks, serve, a_request):
+    """16 of the 20 tokens of each of two prompts are found: the 4 that are left of each are one step's 8."""
+    scheduler = whole_blocks(8, prefix_caching=True)
+    serve(scheduler, a_request("a", 20, 1))
+    work = serve(scheduler, a_request("b", 20, 1), a_request("c", 20, 1))
+    that("tokens of each step", work).gives([{"b": 4, "c": 4}])
+
+
+def test_asking_for_those_who_wait(whole_blocks, a_request):
+    """num_new_tokens says what a step would compute, and takes nothing; a preempted one has an answer, too."""
+    scheduler, request = whole_blocks(8, long_prefill_threshold=6), a_request("a", 3)
+    for _ in range(2):
+        call(scheduler.num_new_tokens, request).gives(3)
+    request.output_token_ids += [7, 7]
+    call(scheduler.num_new_tokens, request).gives(5)
+    request.output_token_ids += [7, 7]
+    call(scheduler.num_new_tokens, request).gives(6)
+    call(scheduler.order, a_request("b", 4), SchedulerOutput()).gives(None)
+    call(scheduler.num_new_tokens, request).gives(4)
+
+
+def test_swapped_out_in_the_middle_of_its_prompt(whole_blocks, serve, a_request):
+    """It comes back and goes on where it was: what is on the host is not computed again."""
+    options = {"num_blocks": 8, "preemption": "swap", "num_host_blocks": 8}
+    scheduler = whole_blocks(6, a_request("first", 11, 4), a_request("long", 20, 1, priority=1), **options)
+    work = serve(scheduler)
+    expected = [{"first": 6}, {"first": 5, "long": 1}, {"first": 1, "long": 5}]
+    that("tokens of the first three steps", work[:3]).gives(expected)
+    that("tokens of the long one, all together", sum(step.get("long", 0) for step in work)).gives(20)
+
+
+# Who is due
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "status", "stays"),
+    [
+        (0, RequestStatus.RUNNING, True),
+        (18, RequestStatus.RUNNING, True),
+        (19, RequestStatus.RUNNING, False),
+        (20, RequestStatus.RUNNING, False),
+        (0, RequestStatus.WAITING, True),
+        (19, RequestStatus.SWAPPED, True),
+        (0, RequestStatus.FINISHED_ABORTED, False),
+        (19, RequestStatus.FINISHED_LENGTH, False),
+    ],
+)
+def test_due_no_more(whole_blocks, a_request, num_computed, status, stays):
+    """A step begins with forgetting who is due, if that one has ended or caught up (a stand-in for task 3 says so)."""
+    scheduler, request = whole_blocks(8), a_request("a", 20)
+    request.num_computed_tokens, request.status = num_computed, status
+    scheduler.due = request
+    call(scheduler.schedule)
+    that("who is due", scheduler.due).gives(request if stays else None)
+
+
+# Against a model of the rule, and under the auditor
+
+
+def by_the_rule(arrivals, budget, threshold, seats):
+    """Of each step, id → tokens, where memory is plenty. `arrivals`: step → [priority, id, left to compute, answer]."""
+    waiting, running, work = [], [], []
+    for step in range(2000):
+        waiting = sorted(waiting + arrivals.get(step, []))
+        left, done = budget, {}
+        while waiting or running:
+            fresh = [each for each in running if each[1] not in done]
+            if not left or not (fresh or (waiting and len(running) < seats)):
+                break
+            if not fresh:
+                running.append(waiting.pop(0))
+                continue
+            done[fresh[0][1]] = min(fresh[0][2], threshold or budget, left)
+            left -= done[fresh[0][1]]
+        work.append(done)
+        for each in running:
+            each[2] -= done.get(each[1], 0)
+            if not each[2]:
+                each[2:] = [1, each[3] - 1]
+        running = sorted(each for each in running if each[3])
+        if step > max(arrivals) and not waiting and not running:
+            return work
+    return work
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_budgets_of_random_requests(whole_blocks, a_step, seed):
+    """Random prompts, priorities, seats, budgets and thresholds, with blocks for all: the rule, written with lists."""
+    rng = random.Random(seed)
+    budget, threshold, seats = rng.choice([1, 2, 5, 16, 50]), rng.choice([0, 0, 1, 4, 20]), rng.randint(1, 6)
+    scheduler = whole_blocks(budget, long_prefill_threshold=threshold, max_num_seqs=seats)
+    arrivals, requests = {}, {}
+    for _ in range(rng.randint(1, 12)):
+        step, prompt, answer = rng.randint(0, 10), rng.randint(1, 40), rng.randint(1, 6)
+        requests.setdefault(step, []).append([rng.choice([0, 0, 1]), prompt, answer])
+    for step in sorted(requests):  # numbered in the order of arrival
+        for priority, prompt, answer in requests[step]:
+            number = sum(map(len, arrivals.values()))
+            arrivals.setdefault(step, []).append([priority, number, prompt, answer])
+    coming = {
+        step: [Request(number, [1] * prompt, answer, priority=priority) for priority, number, prompt, answer in some]
+        for step, some in arrivals.items()
+    }
+    for step, expected in enumerate(by_the_rule(arrivals, budget, threshold, seats)):
+        for request in coming.get(step, []):
+            scheduler.add_request(request)
+        that(f"tokens of step {step}", dict(a_step(scheduler).num_scheduled_tokens)).gives(expected)
+    that("whether anybody is left", scheduler.has_unfinished).gives(False)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_runs(whole_blocks, random_run, random_options, seed):
+    """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor likes every step."""
+    rng = random.Random(seed)
+    random_run(whole_blocks(rng.choice([2, 4, 9, 30]), **random_options(rng)), rng)

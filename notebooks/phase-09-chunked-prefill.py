@@ -1,0 +1,347 @@
+# %% [markdown]
+# # Phase 9: one budget a step
+#
+# A long prompt among people who read: you watch it stall them, cut it into chunks, move the budget, follow a prompt chunk
+# by chunk, and take a chunk away from somebody. Then guesses: MiniGPT gives several tokens in one pass, and the same ones.
+#
+# Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-09-chunked-prefill/`, then
+# restart the kernel and run all cells. A function that you have not written yet says so where it is first called.
+
+# %%
+MINE = False
+
+if MINE:
+    from minicache.course.finder import install
+    from minicache.course.workspace import find_workspace
+
+    workspace = find_workspace()
+    install(workspace.lab_files(workspace.course.phase(9)))
+
+from minicache.scheduler.chunked import ChunkedPrefillScheduler
+from minicache.speculative import NgramDrafter, SpeculationStats, speculative_decode
+
+print("Scheduler, drafter and decoding are", "yours." if MINE else "the reference's.")
+
+# %%
+import random
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import torch
+
+from minicache.decoding import decode
+from minicache.grammar import Tokenizer, sample_text
+from minicache.model import load_minigpt
+from minicache.paged import PagedKVCache
+from minicache.palette import color
+from minicache.request import Request
+from minicache.scheduler.audit import Auditor
+from minicache.scheduler.fair import FairScheduler
+from minicache.scheduler.observe import Recorder, observe
+from minicache.simulator.costs import RooflineCost, StepLoad
+from minicache.simulator.serving import ServingSimulation
+from minicache.simulator.workload import AZURE_CONVERSATION, Arrival, stream
+from minicache.specs import A100_80GB, LLAMA_3_8B
+
+torch.set_num_threads(1)
+CHUNKED, WHOLE = color("generated"), color("end")
+cost = RooflineCost(LLAMA_3_8B, A100_80GB)
+
+
+def plain_ticks(ax):
+    """Numbers beside a logarithmic axis as people write them."""
+    ax.set_yticks([10, 20, 50, 100, 200, 500, 1000], ["10", "20", "50", "100", "200", "500", "1,000"])
+    ax.minorticks_off()
+
+
+def check(answer, right):
+    """Compare an answer with the right one, if there is one to compare."""
+    if answer is None:
+        print("No answer yet: write it in the cell above, then run that cell and this one.")
+        return
+    if isinstance(right, int):
+        direction = "high" if answer > right else "low"
+        assert answer == right, f"{answer:,} is too {direction}"
+    assert answer == right, f"{answer} is not right"
+    print("Right.")
+
+
+# %% [markdown]
+# ## 1. What a step costs
+#
+# Llama-3-8B on an A100, by the roofline of phase 0. 32 requests decode, with 500 tokens each behind them; beside them the
+# step computes so many tokens of somebody's prompt.
+
+# %% alt="Milliseconds of a step against prompt tokens beside 32 decodes, on logarithmic axes. Flat at about 13 up to some 80 tokens, then in proportion, to about 800 at 8,192."
+BESIDE = [0, 1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+decodes = [(1, 500)] * 32
+milliseconds = [1e3 * cost.step_seconds(StepLoad.of([*decodes, (n, 0)] if n else decodes)) for n in BESIDE]
+_, ax = plt.subplots(figsize=(7.2, 3), layout="constrained")
+ax.plot(BESIDE[1:], milliseconds[1:], "o-", color=CHUNKED)
+ax.axhline(milliseconds[0], color=WHOLE, linestyle=":", label="decodes alone")
+ax.set(xscale="log", yscale="log", xlabel="prompt tokens beside the decodes", ylabel="ms of the step")
+ax.set_xticks([1, 10, 100, 1000, 8192], ["1", "10", "100", "1,000", "8,192"])
+plain_ticks(ax)
+ax.grid(alpha=0.3)
+ax.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# As long as the step waits for the weights, prompt tokens are free. Beyond that they cost what they cost anywhere.
+#
+# **Question 1.** A step of 32 decodes and 512 prompt tokens may take 50 ms. To the nearest ten milliseconds, how long does
+# one with 8,192 take?
+
+# %%
+ms_of_8192 = None
+
+# %%
+check(ms_of_8192, round(round(milliseconds[-1]), -1))
+
+# %% [markdown]
+# ## 2. The stall
+#
+# The 32 are in decode when a prompt of 8,000 tokens comes. The time from each token of one of them to its next, once with
+# `FairScheduler`, which computes the prompt in one step, and once in chunks with a budget of 512.
+
+
+# %% alt="Milliseconds between tokens against seconds since the long prompt came, logarithmic. Whole: 13 throughout, but for one gap of 781. In chunks: 13, then sixteen gaps of 46 to 56, then 13 again."
+def gaps_around(scheduler, late=3.0):
+    """When request 0's tokens come, and the gaps before them; when the long prompt's first token comes."""
+    come = [Arrival(n, 0.0, 500, 300) for n in range(32)] + [Arrival(32, late, 8000, 8)]
+    steps = []
+    report = ServingSimulation(scheduler, cost, come, trace=steps.append).run()
+    ends = [step.time + step.seconds for step in steps if any(entry.request_id == 0 for entry in step.batch)]
+    gaps = [(end - late, 1e3 * (end - before)) for before, end in zip(ends, ends[1:])]
+    return [each for each in gaps if -0.2 < each[0] < 1.2], report.ttft.max
+
+
+runs = {
+    "whole": (gaps_around(FairScheduler(num_blocks=4096, max_num_batched_tokens=16_384)), WHOLE, "s"),
+    "in chunks of 512": (gaps_around(ChunkedPrefillScheduler(num_blocks=4096, max_num_batched_tokens=512)), CHUNKED, "o"),
+}
+_, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
+for name, ((gaps, _), shade, marker) in runs.items():
+    ax.plot(*zip(*gaps), marker, color=shade, markersize=3, label=name)
+ax.axvline(0, color="gray", linestyle=":")
+ax.set(yscale="log", xlabel="seconds since the long prompt came", ylabel="ms since the token before")
+plain_ticks(ax)
+ax.grid(alpha=0.3)
+ax.legend(frameon=False)
+plt.show()
+for name, ((gaps, _), _, _) in runs.items():
+    print(f"{name}: the longest gap is {max(gap for _, gap in gaps):.0f} ms")
+
+# %% [markdown]
+# The work is the same. In chunks it takes a few per cent longer, and everybody is slowed down a little instead of stopped.
+#
+# **Question 2.** Sixteen gaps and one are longer than usual. Why seventeen, with 8,000 tokens and a budget of 512?
+
+# %%
+num_steps_of_the_prompt = None
+
+# %%
+check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
+
+# %% [markdown]
+# ## 3. Chunk by chunk
+#
+# Three prompts of 800 tokens, a budget of 1,024: who computes how many tokens in which step. Change the numbers, and
+# predict the splits before you run the cell.
+
+
+# %%
+def splits(prompts, budget, num_steps=4, **options):
+    """Print who computes how many tokens, step by step."""
+    scheduler = ChunkedPrefillScheduler(num_blocks=1024, max_num_batched_tokens=budget, **options)
+    for name, num_tokens in enumerate(prompts):
+        scheduler.add_request(Request(name, [0] * num_tokens, 9))
+    found = []
+    for _ in range(num_steps):
+        output = scheduler.schedule()
+        found.append(output.num_scheduled_tokens)
+        done = {r.request_id: 0 for r in output.scheduled}
+        scheduler.update_from_output(output, done)
+    return found
+
+
+for step, found in enumerate(splits([800, 800, 800], 1024)):
+    print(f"step {step}: {found}, {sum(found.values())} tokens")
+print("with long_prefill_threshold=300:")
+for step, found in enumerate(splits([800, 800, 800], 1024, long_prefill_threshold=300)):
+    print(f"step {step}: {found}, {sum(found.values())} tokens")
+
+# %% [markdown]
+# **Question 3.** Three prompts of 1,000, 100 and 100 tokens and a budget of 512, without a threshold. In which step
+# (from 0) does the last one compute its first token?
+
+# %%
+step_of_the_last = None
+
+# %%
+check(step_of_the_last, next(n for n, found in enumerate(splits([1000, 100, 100], 512)) if 2 in found))
+
+# %% [markdown]
+# ## 4. Moving the budget
+#
+# Azure's conversations, 4 a second for two minutes, on budgets from 128 to 8,192: the time to the first token, and the
+# time per token after it. 99 of 100 requests are below the curves.
+
+# %% alt="Two panels against the budget, 128 to 8,192, logarithmic. Time per token, p99: rises from 15 ms to 66, which is what whole prompts have. Time to first token, p99: falls from 1.75 s at 128 to 1.3 s at 1,024, then rises a little; whole prompts have 1.7."
+BUDGETS = [128, 256, 512, 1024, 2048, 4096, 8192]
+
+
+def served(scheduler, rate=4.0):
+    """A report on two minutes of conversations."""
+    return ServingSimulation(scheduler, cost, stream(replace(AZURE_CONVERSATION, rate=rate), round(120 * rate), 0)).run()
+
+
+reports = [served(ChunkedPrefillScheduler(num_blocks=29_000, max_num_batched_tokens=budget)) for budget in BUDGETS]
+whole = served(FairScheduler(num_blocks=29_000, max_num_batched_tokens=16_640))
+_, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
+for ax, values, at, label in (
+    (panels[0], [1e3 * r.tpot.p99 for r in reports], 1e3 * whole.tpot.p99, "time per token, p99, ms"),
+    (panels[1], [r.ttft.p99 for r in reports], whole.ttft.p99, "time to first token, p99, s"),
+):
+    ax.plot(BUDGETS, values, "o-", color=CHUNKED, label="in chunks")
+    ax.axhline(at, color=WHOLE, linestyle="--", label="whole")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(BUDGETS[::2], [f"{budget:,}" for budget in BUDGETS[::2]])
+    ax.set(xlabel="budget", ylim=(0, 1.15 * max(*values, at)))
+    ax.set_title(label, loc="left", fontsize=10)
+    ax.grid(alpha=0.3)
+panels[0].legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# A small budget keeps the readers' gaps short and makes those who have just asked wait: with 128 tokens a step the
+# weights are read too often for the same prompts. Above 1,024 nothing is gained for anybody: a short prompt waits for the
+# step of a long one. Try `rate=6.0`: which budgets cannot keep up with the prompts that come?
+#
+# ## 5. A chunk that is lost, and who is due
+#
+# A came first and ranks last. B and C take its blocks in the middle of its prompt. D comes, and waits, although there is
+# room: A is due.
+
+# %%
+steps, due = [], []
+scheduler = ChunkedPrefillScheduler(num_blocks=8, block_size=4, max_num_batched_tokens=12, long_prefill_threshold=4)
+watched = observe(scheduler, Recorder(steps.append), Auditor())
+later = {0: ("A", 24, 2, 1), 1: ("B", 6, 5, 0), 2: ("C", 6, 5, 0), 4: ("D", 4, 3, 0)}
+number = 0
+while watched.has_unfinished or number < 5:
+    if number in later:
+        name, prompt, output, priority = later[number]
+        watched.add_request(Request(name, [0] * prompt, output, priority=priority, arrival_time=float(number)))
+    result = watched.schedule()
+    due.append(scheduler.due.request_id if scheduler.due else "–")
+    print(f"step {number:2}: {result.num_scheduled_tokens}, preempted {result.preempted}, due {due[-1]}")
+    watched.update_from_output(result, {r.request_id: 9 for r in result.scheduled})
+    number += 1
+
+# %% [markdown]
+# **Question 4.** For how many steps does D wait?
+
+# %%
+steps_that_d_waits = None
+
+# %%
+check(steps_that_d_waits, next(s.step for s in steps if any(e.request_id == "D" for e in s.batch)) - 4)
+
+# %% [markdown]
+# ## 6. Guess, and check
+#
+# MiniGPT is asked, answers, and is asked the same again. The drafter guesses from the text; one pass checks all guesses
+# and gives a token more. Each row is a pass: what was guessed, and how much of it the model agreed with.
+
+# %%
+model, tokenizer = load_minigpt(), Tokenizer()
+
+
+def text_tokens(count, seed):
+    """So many tokens of MiniGPT's language."""
+    rng, tokens = random.Random(seed), []
+    while len(tokens) < count:
+        tokens += tokenizer.encode_words(sample_text(rng))
+    return tokens[:count]
+
+
+def new_cache():
+    """An empty paged cache of one sequence."""
+    c = model.config
+    return PagedKVCache(c.num_layers, 1, c.num_kv_heads, c.max_seq_len, c.head_dim)
+
+
+def plain(prompt, count=100):
+    """Greedy decoding."""
+    return [int(token) for token in decode(model, torch.tensor([prompt]), count, cache=new_cache())]
+
+
+class Watching(NgramDrafter):
+    """Notes what it guessed, and behind how many tokens."""
+
+    def draft(self, token_ids, num_tokens):
+        guesses = super().draft(token_ids, num_tokens)
+        self.seen = [*getattr(self, "seen", []), (len(token_ids), guesses)]
+        return guesses
+
+
+asked = text_tokens(100, 0)
+again = asked + plain(asked) + asked
+expected = plain(again)
+
+
+def speculate(prompt, num_drafts, drafter=None):
+    """Tokens and counts."""
+    stats = SpeculationStats()
+    steps = speculative_decode(
+        model, torch.tensor([prompt]), 100, cache=new_cache(), drafter=drafter or NgramDrafter(), num_drafts=num_drafts, stats=stats
+    )
+    return [int(token) for token in steps], stats
+
+
+drafter = Watching()
+tokens, stats = speculate(again, 5, drafter)
+assert tokens == expected
+for place, guesses in drafter.seen[:12]:
+    right = tokens[place - len(again) :]
+    agreed = next((n for n, (a, b) in enumerate(zip(guesses, right)) if a != b), len(guesses))
+    words = [tokenizer.words[token] for token in guesses]
+    print(f"{agreed} of {len(guesses)}: {' '.join(words[:agreed])} | {' '.join(words[agreed:])}")
+print(f"{stats.num_tokens} tokens in {stats.num_passes} passes, the same as without guesses")
+
+# %% [markdown]
+# ## 7. How many guesses?
+#
+# Tokens a pass, and the part of the guesses that were accepted, on the same prompt and on one that says nothing twice.
+
+# %% alt="Two panels against guesses a pass, 0 to 16. Tokens a pass: on the repeated prompt from 1 to more than 8 with sixteen, on new text hardly above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
+DRAFTS = [0, 1, 2, 4, 8, 12, 16]
+fresh = text_tokens(300, 1)
+_, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
+for name, prompt, shade in (("asked again", again, color("shared")), ("new text", fresh, color("wasted"))):
+    right, found = plain(prompt), []
+    for num_drafts in DRAFTS:
+        tokens, stats = speculate(prompt, num_drafts)
+        assert tokens == right
+        found.append(stats)
+    panels[0].plot(DRAFTS, [stats.tokens_per_pass for stats in found], "o-", color=shade, label=name)
+    panels[1].plot(DRAFTS[1:], [stats.acceptance_rate for stats in found[1:]], "o-", color=shade)
+for ax, title in zip(panels, ("tokens a pass", "part of the guesses accepted")):
+    ax.set(xlabel="guesses a pass", ylim=(0, None))
+    ax.set_title(title, loc="left", fontsize=10)
+    ax.grid(alpha=0.3)
+panels[0].legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# The tokens are always those of plain decoding: a bad guess costs work, never an answer.
+#
+# **Question 5.** If each guess is right with probability 0.8, whatever came before, how many tokens does a pass with four
+# guesses give on average? To one place.
+
+# %%
+tokens_a_pass = None
+
+# %%
+check(tokens_a_pass, round(sum(0.8**n for n in range(5)), 1))

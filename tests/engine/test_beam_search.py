@@ -112,7 +112,7 @@ def test_answers_and_scores(both, prompts, beam_width, max_tokens, length_penalt
         assert llm.scheduler.pool.num_used == 0
 
 
-@pytest.mark.parametrize(("max_num_batched_tokens", "max_num_seqs"), [(16, 64), (3, 3), (1, 64)])
+@pytest.mark.parametrize(("max_num_batched_tokens", "max_num_seqs"), [(16, 64), (3, 3)])
 def test_beams_longer_than_a_step(both, prompts, max_num_batched_tokens, max_num_seqs):
     """A beam that has to begin anew is a prompt of up to 27 tokens: the default scheduler computes it in chunks."""
     llama, model = both

@@ -9,7 +9,7 @@ from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestId
 from minicache.runner import ModelConfig
 from minicache.sampling import SamplingParams, TokenSampler
-from minicache.stopping import TextStream, Tokenizer
+from minicache.stopping import TextStream, Tokenizer, end_token_ids
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -98,8 +98,8 @@ def new_answer(
 ) -> Answer:
     """One prompt as a request, with all that it will need, if this model and tokenizer can serve it.
 
-    Its stop tokens are those of the params, and the tokenizer's end token. Its max_tokens is at most what the model has
-    room for after the prompt.
+    Its stop tokens are those of the params, and those that end a text (`all_end_token_ids`). Its max_tokens is at most
+    what the model has room for after the prompt.
 
     Args:
         prompt: a text, or token ids.
@@ -130,7 +130,7 @@ def new_answer(
         raise RequestTooLargeError(
             f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the model takes {config.max_seq_len}"
         )
-    end = () if tokenizer is None or params.ignore_eos else (tokenizer.end_token_id,)
+    end = () if params.ignore_eos else all_end_token_ids(config, tokenizer)
     request = Request(
         request_id,
         token_ids,
@@ -142,6 +142,12 @@ def new_answer(
     )
     text = None if tokenizer is None else TextStream(tokenizer, token_ids, params.stop)
     return Answer(request, TokenSampler(params), text, chunks, index)
+
+
+def all_end_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end a text by themselves: the tokenizer's, and those that a model's config names."""
+    named: tuple[int, ...] = getattr(config, "end_token_ids", ())
+    return named if tokenizer is None else tuple(dict.fromkeys((*end_token_ids(tokenizer), *named)))
 
 
 def prompt_token_ids(prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:

@@ -18,10 +18,19 @@ from torch import Tensor
 
 from minicache.answers import Answer, Chunk, Completion, Prompt, new_answer
 from minicache.errors import InvariantError
-from minicache.grammar import Tokenizer as MiniGPTTokenizer
 from minicache.paged import PagedStorage
 from minicache.request import RequestId, RequestStatus
-from minicache.runner import DenseMemory, Memory, Model, PagedMemory, default_num_blocks, load_model, logits_at
+from minicache.runner import (
+    DenseMemory,
+    Memory,
+    Model,
+    PagedMemory,
+    default_num_blocks,
+    find_model,
+    load_model,
+    load_tokenizer,
+    logits_at,
+)
 from minicache.sampling import SamplingParams, pick_tokens
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
@@ -43,25 +52,29 @@ class LLM:
     more. If it fails again, abort the requests (`abort_request`) and go on with others.
 
     Args:
-        model: "minigpt", the path of a checkpoint of `minicache train`, or a model (`minicache.runner.Model`).
-        scheduler: "static", "continuous", "paged" or "fair"; or a `Scheduler`. Then its pool and its limits count, and
-            the options from num_blocks to long_prefill_threshold, but for `cache`, are not looked at.
+        model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
+            ("org/name"), or a model (`minicache.runner.Model`).
+        scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`. Then its pool and its limits
+            count, and the options from num_blocks to long_prefill_threshold, but for `cache`, are not looked at.
         cache: "paged": blocks; "dense": a `KVCache` for each request, and no swapping.
         num_blocks: blocks of the cache. None: as many as 64 MiB hold, but at least for one request of max_model_len
             tokens and at most for max_num_seqs such (`minicache.runner.default_num_blocks`).
         block_size: tokens of a block.
         max_num_seqs: the most requests in a batch.
-        max_num_batched_tokens: the most tokens of one step.
+        max_num_batched_tokens: the most tokens of one step. "chunked" computes a longer prompt in several; the others
+            refuse it.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
         preemption: "recompute" or "swap".
         num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free.
         prefix_caching: find beginnings of prompts that are computed already (phase 8). Not with a dense cache.
         long_prefill_threshold: the most tokens of one request in one step, for "chunked"; 0: no such limit.
-        dtype: of a checkpoint's weights, and so of keys and values; None: float32. A model that is given has its own.
-        device: of a checkpoint; None: the CPU. A model that is given has its own.
-        tokenizer: turns text into tokens and back; its end token ends answers. None: MiniGPT's for a checkpoint; for a
-            model that is given there is none, prompts are token ids, and answers have no text.
+        dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
+            folder. A model that is given has its own.
+        device: of the weights; None: the CPU. A model that is given has its own.
+        tokenizer: turns text into tokens and back; its end tokens end answers. None: MiniGPT's for a checkpoint, the
+            folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
+            ids, and answers have no text.
         observers: are told what the scheduler does (`minicache.scheduler.observe`).
 
     Attributes:
@@ -73,7 +86,9 @@ class LLM:
         answers: request id → `Answer`, for all requests that have not ended.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
+        CheckpointError: checkpoint or folder cannot be read; UnsupportedModelError: the folder's model is none that is
+            computed here; HubError: a hub name, and the model can neither be downloaded nor is it here already.
+        MissingExtraError: what the model needs is not installed.
         TypeError: an option has the wrong type.
         ValueError: an option is out of its bounds, or two do not go together.
     """
@@ -82,7 +97,7 @@ class LLM:
         self,
         model: str | Path | Model = "minigpt",
         *,
-        scheduler: str | Scheduler = "fair",
+        scheduler: str | Scheduler = "chunked",
         cache: str = "paged",
         num_blocks: int | None = None,
         block_size: int = 16,
@@ -99,10 +114,9 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        if tokenizer is None and isinstance(model, str | Path):
-            tokenizer = MiniGPTTokenizer()
+        model = find_model(model)
         self.model = load_model(model, dtype, device)
-        self.tokenizer = tokenizer
+        self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         longest = self.model.config.max_seq_len
         if not isinstance(scheduler, Scheduler):
             if isinstance(max_model_len, int) and max_model_len > longest:

@@ -57,5 +57,17 @@ class CheckpointError(MinicacheError):
     """A checkpoint file is missing, unreadable, or made for another model or vocabulary."""
 
 
+class UnsupportedModelError(CheckpointError):
+    """A model's folder asks for something that this package does not compute. The message names field and value."""
+
+
+class HubError(CheckpointError):
+    """A model was asked for by its hub name; the hub cannot be reached or lacks it, and no copy of it is here."""
+
+
+class MissingExtraError(MinicacheError):
+    """Something was asked for that needs packages which are not installed. The message says what to install."""
+
+
 class CourseError(MinicacheError):
     """The course's table, files or a learner's request do not fit together."""

@@ -510,12 +510,16 @@ class RaggedStep:
 def _grow(tables: Sequence[BlockTable], counts: Sequence[int]) -> list[int]:
     """Append counts[i] tokens to tables[i], to all or to none.
 
+    An engine's tables are no BlockTables: a scheduler has given them their blocks, and has seen to it who writes where.
+    There a request may find a block in the very step that fills it (phase 8).
+
     Returns:
         The slots of the new tokens, table after table.
     """
     pool = tables[0].pool
     for table in tables:
-        if table.num_tokens % pool.block_size and pool.ref_count(table.block_ids[-1]) > 1:
+        is_unfinished = isinstance(table, BlockTable) and table.num_tokens % pool.block_size
+        if is_unfinished and pool.ref_count(table.block_ids[-1]) > 1:
             raise SharedBlockError(f"block {table.block_ids[-1]} is unfinished and another table reads it too")
     needed = sum(table.blocks_needed(count) for table, count in zip(tables, counts, strict=True))
     if needed > pool.num_free:

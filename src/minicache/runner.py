@@ -17,14 +17,21 @@ from torch import Tensor, nn
 from minicache.blocks import BlockTable, blocks_for
 from minicache.cache import KVCache
 from minicache.errors import InvariantError
+from minicache.grammar import Tokenizer as MiniGPTTokenizer
 from minicache.model import load_minigpt
+from minicache.model.checkpoint import SHIPPED
+from minicache.model.folder import load_folder
+from minicache.model.hub import download, is_hub_name
 from minicache.model.minigpt import Cache
+from minicache.model.tokenizer import folder_tokenizer
 from minicache.paged import PagedStorage, RaggedStep
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
 from minicache.selective import SelectiveStep
 from minicache.specs import require_count
+from minicache.stopping import Tokenizer
 from minicache.swap import HostStorage, copy_blocks
+from minicache.windows import WindowedRaggedStep, WindowedSelectiveStep
 
 DEFAULT_NBYTES: Final = 64 * 2**20
 """What the cache of an engine may take if nobody says how many blocks it has: 64 MiB, 32,768 tokens of MiniGPT."""
@@ -75,16 +82,54 @@ class Model(Protocol):
 _Model = TypeVar("_Model", bound=Model)
 
 
+_Given = TypeVar("_Given")
+
+
+def find_model(model: str | Path | _Given) -> Path | _Given:
+    """Where the model is that an engine was asked for.
+
+    Args:
+        model: "minigpt", the path of a checkpoint or of a Hugging Face folder, a hub name, or a model. What is here
+            under a name's path goes before the hub's.
+
+    Returns:
+        The path of the file or folder, which may not exist; a model as it was given.
+
+    Raises:
+        HubError: a hub name, and the model can neither be downloaded nor is it here already.
+        MissingExtraError: a hub name, and `huggingface_hub` is not installed.
+    """
+    if not isinstance(model, str | Path):
+        return model
+    if model == "minigpt":
+        return SHIPPED
+    if isinstance(model, str) and is_hub_name(model) and not Path(model).exists():
+        return download(model)
+    return Path(model)
+
+
+def load_tokenizer(model: Path | object) -> Tokenizer | None:
+    """The tokenizer of what `find_model` has found: MiniGPT's, the folder's, or None.
+
+    Raises:
+        CheckpointError: the folder has one that cannot be read.
+        MissingExtraError: it has one, and `transformers` is not installed.
+    """
+    if not isinstance(model, Path):
+        return None
+    return folder_tokenizer(model) if model.is_dir() else MiniGPTTokenizer()
+
+
 def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: torch.device | str | None) -> Model:
     """The model that an engine was asked for.
 
     Args:
-        model: "minigpt", the path of a checkpoint, or a model.
-        dtype: what to hold a checkpoint's weights in; None: float32.
+        model: as for `find_model`.
+        dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder.
         device: where to hold them; None: the CPU.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it cannot be read.
+        CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
         TypeError: the model is none of these, or the dtype is no `torch.dtype`.
         ValueError: there is no such device here; or a dtype or device is given beside a model that has others.
     """
@@ -92,11 +137,13 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         raise TypeError(f"dtype must be a torch.dtype, torch.float16 for instance; got {dtype!r}")
     if device is not None:
         _require_device(device)
-    if isinstance(model, str | Path):
-        path = None if model == "minigpt" else model
-        return lay_out(load_minigpt(path, dtype=dtype or torch.float32, device=device or "cpu"))
+    model = find_model(model)
+    if isinstance(model, Path):
+        if model.is_dir():
+            return lay_out(load_folder(model, dtype=dtype, device=device or "cpu"))
+        return lay_out(load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu"))
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
-        raise TypeError(f'model must be "minigpt", the path of a checkpoint, or a model with a config; got {model!r}')
+        raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
     weights = next(iter(model.parameters()))
     if dtype not in (None, weights.dtype) or (device is not None and torch.device(device).type != weights.device.type):
         raise ValueError(
@@ -219,6 +266,7 @@ class PagedMemory:
             dtype=weights.dtype,
             device=weights.device,
         )
+        self._new_step = WindowedRaggedStep if has_windows(model) else RaggedStep
         host_pool = getattr(scheduler, "host_pool", None)
         self.host_storage = None if host_pool is None else HostStorage(self.storage, host_pool.num_blocks)
         self.num_steps = 0
@@ -244,7 +292,7 @@ class PagedMemory:
                 )
         tables = [RequestTable(self.storage, request) for request in output.scheduled]
         self.num_steps += 1
-        return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
+        return self._new_step(self.storage, cast("list[BlockTable]", tables), counts)
 
     def forget(self, request_id: RequestId) -> None:
         """Nothing to do: the scheduler has taken the blocks back."""
@@ -311,6 +359,7 @@ class DenseMemory:
         if getattr(scheduler, "prefix_caching", False):
             raise ValueError('a dense cache has no blocks to share: leave out prefix_caching, or take cache="paged"')
         self._new_cache = _cache_maker(model)
+        self._new_step = WindowedSelectiveStep if has_windows(model) else SelectiveStep
         self._caches: dict[RequestId, KVCache] = {}
         self._num_expected: dict[RequestId, int] = {}  # tokens that each cache holds if its last step came to its end
         self.num_steps = 0
@@ -335,12 +384,17 @@ class DenseMemory:
             self._num_expected[request_id] = num_computed + count
             caches.append(cache)
         self.num_steps += 1
-        return SelectiveStep(caches, counts)
+        return self._new_step(caches, counts)
 
     def forget(self, request_id: RequestId) -> None:
         """As `Memory.forget`: its cache is dropped."""
         self._caches.pop(request_id, None)
         self._num_expected.pop(request_id, None)
+
+
+def has_windows(model: Model) -> bool:
+    """Whether a layer of the model has a sliding window, so that a step must be one that knows them."""
+    return any(window is not None for window in getattr(model.config, "sliding_windows", ()))
 
 
 def rewind(cache: KVCache, num_tokens: int) -> None:

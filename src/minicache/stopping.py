@@ -16,13 +16,24 @@ class Tokenizer(Protocol):
 
     @property
     def end_token_id(self) -> int:
-        """The token by which the model says that its text is over."""
+        """The token by which the model says that its text is over; −1 if there is none.
+
+        If there are several, the tokenizer has `end_token_ids` too.
+        """
 
     def encode(self, text: str) -> list[int]:
         """A text as token ids, without an end token."""
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Token ids as a text, in which end tokens do not show."""
+
+
+def end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens by which the model says that its text is over: one, or several, or none."""
+    several: tuple[int, ...] | None = getattr(tokenizer, "end_token_ids", None)
+    if several is not None:
+        return tuple(several)
+    return (tokenizer.end_token_id,) if tokenizer.end_token_id >= 0 else ()
 
 
 class TextStream:
@@ -47,6 +58,7 @@ class TextStream:
         self.text = ""
         self.is_stopped = False
         self._tokenizer = tokenizer
+        self._end_token_ids = end_token_ids(tokenizer)
         self._stop = tuple(stop)
         self._num_held_max = max(map(len, self._stop), default=1) - 1
         self._held = ""  # decoded, and perhaps the beginning of a stop string
@@ -67,7 +79,7 @@ class TextStream:
         Returns:
             The text that can be shown now and could not before; "" if there is none.
         """
-        if self.is_stopped or token_id == self._tokenizer.end_token_id:
+        if self.is_stopped or token_id in self._end_token_ids:
             return ""
         self._new.append(token_id)
         text = self._tokenizer.decode([*self._known, *self._new])

@@ -340,6 +340,27 @@ def test_the_default_memory(model):
     assert LLM(model, cache="dense").storage is None
 
 
+# A prefix cache
+
+
+@pytest.mark.parametrize("scheduler", ["paged", "fair", "chunked"])
+def test_a_block_is_found_in_the_step_in_which_decode_fills_it(model, prompts, alone, scheduler):
+    """The second prompt is the first and its answer so far: a block that is being filled is found, and read."""
+    llm = LLM(model, scheduler=scheduler, prefix_caching=True, block_size=4, num_blocks=64)
+    first = prompts[2][:3]
+    name = llm.add_request(first, GREEDY)
+    follow_up = [*first, llm.step()[0].token_id, *prompts[1]]
+    names, got = [name, llm.add_request(follow_up, GREEDY)], {}
+    llm.step()
+    requests = llm.scheduler.running
+    assert [request.block_ids[0] for request in requests] == [requests[0].block_ids[0]] * 2
+    llm.abort_request(name)
+    while llm.has_unfinished:
+        for chunk in llm.step():
+            got.setdefault(chunk.request_id, []).append(chunk.token_id)
+    assert got == {names[1]: alone(follow_up, GREEDY.max_tokens)[1:]}
+
+
 # A scheduler that does not keep its promises
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minicache.engine import LLM
+from minicache.errors import RequestTooLargeError
 from minicache.model import MiniGPT, MiniGPTConfig, save_minigpt
 from minicache.sampling import SamplingParams
 from minicache.scheduler import SCHEDULERS
@@ -47,11 +48,38 @@ def test_the_order_of_requests_does_not_matter(model, prompts, expected, order):
     assert got == [expected[i] for i in order]
 
 
+# In chunks
+
+
+@pytest.mark.parametrize("long_prefill_threshold", [0, 2])
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 5, 8])
+@pytest.mark.parametrize("cache", ["paged", "dense"])
+def test_prompts_longer_than_a_step(
+    model, prompts, expected, watch, cache, max_num_batched_tokens, long_prefill_threshold
+):
+    """Whoever names no scheduler gets one that computes a prompt of 12 tokens in steps of 1, 5 or 8."""
+    assert max(map(len, prompts)) > 8
+    limits = {"max_num_batched_tokens": max_num_batched_tokens, "long_prefill_threshold": long_prefill_threshold}
+    llm = LLM(model, cache=cache, num_blocks=64, observers=[watch], **limits)
+    assert token_ids(llm.generate(prompts, params_of())) == expected
+    assert max(sum(batch.values()) for batch in watch.batches) == max_num_batched_tokens
+    if long_prefill_threshold:
+        most = max(max(batch.values()) for batch in watch.batches)
+        assert most == min(max_num_batched_tokens, long_prefill_threshold)
+
+
+def test_the_other_schedulers_refuse_a_prompt_longer_than_a_step(model, prompts):
+    for scheduler in ("static", "continuous", "paged", "fair"):
+        llm = LLM(model, scheduler=scheduler, max_num_batched_tokens=8)
+        with pytest.raises(RequestTooLargeError, match="max_num_batched_tokens"):
+            llm.generate([max(prompts, key=len)], params_of()[0])
+
+
 # Preempted
 
 
 @pytest.mark.parametrize("cache", ["paged", "dense"])
-@pytest.mark.parametrize("scheduler", ["paged", "fair"])
+@pytest.mark.parametrize("scheduler", ["paged", "fair", "chunked"])
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_preempted_by_recompute(model, prompts, expected, watch, scheduler, cache, block_size):
     llm = LLM(
@@ -62,7 +90,7 @@ def test_preempted_by_recompute(model, prompts, expected, watch, scheduler, cach
     assert llm.scheduler.pool.num_used == 0
 
 
-@pytest.mark.parametrize("scheduler", ["paged", "fair"])
+@pytest.mark.parametrize("scheduler", ["paged", "fair", "chunked"])
 @pytest.mark.parametrize(("block_size", "num_host_blocks"), [(1, 200), (4, 50), (4, 5)])
 def test_preempted_by_swap(model, prompts, expected, watch, scheduler, block_size, num_host_blocks):
     llm = LLM(
@@ -118,8 +146,9 @@ def test_a_swapped_request_does_not_need_its_old_blocks(model, prompts, expected
         {"scheduler": "static", "cache": "dense", "max_num_seqs": 3},
         {"scheduler": "paged", "num_blocks": 9, "block_size": 4},
         {"scheduler": "fair", "num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 40},
+        {"num_blocks": 9, "block_size": 4, "max_num_batched_tokens": 6},
     ],
-    ids=["alone in memory", "static", "recompute", "swap"],
+    ids=["alone in memory", "static", "recompute", "swap", "in chunks"],
 )
 def test_a_seed_gives_the_same_tokens_in_any_company(model, prompts, alone, watch, engine, options):
     params = [

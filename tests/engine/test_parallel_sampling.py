@@ -6,7 +6,7 @@ import pytest
 
 from minicache.engine import LLM
 from minicache.sampling import SamplingParams
-from minicache.scheduler import FairSharingScheduler, SharingScheduler
+from minicache.scheduler import ChunkedPrefillScheduler, FairSharingScheduler, SharingScheduler
 from minicache.scheduler.observe import Observer
 
 N, SEED = 3, 11
@@ -49,12 +49,12 @@ def token_ids(completions):
 
 
 def sharing(name="paged", **options):
-    cls = {"paged": SharingScheduler, "fair": FairSharingScheduler}[name]
+    cls = {"paged": SharingScheduler, "fair": FairSharingScheduler, "chunked": ChunkedPrefillScheduler}[name]
     return cls(**{"num_blocks": 128, "block_size": 4, "max_model_len": 200} | options)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("name", ["paged", "fair"])
+@pytest.mark.parametrize("name", ["paged", "fair", "chunked"])
 @pytest.mark.parametrize(("max_num_seqs", "seats_for_forks"), [(2, False), (64, True)])
 def test_each_is_what_it_would_be_alone(
     model, prompts, expected, forks, name, max_num_seqs, seats_for_forks, prefix_caching
@@ -79,7 +79,7 @@ def test_a_fork_waits_for_a_seat(model, prompts, alone, forks):
 @pytest.mark.parametrize(
     "options", [{"num_blocks": 22}, {"num_blocks": 22, "preemption": "swap", "num_host_blocks": 9}]
 )
-@pytest.mark.parametrize("name", ["paged", "fair"])
+@pytest.mark.parametrize("name", ["paged", "fair", "chunked"])
 def test_though_they_are_preempted(model, prompts, expected, forks, name, options):
     llm = LLM(model, scheduler=sharing(name, **options), observers=[forks])
     assert token_ids(llm.generate(prompts, params_of(N))) == expected
@@ -90,6 +90,15 @@ def test_though_they_are_preempted(model, prompts, expected, forks, name, option
 @pytest.mark.parametrize("options", [{"scheduler": "fair"}, {"scheduler": "continuous"}, {"cache": "dense"}])
 def test_where_nothing_can_be_forked_they_are_requests_like_others(model, prompts, expected, options):
     assert token_ids(LLM(model, **options).generate(prompts, params_of(N))) == expected
+
+
+def test_without_a_word_about_the_scheduler(model, prompts, expected, forks):
+    """The default one forks, and computes prompts in chunks beside the answers; with a prefix cache and without."""
+    for prefix_caching in (False, True):
+        forks.num_forks = 0
+        llm = LLM(model, max_num_batched_tokens=7, prefix_caching=prefix_caching, observers=[forks])
+        assert token_ids(llm.generate(prompts, params_of(N))) == expected
+        assert forks.num_forks > 0
 
 
 def test_the_prompt_is_in_memory_once(model, tokenizer, forks):

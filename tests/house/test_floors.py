@@ -40,6 +40,20 @@ def test_lower_floor_is_pure_standard_library(module: str) -> None:
     assert not foreign, f"import {module} brings in {sorted(foreign)}"
 
 
+def test_without_the_extra_for_real_models_all_else_works() -> None:
+    """`minicache[hf]` is asked for when a folder's tokenizer or a hub name is, and not before."""
+    code = """
+import sys
+for name in ("transformers", "tokenizers", "huggingface_hub", "jinja2"):
+    sys.modules[name] = None
+from minicache.engine import LLM
+from minicache.sampling import SamplingParams
+assert LLM(num_blocks=10).generate(["She"], SamplingParams(max_tokens=3))[0].text
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_arrows_point_down() -> None:
     run = subprocess.run(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],

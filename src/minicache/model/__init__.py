@@ -1,7 +1,18 @@
-"""MiniGPT: the model itself, its checkpoint and its training."""
+"""MiniGPT, its checkpoint and its training; and models from Hugging Face folders."""
 
 from minicache.model.checkpoint import load_minigpt, save_minigpt
 from minicache.model.config import MiniGPTConfig
+from minicache.model.decoder import Decoder, DecoderConfig
+from minicache.model.folder import decoder_config, load_folder
 from minicache.model.minigpt import MiniGPT
 
-__all__ = ["MiniGPT", "MiniGPTConfig", "load_minigpt", "save_minigpt"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "MiniGPT",
+    "MiniGPTConfig",
+    "decoder_config",
+    "load_folder",
+    "load_minigpt",
+    "save_minigpt",
+]

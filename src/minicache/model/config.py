@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any, Protocol, cast
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,42 @@ class MiniGPTConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            kind = int if field.type == "int" else (int, float)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise TypeError(f"{field.name} must be of type {field.type}; got {value!r}")
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{field.name} must be a positive number; got {value!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, rotary embeddings turn pairs; got {self.head_dim}")
+        check_shape(self)
+
+
+class HeadSizes(Protocol):
+    """What `check_shape` reads of a config by name."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+
+
+def check_shape(config: HeadSizes) -> None:
+    """Raise unless all numbers of a config, which is a dataclass, can be those of a model.
+
+    Raises:
+        TypeError: a size is not an int, or another number is none.
+        ValueError: a number is not positive, num_heads is no multiple of num_kv_heads, or head_dim is odd.
+    """
+    for field in fields(cast(Any, config)):
+        if field.type not in ("int", "float"):
+            continue
+        value = getattr(config, field.name)
+        kind = int if field.type == "int" else (int, float)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{field.name} must be of type {field.type}; got {value!r}")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{field.name} must be a positive number; got {value!r}")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} key/value heads evenly")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim must be even, rotary embeddings turn pairs; got {config.head_dim}")

@@ -33,26 +33,34 @@ class Cache(Protocol):
         """Positions of the next T tokens: `[T]`, or `[B, T]` where sequences differ. int64."""
 
 
-class MiniGPT(nn.Module):
-    """A decoder-only transformer: token ids in, the next token's logits out.
+class Shape(Protocol):
+    """What a `Transformer` must know of its config."""
 
-    Args:
-        config: the model's shape.
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Positions the model can stand at, 0 … max_seq_len − 1."""
+
+
+class Transformer(nn.Module):
+    """What every decoder-only transformer here does, whatever its parts: token ids in, the next token's logits out.
+
+    A subclass makes the parts, `MiniGPT` below, and `minicache.model.decoder.Decoder` for published weights.
 
     Attributes:
-        config: as given.
+        config: the model's shape.
+        embed_tokens: token ids → `[…, hidden_size]`.
+        layers: one `Block` after the other.
+        norm: after the last of them.
     """
 
-    def __init__(self, config: MiniGPTConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        cos, sin = rotary_tables(config)
-        # Derived from the config, so not part of a checkpoint.
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+    config: Shape
+    embed_tokens: nn.Embedding
+    layers: nn.ModuleList
+    norm: nn.Module
 
     def forward(self, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
         """Compute the logits of the token after each position.
@@ -90,8 +98,9 @@ class MiniGPT(nn.Module):
         num_new = token_ids.shape[1]
         positions = torch.arange(num_new, device=token_ids.device) if cache is None else cache.positions(num_new)
         self._check_positions(positions)
+        cos, sin = self.rotation(positions)
         # One axis for the heads, after T: [T, 1, d] or [B, T, 1, d], either broadcasts against [B, T, H, d].
-        rotation = cast(Tensor, self.cos)[positions].unsqueeze(-2), cast(Tensor, self.sin)[positions].unsqueeze(-2)
+        rotation = cos.unsqueeze(-2), sin.unsqueeze(-2)
         hidden = self.embed_tokens(token_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotation, cache)
@@ -99,10 +108,14 @@ class MiniGPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The second half of `forward`: logits `[…, vocab_size]` of the positions `[…, hidden_size]` that are given."""
-        return F.linear(hidden, self.embed_tokens.weight)
+        raise NotImplementedError
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`, as `rotate` wants them."""
+        raise NotImplementedError
 
     def num_parameters(self) -> int:
-        """The number of trained values; the tied embedding counts once."""
+        """The number of trained values; a tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def _check_token_ids(self, token_ids: Tensor) -> None:
@@ -124,15 +137,57 @@ class MiniGPT(nn.Module):
             )
 
 
+class MiniGPT(Transformer):
+    """A decoder-only transformer: token ids in, the next token's logits out.
+
+    Args:
+        config: the model's shape.
+
+    Attributes:
+        config: as given.
+    """
+
+    config: MiniGPTConfig
+
+    def __init__(self, config: MiniGPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Block(
+                nn.RMSNorm(config.hidden_size, eps=config.norm_eps),
+                Attention(config, index),
+                nn.RMSNorm(config.hidden_size, eps=config.norm_eps),
+                FeedForward(config.hidden_size, config.intermediate_size),
+            )
+            for index in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        cos, sin = rotary_tables(config)
+        # Derived from the config, so not part of a checkpoint.
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The second half of `forward`: logits `[…, vocab_size]` of the positions `[…, hidden_size]` that are given."""
+        return F.linear(hidden, self.embed_tokens.weight)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`, from a table."""
+        return cast(Tensor, self.cos)[positions], cast(Tensor, self.sin)[positions]
+
+
 class Block(nn.Module):
     """One transformer block: attention and feed-forward, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: MiniGPTConfig, index: int) -> None:
+    def __init__(
+        self, input_layernorm: nn.Module, self_attn: nn.Module, post_attention_layernorm: nn.Module, mlp: nn.Module
+    ) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = Attention(config, index)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
         """`[B, T, hidden_size]` → the same shape."""
@@ -168,11 +223,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): a gated hidden layer."""
 
-    def __init__(self, config: MiniGPTConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[B, T, hidden_size]` → the same shape."""
@@ -181,16 +236,27 @@ class FeedForward(nn.Module):
 
 
 def rotary_tables(config: MiniGPTConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each `[max_seq_len, head_dim]`, as `rotate` wants them.
+    """Cosine and sine of every position's angles, each `[max_seq_len, head_dim]`, as `rotate` wants them."""
+    positions = torch.arange(config.max_seq_len)
+    return turns(positions, rotary_frequencies(config.rope_theta, config.head_dim))
 
-    Dimension i turns together with dimension i + d/2, by position · theta^(−2i/d): "by halves", as Llama's published
+
+def rotary_frequencies(theta: float, head_dim: int) -> Tensor:
+    """By how much each pair of dimensions turns from one position to the next, theta^(−2i/d): `[head_dim / 2]` fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / theta**exponents
+
+
+def turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]` float32.
+
+    Dimension i turns together with dimension i + d/2, by position · frequency i: "by halves", as Llama's published
     weights expect (Su et al. 2021 pair neighbours; the two differ by a permutation of the dimensions). Turning takes
     the sine from the first of a pair and adds it to the second, so its first half is negative here.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies)
-    return angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], dim=1)
+    angles = positions[..., None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,230 @@
+"""Models that people use: the transformer of the Llama, Qwen2, Qwen3 and Mistral families.
+
+It is MiniGPT with what published models add to it: biases, a norm of queries and keys, an output layer of its own,
+rotary positions stretched to longer texts, sliding windows, and sixteen-bit weights, for which norms and angles are
+computed in float32. What a model of a family is made of, its folder says: `minicache.model.folder` reads it. No phase
+builds this module.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minicache import attention, windows
+from minicache.model.config import check_shape
+from minicache.model.minigpt import Block, Cache, FeedForward, Transformer, rotary_frequencies, rotate, turns
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions closer together, so that more of them fit into what was trained (Chen et al. 2023).
+
+    Attributes:
+        factor: all frequencies are divided by it, > 0.
+    """
+
+    factor: float
+
+    def scale(self, frequencies: Tensor) -> Tensor:
+        """The frequencies to turn by."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Only slow turns are slowed down: of those that go round a few times in a trained text, nothing is lost.
+
+    A dimension whose wavelength is over original_max_seq_len / low_freq_factor is slowed by `factor`, one that is under
+    original_max_seq_len / high_freq_factor stays, and between the two it is blended (Llama 3.1's published code).
+
+    Attributes:
+        factor: > 0.
+        low_freq_factor: > 0.
+        high_freq_factor: more than low_freq_factor.
+        original_max_seq_len: positions that the model was trained on before it was stretched.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq_len: int
+
+    def scale(self, frequencies: Tensor) -> Tensor:
+        """The frequencies to turn by."""
+        rounds = self.original_max_seq_len * frequencies / (2 * math.pi)
+        kept = (rounds - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a `Decoder`.
+
+    Attributes:
+        vocab_size: tokens in the vocabulary.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the feed-forward block.
+        num_layers: transformer blocks (L).
+        num_heads: query heads (H), a multiple of num_kv_heads.
+        num_kv_heads: key/value heads (H_kv).
+        head_dim: size of one head (d), even.
+        max_seq_len: positions the model can stand at, 0 … max_seq_len − 1.
+        norm_eps: what RMSNorm adds under its root.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: how they are stretched; None: not.
+        attention_bias: queries, keys and values have a bias.
+        output_bias: attention's output projection has one.
+        mlp_bias: the feed-forward block's three matrices have one.
+        qk_norm: queries and keys are normed, head by head, before they are turned (Qwen3).
+        tie_word_embeddings: the output layer is the embedding.
+        sliding_windows: of each layer the most tokens that a token sees, itself included; None: all. Of no layers: none
+            has a window.
+        end_token_ids: the tokens by which the model says that its text is over.
+
+    Raises:
+        TypeError: a size is not an int, or another number is none.
+        ValueError: a number is not positive, num_heads is no multiple of num_kv_heads, head_dim is odd, or there is not
+            one window for each layer.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_seq_len: int
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: LinearScaling | Llama3Scaling | None = None
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_shape(self)
+        if not self.sliding_windows:
+            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        if len(self.sliding_windows) != self.num_layers:
+            raise ValueError(f"{len(self.sliding_windows)} windows for {self.num_layers} layers: give one for each")
+        for window in self.sliding_windows:
+            if window is not None and (type(window) is not int or window < 1):
+                raise ValueError(f"a sliding window must be 1 token or more, or None; got {window!r}")
+
+
+class Decoder(Transformer):
+    """A decoder-only transformer with the parameter names of `transformers`' Llama, Qwen2, Qwen3 and Mistral.
+
+    Theirs begin with "model.", but for `lm_head.weight`; here they do not.
+
+    Args:
+        config: the model's shape.
+
+    Attributes:
+        config: as given.
+        lm_head: the output layer; None if it is the embedding.
+    """
+
+    config: DecoderConfig
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Block(
+                RMSNorm(config.hidden_size, config.norm_eps),
+                Attention(config, index),
+                RMSNorm(config.hidden_size, config.norm_eps),
+                FeedForward(config.hidden_size, config.intermediate_size, bias=config.mlp_bias),
+            )
+            for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Half a head's numbers, and no buffer: a buffer would be rounded when the model is converted to 16 bits.
+        with torch.device("cpu"):
+            frequencies = rotary_frequencies(config.rope_theta, config.head_dim)
+        self.frequencies = frequencies if config.rope_scaling is None else config.rope_scaling.scale(frequencies)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The second half of `forward`: logits `[…, vocab_size]` of the positions `[…, hidden_size]` that are given."""
+        if self.lm_head is None:
+            return F.linear(hidden, self.embed_tokens.weight)
+        return cast(Tensor, self.lm_head(hidden))
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`.
+
+        There is no table: for 131,072 positions it would be larger than a layer. Rounded to the weights' dtype only
+        after cosine and sine, as in `transformers`.
+        """
+        cos, sin = turns(positions, self.frequencies.to(positions.device))
+        dtype = self.embed_tokens.weight.dtype
+        return cos.to(dtype), sin.to(dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019), in float32 whatever the dtype of what is normed.
+
+    Rounded before the gain and not after it: `nn.RMSNorm` does it the other way round, and in 16 bits `transformers`'
+    models, and so the published ones, can tell the difference.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[…, size]` → the same shape and dtype."""
+        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+        return self.weight * F.rms_norm(wide, self.weight.shape, eps=self.eps).to(hidden.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with what a config asks for: biases, normed queries and keys, a sliding window."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_dim = config.head_dim
+        self.window = config.sliding_windows[index]
+        kv_size, bias = config.num_kv_heads * config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+        """`[B, T, hidden_size]` → the same shape. Keys enter the cache already normed and rotated."""
+        shape = (*hidden.shape[:-1], -1, self.head_dim)  # [B, T, heads, d]
+        q = rotate(self.q_norm(self.q_proj(hidden).view(shape)), *rotation)
+        k = rotate(self.k_norm(self.k_proj(hidden).view(shape)), *rotation)
+        v = self.v_proj(hidden).view(shape)
+        out = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache)
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None) -> Tensor:
+        """Attention of the new tokens, through this layer's window."""
+        if self.window is None:
+            return attention.attention_with_cache(q, k, v, self.index, cache)
+        if cache is None:
+            return windows.window_attention(q, k, v, self.window)
+        cache.append(self.index, k, v)
+        return windows.attend_window(cache, self.index, q, self.window)

@@ -97,8 +97,8 @@ print("salts of its own:", found_by_the_second("red", "blue"))
 # The first number is a leak. Whoever may send prompts learns from the time to the first token what others have sent:
 # guess a block, and see whether it was quick. The salt goes into the root, and so into every name.
 #
-# **Question 1.** The prompt has 48 tokens, three full blocks of 16. Why are not all 48 found? How many are, of a prompt
-# of 49?
+# **Question 1.** The prompt has 48 tokens, three full blocks of 16, and 32 of them are found: one token must be left to
+# run the model on, and a block is found whole or not at all. How many are found of a prompt of 49?
 
 # %%
 found_of_49 = None
@@ -226,6 +226,7 @@ plt.show()
 # %% [markdown]
 # **Question 4.** All 24 came at once, and were admitted in one step. Even so, 23 of them found the system prompt, which
 # the first was only about to compute. How many prompt tokens would be computed if the system prompt had 319 tokens?
+# (A prompt then has 335. Its 20th block, the positions 304 to 319, begins in the system prompt; where does it end?)
 
 # %%
 tokens_of_319 = None
@@ -376,8 +377,9 @@ alike = next(n for n, tokens in enumerate(zip(*(a.token_ids for a in answers), s
 print(f"all four have their first {alike} tokens in common")
 
 # %% [markdown]
-# Of 80 tokens most are the same in all four. What counts is where they first differ: from there on every beam needs
-# keys and values of its own, however alike the words are that follow. That is the chain of section 1 once more.
+# Of 80 tokens most are the same in all four, at the same place, but after another word. What counts is where they first
+# differ: from there on every beam needs keys and values of its own, however alike the words are that follow. That is
+# the chain of section 1 once more.
 #
 # **Question 6.** However much k beams have in common, they cannot save more than a part of 1 − 1/k. For which width
 # does that bound first exceed 66.3 %, the most that the paper reports?

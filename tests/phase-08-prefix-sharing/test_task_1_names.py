@@ -36,13 +36,13 @@ def in_common(one, other):
 
 @pytest.mark.parametrize("keys", [(), (None, None), ("tenant a", None)])
 def test_a_root_is_32_bytes(keys):
-    """A digest of SHA-256, for any number of keys."""
+    """As many as SHA-256 gives, for any number of keys."""
     name = call(root_hash, *keys).value
     that("its type and length", (type(name), len(name))).gives((bytes, 32))
 
 
 def test_a_name_is_32_bytes():
-    """A digest of SHA-256."""
+    """As many as SHA-256 gives."""
     name = call(block_hash, bytes(32), [1, 2, 3, 4]).value
     that("its type and length", (type(name), len(name))).gives((bytes, 32))
 
@@ -54,6 +54,16 @@ def test_the_same_again():
     name = call(block_hash, root, [5, 6, 7]).value
     call(block_hash, root, [5, 6, 7]).gives(name)
     call(block_hash, root, (5, 6, 7)).gives(name)
+
+
+def test_equal_keys_that_are_two_objects():
+    """Keys are compared by what they say. Two strings of the same letters are one key, wherever each of them came from.
+
+    pickle writes a string that it has written before as "that one again", and an equal one out in full.
+    """
+    salt, copy = "tenant a", "".join("tenant a")
+    same = call(root_hash, salt, salt).value == call(root_hash, salt, copy).value
+    that("root_hash(a, a) and root_hash(a, a copy of a) are the same", same).gives(True)
 
 
 def test_the_same_in_another_process():
@@ -82,9 +92,9 @@ print(prefix.block_hash(prefix.root_hash("tenant a", "adapter"), [5, 6, 7]).hex(
 
 
 def test_any_token_of_any_vocabulary():
-    """Token ids do not end at 255, nor at 65,535: each of these blocks has a name of its own."""
-    blocks = [[0], [255], [256], [65_535], [65_536], [VOCAB_SIZE - 1], [2**31]]
-    that("different names of 7 blocks", len({call(block_hash, bytes(32), block).value for block in blocks})).gives(7)
+    """Token ids do not end at 255, nor at 65,535, nor at any number of bytes: each of these blocks has its own name."""
+    blocks = [[0], [255], [256], [65_535], [65_536], [VOCAB_SIZE - 1], [2**31], [2**64], [2**64 + 1]]
+    that("different names of 9 blocks", len({call(block_hash, bytes(32), block).value for block in blocks})).gives(9)
 
 
 # What it covers: the block

@@ -66,6 +66,33 @@ def test_asking_changes_nothing(unforked, serve, a_request):
     that("requests in the stats", scheduler.stats.num_requests).gives(1)
 
 
+def test_whoever_asks(unforked, a_request, a_step):
+    """Only who is swapped out finds nothing. A request in the batch finds its own blocks; so does one that ended."""
+    request = a_request("a", 9)
+    scheduler = unforked([request])
+    a_step(scheduler)
+    that("its status", request.status.name).gives("RUNNING")
+    call(scheduler.find_prefix, request).gives([0, 1])
+    scheduler.abort_request("a")
+    call(scheduler.find_prefix, request).gives([0, 1])
+
+
+def test_looking_names_first(unforked, a_request, a_step):
+    """What decode has filled is noted down and has no name yet: find_prefix calls name_blocks before it looks."""
+    scheduler = unforked([a_request("a", 6, 9)])
+    for _ in range(3):
+        a_step(scheduler)  # 6 tokens of prompt, and two that were generated: the second block is full
+    found = call(scheduler.find_prefix, a_request("b", [*[1] * 6, 7, 7, 0])).value
+    that("blocks found while a, which filled them, still runs", found).gives([0, 1])
+
+
+def test_leaving_names_first(unforked, serve, a_request):
+    """Who ends gives its blocks away, and what it has filled gets its name before that: release calls name_blocks."""
+    scheduler = unforked()
+    serve(scheduler, a_request("a", 6, 7))  # 12 tokens are computed: three full blocks, two of them by decode
+    that("cached blocks when a has ended, and nobody has looked yet", scheduler.pool.num_cached).gives(3)
+
+
 def test_answers_are_found_too(unforked, serve, a_request):
     """The second turn of a chat is the first prompt, its answer, and new words: 12 of its 15 tokens are there."""
     scheduler = unforked()
@@ -357,8 +384,10 @@ def test_swapped_in_at_the_end_of_a_block(unforked, a_request, a_step):
     that("preempted in step 1", a_step(scheduler).preempted).gives([1])
     a_step(scheduler)
     that("step 3", a_step(scheduler).num_scheduled_tokens).gives({1: 1})
-    found = call(scheduler.find_prefix, a_request("c", [*[6] * 7, 7, 0])).value
-    that("its second block is found, if its first is", found[1:]).gives(requests[1].block_ids[1:2] if found else [])
+    name = scheduler.hashes(requests[1], 2)[1:2]  # of its second block: the first may have been handed out meanwhile
+    that("what the pool finds under its second block's name", scheduler.pool.find(name)).gives(
+        requests[1].block_ids[1:2]
+    )
     scheduler.abort_request(1)
     scheduler.check()
 
@@ -395,6 +424,27 @@ def test_all_who_had_found_it(unforked, a_request, a_step):
     that("the step that fails", scheduler.schedule().num_scheduled_tokens).gives({"a": 9, "b": 1, "c": 1})
     scheduler.abort_request("a")
     that("computed tokens of b and c", [each.num_computed_tokens for each in requests[1:]]).gives([0, 0])
+
+
+def test_all_who_had_found_it_may_write(unforked, a_request):
+    """b and c are about to fill blocks that both hold: whoever writes first needs a copy, and somebody must look."""
+    scheduler = unforked([a_request(name, 9, 3) for name in "abc"])
+    scheduler.schedule()
+    that("_may_share_tails while a is to fill them", scheduler._may_share_tails).gives(False)
+    scheduler.abort_request("a")
+    that("_may_share_tails when release has left them to b and c", scheduler._may_share_tails).gives(True)
+
+
+def test_what_is_lost_stays_lost(unforked, a_request):
+    """c found a block of a's and one of b's. a leaves, so c has 0 computed tokens. Then b leaves: 0 is not made 4."""
+    requests = [a_request("a", 5, 3), a_request("b", 9, 3), a_request("c", 13, 3)]
+    scheduler = unforked(requests)
+    that("the step that fails", scheduler.schedule().num_scheduled_tokens).gives({"a": 5, "b": 5, "c": 5})
+    that("c's computed tokens", requests[2].num_computed_tokens).gives(8)
+    scheduler.abort_request("a")
+    that("c's computed tokens without a, who was to fill block 0", requests[2].num_computed_tokens).gives(0)
+    scheduler.abort_request("b")
+    that("c's computed tokens without b either, who was to fill block 1", requests[2].num_computed_tokens).gives(0)
 
 
 def test_preempted_before_the_report(unforked, a_request, a_step):

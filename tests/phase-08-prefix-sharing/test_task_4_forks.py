@@ -12,7 +12,7 @@ from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.observe import observe
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.sharing import SharingScheduler
+from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
 
 
 def ids(requests):
@@ -47,6 +47,14 @@ def test_a_twin(decoding):
     that("their arrival_index", (a.arrival_index, b.arrival_index)).gives((0, 0))
     that("their fork_index", (a.fork_index, b.fork_index)).gives((0, 1))
     scheduler.check()
+
+
+def test_a_twin_waits_in_no_line(decoding):
+    """`withdraw` takes it out of all the lines that its scheduler has. `del self.waiting[…]` knows one of them."""
+    scheduler, _ = decoding(6)
+    scheduler.fork_request("a", "b")
+    that("who waits", list(scheduler.waiting)).gives([])
+    call(scheduler.head).gives(None)
 
 
 def test_a_twin_wants_what_its_parent_wants(sharing, a_request, a_step):
@@ -158,13 +166,16 @@ def test_what_both_have_is_shared(decoding, a_step, num_prompt, outputs, num_com
     """a has generated 7 7 7, of which two are computed. Its twin has other tokens, and computes what differs."""
     scheduler, _ = decoding(num_prompt, num_steps=3)
     b = call(scheduler.fork_request, "a", "b", outputs).value
-    that("b's tokens", b.output_token_ids).gives(outputs)
-    that("b's computed tokens", b.num_computed_tokens).gives(num_computed)
-    that("b's blocks", b.block_ids).gives(blocks)
+    whose = f"of b: {num_prompt} tokens of prompt, then {outputs}, where a has [7, 7, 7]"
+    that(f"tokens {whose}", b.output_token_ids).gives(outputs)
+    that(f"computed tokens {whose}", b.num_computed_tokens).gives(num_computed)
+    that(f"blocks {whose}", b.block_ids).gives(blocks)
     scheduler.check()
     output = a_step(scheduler)
-    that("the step", output.num_scheduled_tokens).gives({"a": 1, "b": num_prompt + len(outputs) - num_computed})
-    that("copies", len(output.blocks_to_copy)).gives(copies)
+    that(f"the step of a, and {whose}", output.num_scheduled_tokens).gives(
+        {"a": 1, "b": num_prompt + len(outputs) - num_computed}
+    )
+    that(f"copies beside a {whose}", len(output.blocks_to_copy)).gives(copies)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -227,6 +238,17 @@ def test_a_family_stays_together(decoding, a_request, a_step):
     scheduler.check()
 
 
+def test_a_family_stays_together_with_priorities(a_request, a_step):
+    """x came after y, and stands before it, for its priority is lower. So does its twin: `seniority` is the order."""
+    scheduler = FairSharingScheduler(num_blocks=20, block_size=4)
+    for request in (a_request("y", 5, priority=1), a_request("x", 5, priority=0)):
+        scheduler.add_request(request)
+    a_step(scheduler)
+    that("the batch", ids(scheduler.running)).gives(["x", "y"])
+    twin = call(scheduler.fork_request, "x", "x's twin").value
+    that("the batch after the fork", ids(scheduler.running)).gives(["x", twin.request_id, "y"])
+
+
 def test_who_comes_after_a_fork(decoding, a_request, a_step):
     """The next request that is added has arrived after all of them."""
     scheduler, _ = decoding(6)
@@ -275,6 +297,30 @@ def test_what_cannot_be_forked(sharing, a_request, a_step, arguments):
     that("fork_index of the next fork", scheduler.fork_request("a", "b").fork_index).gives(1)
 
 
+def test_no_room_within_max_model_len(sharing, a_request, a_step):
+    """At 10 tokens a request ends. A twin that has them already would run on: nobody looks for an end behind it."""
+    scheduler = sharing([a_request("a", 6, 40)], max_model_len=10)
+    a_step(scheduler)
+    for outputs in ([7] * 6, [7] * 4):
+        call(scheduler.fork_request, "a", "b", outputs).raises(ValueError)
+    that("the batch", ids(scheduler.running)).gives(["a"])
+    b = call(scheduler.fork_request, "a", "b", [7] * 3).value
+    a_step(scheduler)
+    that("b's tokens, of max_model_len 10", b.num_tokens).gives(10)
+    that("b's status", b.status.name).gives("FINISHED_LENGTH")
+
+
+def test_in_the_batch_and_not_in_decode(sharing, a_request):
+    """b had found a's blocks, and a left before the report: b must compute its prompt again, and has no token yet."""
+    a, b = a_request("a", 9), a_request("b", 9)
+    scheduler = sharing([a, b], prefix_caching=True)
+    output = scheduler.schedule()
+    scheduler.abort_request("a")
+    scheduler.update_from_output(output, {"a": 7, "b": 7})
+    that("b's status and output", (b.status.name, b.output_token_ids)).gives(("RUNNING", []))
+    call(scheduler.fork_request, "b", "c").raises(ValueError)
+
+
 def test_not_in_the_middle_of_a_step(decoding):
     """Between schedule and report nobody knows what is computed: not now, and a step later again."""
     scheduler, _ = decoding(6)
@@ -294,6 +340,44 @@ def test_no_seat_is_left(decoding):
 
 
 # The copy is paid for
+
+
+def test_two_families(sharing, a_request, a_step):
+    """a's last block is half full, z's is full. a is forked, then z: a's is copied, though z has nothing to copy."""
+    scheduler = sharing([a_request("a", 6), a_request("z", 8)])
+    a_step(scheduler)
+    scheduler.fork_request("a", "a's twin")
+    scheduler.fork_request("z", "z's twin")
+    that("blocks_to_copy", a_step(scheduler).blocks_to_copy).gives([(1, 4)])
+
+
+def test_who_looks(a_request, a_step):
+    """`written_and_shared` is not asked while nobody can share a tail: before a fork, and when all have ended."""
+    asked = []
+
+    class Asked(SharingScheduler):
+        """Notes for whom it is asked."""
+
+        def written_and_shared(self, request):
+            asked.append(request.request_id)
+            return super().written_and_shared(request)
+
+    scheduler = Asked(num_blocks=20, block_size=4)
+    scheduler.add_request(a_request("a", 6, 20))
+    for _ in range(4):
+        a_step(scheduler)
+    that("asked for, before any fork", asked).gives([])
+    scheduler.fork_request("a", "b")
+    a_step(scheduler)
+    that("asked for, with a twin", sorted({*asked})).gives(["a", "b"])
+    for request_id in "ab":
+        scheduler.abort_request(request_id)
+    a_step(scheduler)
+    asked.clear()
+    scheduler.add_request(a_request("c", 6))
+    for _ in range(4):
+        a_step(scheduler)
+    that("asked for, when the batch was empty in between", asked).gives([])
 
 
 def test_what_will_be_written(decoding):
@@ -337,6 +421,22 @@ def test_copy_and_growth(decoding, a_step):
     that("the step", output.num_scheduled_tokens).gives({"a": 1, "b": 5})
     that("copies: a's, and b has the old block alone then", len(output.blocks_to_copy)).gives(1)
     that("blocks that they hold", (len(a.block_ids), len(b.block_ids))).gives((2, 3))
+
+
+def test_two_copies_are_two_blocks(sharing, a_request):
+    """b and c are about to write two blocks that both hold: the first of them needs two copies, and one block is free.
+
+    z was to fill them, and left before the report. Then c leaves too, and b has both blocks to itself.
+    """
+    z, b, c = (a_request(name, 9, 3) for name in "zbc")
+    scheduler = sharing([z, b, c], num_blocks=5, prefix_caching=True)
+    that("the step that fails", scheduler.schedule().num_scheduled_tokens).gives({"z": 9, "b": 1, "c": 1})
+    scheduler.abort_request("z")
+    call(scheduler.written_and_shared, b).gives([0, 1])
+    call(scheduler.blocks_missing, b).gives(2)
+    output = call(scheduler.schedule).value
+    seen = output.num_scheduled_tokens, output.preempted, output.blocks_to_copy
+    that("work, preempted, copies", seen).gives(({"b": 9}, ["c"], []))
 
 
 def test_copy_on_write_alone(decoding):
@@ -452,6 +552,20 @@ def test_cached_though_the_last_one_left(sharing, a_request, a_step):
     that("work and preempted", (output.num_scheduled_tokens, output.preempted)).gives(({"old": 1}, ["young"]))
     found = scheduler.find_prefix(a_request("c", [*[1] * 7, 7, 0]))
     that("blocks of the old one's eight tokens that are found", found).gives(requests[0].block_ids[:2])
+
+
+def test_a_step_that_is_lost_leaves_nothing_behind(sharing, a_request):
+    """A step's tokens never come. The next is scheduled, and preempts a for a copy: what a was to fill is still open.
+
+    Until a report comes, `_unfilled` says whose part is missing. Whoever empties it lets a leave its names behind.
+    """
+    a = a_request("a", [2] * 13, 3)
+    scheduler = sharing([*(a_request(name, 5, 3) for name in "zbcd"), a], num_blocks=9, prefix_caching=True)
+    first = scheduler.schedule().num_scheduled_tokens
+    that("the step that fails", first).gives({"z": 5, "b": 1, "c": 1, "d": 1, "a": 13})
+    scheduler.abort_request("z")
+    that("preempted in the step after it", call(scheduler.schedule).value.preempted).gives(["a"])
+    call(scheduler.find_prefix, a).gives([])
 
 
 def test_two_who_must_write_what_a_third_had_promised(sharing, a_request, memory):

@@ -180,17 +180,30 @@ def test_just_as_good_is_not_better():
     that("is it over", search.is_over).gives(True)
 
 
-def test_a_beam_may_still_be_better():
-    """k answers are there, but a beam is better than the worse of them: the search goes on, and finds one more."""
+def two_answers_and_a_beam():
+    """A search after two steps, and what the second returned: answers of −1 and −2.125, and a beam of −1.75 / 2."""
     search = a_search(2, [9], length_penalty=1.0)
     search.advance([[(9, -1.0), (1, -1.25), (2, -4.0), (3, -5.0)]])
-    outcome = call(
+    # −1.75, −4.25 (ends, second: −2.125), −7, −7.25, …: two answers; the best beam has −1.75 / 2, better than −2.125.
+    return search, call(
         search.advance, [[(1, -0.5), (9, -5.75), (2, -6.0), (3, -7.0)], [(9, -0.25), (2, -6.0), (3, -7.0), (4, -8.0)]]
     )
-    # −1.75, −4.25 (ends, second: −2.125), −7, −7.25, …: two answers; the best beam has −1.75 / 2, better than −2.125.
+
+
+def test_a_beam_may_still_be_better():
+    """k answers are there, but a beam is better than the worse of them: the search goes on."""
+    search, outcome = two_answers_and_a_beam()
     that("answers", answers(search)).gives([([9], -1.0, "stop"), ([2, 9], -2.125, "stop")])
     that("steps", steps(outcome)).gives([(0, 1), (0, 2)])
     that("is it over", search.is_over).gives(False)
+
+
+def test_judged_at_the_length_that_it_has():
+    """Three tokens, sum −6.75: a score of −2.25, and the answers have −0.75 and −1. Over, however long it might get.
+
+    At max_tokens, here 50, the same sum would be −0.135. Whoever judges the best beam by that goes on.
+    """
+    search, _ = two_answers_and_a_beam()
     outcome = call(
         search.advance, [[(9, -0.5), (1, -5.0), (2, -6.0), (3, -7.0)], [(1, -5.0), (2, -6.0), (3, -7.0), (4, -8.0)]]
     )

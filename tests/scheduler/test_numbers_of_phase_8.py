@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from minicache import prefix
+from minicache.beam import BeamSearch, BeamSearchParams
 from minicache.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import PagedScheduler, SharingScheduler
@@ -349,6 +350,45 @@ def test_four_answers_to_one_prompt():
     assert [int(row[2]) for row in table(BEAMS, "| | what happens | blocks used |")] == [6, 6, 9, 9, most]
 
 
+def test_a_beam_search_by_hand():
+    """The three steps of the page, and what greedy decoding finds with the same numbers."""
+    names = ["fish", "rice", "`.`"]
+    after = {
+        (): {0: -1.0, 2: -2.25, 1: -4.0},
+        (0,): {1: -2.0, 2: -5.0, 0: -9.0},
+        (1,): {0: -1.0, 2: -1.5, 1: -9.0},
+        (0, 1): {0: -4.0, 1: -9.0, 2: -9.0},
+        (1, 0): {1: -1.5, 0: -9.0, 2: -9.0},
+    }
+    search, said, steps = BeamSearch(BeamSearchParams(2, length_penalty=1.0), [2], 3), [], 0
+    for cells in (PAGES / BEAMS).read_text(encoding="utf-8").split("| rank | way | sum | |")[1:]:
+        rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in cells.split("\n\n")[0].splitlines()[2:]]
+        said.append([(int(rank), way, float(total.replace("−", "-"))) for rank, way, total, _ in rows])
+    while not search.is_over:
+        ways = [
+            (beam.log_prob + log_prob, [*beam.token_ids, token])
+            for beam in search.beams
+            for token, log_prob in after[beam.token_ids].items()
+        ]
+        ways.sort(reverse=True)
+        shown = [(rank, " ".join(names[token] for token in way), total) for rank, (total, way) in enumerate(ways)]
+        assert said[steps] == shown[: len(said[steps])]
+        search.advance([list(after[beam.token_ids].items()) for beam in search.beams])
+        steps += 1
+    assert steps == len(said) == 3
+    greedy, total = [], 0.0
+    for _ in range(3):
+        token = max(after[tuple(greedy)], key=after[tuple(greedy)].__getitem__)
+        total += after[tuple(greedy)][token]
+        greedy.append(token)
+    assert [(answer.token_ids, round(answer.score, 2)) for answer in search.answers] == [
+        ([1, 0, 1], -2.17),
+        ([2], -2.25),
+    ]
+    assert (greedy, total, round(total / 3, 2)) == ([0, 1, 0], -7.0, -2.33)
+    assert not missing_on(BEAMS, "*rice fish rice* (−2.17) and *.* (−2.25)", "takes *fish rice fish*", "sum of −7")
+
+
 def test_what_is_said_of_the_memory_saved():
     """The words about the table: what agrees with the paper, and what does not."""
     told = results("sharing")
@@ -386,6 +426,20 @@ def test_what_is_said_of_the_memory_saved():
 
 
 # --- what it saves --------------------------------------------------------------------------------------------------
+
+
+def test_the_example_by_hand_is_that_of_the_table():
+    """2,000 sentences behind 80 tokens: what is saved by hand is what the simulation saves."""
+    run = results("prefix_cache")["system_prompt"]
+    assert (run["num_requests"], run["own_prompt_tokens"]) == (2000, 30)
+    without, saved = 2000 * 110, 1999 * 80
+    assert without - saved == 110 + 1999 * 30
+    assert run["80"]["prefill_without"] - run["80"]["prefill_with"] == pytest.approx(saved, rel=0.01)
+    assert run["80"]["saved_percent"] == pytest.approx(100 * saved / without, abs=1)
+    rows = table(SAVES, "| | prompt tokens computed |")
+    assert [row[1].split(",")[0] for row in rows] == ["220", "110", "59", "159"]
+    assert rows[-1][1] == f"{saved:,}, which are {saved / without:.0%}".replace("%", " %")
+    assert not missing_on(SAVES, f"{without:,}", f"{1999 * 30:,}", "40 · 7 = 280 blocks, with it 5 + 40 · 2 = 85")
 
 
 def test_the_arithmetic_of_the_last_check():

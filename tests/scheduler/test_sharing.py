@@ -304,6 +304,23 @@ def test_what_cannot_be_forked(cls):
     assert scheduler.fork_request("a", "b").request_id == "b"
 
 
+@both
+def test_a_twin_has_room_within_max_model_len(cls):
+    """A request ends at max_model_len tokens. A twin with so many, or more, would be past the end and run on."""
+    scheduler, _ = decoding(cls, 6, max_tokens=40, max_model_len=10)
+    for num_outputs in (4, 5, 6, 39):
+        with pytest.raises(ValueError, match=f"at most 3 tokens of output; got {num_outputs}"):
+            scheduler.fork_request("a", "b", [7] * num_outputs)
+    scheduler.check()
+    assert scheduler.num_running == 1
+    b = scheduler.fork_request("a", "b", [7] * 3)
+    step(scheduler)
+    assert (b.num_tokens, b.status) == (10, RequestStatus.FINISHED_LENGTH)
+    short, _ = decoding(cls, 6, max_tokens=3, max_model_len=10)  # max_tokens comes first here
+    with pytest.raises(ValueError, match="at most 2 tokens of output"):
+        short.fork_request("a", "b", [7] * 3)
+
+
 # Random runs
 
 

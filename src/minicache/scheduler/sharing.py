@@ -117,9 +117,9 @@ class SharingScheduler(PagedScheduler):
         """Cache the blocks that a step fills which computes a request's tokens start … stop − 1.
 
         They are those whose last token is among these. A block that the step leaves unfinished waits for a later one;
-        one that was full before has its name. Of what is cached, all that is not computed yet (`num_computed_tokens`)
-        is for the step under way to fill: `_unfilled` says whose part that is, block → request, until the report.
-        Without a prefix cache nothing happens.
+        one that was full before has its name. Of the blocks that are cached, those whose last token is not computed yet
+        (`num_computed_tokens`) are for the step under way to fill: `_unfilled` says whose part that is, block →
+        request, until the report. Without a prefix cache nothing happens.
 
         Args:
             request: in the batch; it has the blocks for these tokens.
@@ -186,8 +186,8 @@ class SharingScheduler(PagedScheduler):
         And blocks that a step was to fill, and has not, lose theirs. That is so if the step's tokens never came, and
         the request has ended or been preempted since: `_unfilled` still names it as the one to fill them. Whoever has
         found them in that same step computes them itself: of a request of the batch that lists such a block, nothing
-        counts as computed from the first such block on. There may be several, who would all write into it: then
-        `_may_share_tails` is True.
+        counts as computed from the first such block on; and never more than did before, for an earlier block may have
+        been lost already. There may be several, who would all write into it: then `_may_share_tails` is True.
         """
         self.name_blocks()
         first = request.num_computed_tokens // self.pool.block_size
@@ -226,8 +226,9 @@ class SharingScheduler(PagedScheduler):
         Args:
             request_id: who is forked: in the batch, with at least one token of output.
             child_id: names the twin.
-            output_token_ids: what the twin has generated, fewer tokens than max_tokens. It may differ from the
-                request's own from some token on; with no token, the first is its own, too. None: the same.
+            output_token_ids: what the twin has generated: fewer tokens than max_tokens, and with the prompt fewer than
+                the scheduler's max_model_len, if there is one, for at either it would have ended. It may differ from
+                the request's own from some token on; with no token, the first is its own, too. None: the same.
 
         Returns:
             The twin.
@@ -242,8 +243,11 @@ class SharingScheduler(PagedScheduler):
         if len(self.running) >= self.max_num_seqs:
             raise ValueError(f"the batch has {self.max_num_seqs} requests already: no seat for a twin")
         outputs = list(parent.output_token_ids if output_token_ids is None else output_token_ids)
-        if len(outputs) >= parent.max_tokens:
-            raise ValueError(f"a twin of {parent!r} has at most {parent.max_tokens - 1} tokens; got {len(outputs)}")
+        longest = parent.max_tokens
+        if self.max_model_len is not None:
+            longest = min(longest, self.max_model_len - parent.num_prompt_tokens)
+        if len(outputs) >= longest:
+            raise ValueError(f"a twin of {parent!r} has at most {longest - 1} tokens of output; got {len(outputs)}")
         child = parent.twin(child_id)
         self.add_request(child)
         self.withdraw(child)

@@ -10,9 +10,11 @@ prompts of 3 · NUM_NEW tokens, of two kinds:
   for short endings stand everywhere.
 
 Every run's tokens are asserted to be those of plain greedy decoding (`minicache.decoding.decode`). Plain decoding and
-all settings take turns, so that they meet the same weather; a setting's time is the sum over the prompts of the fastest
-of REPEATS runs. One thread. A pass of MiniGPT is so small that its time is mostly that of making its calls, and hardly
-grows with a few tokens more: as on a GPU, where it is mostly that of reading the weights, though for another reason.
+all settings take turns, so that they meet the same weather. All runs of one setting do the same passes. So its time is
+the sum over its tokens of the least that each took in REPEATS runs, in CPU time of this process: what the machine does
+besides counts for little. One thread. A pass of MiniGPT is so small that its time is mostly that of making its calls,
+and hardly grows with a few tokens more: as on a GPU, where it is mostly that of reading the weights, though for another
+reason.
 
     python -m benchmarks.speculative
 
@@ -31,7 +33,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -107,30 +109,39 @@ def new_cache(model: MiniGPT) -> PagedKVCache:
 
 
 def plain(model: MiniGPT, prompt: list[int]) -> list[int]:
+    """The tokens of greedy decoding."""
+    return timed(plainly(model, prompt))[0]
+
+
+def plainly(model: MiniGPT, prompt: list[int]) -> Iterator[Tensor]:
     """Greedy decoding, token by token."""
-    return tokens_of(decode(model, torch.tensor([prompt]), NUM_NEW, cache=new_cache(model)))
+    return decode(model, torch.tensor([prompt]), NUM_NEW, cache=new_cache(model))
 
 
 def speculated(
     model: MiniGPT, prompt: list[int], num_drafts: int, stats: SpeculationStats, max_ngram: int = MAX_NGRAM
-) -> list[int]:
+) -> Iterator[Tensor]:
     """The same with guesses."""
-    return tokens_of(
-        speculative_decode(
-            model,
-            torch.tensor([prompt]),
-            NUM_NEW,
-            cache=new_cache(model),
-            drafter=NgramDrafter(max_ngram),
-            num_drafts=num_drafts,
-            stats=stats,
-        )
+    return speculative_decode(
+        model,
+        torch.tensor([prompt]),
+        NUM_NEW,
+        cache=new_cache(model),
+        drafter=NgramDrafter(max_ngram),
+        num_drafts=num_drafts,
+        stats=stats,
     )
 
 
-def tokens_of(steps: Iterator[Tensor]) -> list[int]:
-    """What a generation yields, as ints."""
-    return [int(token) for token in steps]
+def timed(generation: Iterable[Tensor]) -> tuple[list[int], list[float]]:
+    """What a generation yields, as ints, and the CPU seconds from each token to the next; to the first, of its pass."""
+    tokens, seconds, start = list[int](), list[float](), time.process_time()
+    for token in generation:
+        tokens.append(int(token))
+        now = time.process_time()
+        seconds.append(now - start)
+        start = now
+    return tokens, seconds
 
 
 # --- what it gains ----------------------------------------------------------------------------------------------------
@@ -142,31 +153,32 @@ def by_num_drafts(model: MiniGPT, prompts: list[list[int]], kind: str) -> dict[s
     Raises:
         RuntimeError: a run's tokens are not those of plain decoding.
     """
-    fastest: dict[int | None, list[float]] = {way: [float("inf")] * len(prompts) for way in (None, *NUM_DRAFTS)}
+    fastest: dict[tuple[int | None, int], list[float]] = {}  # by way and prompt: of each token
     stats = {num_drafts: SpeculationStats() for num_drafts in NUM_DRAFTS}
     for repeat in track(range(REPEATS), description=f"Decoding, {kind}"):
         for place, prompt in enumerate(prompts):
             expected: list[int] = []
-            for way, seconds in fastest.items():
+            for way in (None, *NUM_DRAFTS):
                 counted = stats[way] if way is not None and not repeat else SpeculationStats()
-                start = time.perf_counter()
-                found = plain(model, prompt) if way is None else speculated(model, prompt, way, counted)
-                seconds[place] = min(seconds[place], time.perf_counter() - start)
+                run = plainly(model, prompt) if way is None else speculated(model, prompt, way, counted)
+                found, seconds = timed(run)
+                fastest[way, place] = list(map(min, seconds, fastest.get((way, place), seconds)))
                 expected = expected or found
                 if found != expected:
                     raise RuntimeError(f"{way} guesses, prompt {place}: other tokens than plain decoding's")
-    plain_ms = 1e3 * sum(fastest[None])
+    took = {way: 1e3 * sum(sum(fastest[way, place]) for place in range(len(prompts))) for way in (None, *NUM_DRAFTS)}
     points = [
         {
             "num_drafts": num_drafts,
             **told(stats[num_drafts]),
             "num_passes": stats[num_drafts].num_passes,
-            "ms": round(1e3 * sum(fastest[num_drafts]), 1),
-            "speedup": round(plain_ms / (1e3 * sum(fastest[num_drafts])), 2),
+            "ms": round(took[num_drafts], 1),
+            "speedup": round(took[None] / took[num_drafts], 2),
         }
         for num_drafts in NUM_DRAFTS
     ]
-    return {"plain_ms": round(plain_ms, 1), "best": max(points, key=lambda point: point["speedup"]), "points": points}
+    best = max(points, key=lambda point: point["speedup"])
+    return {"plain_ms": round(took[None], 1), "best": best, "points": points}
 
 
 def by_ngram(model: MiniGPT, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -175,7 +187,7 @@ def by_ngram(model: MiniGPT, prompts: list[list[int]]) -> list[dict[str, Any]]:
     for max_ngram in NGRAMS:
         stats = SpeculationStats()
         for prompt in prompts:
-            speculated(model, prompt, BY_NGRAM_DRAFTS, stats, max_ngram)
+            timed(speculated(model, prompt, BY_NGRAM_DRAFTS, stats, max_ngram))
         points.append({"max_ngram": max_ngram, **told(stats)})
     return points
 
@@ -201,9 +213,9 @@ def pass_cost(model: MiniGPT, prompt: list[int], rounds: int = 100) -> list[dict
         for _ in range(rounds):
             for num_tokens in PASS_TOKENS:
                 tokens = torch.tensor([prompt[:num_tokens]])
-                start = time.perf_counter()
+                start = time.process_time()
                 model(tokens, cache)
-                fastest[num_tokens] = min(fastest[num_tokens], time.perf_counter() - start)
+                fastest[num_tokens] = min(fastest[num_tokens], time.process_time() - start)
                 cache.truncate(len(prompt))
     return [
         {"num_tokens": each, "ms": round(1e3 * seconds, 3), "over_one": round(seconds / fastest[1], 2)}

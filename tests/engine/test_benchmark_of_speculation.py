@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks/ is no part of the package
 
@@ -41,6 +42,12 @@ def test_passes_and_tokens_add_up():
     assert four["tokens_per_pass"] == pytest.approx(1 + accepted, abs=0.03)
     assert four["num_passes"] < 40
     assert found["best"] in found["points"]
+
+
+def test_each_token_has_its_time(monkeypatch):
+    clock = iter([1.0, 1.5, 3.5])
+    monkeypatch.setattr(benchmark.time, "process_time", lambda: next(clock))
+    assert benchmark.timed(map(torch.tensor, [[4], [2]])) == ([4, 2], [0.5, 2.0])
 
 
 def test_other_tokens_are_an_error(monkeypatch):

@@ -78,6 +78,8 @@ class Request:
             newest, which the next step computes.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache and not computed (phase 8).
         num_preemptions: how often it has lost its place in the batch.
+        num_outputs_at_admission: tokens of output that it had when it was last admitted, for a scheduler that asks what
+            an admission was worth (phase 9); a fork's is 0.
         block_ids: the blocks that hold its keys and values, in order; position p lies in block_ids[p // block_size].
         host_block_ids: while it is swapped out, the host blocks that hold them.
         block_hashes: names of its first full blocks, by their contents (phase 8); as many as were asked for so far.
@@ -103,6 +105,7 @@ class Request:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_outputs_at_admission",
         "num_preemptions",
         "num_prompt_tokens",
         "output_token_ids",
@@ -161,6 +164,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_outputs_at_admission = 0
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
         self.block_hashes: list[bytes] = []

@@ -75,7 +75,7 @@ class Model:
         (3.0, 3, "a float, expected an int"),
         (None, 3, "None, expected an int"),
         ("3", 3, "a str, expected an int"),
-        (0, None, "an int, expected None"),
+        ([0], [None], "at [0]: 0 is an int, expected None"),
         ([1, 2], (1, 2), "a list, expected a tuple"),
         ([1, 2], [1, 3], "at [1]: got 2, expected 3"),
         ([1, [2, 3]], [1, [2, 4]], "at [1][1]: got 3, expected 4"),
@@ -96,7 +96,9 @@ def test_gives_refuses(got: object, expected: object, difference: str) -> None:
     assert difference in failure(that("it", got).gives, expected).first_difference
 
 
-@pytest.mark.parametrize(("got", "expected"), [(21_047, 21_048), (0, 3), (3, 0), (float("nan"), 1.0), ("a", "b")])
+@pytest.mark.parametrize(
+    ("got", "expected"), [(21_047, 21_048), (0, 3), (3, 0), (float("nan"), 1.0), ("a", "b"), (0, None), (None, "a")]
+)
 def test_a_difference_that_would_tell_nothing_more_is_left_out(got: object, expected: object) -> None:
     assert "differs" not in str(failure(that("it", got).gives, expected))
 

@@ -24,7 +24,8 @@ class _Undue:
     """Nobody becomes due: for tasks 1 and 2, which come before task 3."""
 
     def has_caught_up(self, request):
-        return request.status is RequestStatus.RUNNING and request.num_tokens - request.num_computed_tokens <= 1
+        has_gained = len(request.output_token_ids) > request.num_outputs_at_admission
+        return has_gained and request.status is RequestStatus.RUNNING
 
     def head(self):
         return FairSharingScheduler.head(self)

@@ -10,7 +10,123 @@ from minicache.course.checks import call, that
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
 
-# Cases with known outcomes
+# Method by method: what it says, and what it takes
+
+
+MOST = [
+    (0, 0, 0, 0),
+    (0, 1, 1, 1),
+    (0, 8, 8, 8),
+    (0, 9, 9, 8),
+    (0, 1000, 1000, 8),
+    (3, 0, 0, 0),
+    (3, 2, 2, 2),
+    (3, 3, 3, 3),
+    (3, 4, 3, 3),
+    (3, 1000, 3, 3),
+    (9, 1000, 9, 8),
+    (1, 5, 1, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "num_tokens", "largest", "chunk"),
+    MOST,
+    ids=[f"{num_tokens} tokens, a cap of {threshold}" for threshold, num_tokens, _, _ in MOST],
+)
+def test_how_many_at_most(whole_blocks, threshold, num_tokens, largest, chunk):
+    """largest_chunk knows the threshold alone; chunk knows also that a step of 8 has 8 tokens. 0 is no threshold."""
+    scheduler = whole_blocks(8, long_prefill_threshold=threshold)
+    call(scheduler.largest_chunk, num_tokens).gives(largest)
+    call(scheduler.chunk, num_tokens).gives(chunk)
+
+
+def test_order_takes_and_chunk_does_not(whole_blocks, a_request):
+    """Three prompts of 800 ordered by hand: asking costs nothing, and for the third nothing is left."""
+    scheduler, output = whole_blocks(1024), SchedulerOutput()
+    requests = [a_request(number, 800) for number in range(3)]
+    for request, left in zip(requests, (1024, 224, 0), strict=True):
+        for _ in range(2):
+            call(scheduler.chunk, 2000).gives(left)
+        call(scheduler.order, request, output).gives(None)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 800, 1: 224})
+    that("scheduled", output.scheduled).gives(requests[:2])
+    call(scheduler.chunk, 2000).gives(0)
+
+
+LEFT = [(20, 0, 0, 8), (20, 0, 8, 8), (20, 0, 16, 4), (20, 0, 19, 1), (20, 3, 22, 1), (20, 3, 0, 8), (20, 3, 18, 5)]
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_output", "num_computed", "ordered"),
+    LEFT,
+    ids=[
+        f"{num_prompt} + {num_output} tokens, {num_computed} computed"
+        for num_prompt, num_output, num_computed, _ in LEFT
+    ],
+)
+def test_what_is_left_to_compute(whole_blocks, a_request, num_prompt, num_output, num_computed, ordered):
+    """Prompt and answer are one sequence: what of it is not computed is ordered, 8 tokens at most."""
+    scheduler, output, request = whole_blocks(8), SchedulerOutput(), a_request("a", num_prompt)
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
+    request.output_token_ids += [7] * num_output
+    call(scheduler.order, request, output).gives(None)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"a": ordered})
+    call(scheduler.chunk, 100).gives(8 - ordered)
+
+
+def test_what_another_has_computed_is_not_taken_off(whole_blocks, serve, a_request):
+    """The same 20 tokens are cached. One in the batch has its own blocks, with 8 tokens: it computes the other 12."""
+    scheduler, output, request = whole_blocks(100, prefix_caching=True), SchedulerOutput(), a_request("b", 20)
+    serve(scheduler, a_request("a", 20, 1))
+    call(scheduler.num_new_tokens, request).gives(4)
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
+    call(scheduler.order, request, output).gives(None)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"b": 12})
+
+
+def test_asking_for_those_who_wait(whole_blocks, a_request):
+    """num_new_tokens says what a step would compute, and takes nothing; a preempted one has an answer, too."""
+    scheduler, request = whole_blocks(8, long_prefill_threshold=6), a_request("a", 3)
+    for _ in range(2):
+        call(scheduler.num_new_tokens, request).gives(3)
+    request.output_token_ids += [7, 7]
+    call(scheduler.num_new_tokens, request).gives(5)
+    request.output_token_ids += [7, 7]
+    call(scheduler.num_new_tokens, request).gives(6)
+    call(scheduler.order, a_request("b", 4), SchedulerOutput()).gives(None)
+    call(scheduler.num_new_tokens, request).gives(4)
+
+
+# Who is due
+
+
+@pytest.mark.parametrize(
+    ("num_output", "at_admission", "status", "stays"),
+    [
+        pytest.param(0, 0, RequestStatus.RUNNING, True, id="runs, no token yet"),
+        pytest.param(5, 5, RequestStatus.RUNNING, True, id="runs, none since its admission"),
+        pytest.param(1, 0, RequestStatus.RUNNING, False, id="runs, has a token"),
+        pytest.param(6, 5, RequestStatus.RUNNING, False, id="runs, has one more"),
+        pytest.param(0, 0, RequestStatus.WAITING, True, id="waits"),
+        pytest.param(6, 5, RequestStatus.SWAPPED, True, id="is swapped out"),
+        pytest.param(0, 0, RequestStatus.FINISHED_ABORTED, False, id="aborted"),
+        pytest.param(9, 5, RequestStatus.FINISHED_LENGTH, False, id="ended"),
+    ],
+)
+def test_due_no_more(whole_blocks, a_request, num_output, at_admission, status, stays):
+    """A step begins with forgetting who is due, if that one has ended or caught up (a stand-in for task 3 says so)."""
+    scheduler, request = whole_blocks(8), a_request("a", 20)
+    request.output_token_ids += [7] * num_output
+    request.num_outputs_at_admission, request.status = at_admission, status
+    scheduler.due, seen = request, []
+    scheduler.head = lambda: seen.append(scheduler.due)  # nobody is next
+    call(scheduler.schedule)
+    that("who is due when others could be admitted", seen).gives([request if stays else None])
+    that("who is due after the step", scheduler.due).gives(request if stays else None)
+
+
+# Steps with known outcomes
 
 
 def test_three_prompts_of_800(whole_blocks, serve, a_request):
@@ -69,80 +185,6 @@ def test_one_token_a_step(whole_blocks, serve, a_request):
     that("tokens of each step", work).gives([{"a": 1}] * 4 + [{"b": 1}] * 2)
 
 
-# The most of one prompt
-
-
-def test_three_prompts_side_by_side(whole_blocks, serve, a_request):
-    """No more than 100 tokens of one prompt in a step of 250: two go on side by side, with a part of the third."""
-    scheduler = whole_blocks(250, long_prefill_threshold=100)
-    work = serve(scheduler, *(a_request(number, 210) for number in range(3)), steps=4)
-    that("tokens of each step", work).gives(
-        [{0: 100, 1: 100, 2: 50}, {0: 100, 1: 100, 2: 50}, {0: 10, 1: 10, 2: 100}, {0: 1, 1: 1, 2: 10}]
-    )
-
-
-def test_the_threshold_leaves_room_unused(whole_blocks, serve, a_request):
-    """A prompt alone, 4 of its tokens a step, though 100 would fit. A threshold above the budget changes nothing."""
-    work = serve(whole_blocks(100, long_prefill_threshold=4), a_request("a", 10, 1))
-    that("tokens of each step", work).gives([{"a": 4}, {"a": 4}, {"a": 2}])
-    work = serve(whole_blocks(4, long_prefill_threshold=100), a_request("a", 10, 1))
-    that("tokens of each step", work).gives([{"a": 4}, {"a": 4}, {"a": 2}])
-
-
-@pytest.mark.parametrize(
-    ("threshold", "num_tokens", "largest", "chunk"),
-    [
-        (0, 0, 0, 0),
-        (0, 1, 1, 1),
-        (0, 8, 8, 8),
-        (0, 9, 9, 8),
-        (0, 1000, 1000, 8),
-        (3, 0, 0, 0),
-        (3, 2, 2, 2),
-        (3, 3, 3, 3),
-        (3, 4, 3, 3),
-        (3, 1000, 3, 3),
-        (9, 1000, 9, 8),
-        (1, 5, 1, 1),
-    ],
-)
-def test_how_many_at_most(whole_blocks, threshold, num_tokens, largest, chunk):
-    """largest_chunk knows the threshold alone; chunk knows also that a step of 8 has 8 tokens. 0 is no threshold."""
-    scheduler = whole_blocks(8, long_prefill_threshold=threshold)
-    call(scheduler.largest_chunk, num_tokens).gives(largest)
-    call(scheduler.chunk, num_tokens).gives(chunk)
-
-
-# What takes from the budget, and what does not
-
-
-def test_order_takes_and_chunk_does_not(whole_blocks, a_request):
-    """Three prompts of 800 ordered by hand: asking costs nothing, and for the third nothing is left."""
-    scheduler, output = whole_blocks(1024), SchedulerOutput()
-    requests = [a_request(number, 800) for number in range(3)]
-    for request, left in zip(requests, (1024, 224, 0), strict=True):
-        for _ in range(2):
-            call(scheduler.chunk, 2000).gives(left)
-        call(scheduler.order, request, output).gives(None)
-    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 800, 1: 224})
-    that("scheduled", output.scheduled).gives(requests[:2])
-    call(scheduler.chunk, 2000).gives(0)
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "num_output", "num_computed", "ordered"),
-    [(20, 0, 0, 8), (20, 0, 8, 8), (20, 0, 16, 4), (20, 0, 19, 1), (20, 3, 22, 1), (20, 3, 0, 8), (20, 3, 18, 5)],
-)
-def test_what_is_left_to_compute(whole_blocks, a_request, num_prompt, num_output, num_computed, ordered):
-    """Prompt and answer are one sequence: what of it is not computed is ordered, 8 tokens at most."""
-    scheduler, output, request = whole_blocks(8), SchedulerOutput(), a_request("a", num_prompt)
-    request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
-    request.output_token_ids += [7] * num_output
-    call(scheduler.order, request, output).gives(None)
-    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"a": ordered})
-    call(scheduler.chunk, 100).gives(8 - ordered)
-
-
 def test_a_step_that_fails(whole_blocks, serve, a_request):
     """The tokens of two steps never come: the third has the whole budget again, and orders the same work."""
     scheduler = whole_blocks(8, a_request("a", 5), a_request("b", 12))
@@ -176,19 +218,6 @@ def test_two_hits_in_one_step(whole_blocks, serve, a_request):
     that("tokens of each step", work).gives([{"b": 4, "c": 4}])
 
 
-def test_asking_for_those_who_wait(whole_blocks, a_request):
-    """num_new_tokens says what a step would compute, and takes nothing; a preempted one has an answer, too."""
-    scheduler, request = whole_blocks(8, long_prefill_threshold=6), a_request("a", 3)
-    for _ in range(2):
-        call(scheduler.num_new_tokens, request).gives(3)
-    request.output_token_ids += [7, 7]
-    call(scheduler.num_new_tokens, request).gives(5)
-    request.output_token_ids += [7, 7]
-    call(scheduler.num_new_tokens, request).gives(6)
-    call(scheduler.order, a_request("b", 4), SchedulerOutput()).gives(None)
-    call(scheduler.num_new_tokens, request).gives(4)
-
-
 def test_swapped_out_in_the_middle_of_its_prompt(whole_blocks, serve, a_request):
     """It comes back and goes on where it was: what is on the host is not computed again."""
     options = {"num_blocks": 8, "preemption": "swap", "num_host_blocks": 8}
@@ -199,29 +228,24 @@ def test_swapped_out_in_the_middle_of_its_prompt(whole_blocks, serve, a_request)
     that("tokens of the long one, all together", sum(step.get("long", 0) for step in work)).gives(20)
 
 
-# Who is due
+# The most of one prompt
 
 
-@pytest.mark.parametrize(
-    ("num_computed", "status", "stays"),
-    [
-        (0, RequestStatus.RUNNING, True),
-        (18, RequestStatus.RUNNING, True),
-        (19, RequestStatus.RUNNING, False),
-        (20, RequestStatus.RUNNING, False),
-        (0, RequestStatus.WAITING, True),
-        (19, RequestStatus.SWAPPED, True),
-        (0, RequestStatus.FINISHED_ABORTED, False),
-        (19, RequestStatus.FINISHED_LENGTH, False),
-    ],
-)
-def test_due_no_more(whole_blocks, a_request, num_computed, status, stays):
-    """A step begins with forgetting who is due, if that one has ended or caught up (a stand-in for task 3 says so)."""
-    scheduler, request = whole_blocks(8), a_request("a", 20)
-    request.num_computed_tokens, request.status = num_computed, status
-    scheduler.due = request
-    call(scheduler.schedule)
-    that("who is due", scheduler.due).gives(request if stays else None)
+def test_three_prompts_side_by_side(whole_blocks, serve, a_request):
+    """No more than 100 tokens of one prompt in a step of 250: two go on side by side, with a part of the third."""
+    scheduler = whole_blocks(250, long_prefill_threshold=100)
+    work = serve(scheduler, *(a_request(number, 210) for number in range(3)), steps=4)
+    that("tokens of each step", work).gives(
+        [{0: 100, 1: 100, 2: 50}, {0: 100, 1: 100, 2: 50}, {0: 10, 1: 10, 2: 100}, {0: 1, 1: 1, 2: 10}]
+    )
+
+
+def test_the_threshold_leaves_room_unused(whole_blocks, serve, a_request):
+    """A prompt alone, 4 of its tokens a step, though 100 would fit. A threshold above the budget changes nothing."""
+    work = serve(whole_blocks(100, long_prefill_threshold=4), a_request("a", 10, 1))
+    that("tokens of each step", work).gives([{"a": 4}, {"a": 4}, {"a": 2}])
+    work = serve(whole_blocks(4, long_prefill_threshold=100), a_request("a", 10, 1))
+    that("tokens of each step", work).gives([{"a": 4}, {"a": 4}, {"a": 2}])
 
 
 # Against a model of the rule, and under the auditor
@@ -253,7 +277,7 @@ def by_the_rule(arrivals, budget, threshold, seats):
     return work
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_budgets_of_random_requests(whole_blocks, a_step, seed):
     """Random prompts, priorities, seats, budgets and thresholds, with blocks for all: the rule, written with lists."""
     rng = random.Random(seed)
@@ -278,7 +302,7 @@ def test_budgets_of_random_requests(whole_blocks, a_step, seed):
     that("whether anybody is left", scheduler.has_unfinished).gives(False)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_runs(whole_blocks, random_run, random_options, seed):
     """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor likes every step."""
     rng = random.Random(seed)

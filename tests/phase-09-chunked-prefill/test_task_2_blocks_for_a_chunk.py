@@ -13,6 +13,143 @@ from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus
 
+# Method by method
+
+
+MISSING = [
+    (20, 8, 2, 8, 0, 2),
+    (20, 8, 2, 4, 0, 1),
+    (20, 8, 2, 5, 0, 2),
+    (20, 8, 2, 100, 0, 3),
+    (20, 8, 2, 100, 3, 1),
+    (20, 6, 2, 2, 0, 0),
+    (20, 6, 2, 3, 0, 1),
+    (20, 19, 5, 8, 0, 0),
+    (21, 20, 5, 8, 0, 1),
+    (22, 21, 6, 8, 0, 0),
+    (20, 8, 5, 4, 0, 0),
+    (20, 0, 5, 1, 0, 0),
+    (20, 20, 5, 8, 0, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_computed", "held", "budget", "threshold", "missing"),
+    MISSING,
+    ids=[
+        f"{num_tokens} tokens, {num_computed} computed, {held} blocks, {budget} a step, a cap of {threshold}"
+        for num_tokens, num_computed, held, budget, threshold, _ in MISSING
+    ],
+)
+def test_blocks_missing(undue, a_request, num_tokens, num_computed, held, budget, threshold, missing):
+    """Blocks of 4 up to the end of the next chunk, less those that it has: never below 0."""
+    scheduler, request = undue(budget, long_prefill_threshold=threshold), a_request("a", num_tokens - 1)
+    request.output_token_ids.append(7)
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
+    request.block_ids = scheduler.pool.allocate(held)
+    for _ in range(2):
+        call(scheduler.blocks_missing, request).gives(missing)
+    that("blocks that it has", len(request.block_ids)).gives(held)
+
+
+def test_nothing_is_missing_where_no_token_is_left(undue, a_request):
+    """The step is full: who is not computed needs no block, though its last one is full."""
+    scheduler, request = undue(8), a_request("a", 20)
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
+    request.block_ids = scheduler.pool.allocate(2)
+    call(scheduler.order, a_request("b", 20), SchedulerOutput()).gives(None)
+    call(scheduler.blocks_missing, request).gives(0)
+
+
+def test_copies_beside_more_blocks_than_the_chunk_needs(undue, a_request):
+    """Two blocks more than the chunk needs, and a shared one: the copy needs a block of its own all the same."""
+    scheduler, request = undue(2), a_request("a", 20)
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, 10
+    request.block_ids = scheduler.pool.allocate(5)
+    scheduler.pool.share(request.block_ids[2:3])
+    scheduler._may_share_tails = True
+    call(scheduler.written_and_shared, request).gives([2])
+    call(scheduler.blocks_missing, request).gives(1)
+
+
+TO_ADMIT = [
+    (20, 0, 100, 0, 5),
+    (21, 0, 100, 0, 6),
+    (20, 0, 8, 0, 2),
+    (20, 0, 9, 0, 3),
+    (20, 0, 100, 3, 1),
+    (20, 0, 2, 3, 1),
+    (3, 0, 8, 0, 1),
+    (4, 0, 8, 0, 1),
+    (20, 10, 8, 0, 5),
+    (20, 10, 6, 0, 4),
+    (20, 10, 100, 2, 3),
+    (20, 19, 8, 0, 5),
+    (21, 20, 8, 0, 6),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_computed", "budget", "threshold", "blocks"),
+    TO_ADMIT,
+    ids=[
+        f"{num_tokens} tokens, {num_computed} computed, {budget} a step, a cap of {threshold}"
+        for num_tokens, num_computed, budget, threshold, _ in TO_ADMIT
+    ],
+)
+def test_blocks_to_the_end_of_the_chunk(undue, a_request, num_tokens, num_computed, budget, threshold, blocks):
+    """One that is new, or comes back from the host: blocks of 4 for what is computed and the chunk behind it."""
+    scheduler, request = undue(budget, long_prefill_threshold=threshold), a_request("a", num_tokens)
+    if num_computed:
+        request.status, request.num_computed_tokens = RequestStatus.SWAPPED, num_computed
+    for _ in range(2):
+        call(scheduler.blocks_to_admit, request).gives(blocks)
+    that("its blocks", request.block_ids).gives([])
+
+
+def test_now_or_later(undue, a_request):
+    """OK while the step has a token left; then LATER, though all blocks are free."""
+    scheduler, request = undue(8), a_request("a", 20)
+    call(scheduler.can_allocate, request).gives(AllocStatus.OK)
+    call(scheduler.order, a_request("b", 7), SchedulerOutput()).gives(None)
+    call(scheduler.can_allocate, request).gives(AllocStatus.OK)
+    call(scheduler.order, a_request("c", 7), SchedulerOutput()).gives(None)
+    call(scheduler.can_allocate, request).gives(AllocStatus.LATER)
+
+
+FREE = [
+    (0, 8, 0.0, AllocStatus.OK),
+    (6, 8, 0.0, AllocStatus.OK),
+    (7, 8, 0.0, AllocStatus.LATER),
+    (7, 4, 0.0, AllocStatus.OK),
+    (4, 8, 0.25, AllocStatus.OK),
+    (5, 8, 0.25, AllocStatus.LATER),
+    (5, 4, 0.25, AllocStatus.OK),
+    (8, 1, 0.0, AllocStatus.LATER),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_used", "budget", "watermark", "status"),
+    FREE,
+    ids=[f"{num_used} used, {budget} a step, watermark {watermark}" for num_used, budget, watermark, _ in FREE],
+)
+def test_blocks_for_the_first_chunk_are_enough(undue, a_request, num_used, budget, watermark, status):
+    """A prompt of 20 and 8 blocks, of which some are used: its first chunk must fit, and the watermark beside it."""
+    scheduler, other = undue(budget, num_blocks=8, watermark=watermark), a_request("b", 4 * num_used or 1)
+    scheduler.running.append(other)
+    other.status, other.block_ids = RequestStatus.RUNNING, scheduler.pool.allocate(num_used)
+    call(scheduler.can_allocate, a_request("a", 20)).gives(status)
+    that("free blocks", scheduler.pool.num_free).gives(8 - num_used)
+
+
+def test_never(undue, a_request):
+    """What is on the host and the next chunk are more than the whole pool: NEVER."""
+    scheduler, request = undue(8, num_blocks=4), a_request("a", 20)
+    request.status, request.num_computed_tokens = RequestStatus.SWAPPED, 16
+    call(scheduler.can_allocate, request).gives(AllocStatus.NEVER)
+
+
 # What is too large
 
 
@@ -29,8 +166,8 @@ def test_longer_than_a_step_is_no_reason(undue, serve, a_request, num_tokens):
 def test_larger_than_the_pool(undue, a_request, num_tokens, budget):
     """One token more than 4 blocks of 4: refused at once, whatever the budget, and nothing has changed."""
     scheduler, request = undue(budget, num_blocks=4), a_request("a", num_tokens)
-    call(scheduler.check_size, request).raises(RequestTooLargeError, f"{-(-num_tokens // 4)} blocks")
-    call(scheduler.add_request, request).raises(RequestTooLargeError, "num_blocks")
+    call(scheduler.check_size, request).raises(RequestTooLargeError, "num_blocks")
+    call(scheduler.add_request, request).raises(RequestTooLargeError)
     that("requests that wait", scheduler.num_waiting).gives(0)
     scheduler.add_request(after := a_request("b", 3))
     that("arrival_index of the next one", after.arrival_index).gives(0)
@@ -40,7 +177,7 @@ def test_larger_than_the_pool_after_a_full_step(undue, serve, a_request):
     """The last step had no token left: that makes nothing fit that does not fit, and refuses nothing that does."""
     scheduler = undue(4, num_blocks=4)
     serve(scheduler, a_request("a", 8), steps=1)
-    call(scheduler.add_request, a_request("b", 17)).raises(RequestTooLargeError, "5 blocks")
+    call(scheduler.add_request, a_request("b", 17)).raises(RequestTooLargeError)
     call(scheduler.add_request, a_request("c", 16)).gives(None)
 
 
@@ -48,7 +185,7 @@ def test_larger_than_the_pool_though_it_begins_alike(undue, serve, a_request):
     """12 of its 17 tokens are cached: all 17 must lie in memory all the same."""
     scheduler = undue(4, num_blocks=4, prefix_caching=True)
     serve(scheduler, a_request("a", 13, 1))
-    call(scheduler.add_request, a_request("b", 17)).raises(RequestTooLargeError, "5 blocks")
+    call(scheduler.add_request, a_request("b", 17)).raises(RequestTooLargeError)
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(10, True), (11, True), (12, False), (13, False)])
@@ -86,34 +223,6 @@ def test_admitted_where_only_the_chunk_fits(undue, serve, a_request):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_computed", "budget", "threshold", "blocks"),
-    [
-        (20, 0, 100, 0, 5),
-        (21, 0, 100, 0, 6),
-        (20, 0, 8, 0, 2),
-        (20, 0, 9, 0, 3),
-        (20, 0, 100, 3, 1),
-        (20, 0, 2, 3, 1),
-        (3, 0, 8, 0, 1),
-        (4, 0, 8, 0, 1),
-        (20, 10, 8, 0, 5),
-        (20, 10, 6, 0, 4),
-        (20, 10, 100, 2, 3),
-        (20, 19, 8, 0, 5),
-        (21, 20, 8, 0, 6),
-    ],
-)
-def test_blocks_to_the_end_of_the_chunk(undue, a_request, num_tokens, num_computed, budget, threshold, blocks):
-    """One that is new, or comes back from the host: blocks of 4 for what is computed and the chunk behind it."""
-    scheduler, request = undue(budget, long_prefill_threshold=threshold), a_request("a", num_tokens)
-    if num_computed:
-        request.status, request.num_computed_tokens = RequestStatus.SWAPPED, num_computed
-    for _ in range(2):
-        call(scheduler.blocks_to_admit, request).gives(blocks)
-    that("its blocks", request.block_ids).gives([])
-
-
-@pytest.mark.parametrize(
     ("length", "budget", "blocks"),
     [(20, 100, 5), (21, 100, 6), (40, 8, 7), (40, 2, 6), (40, 100, 10), (8, 8, 2), (9, 8, 3)],
 )
@@ -145,84 +254,7 @@ def test_no_block_without_a_token(undue, serve, a_request):
     that("blocks of both a step later", (len(first.block_ids), len(second.block_ids))).gives((0, 1))
 
 
-def test_now_or_later(undue, a_request):
-    """OK while the step has a token left; then LATER, though all blocks are free."""
-    scheduler, request = undue(8), a_request("a", 20)
-    call(scheduler.can_allocate, request).gives(AllocStatus.OK)
-    call(scheduler.order, a_request("b", 7), SchedulerOutput()).gives(None)
-    call(scheduler.can_allocate, request).gives(AllocStatus.OK)
-    call(scheduler.order, a_request("c", 7), SchedulerOutput()).gives(None)
-    call(scheduler.can_allocate, request).gives(AllocStatus.LATER)
-
-
-@pytest.mark.parametrize(
-    ("num_used", "budget", "watermark", "status"),
-    [
-        (0, 8, 0.0, AllocStatus.OK),
-        (6, 8, 0.0, AllocStatus.OK),
-        (7, 8, 0.0, AllocStatus.LATER),
-        (7, 4, 0.0, AllocStatus.OK),
-        (4, 8, 0.25, AllocStatus.OK),
-        (5, 8, 0.25, AllocStatus.LATER),
-        (5, 4, 0.25, AllocStatus.OK),
-        (8, 1, 0.0, AllocStatus.LATER),
-    ],
-)
-def test_blocks_for_the_first_chunk_are_enough(undue, a_request, num_used, budget, watermark, status):
-    """A prompt of 20 and 8 blocks, of which some are used: its first chunk must fit, and the watermark beside it."""
-    scheduler, other = undue(budget, num_blocks=8, watermark=watermark), a_request("b", 4 * num_used or 1)
-    scheduler.running.append(other)
-    other.status, other.block_ids = RequestStatus.RUNNING, scheduler.pool.allocate(num_used)
-    call(scheduler.can_allocate, a_request("a", 20)).gives(status)
-    that("free blocks", scheduler.pool.num_free).gives(8 - num_used)
-
-
-def test_never(undue, a_request):
-    """What is on the host and the next chunk are more than the whole pool: NEVER."""
-    scheduler, request = undue(8, num_blocks=4), a_request("a", 20)
-    request.status, request.num_computed_tokens = RequestStatus.SWAPPED, 16
-    call(scheduler.can_allocate, request).gives(AllocStatus.NEVER)
-
-
 # Blocks for those in the batch
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_computed", "held", "budget", "threshold", "missing"),
-    [
-        (20, 8, 2, 8, 0, 2),
-        (20, 8, 2, 4, 0, 1),
-        (20, 8, 2, 5, 0, 2),
-        (20, 8, 2, 100, 0, 3),
-        (20, 8, 2, 100, 3, 1),
-        (20, 6, 2, 2, 0, 0),
-        (20, 6, 2, 3, 0, 1),
-        (20, 19, 5, 8, 0, 0),
-        (21, 20, 5, 8, 0, 1),
-        (22, 21, 6, 8, 0, 0),
-        (20, 8, 5, 4, 0, 0),
-        (20, 0, 5, 1, 0, 0),
-        (20, 20, 5, 8, 0, 0),
-    ],
-)
-def test_blocks_missing(undue, a_request, num_tokens, num_computed, held, budget, threshold, missing):
-    """Blocks of 4 up to the end of the next chunk, less those that it has: never below 0."""
-    scheduler, request = undue(budget, long_prefill_threshold=threshold), a_request("a", num_tokens - 1)
-    request.output_token_ids.append(7)
-    request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
-    request.block_ids = scheduler.pool.allocate(held)
-    for _ in range(2):
-        call(scheduler.blocks_missing, request).gives(missing)
-    that("blocks that it has", len(request.block_ids)).gives(held)
-
-
-def test_nothing_is_missing_where_no_token_is_left(undue, a_request):
-    """The step is full: who is not computed needs no block, though its last one is full."""
-    scheduler, request = undue(8), a_request("a", 20)
-    request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
-    request.block_ids = scheduler.pool.allocate(2)
-    call(scheduler.order, a_request("b", 20), SchedulerOutput()).gives(None)
-    call(scheduler.blocks_missing, request).gives(0)
 
 
 def test_nobody_is_preempted_for_a_token_that_is_not_computed(undue, serve, a_request):
@@ -234,6 +266,15 @@ def test_nobody_is_preempted_for_a_token_that_is_not_computed(undue, serve, a_re
     output = call(scheduler.schedule).value
     that("the third step", output.num_scheduled_tokens).gives({"urgent": 8})
     that("preempted, and blocks of the young one", (output.preempted, len(young.block_ids))).gives(([], 3))
+
+
+def test_what_another_has_cached_since(undue, serve, a_request):
+    """Two equal prompts side by side, with a prefix cache. Who is in the batch has its blocks, and looks for none."""
+    scheduler = undue(16, long_prefill_threshold=8, prefix_caching=True)
+    requests = a_request("a", 20, 3), a_request("b", 20, 3)
+    that("the first step", serve(scheduler, *requests, steps=1)).gives([{"a": 8, "b": 8}])
+    that("the second step", serve(scheduler, steps=1)).gives([{"a": 8, "b": 4}])
+    that("blocks of both", [len(each.block_ids) for each in requests]).gives([4, 5])
 
 
 def test_a_fork_pays_for_its_copy(undue, serve, a_request):
@@ -352,7 +393,7 @@ class Model:
                     self.free += it[4]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_chunks_blocks_and_victims_of_random_requests(undue, seed):
     """Random prompts in small pools: tokens, blocks and preemptions of every step are those of the rule."""
     rng = random.Random(seed)
@@ -380,7 +421,7 @@ def test_chunks_blocks_and_victims_of_random_requests(undue, seed):
     that("free blocks", scheduler.pool.num_free).gives(num_blocks)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_runs(undue, random_run, random_options, seed):
     """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor likes every step."""
     rng = random.Random(seed)

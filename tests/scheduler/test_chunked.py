@@ -148,6 +148,58 @@ def test_whoever_is_overtaken_in_the_middle_of_its_prompt_is_due():
     assert num_preempted > 0
 
 
+def under_a_stream(scheduler, old, num_urgent, every=4):
+    """Serve `old` while an urgent request of 8 + 4 tokens comes every few steps; whether it has ended by then."""
+    scheduler.add_request(old)
+    for step in range(every * num_urgent):
+        if step % every == 0:
+            scheduler.add_request(Request(step, [2] * 8, 4))
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 7))
+        if old.status.is_finished:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("num_prompt", [24, 25])
+def test_a_last_chunk_of_one_token(num_prompt):
+    """24 of 25 tokens computed is not "caught up": no token came of that admission, and one was lost 400 times."""
+    scheduler = chunked(num_blocks=9, block_size=4, max_num_batched_tokens=16, long_prefill_threshold=8)
+    old = Request("old", [1] * num_prompt, 4, priority=1)
+    assert under_a_stream(scheduler, old, 400)
+    assert old.num_preemptions <= 5
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("num_blocks", [8, 9, 10])
+def test_prompts_of_all_lengths_under_an_endless_stream(num_blocks, prefix_caching, preemption):
+    options = {"num_blocks": num_blocks, "block_size": 4, "prefix_caching": prefix_caching, "preemption": preemption}
+    options |= {"num_host_blocks": 8} if preemption == "swap" else {}
+    for threshold, budget in [(0, 16), (4, 9), (8, 16)]:
+        for num_prompt in range(1, 4 * num_blocks - 3):
+            old = Request("old", [1] * num_prompt, 4, priority=1)
+            scheduler = chunked(max_num_batched_tokens=budget, long_prefill_threshold=threshold, **options)
+            assert under_a_stream(scheduler, old, 5 * STARVATION_BOUND), (threshold, num_prompt, old)
+
+
+def test_who_is_due_overtakes_an_earlier_one_64_times_at_most():
+    """ "due" is admitted and preempted over and over beside "urgent", while "first", which had caught up, waits."""
+    scheduler = chunked(num_blocks=40, max_num_batched_tokens=64)
+    coming = [Request("first", [1] * 20, 700, priority=1), Request("due", [2] * 620, 2, priority=2)]
+    coming.append(Request("urgent", [3], 600))
+    most, num_waited = 0, 0
+    while scheduler.has_unfinished or coming:
+        if coming:
+            scheduler.add_request(coming.pop(0))
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 7))
+        most = max(most, scheduler.num_overtakes)
+        num_waited += scheduler.due is not None and "first" in scheduler.waiting
+    assert most == STARVATION_BOUND
+    assert num_waited > STARVATION_BOUND
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("seed", range(60))
 def test_random_runs(preemption, seed):

@@ -15,6 +15,7 @@ from typing import Unpack
 from minicache.blocks import blocks_for
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestStatus
+from minicache.scheduler.fair import STARVATION_BOUND
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus
 from minicache.scheduler.sharing import FairSharingScheduler, SharingOptions
@@ -35,9 +36,10 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     part, and goes on in the next step. So a prompt may be longer than max_num_batched_tokens.
 
     **The bound.** As with `FairScheduler`, of any STARVATION_BOUND + 1 admissions in a row one is of the request that
-    arrived first. There an admission is worth a token; here one may be preempted in the middle of its prompt, and begin
+    arrived first. There an admission is worth a token; here one may be preempted before its token has come, and begin
     anew. If that happens for the sake of somebody who came later, it is `due`: nobody else is admitted until it has
-    caught up.
+    caught up. But the bound comes first: if the one that arrived first of all that wait is another, and has been
+    overtaken STARVATION_BOUND times, that one is next.
 
     Args:
         long_prefill_threshold: the most tokens of one request in one step, so that several prompts can go on side by
@@ -66,7 +68,8 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         more than the whole pool. It may be longer than a step.
 
         Raises:
-            RequestTooLargeError: the message says which limit, and what to change.
+            RequestTooLargeError: the message says which limit (max_model_len, or the pool's num_blocks), and what to
+                change.
         """
         raise NotImplementedError(
             "phase 9, task 2: Blocks for a chunk; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
@@ -86,19 +89,20 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         """Who may be admitted next.
 
         Returns:
-            As `FairScheduler.head`, if nobody is `due`. Else the one who is due, where it waits and is compatible with
-            the batch; None while it is in the batch, or not compatible.
+            As `FairScheduler.head`, if nobody is `due`, or num_overtakes has reached STARVATION_BOUND: one who is due
+            may be admitted, and preempted, again and again, while one waits that came before it. Else the one who is
+            due, where it waits and is compatible with the batch; None while it is in the batch, or not compatible.
         """
         raise NotImplementedError(
             "phase 9, task 3: Who was overtaken; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
 
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """As `FairSharingScheduler.preempt`; and a request that was overtaken in the middle of its prompt is `due`.
+        """As `FairSharingScheduler.preempt`; and a request that was overtaken before its token came is `due`.
 
         It is due, in place of whoever was, if all three hold. It had not caught up (`has_caught_up`) when it lost its
         place: swapped out or to be recomputed, no token came of its admission. Somebody who arrived after it is still
-        in the batch. And of all that wait now, it arrived first: so the one who is due is never behind another one.
+        in the batch. And of all that wait now, it arrived first.
 
         Args:
             request: the last of the batch.
@@ -109,13 +113,19 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         )
 
     def has_caught_up(self, request: Request) -> bool:
-        """Whether a request is in the batch, with at most its newest token left to compute: it is in decode.
+        """Whether a request is in the batch, and a token has come since it was admitted (`num_outputs_at_admission`).
 
-        Of one that waits the answer is no, whatever it has on the host.
+        Of one that waits the answer is no, whatever it has on the host. To have little left to compute is not enough:
+        one token short of the end of its prompt, a request may be preempted as at its beginning.
         """
         raise NotImplementedError(
             "phase 9, task 3: Who was overtaken; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
+
+    def enter(self, request: Request, output: SchedulerOutput) -> None:
+        """As `FairSharingScheduler.enter`; and it is noted how many tokens of output the request has by now."""
+        request.num_outputs_at_admission = len(request.output_token_ids)
+        super().enter(request, output)
 
     def largest_chunk(self, num_tokens: int) -> int:
         """As `Scheduler.largest_chunk`: at most long_prefill_threshold, unless that is 0."""

@@ -266,6 +266,8 @@ def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "")
         if got == expected or abs(got - expected) <= atol + rtol * abs(expected):
             return None
         return f"{prefix}got {short(got)}, expected {short(expected)}" if at else _ratio(got, expected)
+    if not at and (got is None or expected is None):  # "None" and the other one tell it all
+        return None if got is expected else ""
     if type(got) is not type(expected) and isinstance(expected, bool | str | None):
         return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
     if got == expected:

@@ -244,3 +244,18 @@ def test_random_runs(preemption, seed):
             break
     assert {request.status.is_finished for request in requests} == {True}
     assert scheduler.pool.num_used == 0
+
+
+def test_a_step_that_fails_and_is_scheduled_smaller():
+    """An urgent one comes in the step that fails, and takes all of the next: what `a` did not compute is not found."""
+    scheduler = ChunkedPrefillScheduler(num_blocks=60, block_size=4, max_num_batched_tokens=16, prefix_caching=True)
+    a, prompt = Request("a", range(29), 4, priority=1), [60] * 40
+    scheduler.add_request(a)
+    scheduler.update_from_output(scheduler.schedule(), {})
+    scheduler.add_request(Request("urgent", prompt, 4))
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 13, "urgent": 3}
+    again = scheduler.schedule()
+    assert again.num_scheduled_tokens == {"urgent": 16}
+    scheduler.update_from_output(again, {})
+    assert scheduler.find_prefix(Request("same", range(29), 4)) == a.block_ids[:4]  # 16 tokens are computed
+    assert len(scheduler.find_prefix(Request("same as urgent", prompt, 4))) == 4

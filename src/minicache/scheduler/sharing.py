@@ -139,6 +139,17 @@ class SharingScheduler(PagedScheduler):
             self.cache_blocks(request, start, stop)
         self._filled.clear()
 
+    def schedule(self) -> SchedulerOutput:
+        """As `PagedScheduler.schedule`; but if the tokens of the step before never came, its promises are off.
+
+        The new step may compute less of a request than that one was to. So what was to be filled is noted no more, and
+        loses its name, unless somebody has found it. What this step fills is noted anew.
+        """
+        if self._cache is not None and self.is_awaited:
+            self._filled = [each for each in self._filled if each[2] <= each[0].num_computed_tokens]
+            self._cache.uncache(block_id for block_id in self._unfilled if self.pool.ref_count(block_id) == 1)
+        return super().schedule()
+
     def num_new_tokens(self, request: Request) -> int:
         """As `PagedScheduler.num_new_tokens`, less those that are found (`find_prefix`).
 

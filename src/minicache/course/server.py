@@ -2,7 +2,7 @@
 
 Importing torch takes seconds, and a class or an author's gates mean a hundred runs. A forked child has everything
 loaded and nothing of the runs before it. `python -m minicache.course.server MODULE…` is the process; `PytestServer` is
-its owner's end. They talk in lines: a job as JSON goes in, the child's process id and then its exit code come out.
+its owner's end. They talk in lines: a job as JSON goes in, `pid N` and at its end `exit N` come out.
 """
 
 from __future__ import annotations
@@ -56,13 +56,12 @@ class Child:
     def stop(self) -> int:
         """End it, and whatever it has started, if it still runs; the exit code."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)  # it may not lead its group yet
-        with suppress(ProcessLookupError):  # the whole group may be gone already
-            os.killpg(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended just now: then its exit code is under way
+                os.kill(self.pid, signal.SIGKILL)
         return self._read() if self.returncode is None else self.returncode
 
     def _read(self) -> int:
-        self.returncode = _answer(self._server)
+        self.returncode = _answer(self._server, "exit")
         return self.returncode
 
 
@@ -100,15 +99,20 @@ class PytestServer:
         """Run `pytest arguments` in `folder`, its output going to the file `log`."""
         assert self._process.stdin
         print(json.dumps([arguments, str(folder), str(log)]), file=self._process.stdin, flush=True)
-        return Child(self._process, _answer(self._process))
+        return Child(self._process, _answer(self._process, "pid"))
 
 
-def _answer(server: subprocess.Popen[str]) -> int:
-    """The next number that the server says."""
+def _answer(server: subprocess.Popen[str], kind: str) -> int:
+    """The next number of this kind that the server says: a run that nobody waited for may have left its exit code.
+
+    An exit code taken for a process id would be a signal to process 0 or 1, that is to everything.
+    """
     assert server.stdout
-    if not (line := server.stdout.readline()):
-        raise CourseError("the process that runs pytest has ended: was it killed, or is memory short?")
-    return int(line)
+    while line := server.stdout.readline():
+        said, number = line.split()
+        if said == kind:
+            return int(number)
+    raise CourseError("the process that runs pytest has ended: was it killed, or is memory short?")
 
 
 def preload_for(phase: Phase) -> tuple[str, ...]:
@@ -145,9 +149,11 @@ def serve(preload: Sequence[str]) -> None:
                 code = pytest.main(arguments)
             finally:
                 os._exit(code)
-        print(pid, flush=True)
+        print("pid", pid, flush=True)
         _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        with suppress(ProcessLookupError):  # what it has started goes with it: mostly nothing
+            os.killpg(pid, signal.SIGKILL)
+        print("exit", os.waitstatus_to_exitcode(status), flush=True)
     gc.unfreeze()  # or Triton would speak of leaks when it is unloaded
 
 

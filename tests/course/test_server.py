@@ -1,0 +1,76 @@
+"""The process that forks a run for each job, and its owner's end: whoever is ended is the right one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from minicache.course.server import Child, PytestServer
+
+ARGUMENTS = ["-q", "-p", "no:cacheprovider"]
+
+
+@pytest.fixture
+def tests(tmp_path: Path) -> Path:
+    (tmp_path / "test_it.py").write_text("def test_it():\n    assert False\n")
+    (tmp_path / "test_spin.py").write_text("def test_spin():\n    while True: pass\n")
+    (tmp_path / "test_start.py").write_text(
+        "import subprocess\n\ndef test_start():\n    print('started', subprocess.Popen(['sleep', '60']).pid)\n"
+    )
+    return tmp_path
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split(")")[-1].split()[0] != "Z"
+
+
+def wait_for_the_end(pid: int) -> None:
+    until = time.monotonic() + 30
+    while is_alive(pid):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def run(server: PytestServer, folder: Path, name: str) -> Child:
+    return server.start([*ARGUMENTS, name], folder, folder / "log")
+
+
+def test_a_run_that_ends_between_the_look_and_the_signal(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code, 1, must not be taken for the process id of the next run: that would be a signal to process 1."""
+    with PytestServer() as server:
+        child = run(server, tests, "test_it.py")
+        wait_for_the_end(child.pid)
+        monkeypatch.setattr(child, "poll", lambda: None)  # as if asked just before it ended
+        assert child.stop() == 1
+        following = run(server, tests, "test_spin.py")
+        assert following.pid not in (0, 1, child.pid)
+        assert following.stop() == -9
+
+
+def test_a_run_that_nobody_waited_for(tests: Path) -> None:
+    with PytestServer() as server:
+        forgotten = run(server, tests, "test_it.py")
+        following = run(server, tests, "test_spin.py")
+        assert following.pid not in (0, 1, forgotten.pid)
+        assert following.poll() is None
+        assert following.stop() == -9
+
+
+def test_what_a_run_has_started_ends_with_it(tests: Path) -> None:
+    with PytestServer() as server:
+        child = server.start([*ARGUMENTS, "-s", "test_start.py"], tests, tests / "log")
+        wait_for_the_end(child.pid)
+        assert child.stop() == 0
+        started = int((tests / "log").read_text().split("started")[1].split()[0])
+        wait_for_the_end(started)
+
+
+def test_a_signal_goes_to_the_run_alone(tests: Path) -> None:
+    with PytestServer() as server:
+        child = run(server, tests, "test_spin.py")
+        child.abort()
+        assert child.stop() == -6
+        assert run(server, tests, "test_it.py").stop() in (1, -9)

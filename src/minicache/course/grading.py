@@ -191,8 +191,6 @@ def _where(log: Path, files: dict[str, Path]) -> list[str]:
 def _arguments(workspace: Workspace, tests: Path, task: int | None, journal: Path) -> list[str]:
     """What pytest is started with. The course's root may have no settings of its own, so that all are given here."""
     arguments = [str(tests), f"--rootdir={workspace.root}", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    # Plugins of other packages that no test here uses: importing them takes longer than most tasks' tests.
-    arguments += [f"-pno:{name}" for name in ("anyio", "xdist", "xdist.looponfail", "platformdirs")]
     arguments += ["--mine", f"--labs={workspace.labs}", f"--course-journal={journal}"]
     return arguments + ([f"--task={task}"] if task is not None else [])
 

@@ -26,6 +26,12 @@ from minicache.course.table import Phase
 from minicache.course.workspace import phase_imports
 from minicache.errors import CourseError
 
+PLUGINS = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_PLUGINS": "minicache.course.plugin,pytest_timeout,_hypothesis_pytestplugin",
+}
+"""What a run loads, and no other plugin that is installed: looking for those takes longer than most tasks' tests."""
+
 _GRACE = 2.0  # seconds that an aborted child has for its traceback
 _MAX_FILE_NBYTES = 2**28  # of what one run may write to a file: a loop that prints must not fill the disk
 
@@ -80,7 +86,7 @@ class PytestServer:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "minicache.course.server", *self._preload],
-            env=kept | {"OMP_NUM_THREADS": "1"},
+            env=kept | PLUGINS | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -11,6 +11,7 @@ those that it would get alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from minicache.answers import Answer, Chunk, Completion, Prompt, new_answer
+from minicache.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.errors import InvariantError
 from minicache.paged import PagedStorage
 from minicache.request import RequestId, RequestStatus
@@ -85,7 +86,8 @@ class LLM:
         tokenizer: as above, or None.
         scheduler: who decides; observed, if there are observers.
         memory: where the requests' keys and values are.
-        answers: request id → `Answer`, for all requests that have not ended.
+        answers: request id → `Answer`, for all answers that have not ended. If a request asks for several, the first
+            has its name, and the others have an `AnswerId`.
 
     Raises:
         CheckpointError: checkpoint or folder cannot be read; UnsupportedModelError: the folder's model is none that is
@@ -151,6 +153,8 @@ class LLM:
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
         self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
+        self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
+        self._most_answers = 1  # that one request has asked for so far
         self._names = count()
 
     # What callers use
@@ -210,8 +214,12 @@ class LLM:
         priority: int = 0,
         group: str = "text",
         cache_salt: str | None = None,
+        arrival_time: float = 0.0,
     ) -> RequestId:
         """Have a request served by the steps to come.
+
+        Its n answers (`params.n`) all have its name; the `index` of a chunk says which of them it belongs to. With a
+        scheduler that forks, all but the first begin when that one has got its first token (`collect`).
 
         Args:
             prompt: a text, or token ids.
@@ -220,37 +228,45 @@ class LLM:
             priority: lower runs first, if the scheduler looks at it.
             group: only requests of one group may share a batch, if the scheduler looks at it.
             cache_salt: requests with different salts share no block, whatever their prompts.
+            arrival_time: when it came, in seconds on the caller's clock, if the scheduler looks at it.
 
         Returns:
             Its name.
 
         Raises:
-            ValueError: params.n is not 1; that is for `generate` and `stream`.
             TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError: as `generate`; also for a name
                 that is in use. Nothing was added.
         """
         name = self._free_name() if request_id is None else request_id
         keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
-        answer = new_answer(prompt, params, name, self._chunks, self.model.config, self.tokenizer, **keys)
-        if params.n > 1:
-            raise ValueError(f"n = {params.n}: a request has one answer; add it {params.n} times, or use generate()")
-        self._add(answer)
+        keys["arrival_time"] = arrival_time
+        answers = new_answers(prompt, params, name, self._chunks, self.model.config, self.tokenizer, **keys)
+        self._begin(answers)
         return name
 
     def abort_request(self, request_id: RequestId) -> bool:
-        """End a request whose client has left, and take its memory back. It gets no chunk any more.
+        """End all answers of a request whose client has left, and take their memory back. It gets no chunk any more.
 
         Returns:
             False if no unfinished request has this name.
         """
-        self.answers.pop(request_id, None)
-        self.memory.forget(request_id)
-        return self.scheduler.abort_request(request_id)
+        ended = False
+        for name in dict.fromkeys((request_id, *self.answers_of(request_id))):
+            answer = self.answers.pop(name, None)
+            self.memory.forget(name)
+            if answer in self._waiting_to_fork:
+                self._waiting_to_fork.remove(answer)
+                answer.request.status = RequestStatus.FINISHED_ABORTED
+                ended = True
+            ended = self.scheduler.abort_request(name) or ended
+        if ended:
+            self._chunks[:] = [chunk for chunk in self._chunks if request_of(chunk.request_id) != request_id]
+        return ended
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step()` has anything to compute, or to return."""
-        return self.scheduler.has_unfinished or bool(self._chunks)
+        return self.scheduler.has_unfinished or bool(self._chunks or self._waiting_to_fork)
 
     @property
     def storage(self) -> PagedStorage | None:
@@ -327,8 +343,17 @@ class LLM:
         )
 
     def collect(self) -> list[Chunk]:
-        """Hand over the chunks of requests of `add_request` that were not handed over yet."""
-        chunks = self._chunks.copy()
+        """Begin the answers that can be forked now, and hand over the chunks of requests of `add_request`.
+
+        Every step ends with this: its tokens are recorded, so that a first answer that has got one can be forked.
+
+        Returns:
+            The chunks that were not handed over yet. All chunks of a request have its name, whichever answer's they
+            are.
+        """
+        if self._waiting_to_fork:
+            self._waiting_to_fork = [answer for answer in self._waiting_to_fork if not self._fork(answer)]
+        chunks = [_named(chunk) for chunk in self._chunks]
         self._chunks.clear()  # the same list: the answers go on adding to it
         return chunks
 
@@ -346,14 +371,8 @@ class LLM:
         chunks: list[Chunk] = []
         answers: list[Answer] = []
         for prompt, its in zip(prompts, each, strict=True):
-            several = isinstance(its, SamplingParams) and its.n > 1
-            first = None
-            for mine in [its.of_answer(turn) for turn in range(its.n)] if several else [its]:
-                name, index = self._free_name(), len(answers)
-                answer = new_answer(prompt, mine, name, chunks, self.model.config, self.tokenizer, index=index)
-                answer.first = first
-                first = first or answer.request
-                answers.append(answer)
+            name, config, index = self._free_name(), self.model.config, len(answers)
+            answers += new_answers(prompt, its, name, chunks, config, self.tokenizer, index=index)
         for answer in answers:
             self.scheduler.check_size(answer.request)
         return answers
@@ -363,20 +382,16 @@ class LLM:
         if not answers:
             return
         chunks, unfinished, num_idle = answers[0].chunks, answers[::-1], 0
-        now = [answer for answer in answers if answer.first is None or not self.forks]
-        later = [answer for answer in answers if answer.first is not None and self.forks]
         try:
-            for answer in now:
-                self._add(answer)
+            self._begin(answers)
             while unfinished:
-                later = [answer for answer in later if not self._fork(answer)]
                 num_steps = self.memory.num_steps
                 self._chunks += self.step()  # chunks of other callers' requests go back: their step() returns them
                 num_idle = 0 if chunks or self.memory.num_steps > num_steps else num_idle + 1
                 if num_idle > MAX_IDLE_STEPS:
                     left = [answer.request for answer in answers if not answer.finish_reason]
                     raise InvariantError(f"the scheduler orders nothing any more; unfinished: {left[:3]} …")
-                yield from chunks
+                yield from map(_named, chunks)
                 chunks.clear()
                 while unfinished and unfinished[-1].finish_reason:
                     unfinished.pop()
@@ -384,6 +399,22 @@ class LLM:
             for answer in answers:
                 if self.answers.get(answer.request.request_id) is answer:
                     self.abort_request(answer.request.request_id)
+
+    def _begin(self, answers: list[Answer]) -> None:
+        """Give requests to the scheduler; but those that are forked later, not yet. All of them, or none."""
+        for answer in answers:
+            name = answer.request.request_id
+            if name in self.answers or (answer.first is None and self.answers_of(name)):
+                raise ValueError(f"request {name!r} is here already: give every request a name of its own")
+        for answer in answers:
+            if answer.first is None or not self.forks:
+                self.scheduler.add_request(answer.request)
+            else:
+                self._waiting_to_fork.append(answer)
+            name = answer.request.request_id
+            self.answers[name] = answer
+            if isinstance(name, AnswerId):
+                self._most_answers = max(self._most_answers, name.turn + 1)
 
     def _fork(self, answer: Answer) -> bool:
         """Begin another answer to a prompt once the first has a token and there is a seat. Whether it has begun.
@@ -395,21 +426,26 @@ class LLM:
         assert first is not None
         if not first.output_token_ids and not first.status.is_finished:
             return False
-        if first.status is RequestStatus.RUNNING:
-            if self.scheduler.num_running >= self.scheduler.max_num_seqs:
-                return False
+        if first.status is not RequestStatus.RUNNING:
+            self.scheduler.add_request(answer.request)
+        elif self.scheduler.num_running < self.scheduler.max_num_seqs:
             scheduler = cast(SharingScheduler, self.scheduler)
             answer.request = scheduler.fork_request(first.request_id, answer.request.request_id, [])
-            self.answers[answer.request.request_id] = answer
         else:
-            self._add(answer)
+            return False
         return True
 
-    def _add(self, answer: Answer) -> None:
-        """Give a request to the scheduler."""
-        self.scheduler.add_request(answer.request)
-        self.answers[answer.request.request_id] = answer
+    def answers_of(self, name: RequestId) -> list[RequestId]:
+        """What the scheduler calls the unfinished answers of a request. Takes no longer the more requests there are."""
+        names = (name, *(AnswerId(name, turn) for turn in range(1, self._most_answers)))
+        return [each for each in names if each in self.answers]
 
     def _free_name(self) -> RequestId:
         """A name for a request that came without one: a number that no unfinished request has."""
-        return next(name for name in self._names if name not in self.answers)
+        return next(name for name in self._names if not self.answers_of(name))
+
+
+def _named(chunk: Chunk) -> Chunk:
+    """A chunk as its client knows it: with the name of its request, not with that of its answer."""
+    name = request_of(chunk.request_id)
+    return chunk if name is chunk.request_id else replace(chunk, request_id=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestId
@@ -15,17 +16,51 @@ Prompt = str | Sequence[int]
 """A text, or token ids."""
 
 
+class AnswerId(NamedTuple):
+    """What the scheduler calls another answer to a prompt, if a request asks for several. The first has its name.
+
+    Attributes:
+        name: the request's.
+        turn: which answer it is, 1 … n − 1.
+    """
+
+    name: RequestId
+    turn: int
+
+
+def request_of(answer_id: RequestId) -> RequestId:
+    """The name of the request that an answer belongs to: what `add_request` has returned."""
+    return answer_id.name if isinstance(answer_id, AnswerId) else answer_id
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model held a token, and what else it held likely, before temperature, top-k and top-p.
+
+    Attributes:
+        token_id: the token that was picked.
+        logprob: its log probability.
+        top: the likeliest tokens and their log probabilities, the likeliest first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What one step gave one request.
 
     Attributes:
-        index: the place of its answer in the list that `generate` would return; 0 for a request of `add_request`.
+        index: the place of its answer in the list that `generate` would return. For a request of `add_request`: which
+            of its n answers, 0 … n − 1.
         token_id: the token that was generated; None if the request ended without one (capacity).
         text: what can be shown of the answer now, and could not before. "" without a tokenizer; also while a text
             may be the beginning of a stop string.
         finish_reason: "stop", "length" or "capacity" in the request's last chunk; None before.
-        request_id: whose it is.
+        request_id: whose it is; all n answers of a request have its name.
+        logprobs: of the token, if the request asked for them (`minicache.logprobs`).
     """
 
     index: int
@@ -33,6 +68,7 @@ class Chunk:
     text: str
     finish_reason: str | None
     request_id: RequestId
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +87,7 @@ class Completion:
     finish_reason: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Answer:
     """A request that the engine serves, and what it needs to serve it.
 
@@ -62,6 +98,7 @@ class Answer:
         chunks: the list to which its chunks go.
         index: of its chunks.
         first: the request of the first answer to the same prompt, if this is another; else None.
+        num_logprobs: how many log probabilities its chunks are to have (`minicache.logprobs`); None: none.
     """
 
     request: Request
@@ -70,6 +107,7 @@ class Answer:
     chunks: list[Chunk]
     index: int = 0
     first: Request | None = None
+    num_logprobs: int | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -83,7 +121,7 @@ class Answer:
         return Completion(self.request.output_token_ids, text, self.finish_reason)
 
 
-def new_answer(
+def new_answers(
     prompt: Prompt,
     params: SamplingParams,
     request_id: RequestId,
@@ -95,23 +133,25 @@ def new_answer(
     priority: int = 0,
     group: str = "text",
     cache_salt: str | None = None,
-) -> Answer:
-    """One prompt as a request, with all that it will need, if this model and tokenizer can serve it.
+    arrival_time: float = 0.0,
+) -> list[Answer]:
+    """One prompt as requests, one for each of its n answers, with all that they need, if they can be served.
 
-    Its stop tokens are those of the params, and those that end a text (`all_end_token_ids`). Its max_tokens is at most
-    what the model has room for after the prompt.
+    Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`). Their max_tokens is at
+    most what the model has room for after the prompt.
 
     Args:
         prompt: a text, or token ids.
-        params: what to generate; of its n answers, one.
-        request_id: its name.
-        chunks: the list to which its chunks are to go.
+        params: what to generate.
+        request_id: the first one's name, and what the names of the others begin with (`AnswerId`).
+        chunks: the list to which their chunks are to go.
         config: the model's.
         tokenizer: the engine's, or None.
-        index: of its chunks.
+        index: of the first one's chunks; the others' follow.
         priority: as `Request`.
         group: as `Request`.
         cache_salt: as `Request`.
+        arrival_time: as `Request`.
 
     Raises:
         TypeError: the prompt is neither, or `params` are no SamplingParams.
@@ -131,17 +171,23 @@ def new_answer(
             f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the model takes {config.max_seq_len}"
         )
     end = () if params.ignore_eos else all_end_token_ids(config, tokenizer)
-    request = Request(
+    first = Request(
         request_id,
         token_ids,
         min(params.max_tokens, room),
         stop_token_ids=(*params.stop_token_ids, *end),
         priority=priority,
+        arrival_time=arrival_time,
         group=group,
         cache_salt=cache_salt,
     )
-    text = None if tokenizer is None else TextStream(tokenizer, token_ids, params.stop)
-    return Answer(request, TokenSampler(params), text, chunks, index)
+    answers = []
+    for turn in range(params.n):
+        text = None if tokenizer is None else TextStream(tokenizer, token_ids, params.stop)
+        request = first.twin(AnswerId(request_id, turn)) if turn else first
+        sampler = TokenSampler(params.of_answer(turn))
+        answers.append(Answer(request, sampler, text, chunks, index + turn, first if turn else None))
+    return answers
 
 
 def all_end_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -151,13 +151,6 @@ def test_leaving_a_stream_ends_them_all(model, prompts):
     assert llm.scheduler.pool.num_used == 0
 
 
-def test_one_request_has_one_answer(model, prompts):
-    llm = LLM(model, scheduler=sharing())
-    with pytest.raises(ValueError, match="n = 2"):
-        llm.add_request(prompts[0], params_of(2))
-    assert not llm.has_unfinished
-
-
 def test_the_largest_seed_has_successors():
     assert SamplingParams(n=2, seed=2**64 - 1).of_answer(1).seed == 0
     assert SamplingParams(n=2).of_answer(1).seed is None

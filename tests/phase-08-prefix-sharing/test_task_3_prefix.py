@@ -470,6 +470,19 @@ def test_what_was_written_before_stays(unforked, a_request, a_step):
     that("the step after it", a_step(scheduler).num_scheduled_tokens).gives({"b": 7})
 
 
+def test_taken_back_from_the_whole_batch(unforked, a_request, a_step):
+    """Nobody leaves, but the next step cannot order the same: take_back(running). Who was to fill a block keeps all."""
+    a, b = a_request("a", 7), a_request("b", [1, 1, 1, 1, 1, 1, 1, 7, 3, 3, 3])
+    scheduler = unforked([a])
+    a_step(scheduler)
+    scheduler.add_request(b)
+    that("the step that fails", scheduler.schedule().num_scheduled_tokens).gives({"a": 1, "b": 3})
+    call(scheduler.take_back, scheduler.running).gives(None)
+    that("computed tokens of a and b", (a.num_computed_tokens, b.num_computed_tokens)).gives((7, 4))
+    that("blocks that are found", len(call(scheduler.find_prefix, a_request("c", 9)).value)).gives(1)
+    that("_may_share_tails", scheduler._may_share_tails).gives(True)
+
+
 def test_the_reader_may_leave(unforked, a_request, a_step):
     """Not a but b, who had found a's blocks, leaves before the report: a goes on to fill them, and they keep names."""
     a, b = a_request("a", 9), a_request("b", 9)

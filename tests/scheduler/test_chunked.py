@@ -259,3 +259,77 @@ def test_a_step_that_fails_and_is_scheduled_smaller():
     scheduler.update_from_output(again, {})
     assert scheduler.find_prefix(Request("same", range(29), 4)) == a.block_ids[:4]  # 16 tokens are computed
     assert len(scheduler.find_prefix(Request("same as urgent", prompt, 4))) == 4
+
+
+def found_in_a_lost_step(**options):
+    """`late` has found three blocks that `early`, who stands behind it, was to fill in a step that failed.
+
+    Both begin with the same 28 tokens. `early` has computed 16 of them, and was to compute 13 more; `late`, which goes
+    first by its priority, had 3 tokens of the budget left. In the next step it has 16, and `early` none.
+    """
+    scheduler = ChunkedPrefillScheduler(
+        **{"num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 16, "prefix_caching": True} | options
+    )
+    watched = observe(scheduler, SharingAuditor())
+    early = Request("early", range(29), 4, priority=1)
+    late = Request("late", [*range(28), *[60] * 20], 4)
+    watched.add_request(early)
+    watched.update_from_output(watched.schedule(), {})
+    watched.add_request(late)
+    assert watched.schedule().num_scheduled_tokens == {"early": 13, "late": 3}
+    assert (early.num_computed_tokens, late.num_computed_tokens) == (16, 28)
+    return scheduler, watched, early, late
+
+
+def test_who_found_what_a_lost_step_was_to_fill_does_not_read_it_before_it_is_filled():
+    scheduler, watched, early, late = found_in_a_lost_step()
+    again = watched.schedule()
+    assert again.num_scheduled_tokens == {"late": 16}
+    assert late.num_computed_tokens == 16  # the rest it computes itself, into blocks of its own
+    assert not set(early.block_ids[4:]) & set(late.block_ids[4:])
+    watched.update_from_output(again, {})
+    steps(watched)
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_lost_step_that_is_lost_again():
+    _, watched, early, late = found_in_a_lost_step()
+    for _ in range(3):
+        assert watched.schedule().num_scheduled_tokens == {"late": 16}
+        assert (early.num_computed_tokens, late.num_computed_tokens) == (16, 16)
+    watched.abort_request("late")
+    steps(watched)
+
+
+def test_what_a_lost_step_was_to_fill_is_not_swapped_out():
+    """Two steps fail. Then an urgent one, which had 2 tokens of the second, has the whole step, and needs the memory.
+
+    `late` has found 8 blocks, of which 4 were computed: only these are saved.
+    """
+    scheduler = ChunkedPrefillScheduler(
+        num_blocks=12,
+        block_size=4,
+        max_num_batched_tokens=18,
+        prefix_caching=True,
+        preemption="swap",
+        num_host_blocks=20,
+    )
+    watched = observe(scheduler, SharingAuditor())
+    watched.add_request(Request("early", range(33), 4, priority=1))
+    watched.update_from_output(watched.schedule(), {})
+    watched.add_request(Request("late", [*range(32), 60], 4, priority=2))
+    assert watched.schedule().num_scheduled_tokens == {"early": 15, "late": 1}
+    watched.add_request(Request("urgent", [70] * 40, 4))
+    assert watched.schedule().num_scheduled_tokens == {"early": 15, "late": 1, "urgent": 2}
+    output = watched.schedule()
+    assert (output.num_scheduled_tokens, output.preempted) == ({"urgent": 18}, ["late", "early"])
+    assert {name: len(pairs) for name, pairs in output.swapped_out.items()} == {"late": 4, "early": 5}
+    watched.update_from_output(output, {})
+    steps(watched)
+
+
+def test_an_auditor_knows_what_was_taken_back_when_a_client_left():
+    _, watched, _, late = found_in_a_lost_step()
+    watched.abort_request("early")
+    assert late.num_computed_tokens == 16
+    steps(watched)

@@ -132,6 +132,42 @@ def test_a_step_that_is_ordered_again_orders_the_same(cls):
 
 
 @both
+def test_a_step_that_is_ordered_again_though_copies_are_looked_for(cls):
+    """Since a fork, shared blocks are copied before they are written. `a` has a block that `b` found, and fills a copy.
+
+    So b's would be filled by nobody.
+    """
+    scheduler = observe(cls(num_blocks=40, block_size=4, prefix_caching=True), SharingAuditor())
+    scheduler.add_request(Request("first", [5] * 3, 30))
+    step(scheduler)
+    scheduler.fork_request("first", "second")
+    for name in "ab":
+        scheduler.add_request(Request(name, [1] * 9, 3))
+    assert scheduler.schedule().num_scheduled_tokens == {"first": 1, "second": 1, "a": 9, "b": 1}
+    output, _ = step(scheduler)
+    assert output.num_scheduled_tokens == {"first": 1, "second": 1, "a": 9, "b": 9}
+    run(scheduler)
+
+
+@both
+def test_a_step_that_is_ordered_again_may_be_larger_than_its_budget(cls):
+    """Who had found 8 tokens computes them too: 9 + 9 of a budget of 13. Nobody is admitted beside."""
+    scheduler = cls(num_blocks=40, block_size=4, max_num_batched_tokens=13, prefix_caching=True)
+    scheduler = observe(scheduler, SharingAuditor())
+    scheduler.add_request(Request("first", [5] * 3, 30))
+    step(scheduler)
+    scheduler.fork_request("first", "second")
+    for name in "abc":
+        scheduler.add_request(Request(name, [1] * 9, 3))
+    assert scheduler.schedule().num_scheduled_tokens == {"first": 1, "second": 1, "a": 9, "b": 1, "c": 1}
+    scheduler.abort_request("c")
+    scheduler.add_request(Request("d", [1] * 9, 3))
+    for _ in range(2):
+        assert scheduler.schedule().num_scheduled_tokens == {"first": 1, "second": 1, "a": 9, "b": 9}
+    run(scheduler)
+
+
+@both
 def test_a_hit_pays_for_tokens_and_blocks(cls):
     """A step of 10 tokens has room for a prompt of 12 of which 8 are found; 2 blocks in use need not be free again."""
     scheduler = cls(num_blocks=6, block_size=4, max_num_batched_tokens=12, prefix_caching=True)

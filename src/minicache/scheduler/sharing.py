@@ -8,7 +8,7 @@ prompt (Kwon et al. 2023, §4.4). Pure standard library.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Unpack
 
@@ -140,15 +140,33 @@ class SharingScheduler(PagedScheduler):
         self._filled.clear()
 
     def schedule(self) -> SchedulerOutput:
-        """As `PagedScheduler.schedule`; but if the tokens of the step before never came, its promises are off.
+        """As `PagedScheduler.schedule`; but what a step was to fill whose tokens never came is not filled.
 
-        The new step may compute less of a request than that one was to. So what was to be filled is noted no more, and
-        loses its name, unless somebody has found it. What this step fills is noted anew.
+        If this step orders the same of the batch once more (`repeats`), it fills the same, and nothing changes. Else it
+        may fill less, or other blocks. So the promises are off: what was noted of that step is struck out, and nobody
+        relies on it any more (`take_back`). What this step fills is noted anew.
         """
-        if self._cache is not None and self.is_awaited:
+        if self._cache is not None and self._issued is not None and not self.repeats(self._issued):
             self._filled = [each for each in self._filled if each[2] <= each[0].num_computed_tokens]
-            self._cache.uncache(block_id for block_id in self._unfilled if self.pool.ref_count(block_id) == 1)
+            self.take_back(self.running)
+            self._unfilled.clear()
         return super().schedule()
+
+    def repeats(self, lost: SchedulerOutput) -> bool:
+        """Whether the next step has the batch compute what a lost one had it compute, into the same blocks.
+
+        It does if everybody in the batch was given all that a step may give it (`largest_chunk`), so that nobody gets
+        more now at another's cost; and if nobody's blocks are about to be replaced by copies. Then nobody needs a block
+        that it has not got in the lost step, and nobody is preempted either.
+
+        Args:
+            lost: the last step, whose tokens never came.
+        """
+        ordered = lost.num_scheduled_tokens
+        return not self._may_share_tails and all(
+            ordered.get(request.request_id) == self.largest_chunk(request.num_tokens - request.num_computed_tokens)
+            for request in self.running
+        )
 
     def num_new_tokens(self, request: Request) -> int:
         """As `PagedScheduler.num_new_tokens`, less those that are found (`find_prefix`).
@@ -191,25 +209,39 @@ class SharingScheduler(PagedScheduler):
         num_computed = request.num_computed_tokens
         self.cache_blocks(request, num_computed, num_computed + output.num_scheduled_tokens[request.request_id])
 
-    def release(self, request: Request) -> None:
-        """As `PagedScheduler.release`; but what has no name yet gets it first (`name_blocks`).
+    def take_back(self, fillers: Iterable[Request]) -> None:
+        """Have nobody rely on blocks that these requests were to fill in a step whose tokens never came.
 
-        And blocks that a step was to fill, and has not, lose theirs. That is so if the step's tokens never came, and
-        the request has ended or been preempted since: `_unfilled` still names it as the one to fill them. Whoever has
-        found them in that same step computes them itself: of a request of the batch that lists such a block, nothing
-        counts as computed from the first such block on; and never more than did before, for an earlier block may have
-        been lost already. There may be several, who would all write into it: then `_may_share_tails` is True.
+        They are those of a request's blocks that it has not computed to their end, and for which `_unfilled` still
+        names it. They lose their names. Whoever else has found them in that same step computes them itself: of a
+        request of the batch that lists such a block of another, nothing counts as computed from the first such block
+        on; and never more than did before, for an earlier block may have been lost already. There may be several, who
+        would all write into it: then `_may_share_tails` is True.
+
+        Args:
+            fillers: they still have their blocks.
         """
-        self.name_blocks()
-        first = request.num_computed_tokens // self.pool.block_size
-        unfilled = {each for each in request.block_ids[first:] if self._unfilled.get(each) is request}
+        unfilled: dict[int, Request] = {}
+        for request in fillers:
+            first = request.num_computed_tokens // self.pool.block_size
+            unfilled |= {each: request for each in request.block_ids[first:] if self._unfilled.get(each) is request}
         if self._cache is not None and unfilled:
             self._cache.uncache(unfilled)
             for other in self.running:
-                place = next((place for place, each in enumerate(other.block_ids) if each in unfilled), None)
-                if place is not None and other is not request:
+                places = (place for place, each in enumerate(other.block_ids) if unfilled.get(each, other) is not other)
+                place = next(places, None)
+                if place is not None:
                     other.num_computed_tokens = min(other.num_computed_tokens, place * self.pool.block_size)
                     self._may_share_tails = True
+
+    def release(self, request: Request) -> None:
+        """As `PagedScheduler.release`; but what has no name yet gets it first (`name_blocks`).
+
+        And what a step was to fill, and has not, is taken back (`take_back`): that is so if the step's tokens never
+        came, and the request has ended or been preempted since.
+        """
+        self.name_blocks()
+        self.take_back([request])
         super().release(request)
 
     def reset_prefix_cache(self) -> None:

@@ -29,6 +29,27 @@ class RequestTooLargeError(MinicacheError):
     """A request can never be served: it is refused before it waits for anything. Nothing has changed."""
 
 
+class QueueFullError(MinicacheError):
+    """The server has as many requests as it takes. Nothing has changed; come again in `retry_after` seconds.
+
+    Args:
+        message: what is full.
+        retry_after: seconds after which there may be a place.
+    """
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineStoppedError(MinicacheError):
+    """The engine takes no requests any more, or has ended before this one was answered."""
+
+
+class StepFailedError(MinicacheError):
+    """A step of the model failed in which this request took part. Its cause is what the model raised."""
+
+
 class LivelockError(MinicacheError):
     """A loop that would never end was stopped: every turn of it undoes the turn before."""
 
@@ -67,6 +88,10 @@ class HubError(CheckpointError):
 
 class MissingExtraError(MinicacheError):
     """Something was asked for that needs packages which are not installed. The message says what to install."""
+
+
+class LoadClientError(MinicacheError):
+    """The load client cannot begin: nobody answers at the address that it was given, or not as OpenAI's API does."""
 
 
 class CourseError(MinicacheError):

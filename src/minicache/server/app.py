@@ -1,0 +1,489 @@
+"""The HTTP API: routes, errors, and who may come in. No phase builds this module.
+
+`create_app` puts an `AsyncEngine` behind OpenAI's routes. A request is read and checked (`protocol`), becomes one or
+more streams of the engine, and is answered in OpenAI's shape (`shapes`), as one body or as events (`streaming`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minicache import __version__
+from minicache.answers import Chunk, Prompt
+from minicache.async_engine import AnswerStream, AsyncEngine
+from minicache.engine import LLM
+from minicache.errors import (
+    EngineStoppedError,
+    MinicacheError,
+    QueueFullError,
+    RequestTooLargeError,
+    StepFailedError,
+)
+from minicache.sampling import SamplingParams
+from minicache.scheduler.observe import observe
+from minicache.server.live import LiveView, live_routes
+from minicache.server.metrics import Metrics
+from minicache.server.protocol import (
+    ApiError,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+)
+from minicache.server.shapes import DONE, ChatShape, CompletionShape, Shape
+from minicache.server.streaming import ClientLeftError, EventStream, sse_event, unless_client_leaves
+
+logger = logging.getLogger("minicache")
+
+MAX_BODY_NBYTES = 4 * 2**20
+BODY_SECONDS = 30.0
+"""So long a body may take to come. Who sends half of one would otherwise hold its connection, and the server's end."""
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request cannot be served as it is."},
+    401: {"model": ErrorBody, "description": "The API key is missing or wrong."},
+    404: {"model": ErrorBody, "description": "No such model."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    429: {"model": ErrorBody, "description": "All places are taken. Retry-After says when to come back."},
+    500: {"model": ErrorBody, "description": "The model failed on this request."},
+    503: {"model": ErrorBody, "description": "The server is stopping."},
+}
+
+
+@dataclass(slots=True)
+class Served:
+    """What the routes share.
+
+    Attributes:
+        engine: answers.
+        model: the name that it is served by.
+        metrics: counts.
+        stopping: is set when the server is to stop.
+        reading: the time limits of bodies that have not come yet.
+        created: when it began, in seconds since 1970.
+    """
+
+    engine: AsyncEngine
+    model: str
+    metrics: Metrics
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    reading: set[asyncio.Timeout] = field(default_factory=set)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def stop(self) -> None:
+        """Refuse new requests from now on, and end what would last for ever. To be called in the event loop."""
+        self.engine.is_draining = True
+        self.stopping.set()
+        for limit in self.reading:
+            limit.reschedule(0)
+
+
+def create_app(
+    llm: LLM,
+    *,
+    served_model_name: str = "minigpt",
+    max_waiting: int = 256,
+    api_key: str | None = None,
+    max_body_nbytes: int = MAX_BODY_NBYTES,
+) -> FastAPI:
+    """The API as an ASGI application. Its lifespan starts the engine's thread and stops it.
+
+    Args:
+        llm: the engine; a `ServedLLM`, if log probabilities are to be had.
+        served_model_name: what clients call the model.
+        max_waiting: as `AsyncEngine`.
+        api_key: what clients of `/v1/…` have to show; None: nothing.
+        max_body_nbytes: a larger body is refused.
+
+    Returns:
+        The application; `app.state.served` is its `Served`.
+
+    Raises:
+        TypeError, ValueError: max_waiting is not a count, or the API key is empty.
+    """
+    if api_key == "":
+        raise ValueError("the API key is empty: everybody would have it")
+    metrics, view = Metrics(served_model_name, llm.scheduler), LiveView(llm.scheduler)
+    llm.scheduler = observe(llm.scheduler, metrics, view)
+    served = Served(AsyncEngine(llm, max_waiting=max_waiting), served_model_name, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with served.engine:
+            yield
+
+    app = FastAPI(
+        title="minicache",
+        version=__version__,
+        summary="An OpenAI-compatible API in front of the engine that this course builds.",
+        docs_url=None,  # these pages load their scripts from another host
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.served = served
+    app.include_router(_openai_routes(served))
+    app.include_router(_server_routes(served))
+    app.include_router(live_routes(view, served.stopping))
+    app.add_exception_handler(ApiError, _told)
+    app.add_exception_handler(MinicacheError, _told)
+    app.add_exception_handler(RequestValidationError, _told)
+    app.add_exception_handler(HTTPException, _told)
+    app.add_exception_handler(Exception, _told)
+    app.add_middleware(Gate, served=served, api_key=api_key, max_body_nbytes=max_body_nbytes)
+    return app
+
+
+# Routes
+
+
+def _server_routes(served: Served) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health", responses={503: {"model": ErrorBody, "description": "It is stopping, or has failed."}})
+    async def health() -> dict[str, str]:
+        """Whether the server takes requests."""
+        if served.engine.error is not None:
+            raise ApiError(503, f"the engine has ended: {served.engine.error}", kind="server_error")
+        if served.engine.is_draining:
+            raise ApiError(503, "the server is stopping", kind="server_error")
+        return {"status": "ok"}
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(await asyncio.to_thread(served.metrics.render), media_type=Metrics.content_type)
+
+    return router
+
+
+def _openai_routes(served: Served) -> APIRouter:
+    router = APIRouter(prefix="/v1", responses=ERRORS)
+    card = ModelCard(
+        id=served.model,
+        created=served.created,
+        max_model_len=served.engine.llm.scheduler.max_model_len or served.engine.llm.model.config.max_seq_len,
+    )
+
+    @router.get("/models")
+    async def list_models() -> ModelList:
+        """The served models: one."""
+        return ModelList(data=[card])
+
+    @router.get("/models/{model:path}")
+    async def retrieve_model(model: str) -> ModelCard:
+        """One model."""
+        _check_model(served, model)
+        return card
+
+    @router.post("/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or several prompts."""
+        _check_model(served, body.model)
+        body.refuse_unsupported()
+        shape = CompletionShape(served.model, served.engine.llm.tokenizer, usage=body.wants_usage_chunk())
+        params = body.sampling_params(16 if body.max_tokens is None else body.max_tokens)
+        return await _answer(served, body, request, shape, body.prompts(), params, body.logprobs)
+
+    @router.post("/chat/completions")
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        _check_model(served, body.model)
+        body.refuse_unsupported()
+        shape = ChatShape(served.model, served.engine.llm.tokenizer, usage=body.wants_usage_chunk())
+        limit = body.token_limit()
+        params = body.sampling_params(card.max_model_len if limit is None else limit)
+        prompt = _chat_prompt(served.engine.llm, body.messages)
+        return await _answer(served, body, request, shape, [prompt], params, body.num_logprobs())
+
+    return router
+
+
+def _check_model(served: Served, model: str | None) -> None:
+    if model is not None and model != served.model:
+        message = f"no model {model!r} here: this server has {served.model!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _chat_prompt(llm: LLM, messages: Sequence[ChatMessage]) -> Prompt:
+    """A conversation as a prompt: by the model's chat template; without one, as the messages' texts one after another.
+
+    MiniGPT has no template: it knows no roles, and goes on from where the texts end.
+    """
+    turns = [{"role": message.role, "content": message.text()} for message in messages]
+    apply_chat_template = getattr(llm.tokenizer, "apply_chat_template", None)
+    if apply_chat_template is None:
+        return " ".join(turn["content"] for turn in turns)
+    try:
+        token_ids: list[int] = apply_chat_template(turns)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    return token_ids
+
+
+async def _answer(
+    served: Served,
+    body: CompletionRequest | ChatRequest,
+    request: Request,
+    shape: Shape,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    num_logprobs: int | None,
+) -> Response:
+    """Begin a request, and answer it in one body or in events. If the client leaves, it is aborted."""
+    options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
+    if num_logprobs is not None:
+        options["num_logprobs"] = num_logprobs
+    with ExitStack() as stack:  # if one of several prompts is refused, the others are aborted
+        streams = await _begin(served, prompts, params, options, stack)
+        if body.stream:
+            pieces = _pieces(served, shape, streams, params.n, body.wants_usage_chunk())
+            return EventStream(pieces, stack.pop_all().close)
+        try:
+            choices = await unless_client_leaves(request.receive, _collect(streams, params.n))
+        except ClientLeftError:
+            return Response(status_code=499)  # for the log: nobody reads it
+    return _json_response(200, shape.whole(choices, _num_prompt_tokens(streams)))
+
+
+async def _begin(
+    served: Served, prompts: Sequence[Prompt], params: SamplingParams, options: dict[str, Any], stack: ExitStack
+) -> list[AnswerStream]:
+    """Have all prompts answered. They are asked for at once, so that they do not wait one step each to be taken."""
+    most = served.engine.max_places
+    if (num_answers := len(prompts) * params.n) > most:  # 429 would have the client come back for ever
+        raise ApiError(400, f"{num_answers} answers asked for: at most {most} can be under way", param="n")
+
+    async def begin(prompt: Prompt) -> AnswerStream:
+        return stack.enter_context(await _begin_one(served, prompt, params, options))
+
+    begun = await asyncio.gather(*map(begin, prompts), return_exceptions=True)
+    streams = [each for each in begun if isinstance(each, AnswerStream)]
+    if refused := [each for each in begun if isinstance(each, BaseException)]:
+        raise refused[0]
+    return streams
+
+
+async def _begin_one(served: Served, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> AnswerStream:
+    try:
+        return await served.engine.add_request(prompt, params, **options)
+    except QueueFullError:
+        served.metrics.count_refused("queue_full")
+        raise
+    except EngineStoppedError:
+        served.metrics.count_refused("stopping")
+        raise
+    except RequestTooLargeError as error:
+        raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from error
+    except (MinicacheError, ValueError, TypeError, IndexError) as error:
+        raise ApiError(400, str(error)) from error
+
+
+async def _pieces(
+    served: Served, shape: Shape, streams: Sequence[AnswerStream], num_answers: int, usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. What goes wrong on the way is an event too: the status was sent long ago."""
+    if opening := shape.opening(len(streams) * num_answers):
+        yield opening
+    try:
+        async for place, chunks in _merge(streams):
+            yield shape.events(place * num_answers, chunks)
+        if usage:
+            yield shape.usage_event(_num_prompt_tokens(streams))
+    except Exception as error:
+        if not isinstance(error, MinicacheError):
+            logger.error("a stream has failed", exc_info=error)
+        yield sse_event(json.dumps(_as_api_error(error, served).body))
+    yield DONE
+
+
+async def _collect(streams: Sequence[AnswerStream], num_answers: int) -> list[list[Chunk]]:
+    """All chunks of each choice."""
+    choices: list[list[Chunk]] = [[] for _ in range(len(streams) * num_answers)]
+    for place, stream in enumerate(streams):
+        async for chunk in stream:
+            choices[place * num_answers + chunk.index].append(chunk)
+    return choices
+
+
+async def _merge(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
+    """The chunks of several streams as they come, with the place of their stream."""
+    if len(streams) == 1:
+        while chunks := await streams[0].take():
+            yield 0, chunks
+        return
+    waiting = {asyncio.ensure_future(stream.take()): place for place, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                place = waiting.pop(task)
+                if chunks := task.result():
+                    waiting[asyncio.ensure_future(streams[place].take())] = place
+                    yield place, chunks
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _num_prompt_tokens(streams: Sequence[AnswerStream]) -> int:
+    return sum(stream.num_prompt_tokens for stream in streams)
+
+
+# Errors
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    """Any error in OpenAI's shape."""
+    told = _as_api_error(error, request.app.state.served)
+    return _json_response(told.status, told.body, told.headers)
+
+
+def _as_api_error(error: Exception, served: Served) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _what_is_invalid(error)
+        case HTTPException():
+            code = "body_too_large" if error.status_code == 413 else None
+            return ApiError(error.status_code, str(error.detail), code=code, headers=dict(error.headers or {}))
+        case QueueFullError():
+            headers = {"Retry-After": str(math.ceil(error.retry_after))}
+            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
+        case EngineStoppedError():
+            return ApiError(503, str(error), kind="server_error", code="stopping", headers={"Retry-After": "1"})
+        case StepFailedError():
+            served.metrics.count_failed()
+            return ApiError(500, str(error), kind="server_error", code="step_failed")
+        case _:
+            return ApiError(500, "the server has failed; its log says how", kind="server_error")
+
+
+def _what_is_invalid(error: RequestValidationError) -> ApiError:
+    """What is wrong first, with the field's name.
+
+    Of a field that may be of several types, each says why it is none. Whichever came furthest is what was meant.
+    """
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
+        reason = errors[0].get("ctx", {}).get("error", errors[0]["msg"])
+        return ApiError(400, f"the body is no JSON: {reason}")
+    told = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
+    place = [str(part) for part in told["loc"] if part != "body" and not _TYPE.search(str(part))]
+    param = place[0] if place else None
+    where = f"{'.'.join(place)}: " if place else ""
+    if not place and told["type"] != "value_error":  # the models' own checks name the field
+        where = "the body must be a JSON object, sent as application/json: "
+    return ApiError(400, where + told["msg"].removeprefix("Value error, "), param=param)
+
+
+_TYPE = re.compile(r"^str$|[^\w]")
+"""In the place of an error: the type that was tried, and no field."""
+
+
+def _json_response(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """JSON in ASCII: half a letter, which Python's strings can hold and UTF-8 cannot, is written as it came."""
+    return Response(json.dumps(body), status_code=status, headers=headers, media_type="application/json")
+
+
+# Who may come in
+
+
+class Gate:
+    """Before all routes: the API key of `/v1/…`, how large a body may be, and how long it may take to come.
+
+    Args:
+        app: what is behind it.
+        served: has the limits of bodies that are being read, so that a server that stops need not wait for them.
+        api_key: None: none is asked for.
+        max_body_nbytes: as said beforehand (Content-Length), and as it comes.
+    """
+
+    def __init__(self, app: ASGIApp, served: Served, api_key: str | None, max_body_nbytes: int) -> None:
+        self._app = app
+        self._served = served
+        self._digest = None if api_key is None else sha256(api_key.encode()).digest()
+        self._max_body_nbytes = max_body_nbytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse, or let in."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        refusal = None
+        if not self._has_key(scope["path"], headers):
+            message = "wrong or missing API key: send it as `Authorization: Bearer KEY`"
+            refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        elif self._says_too_large(headers.get(b"content-length", b"0")):
+            refusal = self._too_large()
+        if refusal is None:
+            await self._app(scope, self._limited(receive), send)
+        else:
+            await _json_response(refusal.status, refusal.body, refusal.headers)(scope, receive, send)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """`receive`, as long as the body is neither too large nor too late."""
+        num_left, is_read = self._max_body_nbytes, False
+        deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+
+        async def receive_so_much() -> Message:
+            nonlocal num_left, is_read
+            if is_read:  # from here on it tells that the client has left, whenever that is
+                return await receive()
+            message = await self._in_time(receive, deadline)
+            num_left -= len(message.get("body", b""))
+            if num_left < 0:
+                raise HTTPException(413, str(self._too_large()))
+            is_read = not message.get("more_body", False)
+            return message
+
+        return receive_so_much
+
+    async def _in_time(self, receive: Receive, deadline: float) -> Message:
+        limit = asyncio.timeout_at(deadline)
+        try:
+            async with limit:
+                self._served.reading.add(limit)
+                return await receive()
+        except TimeoutError:
+            if self._served.stopping.is_set():
+                raise HTTPException(503, "the server is stopping, and takes no new requests") from None
+            raise HTTPException(408, f"the body has not come within {BODY_SECONDS:.0f} seconds") from None
+        finally:
+            self._served.reading.discard(limit)
+
+    def _has_key(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        """Whether the client has the key, found out in the same time whatever it sends."""
+        if self._digest is None or not path.startswith("/v1/"):
+            return True
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        is_same = hmac.compare_digest(sha256(key.strip()).digest(), self._digest)
+        return is_same and scheme.lower() == b"bearer"
+
+    def _says_too_large(self, content_length: bytes) -> bool:
+        """Of a length that is no number nothing is known: it counts as it comes. (The HTTP parser refuses such.)"""
+        digits = content_length.lstrip(b"0")
+        return digits.isdigit() and (len(digits) > 18 or int(digits) > self._max_body_nbytes)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_body_nbytes:,} bytes", code="body_too_large")

@@ -1,0 +1,256 @@
+"""OpenAI's API as data: what a client may send, what is refused and how, and the shapes of what it gets.
+
+Fields that are not named here are ignored, as OpenAI's clients expect of servers older than themselves. Fields that are
+named here and cannot be honoured are refused, with their name: an answer that silently leaves out half of what was
+asked for would be worse. No phase builds this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from minicache.sampling import SamplingParams
+
+MAX_N = 128
+MAX_PROMPTS = 256
+MAX_STOP = 16
+MAX_LOGPROBS = 20
+MAX_SEED = 2**64
+MAX_MESSAGE = 500
+"""Letters of an error's message: it may quote what the client has sent, and that may be long."""
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Text = Annotated[str, Field(max_length=2**20)]
+
+# A list is looked at up to its first mistake. Of a body with a million mistakes pydantic would make a million reports,
+# in the event loop: minutes for everybody, and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+class ApiError(Exception):
+    """What the client is told instead of an answer.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, and what to do.
+        kind: OpenAI's `type`: "invalid_request_error", "rate_limit_error", "server_error", …
+        param: the field that is to blame.
+        code: for programs: "model_not_found", "queue_full", …
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]} …"
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every response that is no answer."""
+
+    error: ErrorDetail
+
+
+class StreamOptions(BaseModel):
+    """How to stream."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = False
+
+
+class CommonRequest(BaseModel):
+    """What both kinds of request have. None stands for a field's default, as everywhere in OpenAI's API."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = Field(None, description="The served model's name (`GET /v1/models`).")
+    stream: bool | None = Field(False, description="Send the answer as server-sent events, token by token.")
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=MAX_N, description="Answers to each prompt.")
+    temperature: float | None = Field(1.0, ge=0, le=100, description="0 takes the likeliest token.")
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(0, ge=-1, description="Draw from the k likeliest tokens; 0 or −1: from all.")
+    seed: int | None = Field(None, ge=-(2**63), lt=MAX_SEED, description="Makes the answer repeatable.")
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        None, description="Texts that end the answer, which is cut before them."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    ignore_eos: bool | None = Field(False, description="Go on after the model's end token.")
+    priority: int | None = Field(0, ge=-(2**31), lt=2**31, description="The lower, the sooner.")
+    cache_salt: str | None = Field(None, max_length=256, description="Share the prefix cache with equal salts only.")
+    presence_penalty: float | None = Field(0.0, description="Only 0.")
+    frequency_penalty: float | None = Field(0.0, description="Only 0.")
+    logit_bias: dict[str, Any] | None = Field(None, description="Only empty.")
+
+    @model_validator(mode="after")
+    def _check(self) -> CommonRequest:
+        stops = self.stop_list()
+        if len(stops) > MAX_STOP or any(not 1 <= len(each) <= 1024 for each in stops):
+            raise ValueError(f"stop: at most {MAX_STOP} texts of 1 … 1024 letters")
+        return self
+
+    def stop_list(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def refuse_unsupported(self) -> None:
+        """Raise `ApiError` for what this server knows and cannot do."""
+        self._refuse(
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, logit_bias=self.logit_bias
+        )
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        """What the engine is asked for."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=None if self.seed is None else self.seed % MAX_SEED,
+            stop=self.stop_list(),
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            n=self.n or 1,
+        )
+
+    def wants_usage_chunk(self) -> bool:
+        """Whether a stream is to end with a chunk that tells the tokens' number."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _refuse(self, **fields: object) -> None:
+        for name, value in fields.items():
+            if value:
+                raise ApiError(
+                    400, f"{name} is not supported by this server: leave it out", param=name, code="unsupported_value"
+                )
+
+
+class CompletionRequest(CommonRequest):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    ) = Field(description="A text, a list of token ids, or a list of several of either.")
+    max_tokens: int | None = Field(16, ge=1, le=2**31, description="The most tokens of an answer.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="So many of the likeliest tokens, each step.")
+    echo: bool | None = Field(False, description="Only false.")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only what n is.")
+    suffix: str | None = Field(None, description="Only empty.")
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several."""
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if several else [self.prompt]  # type: ignore[arg-type, list-item]
+
+    def refuse_unsupported(self) -> None:
+        """Raise `ApiError` for what this server knows and cannot do."""
+        super().refuse_unsupported()
+        self._refuse(echo=self.echo, suffix=self.suffix, best_of=self.best_of not in (None, self.n or 1))
+
+
+class ContentPart(BaseModel):
+    """A part of a message. Only text can be read."""
+
+    type: str
+    text: Text | None = None
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+
+    def text(self) -> str:
+        """Its text.
+
+        Raises:
+            ApiError: a part is no text.
+        """
+        if isinstance(self.content, str):
+            return self.content
+        parts = self.content or ()
+        for part in parts:
+            if part.type != "text" or part.text is None:
+                raise ApiError(400, f"only text can be read: a part is of type {part.type!r}", param="messages")
+        return "".join(part.text or "" for part in parts)
+
+
+class ChatRequest(CommonRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="The most tokens of an answer.")
+    max_tokens: int | None = Field(None, ge=1, le=2**31, description="The older name of max_completion_tokens.")
+    logprobs: bool | None = Field(False, description="Report each token's log probability.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="So many of the likeliest tokens too.")
+    tools: list[Any] | None = Field(None, description="Only empty.")
+    functions: list[Any] | None = Field(None, description="Only empty.")
+    response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
+
+    def refuse_unsupported(self) -> None:
+        """Raise `ApiError` for what this server knows and cannot do."""
+        super().refuse_unsupported()
+        response_format = self.response_format is not None and self.response_format.get("type") != "text"
+        self._refuse(tools=self.tools, functions=self.functions, response_format=response_format)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report; None: nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer; None: as many as there is room for."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class Usage(BaseModel):
+    """How many tokens a request was."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ModelCard(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "minicache"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """`GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[ModelCard]

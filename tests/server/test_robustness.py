@@ -1,0 +1,703 @@
+"""What nobody should send, and how nobody should leave: the server refuses it, lives, and gives everything back."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from minicache.sampling import SamplingParams
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(minigpt: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One server for all tests that leave it as it was."""
+    serve_module = request.getfixturevalue("serve_for_module")
+    with serve_module(max_body_nbytes=2**17) as running:
+        yield running
+
+
+def reset(connection: socket.socket) -> None:
+    """Leave as rudely as one can: RST, and nothing else."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    return received
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    received = b""
+    while end not in received:
+        piece = connection.recv(65536)
+        assert piece, f"the connection ended without {end!r}: {received[-300:]!r}"
+        received += piece
+    return received
+
+
+def post(body: bytes, *headers: bytes) -> bytes:
+    """A request as bytes."""
+    return HEAD + b"".join(header + b"\r\n" for header in headers) + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def streaming(**fields: Any) -> bytes:
+    fields = {"prompt": "Yesterday I", "stream": True, "ignore_eos": True, "max_tokens": 400, **fields}
+    return post(json.dumps(fields).encode())
+
+
+# Bodies
+
+
+BODIES = {
+    "nothing": b"",
+    "half a JSON": b'{"prompt": "I',
+    "null": b"null",
+    "a list": b'["I"]',
+    "a number": b"1",
+    "half a letter": b'{"prompt": "\\ud800"}',
+    "bytes that are no UTF-8": b'{"prompt": "\xff\xfe"}',
+    "a zero byte": b'{"prompt": "\\u0000"}',
+    "NaN": b'{"prompt": "I", "temperature": NaN}',
+    "infinite": b'{"prompt": "I", "temperature": Infinity}',
+    "a penalty of NaN": b'{"prompt": "I", "presence_penalty": NaN}',
+    "1e999": b'{"prompt": "I", "top_p": 1e999}',
+    "top_p 0": b'{"prompt": "I", "top_p": 0}',
+    "400 digits": b'{"prompt": "I", "max_tokens": ' + b"9" * 400 + b"}",
+    "5000 digits": b'{"prompt": "I", "max_tokens": ' + b"9" * 5000 + b"}",
+    "a seed beyond 64 bits": b'{"prompt": "I", "seed": 18446744073709551616}',
+    "max_tokens 0": b'{"prompt": "I", "max_tokens": 0}',
+    "max_tokens true": b'{"prompt": "I", "max_tokens": true}',
+    "max_tokens 1.5": b'{"prompt": "I", "max_tokens": 1.5}',
+    "max_tokens as a text": b'{"prompt": "I", "max_tokens": "3"}',
+    "deeply nested": b'{"prompt": ' + b"[" * 100_000,
+    "deeply nested and ended": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "deeply nested where nobody looks": b'{"prompt": "I", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "no prompt": b"{}",
+    "a prompt of nothing": b'{"prompt": ""}',
+    "no tokens": b'{"prompt": []}',
+    "no prompts": b'{"prompt": [[]]}',
+    "a prompt of null": b'{"prompt": null}',
+    "texts and ids mixed": b'{"prompt": ["I", [1]]}',
+    "a token that there is not": b'{"prompt": [1, 2147483647]}',
+    "a token beyond": b'{"prompt": [1, 99999999999999999999]}',
+    "a negative token": b'{"prompt": [1, -1]}',
+    "true as a token": b'{"prompt": [true]}',
+    "too long": b'{"prompt": [' + b",".join([b"1"] * 512) + b"]}",
+    "a word that nobody knows": b'{"prompt": "Quetzalcoatl"}',
+    "an empty stop": b'{"prompt": "I", "stop": ""}',
+    "many stops": b'{"prompt": "I", "stop": ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", '
+    b'"o", "p", "q"]}',
+    "n 0": b'{"prompt": "I", "n": 0}',
+    "n 1000": b'{"prompt": "I", "n": 1000}',
+    "another model": b'{"prompt": "I", "model": "gpt-4o"}',
+    "stream as a text": b'{"prompt": "I", "stream": "yes"}',
+    "stream_options as a list": b'{"prompt": "I", "stream": true, "stream_options": []}',
+    "logprobs 21": b'{"prompt": "I", "logprobs": 21}',
+    "best_of": b'{"prompt": "I", "best_of": 3}',
+    "echo": b'{"prompt": "I", "echo": true}',
+    "logit_bias": b'{"prompt": "I", "logit_bias": {"5": 1}}',
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_cannot_be_served_is_refused_in_openais_shape(server: Any, name: str) -> None:
+    answer = server.ask("POST", "/v1/completions", BODIES[name])
+    assert answer.status in ((404,) if name == "another model" else (400,))
+    assert set(answer.json["error"]) == {"message", "type", "param", "code"}
+    assert answer.json["error"]["type"] == "invalid_request_error"
+    assert answer.json["error"]["message"]
+    assert len(answer.body) < 1000
+
+
+CHATS = {
+    "no messages": b'{"messages": []}',
+    "a message without a role": b'{"messages": [{"content": "I"}]}',
+    "a role that there is not": b'{"messages": [{"role": "king", "content": "I"}]}',
+    "nothing said": b'{"messages": [{"role": "user"}]}',
+    "a picture": b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+    "a tool": b'{"messages": [{"role": "user", "content": "I"}], "tools": [{"type": "function"}]}',
+    "as JSON": b'{"messages": [{"role": "user", "content": "I"}], "response_format": {"type": "json_object"}}',
+    "top_logprobs alone": b'{"messages": [{"role": "user", "content": "I"}], "top_logprobs": 2}',
+    "half a letter": b'{"messages": [{"role": "user", "content": "\\udc00"}]}',
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_conversation_that_cannot_be_served_is_refused(server: Any, name: str) -> None:
+    answer = server.ask("POST", "/v1/chat/completions", CHATS[name])
+    assert answer.status == 400
+    assert answer.json["error"]["message"]
+
+
+MANY_MISTAKES = {
+    "tokens": b'{"prompt": [' + b",".join([b"-1"] * 40_000) + b"]}",
+    "prompts": b'{"prompt": [' + b",".join([b"[]"] * 40_000) + b"]}",
+    "stops": b'{"prompt": "I", "stop": [' + b",".join([b"1"] * 60_000) + b"]}",
+    "stop tokens": b'{"prompt": "I", "stop_token_ids": [' + b",".join([b"-1"] * 40_000) + b"]}",
+}
+
+
+@pytest.mark.parametrize("name", MANY_MISTAKES)
+def test_of_ten_thousands_of_mistakes_one_is_told(name: str) -> None:
+    """Pydantic reports all that it finds. Of a body of 4 MiB that were minutes, in the event loop."""
+    from pydantic import ValidationError
+
+    from minicache.server.protocol import CompletionRequest
+
+    with pytest.raises(ValidationError) as error:
+        CompletionRequest.model_validate(json.loads(MANY_MISTAKES[name]))
+    assert error.value.error_count() <= 8
+
+
+def test_a_mistake_in_a_list_is_told_with_its_place(server: Any) -> None:
+    error = server.ask("POST", "/v1/completions", b'{"prompt": [1, 2, -7]}').json["error"]
+    assert error["param"] == "prompt"
+    assert error["message"] == "prompt.2: Input should be greater than or equal to 0"
+    error = server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": 1}]}]}).json
+    assert error["error"]["message"].startswith("messages.0.content.0.type: ")
+    error = server.ask("POST", "/v1/completions", {"prompt": "I", "stop": ["a"] * 17}).json
+    assert error["error"]["message"].startswith("stop: at most 16")
+
+
+def test_a_long_word_is_not_sent_back(server: Any) -> None:
+    answer = server.ask("POST", "/v1/completions", {"prompt": "a" * 50_000})
+    assert answer.status == 400
+    assert len(answer.body) < 2_000
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_a_body_of_another_type_is_refused(server: Any, kind: str) -> None:
+    """A web page can have a browser send these to 127.0.0.1 without asking; it cannot send application/json."""
+    answer = server.ask("POST", "/v1/completions", b'{"prompt": "I", "max_tokens": 1}', {"Content-Type": kind})
+    assert answer.status == 400
+    assert "JSON" in answer.json["error"]["message"]
+
+
+# Sizes
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(server: Any) -> None:
+    with server.connect() as connection:
+        connection.sendall(HEAD + b"Content-Length: 99999999999\r\n\r\n")
+        head = read_until(connection, b"body_too_large")
+    assert head.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_does_not_say_so_is_refused_when_it_has_become_too_large(server: Any) -> None:
+    with server.connect() as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        chunk = b"8000\r\n" + b" " * 2**15 + b"\r\n"
+        for _ in range(5):
+            connection.sendall(chunk)
+        head = read_until(connection, b"body_too_large")
+    assert head.startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("length", [b"-1", b"abc", b"1e3", b"9" * 5000, b"1\r\nContent-Length: 2"])
+def test_a_length_that_is_none_is_refused(server: Any, length: bytes) -> None:
+    with server.connect() as connection:
+        connection.sendall(HEAD + b"Content-Length: " + length + b"\r\nConnection: close\r\n\r\n{}")
+        assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 4")
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\nx: y\r\n"])
+def test_a_head_without_an_end_is_refused(server: Any, start: bytes) -> None:
+    """httptools keeps what it gets: 63 MiB of headers took 600 MiB."""
+    line = b"a" * 1000 if start[-1:] in b"/ " else b"a: " + b"b" * 995 + b"\r\n"
+    with server.connect() as connection:
+        connection.sendall(start)
+        with pytest.raises(ConnectionError):
+            connection.sendall(line * 2**16)
+    assert server.ask("GET", "/health").status == 200
+
+
+def test_half_a_body_does_not_hold_up_the_end(serve: Any) -> None:
+    server = serve(drain_seconds=50.0)
+    with server.connect() as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        server.wait_until(lambda: server.served.reading)
+        server.stop()
+        assert b"503 Service Unavailable" in read_all(connection)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minicache.server.app.BODY_SECONDS", 0.1)
+    server = serve()
+    with server.connect() as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        assert b"408 Request Timeout" in read_until(connection, b"within")
+
+
+def test_after_a_refusal_the_connection_is_used_again(server: Any) -> None:
+    connection = server.open()
+    for body, status in ((b"{", 400), (b" " * 2**18, 413), (b'{"prompt": "Quetzalcoatl"}', 400), (b"{}", 400)) * 2:
+        answer = server.exchange(connection, "POST", "/v1/completions", body)
+        assert answer.status == status
+    connection.close()
+    connection.connect()
+    for body in (b"{", b'{"prompt": "Quetzalcoatl"}', b"{}"):
+        assert server.exchange(connection, "POST", "/v1/completions", body).status == 400
+        good = server.exchange(connection, "POST", "/v1/completions", {"prompt": "I", "max_tokens": 1})
+        assert good.status == 200
+    connection.close()
+
+
+# Methods and paths
+
+
+def test_other_methods_are_refused_and_harm_nothing(server: Any) -> None:
+    for path, method in (("/v1/completions", "GET"), ("/health", "POST"), ("/v1/models", "DELETE"), ("/", "PUT")):
+        answer = server.ask(method, path)
+        assert answer.status == 405
+        assert answer.json["error"]["type"] == "invalid_request_error"
+        assert answer.headers["allow"]
+    for method in ("HEAD", "OPTIONS", "TRACE", "PATCH"):
+        assert server.ask(method, "/v1/completions").status == 405
+    assert server.ask("GET", "/nothing/here").status == 404
+    assert server.ask("GET", "/v1/models/%ff%00").status == 404
+
+
+def test_requests_that_are_no_http_are_refused(server: Any) -> None:
+    for nonsense in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 3 + b"x\x00y\r\n\r\n"):
+        with server.connect() as connection:
+            connection.sendall(nonsense)
+            assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+    assert server.ask("GET", "/health").status == 200
+
+
+def test_several_requests_sent_at_once_are_answered_in_their_order(server: Any) -> None:
+    bodies = [json.dumps({"prompt": "I", "max_tokens": count}).encode() for count in (3, 1, 2)]
+    with server.connect() as connection:
+        connection.sendall(b"".join(map(post, bodies[:2])) + post(bodies[2], b"Connection: close"))
+        received = read_all(connection)
+    assert re.findall(rb'"completion_tokens": (\d+)', received) == [b"3", b"1", b"2"]
+
+
+# Who leaves
+
+
+def test_who_leaves_at_any_moment_takes_nothing_along(server: Any) -> None:
+    """Before the body is there, after it, after the head, in the middle of an event: each with a RST and with a FIN."""
+    request = streaming(n=2)
+    whole = post(json.dumps({"prompt": ["I", "She"], "n": 2, "ignore_eos": True, "max_tokens": 400}).encode())
+    for leave in (reset, socket.socket.close):
+        for sent, wait_for in (
+            (HEAD, b""),
+            (request[:-5], b""),
+            (request, b""),
+            (request, b"200 OK"),
+            (request, b"data: "),
+            (whole, b""),
+        ):
+            connection = server.connect()
+            connection.sendall(sent)
+            if wait_for:
+                read_until(connection, wait_for)
+            leave(connection)
+    server.wait_until_idle()
+    server.assert_all_is_given_back()
+    assert server.complete(max_tokens=2).status == 200
+
+
+def test_who_stays_gets_the_tokens_that_it_would_get_alone(server: Any, alone: Any) -> None:
+    """Twenty streams, greedy and seeded; a third of the clients leave at a random byte."""
+    rng = random.Random(0)
+    prompts = ("Yesterday I", "The cat", "She", "My brother and I", "Tomorrow the children")
+    wishes: list[dict[str, Any]] = [
+        {
+            "prompt": rng.choice(prompts),
+            "max_tokens": rng.randint(1, 30),
+            "temperature": rng.choice((0, 1)),
+            "seed": rng.randrange(5),
+            "n": rng.choice((1, 1, 2)),
+        }
+        for _ in range(20)
+    ]
+    leavers = set(rng.sample(range(len(wishes)), len(wishes) // 3))
+    moments = {number: rng.randint(0, 2500) for number in leavers}
+    texts: dict[int, list[str]] = {}
+    problems: list[BaseException] = []
+
+    def client(number: int) -> None:
+        try:
+            with server.connect() as connection:
+                connection.sendall(streaming(**wishes[number], ignore_eos=False))
+                if number in leavers:
+                    received = 0
+                    while received < moments[number] and (piece := connection.recv(500)):
+                        received += len(piece)
+                    reset(connection)
+                else:
+                    texts[number] = collect_texts(connection, wishes[number]["n"], random.Random(number))
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(len(wishes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    server.wait_until_idle()
+    server.assert_all_is_given_back()
+    for number, got in texts.items():
+        assert got == alone(**wishes[number]), wishes[number]
+
+
+def collect_texts(connection: socket.socket, n: int, rng: random.Random) -> list[str]:
+    """Read an event stream in pieces of any size; events end with LF LF, and nothing else is looked at."""
+    pending, texts, ended = b"", [""] * n, [False] * n
+    read_until_head(connection)
+    for piece in unchunked(connection, rng):
+        pending += piece
+        while b"\n\n" in pending:
+            event, pending = pending.split(b"\n\n", 1)
+            assert event.startswith(b"data: ")
+            if event == b"data: [DONE]":
+                assert all(ended)
+                return texts
+            choice = json.loads(event.removeprefix(b"data: "))["choices"][0]
+            assert not ended[choice["index"]]
+            texts[choice["index"]] += choice["text"]
+            ended[choice["index"]] = choice["finish_reason"] is not None
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def read_until_head(connection: socket.socket) -> None:
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += connection.recv(1)
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding: chunked" in head
+
+
+def unchunked(connection: socket.socket, rng: random.Random) -> Iterator[bytes]:
+    file = connection.makefile("rb")
+    while size := int(file.readline(), 16):
+        while size:
+            piece = file.read(min(size, rng.randint(1, 50)))
+            assert piece
+            size -= len(piece)
+            yield piece
+        assert file.readline() == b"\r\n"
+
+
+@pytest.fixture(scope="module")
+def alone(minigpt: Any) -> Any:
+    """The texts that a request gets without company, from the `LLM` itself."""
+    from minicache.engine import LLM
+    from minicache.grammar import Tokenizer
+
+    llm = LLM(minigpt, num_blocks=64, tokenizer=Tokenizer())
+    known: dict[str, list[str]] = {}
+
+    def texts(*, prompt: str, **fields: Any) -> list[str]:
+        key = json.dumps([prompt, fields])
+        if key not in known:
+            known[key] = [each.text for each in llm.generate([prompt], SamplingParams(**fields))]
+        return known[key]
+
+    return texts
+
+
+# Who does not read
+
+
+def test_who_does_not_read_slows_nobody_and_is_let_go(serve: Any) -> None:
+    """Its answer waits in the server, its place and its blocks are free, and others are served."""
+    server = serve()
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.connect(("127.0.0.1", server.port))
+
+    def make_its_buffer_small() -> bool:
+        connections = list(server.server.server_state.connections)
+        for each in connections:
+            each.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bool(connections)
+
+    server.wait_until(make_its_buffer_small)
+    deaf.sendall(streaming(n=2, max_tokens=100, logprobs=20))
+    assert server.complete(max_tokens=5).status == 200
+    server.wait_until_idle()
+    server.assert_all_is_given_back()
+    tasks = server.server.server_state.tasks
+    assert len(tasks) == 1, "the answer fits into the socket's buffers: the test needs a longer one"
+    reset(deaf)
+    server.wait_until(lambda: not tasks)
+
+
+# What fails
+
+
+def poison(token_id: int) -> Any:
+    def raise_if_there(token_ids: torch.Tensor) -> None:
+        if (token_ids == token_id).any():
+            raise RuntimeError("poisoned")
+
+    return raise_if_there
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What fails is logged, with a traceback; here that is no news."""
+    caplog.set_level("CRITICAL", logger="minicache")
+    return
+
+
+def test_a_poisoned_request_fails_alone(serve: Any, model: Any) -> None:
+    """A request that is under way goes on as if nothing had been, and so do those that come later."""
+    server = serve()
+    bad = 17
+    expected = server.complete(prompt=[5, 6], max_tokens=60, ignore_eos=True).json["choices"]
+    connection = server.open()
+    model.before = poison(bad)
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps({"prompt": [5, 6], "max_tokens": 60, "ignore_eos": True, "temperature": 0}),
+        {"Content-Type": "application/json"},
+    )
+    server.wait_until(lambda: any(each.request.output_token_ids for each in server.llm.answers.values()))
+    whole = server.complete(prompt=[5, bad], max_tokens=5)
+    streamed = server.complete(prompt=[5, bad], max_tokens=5, stream=True, n=2)
+    assert whole.status == 500
+    assert whole.json["error"]["type"] == "server_error"
+    assert whole.json["error"]["code"] == "step_failed"
+    assert streamed.status == 200
+    assert [event if event == "[DONE]" else event["error"]["code"] for event in streamed.events] == [
+        "step_failed",
+        "[DONE]",
+    ]
+    response = connection.getresponse()
+    if bad not in (expected_ids := server.llm.tokenizer.encode(expected[0]["text"])):
+        assert response.status == 200, expected_ids
+        assert json.loads(response.read())["choices"] == expected
+    connection.close()
+    assert server.complete(prompt=[5, 6], max_tokens=3).status == 200
+
+
+def test_a_model_that_always_fails_fails_everybody_and_the_server_lives(serve: Any, model: Any) -> None:
+    server = serve()
+
+    def fail(token_ids: torch.Tensor) -> None:
+        raise MemoryError("no more")
+
+    model.before = fail
+    for number in range(3):
+        assert server.complete(max_tokens=3, n=2, stream=bool(number % 2)).status in (200, 500)
+    assert server.ask("GET", "/health").status == 200
+    model.reset()
+    assert server.complete(max_tokens=3).status == 200
+    metrics = server.ask("GET", "/metrics").body.decode()
+    assert 'minicache:requests_failed_total{engine="0",model_name="minigpt"} 3.0' in metrics
+
+
+def test_what_a_failed_step_did_not_compute_is_not_found_in_the_prefix_cache(serve: Any, model: Any) -> None:
+    server = serve(max_num_batched_tokens=64)
+    prompt = list(range(20, 20 + 100))
+    expected = server.complete(prompt=prompt, max_tokens=8, cache_salt="another").json["choices"]
+    calls: list[int] = []
+
+    def fail_second(token_ids: torch.Tensor) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("once")
+
+    model.before = fail_second
+    assert server.complete(prompt=prompt, max_tokens=8).status == 500
+    for _ in range(2):
+        assert server.complete(prompt=prompt, max_tokens=8).json["choices"] == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_fail_the_request(serve: Any, model: Any, value: float) -> None:
+    server = serve()
+    model.after = lambda token_ids, logits: logits.fill_(value)
+    for fields in ({}, {"temperature": 1}, {"logprobs": 3}):
+        answer = server.complete(max_tokens=3, **fields)
+        assert answer.status == 500
+        assert answer.json["error"]["code"] == "step_failed"
+
+
+def test_a_log_probability_of_nothing_is_still_json(serve: Any, model: Any) -> None:
+    """−∞ has no JSON; a model that rules tokens out has it. vLLM says −9999."""
+    server = serve()
+
+    def rule_out(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        logits[:, 5:] = -torch.inf
+        return logits
+
+    model.after = rule_out
+    answer = server.complete(max_tokens=2, logprobs=20, ignore_eos=True)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    told = json.loads(answer.body, parse_constant=refuse)["choices"][0]["logprobs"]
+    assert min(told["top_logprobs"][0].values()) == -9999.0
+    streamed = server.complete(max_tokens=2, logprobs=20, ignore_eos=True, stream=True)
+    assert b"Infinity" not in streamed.body
+
+
+def test_a_tokenizer_that_raises_fails_its_step_and_no_more(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
+    tokenizer = server.llm.tokenizer
+    decode = tokenizer.decode
+
+    def raise_for_many(ids: Any) -> str:
+        ids = list(ids)
+        if 17 in ids:
+            raise RuntimeError("cannot be written")
+        return str(decode(ids))
+
+    monkeypatch.setattr(tokenizer, "decode", raise_for_many)
+    answer = server.complete(prompt=[5, 17], max_tokens=3)  # when the text is begun
+    assert answer.status == 500 or answer.status == 400
+    assert server.complete(prompt=[5, 6], max_tokens=1).status == 200
+    calls: list[int] = []
+
+    def raise_fourth(ids: Any) -> str:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("cannot be written")
+        return str(decode(ids))
+
+    monkeypatch.setattr(tokenizer, "decode", raise_fourth)
+    assert server.complete(max_tokens=30).status == 500
+    assert server.complete(max_tokens=3).status == 200
+
+
+def test_a_tokenizer_that_raises_for_log_probabilities_ends_the_stream_with_an_error(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    tokenizer = server.llm.tokenizer
+    decode = tokenizer.decode
+
+    def raise_for_one(ids: Any) -> str:
+        if threading.current_thread() is server.thread:
+            raise RuntimeError("cannot be written")
+        return str(decode(ids))
+
+    monkeypatch.setattr(tokenizer, "decode", raise_for_one)
+    assert server.complete(max_tokens=3, logprobs=1).status == 500
+    events = server.complete(max_tokens=3, logprobs=1, stream=True).events
+    assert events[-1] == "[DONE]"
+    assert events[-2]["error"]["type"] == "server_error"
+    server.wait_until_idle()
+    assert server.complete(max_tokens=3).status == 200
+
+
+# A full house
+
+
+def test_at_the_bound_the_next_is_told_when_to_come_back_and_places_are_given_back(serve: Any, model: Any) -> None:
+    server = serve(max_num_seqs=2, max_waiting=1)
+    go = threading.Event()
+    model.before = lambda token_ids: go.wait(60)
+    with server.connect() as one, server.connect() as three:
+        one.sendall(streaming(n=2))
+        server.wait_until(lambda: server.engine.num_unfinished == 2)
+        refused = server.complete(n=2)
+        assert refused.status == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json["error"]["type"] == "rate_limit_error"
+        three.sendall(streaming())
+        server.wait_until(lambda: server.engine.num_unfinished == 3)
+        assert server.complete().status == 429
+        assert server.complete(n=4).status == 400  # for whom there never is room is not told to come back
+        assert server.complete(prompt=["I", "I", "I", "I"]).status == 400
+        assert server.ask("GET", "/health").status == 200
+    go.set()
+    server.wait_until_idle()
+    assert server.complete(n=3, max_tokens=2).status == 200
+    metrics = server.ask("GET", "/metrics").body.decode()
+    assert re.search(r'requests_refused_total\{[^}]*reason="queue_full"\} 2\.0', metrics)
+
+
+def test_many_prompts_do_not_wait_one_step_each(serve: Any, model: Any) -> None:
+    """Sixteen prompts of one request are let in between the same two steps, not one by one."""
+    server = serve()
+    with server.connect() as other:
+        other.sendall(streaming(max_tokens=450))
+        read_until(other, b"data: ")
+        sizes: list[int] = []
+        model.before = lambda token_ids: sizes.append(token_ids.shape[1])
+        answer = server.complete(prompt=[[5, 6, 7]] * 16, max_tokens=1)
+        assert answer.status == 200
+        assert answer.json["usage"] == {"prompt_tokens": 48, "completion_tokens": 16, "total_tokens": 64}
+        assert max(sizes) >= 16 * 1  # prompts may be found in the cache, but one token each is computed
+    server.wait_until_idle()
+
+
+def test_if_one_of_many_prompts_is_refused_the_others_are_aborted(serve: Any, model: Any) -> None:
+    server = serve()
+    answer = server.complete(prompt=["I", "She", "Quetzalcoatl", "He"], max_tokens=100)
+    assert answer.status == 400
+    assert "Quetzalcoatl" in answer.json["error"]["message"]
+    server.wait_until_idle()
+
+
+# Who may come in
+
+
+PATHS = (
+    "/v1/models",
+    "/v1/models/minigpt",
+    "/v1/models/",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1//models",
+    "/%761/models",
+    "/v1%2Fmodels",
+    "/v1/../v1/models",
+    "/./v1/models",
+    "//v1/models",
+    "/V1/models",
+    "/v1",
+    "/v1/models?x=1",
+    "http://test/v1/models",
+)
+
+
+def test_nothing_of_the_model_is_told_without_the_key(serve: Any) -> None:
+    server = serve(api_key="sésame 1", served_model_name="the-secret-model")
+    key = "sésame 1".encode().decode("latin-1")
+    for path in PATHS:
+        for method in ("GET", "HEAD", "POST", "OPTIONS"):
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": f"Basic {key}"},
+                {"x-api-key": key},
+            ):
+                answer = server.ask(method, path, headers=headers)
+                assert answer.status in (401, 404), (method, path)
+                assert b"secret" not in answer.body
+    refused = server.ask("GET", "/v1/models")
+    assert refused.status == 401
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert refused.json["error"]["code"] == "invalid_api_key"
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        assert server.ask("GET", "/v1/models", headers={"Authorization": f"{scheme} {key}"}).status == 200
+    assert server.ask("GET", "/health").status == 200
+
+
+def test_an_empty_key_is_none(serve: Any) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        serve(api_key="")

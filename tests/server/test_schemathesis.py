@@ -1,0 +1,71 @@
+"""Bodies that nobody would think of, made from the API's own description: none of them is an error of the server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+
+from schemathesis import checks  # noqa: E402
+from schemathesis.specs.openapi import checks as openapi_checks  # noqa: E402
+
+NUM_EXAMPLES = int(os.environ.get("MINICACHE_SCHEMATHESIS_EXAMPLES", "15"))
+CHECKS = (
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+)
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with request.getfixturevalue("serve_for_module")() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def described(server: Any) -> Any:
+    return schemathesis.openapi.from_dict(server.ask("GET", "/openapi.json").json)
+
+
+OPERATIONS = (
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+)
+
+
+def test_these_are_all_operations(described: Any) -> None:
+    found = [(each.ok().method.upper(), each.ok().path) for each in described.get_all_operations()]
+    assert sorted(found) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=[path for _, path in OPERATIONS])
+def test_no_request_is_an_error_of_the_server(server: Any, described: Any, method: str, path: str, mode: Any) -> None:
+    operation = described[path][method]
+    if mode.is_negative and not operation.body:
+        pytest.skip("takes nothing that could be wrong")
+
+    @settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck), deadline=None)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def no_request_is(case: Any) -> None:
+        response = case.call(base_url=f"http://127.0.0.1:{server.port}", timeout=60)
+        case.validate_response(response, checks=CHECKS)
+
+    no_request_is()
+
+
+def test_after_all_of_that_nothing_is_left(server: Any) -> None:
+    server.wait_until_idle()
+    server.assert_all_is_given_back()
+    assert server.complete(max_tokens=2).status == 200

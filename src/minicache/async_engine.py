@@ -359,7 +359,7 @@ class AsyncEngine:
         Nothing of the step was recorded, so the others can go on as if it had not been. Requests of the step that have
         no token yet are suspected first: the others have been through steps like this one. If there are both, only the
         suspects are ended, and the step is tried again without them; if there are not, or tokens of the step have been
-        recorded already, all of the step. If the failure was not in a step (`schedule` itself raised), all requests.
+        recorded already, all of the step. If no step is remembered (`schedule` itself raised, twice), all requests.
 
         `last_step` says who was in the step; it is made to forget it, so that it is not taken for the next one that
         fails. A request is ended with all its answers: it is aborted, here in the thread, and its stream is failed in

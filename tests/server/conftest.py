@@ -233,6 +233,14 @@ def serve(model: Breakable) -> Iterator[Serve]:
         yield lambda **options: stack.enter_context(running(model, **options))
 
 
+@pytest.fixture
+def gate(serve: Serve) -> Iterator[threading.Event]:
+    """For a model to wait at; opened in the end, so that a test that has failed does not hold up its server's end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
 @pytest.fixture(scope="module")
 def serve_for_module(minigpt: MiniGPT) -> Serve:
     """The same for a module's own fixture: a context manager, and a model that cannot be broken."""

@@ -612,6 +612,7 @@ def test_the_dashboard_has_grafanas_shape() -> None:
 
 def test_the_scrape_example() -> None:
     import yaml
+
     config = yaml.safe_load((ROOT / "dashboards/prometheus.yml").read_text(encoding="utf-8"))
     [job] = config["scrape_configs"]
     assert job["metrics_path"] == "/metrics"

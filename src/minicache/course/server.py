@@ -122,10 +122,11 @@ def _answer(server: subprocess.Popen[str], kind: str) -> int:
 
 
 def preload_for(phase: Phase) -> tuple[str, ...]:
-    """What many runs of a phase should have loaded once: hypothesis, and torch and Triton if its reference has them."""
+    """What many runs of a phase should have loaded once: hypothesis, torch and Triton if the reference needs them."""
     if sys.platform != "linux":
         return ()  # macOS frameworks do not survive a fork, so there each child loads its own
-    return ("hypothesis", *(package for package in ("torch", "triton") if phase_imports(phase, package)))
+    needed = ["torch"] if phase_imports(phase, "torch") or phase_imports(phase, "LLM") else []
+    return ("hypothesis", *needed, *(["triton"] if phase_imports(phase, "triton") else []))
 
 
 def serve(preload: Sequence[str]) -> None:

@@ -84,7 +84,7 @@ class Tokenizer:
         spellings: dict[str, list[str]] = {}
         for known in self.words[1:]:
             spellings.setdefault(known.lower(), []).append(known)
-        near = difflib.get_close_matches(word.lower(), spellings, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(word.lower()[:100], spellings, n=3, cutoff=0.5)  # all are shorter
         nearest = [known for lowered in near for known in spellings[lowered]]
         advice = f"nearest: {', '.join(map(repr, nearest))}" if nearest else "no known word is near"
         return f"MiniGPT does not know the word {word!r}; {advice}"

@@ -11,7 +11,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minicache.server.app import Served
 
@@ -20,10 +20,15 @@ _MAX_HEAD_NBYTES = 64 * 2**10
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP by way of httptools, which itself keeps as many headers as anybody sends: here, 64 KiB of them."""
+    """uvicorn's HTTP by way of httptools, with two things mended.
+
+    httptools keeps as many headers as anybody sends: here, 64 KiB of them. And if a client that has sent a second
+    request behind its first leaves, uvicorn tells the second only: here, all that are unanswered.
+    """
 
     _num_head_nbytes = 0
     _is_in_head = True
+    _unanswered: tuple[RequestResponseCycle, ...] = ()
 
     def data_received(self, data: bytes) -> None:
         """Some bytes have come. Those of a head that came in one piece with its first byte are not counted."""
@@ -41,6 +46,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """Its head is complete."""
         self._is_in_head = False
         super().on_headers_complete()
+        cycles = dict.fromkeys((*self._unanswered, self.cycle))  # the last is not new if this was an upgrade
+        self._unanswered = tuple(each for each in cycles if each is not None and not each.response_complete)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has left."""
+        super().connection_lost(exc)
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
 
 class Server(uvicorn.Server):

@@ -1,0 +1,308 @@
+"""What engine and server cost over the bare model: three ladders in one run, at 1, 16 and 64 requests.
+
+- **model**: what a step cannot do without. A `RaggedStep` over the same contexts, one pass of the model, the likeliest
+  token of each sequence, and that as Python's ints. No scheduler, no requests, no text.
+- **engine**: `LLM.step()` in the same thread, as often as it takes.
+- **server**: `create_app` under uvicorn in a process of its own, so many streams over HTTP, each on its own connection.
+  The client is this process: the load client, which notes when each token came.
+
+All requests come at once, with prompts of 64 tokens, and want 128 more, whatever these are. Counted are the tokens from
+the 33rd to the 97th of each answer: by then all requests run, and none has ended. So all three ladders compute the same
+steps. The ladders take turns in another order each round. Time is cut into windows of 16 tokens, recorded is of each
+window the least of all rounds, and their sum: what the machine takes while nobody disturbs it. Processor time is
+recorded beside it: on a machine with fewer cores than busy threads, that is what serving costs.
+
+Two models: the shipped one (its steps are short, so that all else weighs more), and the random Llama of
+`benchmarks/engine.py`, 6.6 times as large. One thread for PyTorch.
+
+    python -m benchmarks.serving_overhead
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks._record import record
+from benchmarks.engine import SHAPE
+from minicache.blocks import BlockPool, BlockTable, blocks_for
+from minicache.engine import LLM
+from minicache.grammar import Tokenizer
+from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
+from minicache.logprobs import ServedLLM
+from minicache.model import MiniGPT, load_minigpt
+from minicache.paged import PagedStorage, RaggedStep
+from minicache.runner import lay_out, logits_at
+from minicache.sampling import SamplingParams
+
+GOAL = 0.15
+BATCHES = (1, 16, 64)
+ROUNDS = {"minigpt": 7, "llama": 4}
+NUM_PROMPT, NUM_NEW = 64, 128
+FIRST, LAST, WINDOW = 32, 96, 16
+BLOCK_SIZE = 16
+NUM_BLOCKS = max(BATCHES) * blocks_for(NUM_PROMPT + NUM_NEW, BLOCK_SIZE)
+LADDERS = ("model", "engine", "server")
+
+
+class Words:
+    """A tokenizer for the random model: every token is a word, so that its answers have a text like any other's."""
+
+    end_token_id = -1
+
+    def __init__(self) -> None:
+        self._words = Tokenizer().words[1:]
+
+    def encode(self, text: str) -> list[int]:
+        """Prompts are token ids here."""
+        raise ValueError("no texts")
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """The words, and spaces between them."""
+        return " ".join(self._words[each % len(self._words)] for each in ids)
+
+
+@dataclass(slots=True)
+class Run:
+    """One ladder's answer to so many requests.
+
+    Attributes:
+        times: when the n-th token had come, the mean of all requests, in seconds from anywhere; NUM_NEW of them.
+        cpu: processor time of the process meanwhile, at the same moments; empty if it was not looked at.
+    """
+
+    times: list[float]
+    cpu: list[float] = field(default_factory=list)
+
+    def windows(self) -> list[float]:
+        """Seconds of each window."""
+        return [self.times[at + WINDOW] - self.times[at] for at in range(FIRST, LAST, WINDOW)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    figures = {name: of_model(name) for name in ROUNDS}
+    show(figures)
+    record(
+        "serving_overhead",
+        {
+            "goal": GOAL,
+            "num_prompt_tokens": NUM_PROMPT,
+            "num_new_tokens": NUM_NEW,
+            "counted": [FIRST + 1, LAST + 1],
+            "window": WINDOW,
+            **figures,
+        },
+    )
+
+
+def make_model(name: str) -> tuple[MiniGPT, Words | Tokenizer]:
+    """A model and its tokenizer; everybody who calls this gets the same weights."""
+    if name == "minigpt":
+        return lay_out(load_minigpt()), Tokenizer()
+    torch.manual_seed(0)
+    return lay_out(MiniGPT(SHAPE).eval()), Words()
+
+
+def make_prompts(model: MiniGPT, batch: int) -> list[list[int]]:
+    """As many prompts."""
+    rng = random.Random(batch)
+    return [[rng.randrange(1, model.config.vocab_size) for _ in range(NUM_PROMPT)] for _ in range(batch)]
+
+
+def make_llm(kind: type[LLM], name: str) -> LLM:
+    """An engine as `minicache serve` makes it, with room for all."""
+    model, tokenizer = make_model(name)
+    return kind(model, tokenizer=tokenizer, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, prefix_caching=True)
+
+
+# The three ladders
+
+
+def of_model(name: str) -> dict[str, Any]:
+    """All ladders of one model."""
+    model, _ = make_model(name)
+    llm = make_llm(LLM, name)
+    with a_server(name) as (endpoint, cpu):
+        ladders: dict[str, Callable[[int, int], Run]] = {
+            "model": partial(bare, model),
+            "engine": partial(stepped, llm),
+            "server": partial(served, endpoint, cpu, model.config.vocab_size),
+        }
+        rng = random.Random(0)
+        turns = [(turn, batch, each) for turn in range(ROUNDS[name]) for batch in BATCHES for each in in_turns(rng)]
+        runs: dict[tuple[str, int], list[Run]] = {(each, batch): [] for each in LADDERS for batch in BATCHES}
+        for each in LADDERS:  # the first steps of a process are slower
+            ladders[each](BATCHES[1], -1)
+        for turn, batch, each in track(turns, description=f"Serving {name}"):
+            runs[each, batch].append(ladders[each](batch, turn))
+    num_parameters = sum(each.numel() for each in model.parameters())
+    return {
+        "num_parameters": num_parameters,
+        "rounds": ROUNDS[name],
+        "batches": {str(batch): compared({each: runs[each, batch] for each in LADDERS}, batch) for batch in BATCHES},
+    }
+
+
+def in_turns(rng: random.Random) -> list[str]:
+    """The ladders in an order by chance."""
+    return rng.sample(LADDERS, len(LADDERS))
+
+
+def bare(model: MiniGPT, batch: int, turn: int) -> Run:
+    """The model in a loop."""
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    config = model.config
+    storage = PagedStorage(pool, config.num_layers, config.num_kv_heads, config.head_dim)
+    tables = [BlockTable(pool) for _ in range(batch)]
+    token_ids = torch.tensor([token for prompt in make_prompts(model, batch) for token in prompt])
+    counts, times, cpu = [NUM_PROMPT] * batch, [], []
+    answers: list[list[int]] = []
+    with torch.inference_mode():
+        for _ in range(NUM_NEW):
+            step = RaggedStep(storage, tables, counts)
+            last = step.query_start_loc[1:] - 1
+            token_ids = logits_at(model, token_ids[None], step, last).argmax(dim=-1)
+            answers.append(token_ids.tolist())
+            times.append(time.perf_counter())
+            cpu.append(time.process_time())
+            counts = [1] * batch
+    return Run(times, cpu)
+
+
+def stepped(llm: LLM, batch: int, turn: int) -> Run:
+    """The engine in a loop. The prompts of each turn are others, so that the prefix cache finds nothing."""
+    vocab_size = llm.model.config.vocab_size
+    params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
+    for request in requests_of(batch, turn, vocab_size):
+        llm.add_request(request.prompt_token_ids, params)
+    times, cpu = [], []
+    while llm.has_unfinished:
+        llm.step()
+        times.append(time.perf_counter())
+        cpu.append(time.process_time())
+    assert len(times) == NUM_NEW
+    return Run(times, cpu)
+
+
+def served(endpoint: Endpoint, cpu: Callable[[], float], vocab_size: int, batch: int, turn: int) -> Run:
+    """The server, and as many clients."""
+    run = LoadRun(endpoint, requests_of(batch, turn, vocab_size))
+    before = cpu()
+    asyncio.run(run.run())
+    spent = cpu() - before
+    for outcome in run.outcomes:
+        if outcome.status != "ok" or outcome.num_tokens != NUM_NEW or len(outcome.token_times) != NUM_NEW:
+            raise RuntimeError(f"an answer is not what was asked for: {outcome}")
+    if max(outcome.token_times[FIRST] for outcome in run.outcomes) > min(
+        outcome.token_times[-1] for outcome in run.outcomes
+    ):
+        raise RuntimeError("not all requests were running together while tokens were counted")
+    times = [statistics.fmean(at) for at in zip(*(outcome.token_times for outcome in run.outcomes), strict=True)]
+    return Run(times, [spent])
+
+
+def requests_of(batch: int, turn: int, vocab_size: int) -> list[Any]:
+    """What is asked for: all at once, token ids for prompts."""
+    arrivals = fixed_arrivals(batch, float("inf"), NUM_PROMPT, NUM_NEW)
+    return make_requests(arrivals, model="bench", vocab_size=vocab_size, seed=1000 * turn + batch)
+
+
+# The server's process
+
+
+@contextmanager
+def a_server(name: str) -> Iterator[tuple[Endpoint, Callable[[], float]]]:
+    """A server in a process of its own: where it listens, and a call that asks for its processor time."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(name, there), daemon=True)
+    process.start()
+
+    def cpu() -> float:
+        here.send("cpu")
+        spent: float = here.recv()
+        return spent
+
+    try:
+        yield Endpoint("127.0.0.1", here.recv()), cpu
+    finally:
+        here.send("stop")
+        process.join(30)
+
+
+def serve(name: str, wire: Connection) -> None:
+    """What the process runs."""
+    import threading
+
+    from minicache.server.app import create_app
+    from minicache.server.running import Server
+
+    torch.set_num_threads(1)
+    app = create_app(make_llm(ServedLLM, name), served_model_name="bench")
+    server = Server(app, port=0, drain_seconds=1.0, on_listening=wire.send)
+
+    def obey() -> None:
+        while wire.recv() == "cpu":
+            wire.send(time.process_time())
+        server.stop()
+
+    threading.Thread(target=obey, daemon=True).start()
+    server.run()
+
+
+# What is recorded
+
+
+def compared(runs: dict[str, list[Run]], batch: int) -> dict[str, Any]:
+    """The ladders of one batch size: milliseconds a step, tokens a second, and how much longer than the model alone."""
+    num_steps = LAST - FIRST
+    windows = {each: zip(*(run.windows() for run in of), strict=True) for each, of in runs.items()}
+    least = {each: sum(map(min, of)) / num_steps for each, of in windows.items()}
+    median = {each: statistics.median(sum(run.windows()) for run in of) / num_steps for each, of in runs.items()}
+    ms = {each: round(1e3 * seconds, 4) for each, seconds in least.items()}
+    return {
+        "ms_per_step": ms,
+        "median_ms_per_step": {each: round(1e3 * seconds, 4) for each, seconds in median.items()},
+        "tokens_per_second": {each: round(batch / seconds, 1) for each, seconds in least.items()},
+        "engine_over_model": round(least["engine"] / least["model"] - 1, 4),
+        "server_over_engine": round(least["server"] / least["engine"] - 1, 4),
+        "server_over_model": round(least["server"] / least["model"] - 1, 4),
+        "cpu_ms_per_token": {each: round(1e3 * min(map(cpu_per_token, of)) / batch, 4) for each, of in runs.items()},
+    }
+
+
+def cpu_per_token(run: Run) -> float:
+    """Processor time of all requests for one token each; prompts and ends of answers included, at all ladders alike."""
+    return (run.cpu[-1] - (run.cpu[0] if len(run.cpu) > 1 else 0.0)) / NUM_NEW
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Milliseconds a step, and the overhead."""
+    table = Table(title="Milliseconds a step, and how much longer than the model alone", box=SIMPLE_HEAD)
+    for heading in ("model", "requests", *LADDERS, "engine over model", "server over model"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for name, told in figures.items():
+        for batch, found in told["batches"].items():
+            ms = [f"{found['ms_per_step'][each]:.2f}" for each in LADDERS]
+            over = [f"{found[each]:+.1%}" for each in ("engine_over_model", "server_over_model")]
+            table.add_row(name, batch, *ms, *over)
+    Console(highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    main()

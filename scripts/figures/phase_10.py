@@ -1,0 +1,241 @@
+"""The figures of phase 10: two threads, the line, latencies against the rate, what a step costs, an event's bytes.
+
+The event's bytes are those that `sse_event` writes. Latencies and costs are drawn from
+benchmarks/results/serving_http.json and serving_overhead.json; the rest is drawn by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator
+
+from minicache.palette import INK, Scheme, color
+from minicache.server.streaming import sse_event
+from scripts.figures.style import TYPE_SIZE, Diagram, draw
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+SMALL = TYPE_SIZE * 0.85
+
+
+def main() -> None:
+    """Draw them all."""
+    draw("phase-10-two-threads", two_threads, size=(7.2, 3.6))
+    draw("phase-10-line", line, size=(7.2, 3.48))
+    draw("phase-10-latency-rate", latency_against_rate, size=(7.2, 3.6))
+    draw("phase-10-overhead", overhead, size=(7.2, 3.0))
+    draw("phase-10-sse-bytes", event_bytes, size=(7.2, 3.6))
+
+
+def results(name: str) -> dict[str, Any]:
+    """What a benchmark found."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+# --- theory 1: one thread owns the model ------------------------------------------------------------------------------
+
+
+def two_threads(figure: Figure, scheme: Scheme) -> None:
+    """Three steps: requests come in as commands, a step's chunks go out in one call, and a client leaves."""
+    diagram = Diagram(figure, scheme, width=24, height=12)
+    thread, loop, high = 2.4, 7.6, 1.4
+    for y, words in ((thread, "the engine's\nthread"), (loop, "the event\nloop")):
+        diagram.text(0.2, y + high / 2, words, bold=True)
+    steps = ((6.2, "0, 1, 2"), (11.0, "0, 1, 2"), (17.5, "0"))
+    for x, who in steps:
+        diagram.cell(x, thread, f"step: {who}", "generated", width=4.4, height=high)
+        end = x + 4.4
+        diagram.arrow((end, thread + high + 0.1), (end + 0.4, loop - 0.1))
+        diagram.cell(
+            end + 0.1, loop, f"to {who}", "shared", width=2.4 if "," in who else 1.5, height=high, fontsize=SMALL
+        )
+    for row, name in enumerate("012"):
+        x = 3.1 + row * 0.85
+        diagram.cell(x, loop, name, "prompt", width=0.85, height=high, fontsize=SMALL)
+        diagram.cell(x + 0.5, thread, name, "prompt", width=0.85, height=high, fontsize=SMALL)
+        diagram.arrow((x + 0.42, loop - 0.1), (x + 0.92, thread + high + 0.1))
+    diagram.cell(13.3, loop, "1 leaves", "end", width=2.1, height=high, fontsize=SMALL)
+    diagram.cell(15.5, thread, "abort 1", "end", width=1.9, height=high, fontsize=SMALL)
+    diagram.arrow((14.3, loop - 0.1), (16.5, thread + high + 0.1))
+    for x, words in ((3.1, "between steps:\nadd 0, 1, 2"), (15.5, "between steps:\n1 is gone, its blocks free")):
+        diagram.text(x, thread - 1.1, words, fontsize=SMALL)
+    diagram.text(6.9, 5.6, "commands go up", fontsize=SMALL)
+    diagram.text(21.7, 5.6, "chunks come down,\none call a step", align="right", fontsize=SMALL)
+    diagram.arrow((3.1, 9.8), (23.6, 9.8))
+    diagram.text(23.6, 10.3, "time", align="right", fontsize=SMALL)
+    roles = {
+        "prompt": "a request",
+        "generated": "a step of the model",
+        "shared": "chunks to streams",
+        "end": "a client leaves",
+    }
+    diagram.legend(roles, 0.4, 11.1, step=5.9, size=0.6)
+
+
+# --- theory 2: who is let in ------------------------------------------------------------------------------------------
+
+
+def line(figure: Figure, scheme: Scheme) -> None:
+    """Two seats and two places behind them: four are in, the fifth is told to come back; then a place is free."""
+    diagram = Diagram(figure, scheme, width=24, height=11.6)
+    width, high, left, wall = 1.9, 1.7, 4.6, 13.2
+    middle = left + 2 * width + 0.5
+    diagram.text(left, 0.9, "2 seats", bold=True)
+    diagram.text(middle, 0.9, "2 behind them", bold=True)
+    rows: tuple[tuple[float, str, list[str], list[str]], ...] = (
+        (1.7, "all places\nare taken", ["1", "2"], ["3", "4"]),
+        (5.4, "1 has ended,\n3 has its seat", ["2", "3"], ["4", ""]),
+    )
+    for y, words, seated, waiting in rows:
+        diagram.text(0.3, y + high / 2, words)
+        diagram.row(left, y, seated, ["generated"] * 2, width=width, height=high)
+        diagram.row(middle, y, waiting, ["prompt" if each else "free" for each in waiting], width=width, height=high)
+        diagram.axes.plot([wall, wall], [y - 0.4, y + high + 0.4], color=INK[scheme], linewidth=3)
+    _turned_away(diagram, 1.7, wall, "5", "429, Retry-After")
+    _turned_away(diagram, 5.4, wall, "n = 2", "429: it needs two places")
+    diagram.cell(wall + 1.7, 7.9, "6", "prompt", width=width, height=high)
+    diagram.arrow((wall + 1.6, 7.9 + high / 2), (middle + 1.6 * width, 5.4 + high + 0.15))
+    diagram.text(wall + 4.0, 7.9 + high / 2, "comes in", bold=True)
+    roles = {
+        "generated": "in the batch, has blocks",
+        "prompt": "waits, costs its prompt",
+        "end": "refused",
+        "free": "free",
+    }
+    for (role, meaning), x in zip(roles.items(), (0.3, 8.0, 15.5, 19.6), strict=True):
+        diagram.legend({role: meaning}, x, 10.6, size=0.6)
+
+
+def _turned_away(diagram: Diagram, y: float, wall: float, name: str, words: str) -> None:
+    """Somebody stands at the wall, and is told."""
+    diagram.cell(wall + 1.7, y, name, "end", width=1.9, height=1.7)
+    diagram.arrow((wall + 1.6, y + 0.85), (wall + 0.2, y + 0.85))
+    diagram.text(wall + 4.0, y + 0.85, words, bold=True)
+
+
+# --- theory 5: what to measure ----------------------------------------------------------------------------------------
+
+
+def latency_against_rate(figure: Figure, scheme: Scheme) -> None:
+    """TTFT and TPOT, the median and the slowest hundredth, against the rate: measured, and foretold."""
+    found = results("serving_http")
+    rates = found["rates"]
+    panels = figure.subplots(1, 2)
+    titles = {"ttft": "time to first token, ms", "tpot": "time per output token, ms"}
+    for axes, (what, title) in zip(panels, titles.items(), strict=True):
+        for statistic, role, marker in (("p50", "generated", "o"), ("p99", "end", "s")):
+            for source, style in (("measured", "-"), ("predicted", "--")):
+                axes.plot(
+                    [each["rate"] for each in rates],
+                    [each[source][f"{what}_{statistic}_ms"] for each in rates],
+                    style,
+                    marker=marker,
+                    markersize=5,
+                    markerfacecolor=color(role, scheme) if source == "measured" else "none",
+                    color=color(role, scheme),
+                    linewidth=1.6,
+                    label=f"{statistic} {source}",
+                )
+        axes.axvline(found["requests_per_second_at_most"], color=INK[scheme], linestyle=":", linewidth=1.4)
+        axes.set(xlabel="requests a second", xlim=(0, None))
+        axes.set_title(title, fontsize=TYPE_SIZE)
+    panels[0].set_yscale("log")
+    panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[0].yaxis.set_major_formatter("{x:,.0f}")
+    panels[0].minorticks_off()
+    panels[1].set_ylim(0, None)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=SMALL)
+
+
+# --- theory 1 and 5: what it costs ------------------------------------------------------------------------------------
+
+
+def overhead(figure: Figure, scheme: Scheme) -> None:
+    """A step's time in three parts, at 1, 16 and 64 requests, of both models: in parts of what the model takes."""
+    found = results("serving_overhead")
+    panels = figure.subplots(1, 2, sharey=True)
+    names = {"minigpt": "MiniGPT", "llama": "random Llama"}
+    for axes, (name, title) in zip(panels, names.items(), strict=True):
+        batches = found[name]["batches"]
+        for row, told in enumerate(batches.values()):
+            ms = told["ms_per_step"]
+            shares = {
+                "generated": ms["model"],
+                "shared": ms["engine"] - ms["model"],
+                "end": ms["server"] - ms["engine"],
+            }
+            left = 0.0
+            for role, part in shares.items():
+                share = max(part, 0.0) / ms["model"]
+                axes.barh(row, share, left=left, color=color(role, scheme), height=0.62)
+                left += share
+            axes.annotate(
+                f"{told['server_over_model']:+.0%}",
+                (0.99, row),
+                xycoords=("axes fraction", "data"),
+                va="center",
+                ha="right",
+            )
+        axes.axvline(1 + found["goal"], color=INK[scheme], linestyle="--", linewidth=1.2)
+        axes.set(
+            yticks=range(len(batches)),
+            yticklabels=[f"{batch} requests" if batch != "1" else "1 request" for batch in batches],
+        )
+        axes.set_xlabel("time of a step, the model alone = 1")
+        axes.set_title(f"{title}, {found[name]['num_parameters'] / 1e6:.1f} M", fontsize=TYPE_SIZE)
+        axes.set_xlim(0, max(1.6, 1.25 * axes.get_xlim()[1]))
+        axes.grid(visible=False, axis="y")
+    panels[0].invert_yaxis()
+    parts = {"model": "generated", "engine": "shared", "server": "end"}
+    handles = [Patch(color=color(role, scheme), label=name) for name, role in parts.items()]
+    goal = Line2D([], [], color=INK[scheme], linestyle="--", linewidth=1.2, label="the goal, for 64 requests")
+    figure.legend(handles=[*handles, goal], loc="outside lower center", ncols=4)
+
+
+# --- theory 4: events over HTTP ---------------------------------------------------------------------------------------
+
+
+def event_bytes(figure: Figure, scheme: Scheme) -> None:
+    """One event on the wire, a chunk of HTTP around it; a cell for each byte, and what each of the parts is for."""
+    event = sse_event('{"text": " saw"}')
+    chunk = f"{len(event):x}".encode() + b"\r\n" + event + b"\r\n"
+    parts = (
+        ("free", len(f"{len(event):x}") + 2, "how many bytes the event has, in hex, and CR LF: HTTP's chunk begins"),
+        ("prompt", len("data: "), "the field of an event that carries data"),
+        ("generated", len(event) - len("data: ") - 2, "JSON, in one line"),
+        ("end", 2, "LF ends the line, LF again ends the event: now the client acts on it"),
+        ("free", 2, "CR LF: HTTP's chunk ends. The client's HTTP library takes it away"),
+    )
+    roles = [role for role, count, _ in parts for _ in range(count)]
+    assert len(roles) == len(chunk)
+    diagram = Diagram(figure, scheme, width=24, height=12)
+    width, per_row = 1.4, 16
+    shown = {"\r": "CR", "\n": "LF", " ": "␣"}
+    for place, (byte, role) in enumerate(zip(chunk, roles, strict=True)):
+        x, y = 0.8 + place % per_row * width, 0.6 + place // per_row * 2.6
+        letter = chr(byte)
+        diagram.cell(
+            x,
+            y,
+            shown.get(letter, letter),
+            role,
+            width=width,
+            height=1.3,
+            fontsize=SMALL if letter in "\r\n" else TYPE_SIZE,
+        )
+        diagram.text(x + width / 2, y + 1.75, f"{byte:02x}", align="center", fontsize=TYPE_SIZE * 0.75)
+    for row, (role, _, words) in enumerate(parts):
+        y = 5.9 + row * 1.15
+        diagram.cell(0.8, y, "", role, width=0.7, height=0.7)
+        diagram.text(1.9, y + 0.35, words, fontsize=TYPE_SIZE * 0.9)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""`minicache serve` where it cannot: the user is told in one line why."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from minicache.cli import app
+from minicache.errors import CheckpointError, MissingExtraError
+
+
+@pytest.mark.parametrize("module", ["fastapi", "uvicorn", "prometheus_client", "httptools"])
+def test_without_its_extra_it_says_what_to_install(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.startswith(("minicache.server", "uvicorn.protocols"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    result = CliRunner().invoke(app, ["serve"])
+    assert isinstance(result.exception, MissingExtraError)
+    assert module in str(result.exception)
+    assert "minicache[serve]" in str(result.exception)
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    result = CliRunner().invoke(app, ["serve", "--model", "/nowhere/at/all"])
+    assert isinstance(result.exception, CheckpointError)
+    assert "/nowhere/at/all" in str(result.exception)

@@ -1,0 +1,292 @@
+"""Phase 10, task 1: the stream of one request: chunks as they come, the end, an error, and a client that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from minicache.async_engine import AnswerStream
+from minicache.course.checks import call, that
+from minicache.errors import StepFailedError
+
+BROKEN = StepFailedError("the model broke")
+
+
+@pytest.fixture
+def a_stream():
+    """`a_stream(num_answers=1)`: a stream, and the list of those that it says have left."""
+
+    def create(num_answers=1):
+        left = []
+        return AnswerStream("a", num_answers, left.append), left
+
+    return create
+
+
+async def read(stream, texts):
+    """Read to the end, into a list, so that what came before an error is there too."""
+    async for chunk in stream:
+        texts.append(chunk.text)
+
+
+def texts(chunks):
+    return [chunk.text for chunk in chunks]
+
+
+# Fetching
+
+
+def test_take_fetches_all(scenario, a_stream, a_chunk):
+    """Three chunks were put: one `take()` gives a list of the three, in their order."""
+
+    async def main():
+        stream, _ = a_stream()
+        chunks = [a_chunk("the"), a_chunk(" cat"), a_chunk(" saw")]
+        for chunk in chunks:
+            call(stream.put, chunk).gives(None)
+        (await scenario.ask("stream.take() after three chunks", stream.take())).gives(chunks)
+
+    scenario.run(main)
+
+
+def test_take_waits(scenario, a_stream, a_chunk):
+    """`take()` waits for a chunk, the first time and again each time when all have been fetched."""
+
+    async def main():
+        stream, _ = a_stream()
+        for text in ("the", " cat", " saw"):
+            taking = asyncio.ensure_future(stream.take())
+            await scenario.waits("stream.take() when no chunk is there", taking, "the answer has not ended")
+            stream.put(a_chunk(text))
+            (await scenario.ask("stream.take(), waiting when a chunk is put", taking)).gives([a_chunk(text)])
+
+    scenario.run(main)
+
+
+def test_one_by_one(scenario, a_stream, a_chunk):
+    """`async for` gives each chunk, waits for those that are not there yet, and ends after the last."""
+
+    async def main():
+        stream, _ = a_stream()
+        found = []
+        stream.put(a_chunk("the"))
+        reading = asyncio.ensure_future(read(stream, found))
+        await scenario.waits("async for, with one chunk there", reading, "the answer has not ended")
+        that("what `async for` has given so far", found).gives(["the"])
+        stream.put(a_chunk(" cat"))
+        stream.put(a_chunk(" saw"))
+        await scenario.waits("async for, when two more chunks were put", reading, "the answer has not ended")
+        that("what `async for` has given so far", found).gives(["the", " cat", " saw"])
+        stream.put(a_chunk(" her", "length"))
+        (await scenario.ask("async for, when the last chunk was put", reading)).gives(None)
+        that("what `async for` has given", found).gives(["the", " cat", " saw", " her"])
+
+    scenario.run(main)
+
+
+def test_one_then_all(scenario, a_stream, a_chunk):
+    """`anext()` fetches one chunk; the others stay, and `take()` finds them."""
+
+    async def main():
+        stream, _ = a_stream()
+        for text in ("the", " cat", " saw"):
+            stream.put(a_chunk(text))
+        (await scenario.ask("anext(stream) of three chunks", stream.__anext__())).gives(a_chunk("the"))
+        (await scenario.ask("stream.take() after that", stream.take())).gives([a_chunk(" cat"), a_chunk(" saw")])
+
+    scenario.run(main)
+
+
+def test_a_reader_that_was_cancelled(scenario, a_stream, a_chunk):
+    """A `take()` that is cancelled while it waits loses nothing: the next one gives the chunk."""
+
+    async def main():
+        stream, _ = a_stream()
+        taking = asyncio.ensure_future(stream.take())
+        await scenario.waits("stream.take() when no chunk is there", taking, "the answer has not ended")
+        taking.cancel()
+        await asyncio.wait({taking})
+        stream.put(a_chunk("the"))
+        (await scenario.ask("stream.take() after one that was cancelled", stream.take())).gives([a_chunk("the")])
+
+    scenario.run(main)
+
+
+def test_a_reader_that_sleeps(scenario, a_stream, a_chunk):
+    """2,000 chunks wait for a reader that does not come, in their order; `put()` never waits for it."""
+
+    async def main():
+        stream, _ = a_stream()
+        for number in range(2000):
+            stream.put(a_chunk(str(number)))
+        chunks = await scenario.result("stream.take() after 2,000 chunks", stream.take())
+        that("the texts of the chunks that it gave", texts(chunks)).gives([str(number) for number in range(2000)])
+
+    scenario.run(main)
+
+
+# The end
+
+
+def test_the_end(scenario, a_stream, a_chunk):
+    """After the last chunk `take()` gives [], however often it is asked, and `async for` ends."""
+
+    async def main():
+        stream, left = a_stream()
+        stream.put(a_chunk("the"))
+        stream.put(a_chunk(" end", "stop"))
+        that("texts that take() gives", texts(await scenario.result("stream.take()", stream.take()))).gives(
+            ["the", " end"]
+        )
+        for _ in range(2):
+            (await scenario.ask("stream.take() when the answer has ended", stream.take())).gives([])
+        (await scenario.ask("anext(stream) when the answer has ended", stream.__anext__())).raises(StopAsyncIteration)
+        stream.close()
+        that("what `leave` was called with, by close() after the end", left).gives([])
+
+    scenario.run(main)
+
+
+def test_two_answers(scenario, a_stream, a_chunk):
+    """Of two answers one has ended: the stream goes on until the other has, too."""
+
+    async def main():
+        stream, left = a_stream(num_answers=2)
+        stream.put(a_chunk("one", "length", index=0))
+        that("stream.num_unfinished, when one of two answers has ended", stream.num_unfinished).gives(1)
+        (await scenario.ask("stream.take()", stream.take())).gives([a_chunk("one", "length", index=0)])
+        taking = asyncio.ensure_future(stream.take())
+        await scenario.waits("stream.take() when one of two answers has ended", taking, "the other goes on")
+        stream.put(a_chunk("two", index=1))
+        (await scenario.ask("stream.take(), waiting", taking)).gives([a_chunk("two", index=1)])
+        stream.put(a_chunk("!", "stop", index=1))
+        that("stream.num_unfinished, when both have ended", stream.num_unfinished).gives(0)
+        (await scenario.ask("stream.take()", stream.take())).gives([a_chunk("!", "stop", index=1)])
+        (await scenario.ask("stream.take() when both have ended", stream.take())).gives([])
+        that("what `leave` was called with", left).gives([])
+
+    scenario.run(main)
+
+
+# An error
+
+
+def test_an_error_comes_last(scenario, a_stream, a_chunk):
+    """The stream is failed while two chunks wait: `take()` gives these first, and then raises the error."""
+
+    async def main():
+        stream, left = a_stream()
+        stream.put(a_chunk("the"))
+        stream.put(a_chunk(" cat"))
+        call(stream.fail, BROKEN).gives(None)
+        outcome = await scenario.ask("stream.take(), of a failed stream with two chunks", stream.take())
+        outcome.gives([a_chunk("the"), a_chunk(" cat")])
+        for _ in range(2):
+            outcome = await scenario.ask("stream.take(), of a failed stream without chunks", stream.take())
+            outcome.raises(StepFailedError, saying="the model broke")
+        stream.close()
+        that("what `leave` was called with, by close() of a failed stream", left).gives([])
+
+    scenario.run(main)
+
+
+def test_an_error_one_by_one(scenario, a_stream, a_chunk):
+    """`async for` gives the chunks that came before the error, and then raises it: it must not just end."""
+
+    async def main():
+        stream, _ = a_stream()
+        found = []
+        stream.put(a_chunk("the"))
+        stream.put(a_chunk(" cat"))
+        stream.fail(BROKEN)
+        outcome = await scenario.ask("async for, of a failed stream with two chunks", read(stream, found))
+        outcome.raises(StepFailedError, saying="the model broke")
+        that("what `async for` has given before", found).gives(["the", " cat"])
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("how", ["take", "anext", "accepted"])
+def test_an_error_wakes(scenario, a_stream, how):
+    """Who waits for a chunk, or for the request to be accepted, is woken by an error, and raises it."""
+
+    async def main():
+        stream, _ = a_stream()
+        waiting = {"take": stream.take, "anext": stream.__anext__, "accepted": stream.accepted}[how]
+        task = asyncio.ensure_future(waiting())
+        await scenario.waits(f"{how}() of a new stream", task, "nothing has come")
+        stream.fail(BROKEN)
+        outcome = await scenario.ask(f"{how}(), waiting when the stream is failed", task)
+        outcome.raises(StepFailedError, saying="the model broke")
+
+    scenario.run(main)
+
+
+# Leaving
+
+
+def test_close_leaves(scenario, a_stream, a_chunk):
+    """`close()` of an unfinished stream calls `leave` with it, once; a second `close()` does nothing."""
+
+    async def main():
+        stream, left = a_stream()
+        stream.put(a_chunk("the"))
+        call(stream.close).gives(None)
+        that("how often `leave` was called with this stream, after close()", left.count(stream)).gives(1)
+        stream.close()
+        that("how often `leave` was called, after another close()", len(left)).gives(1)
+        (await scenario.ask("stream.take() of a closed stream", stream.take())).gives([])
+        (await scenario.ask("anext(stream) of a closed stream", stream.__anext__())).raises(StopAsyncIteration)
+
+    scenario.run(main)
+
+
+def test_close_with_one_answer_unfinished(scenario, a_stream, a_chunk):
+    """One of two answers has ended: `close()` leaves the other."""
+
+    async def main():
+        stream, left = a_stream(num_answers=2)
+        stream.put(a_chunk("one", "length", index=0))
+        stream.close()
+        that("how often `leave` was called, with one answer unfinished", len(left)).gives(1)
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("how", ["take", "anext"])
+def test_close_wakes(scenario, a_stream, how):
+    """Another task waits for a chunk when the stream is closed: it is told that there will be none."""
+
+    async def main():
+        stream, _ = a_stream()
+        task = asyncio.ensure_future(stream.take() if how == "take" else stream.__anext__())
+        await scenario.waits(f"{how}() of a new stream", task, "nothing has come")
+        stream.close()
+        outcome = await scenario.ask(f"{how}(), waiting when the stream is closed", task)
+        if how == "take":
+            outcome.gives([])
+        else:
+            outcome.raises(StopAsyncIteration)
+
+    scenario.run(main)
+
+
+def test_who_leaves_the_block_has_left(scenario, a_stream, a_chunk):
+    """A `with` block that is left by a task that is cancelled closes the stream: `close` is no coroutine."""
+
+    async def main():
+        stream, left = a_stream()
+
+        async def client():
+            with stream:
+                await stream.take()
+
+        task = asyncio.ensure_future(client())
+        await scenario.waits("stream.take() in a `with` block", task, "nothing has come")
+        task.cancel()
+        outcome = await scenario.ask("a cancelled task in a `with` block", task)
+        outcome.raises(asyncio.CancelledError)
+        that("how often `leave` was called", len(left)).gives(1)
+
+    scenario.run(main)

@@ -1,0 +1,292 @@
+"""Phase 10, task 2: the thread's loop: commands, a step, its chunks to the event loop. Requests are added by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from minicache.async_engine import AnswerStream
+from minicache.course.checks import call, that
+
+PROMPTS = {"a": [1, 2, 3], "b": [7], "c": [5] * 9}
+
+
+# What comes of it
+
+
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_each_stream_gets_its_tokens(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers, names):
+    """Each stream has the tokens that `LLM.generate` gives its prompt alone, in order, and ends."""
+
+    async def main():
+        engine = scenario.engine(tiny_llm())
+        streams = {name: add_by_hand(engine, name, PROMPTS[name], params(seed=ord(name))) for name in names}
+        for name, stream in streams.items():
+            outcome = await scenario.ask(f"the tokens of stream {name!r}", all_tokens(stream))
+            outcome.gives(right_answers(PROMPTS[name], params(seed=ord(name))))
+        that("engine.streams, when all have ended", list(engine.streams)).gives([])
+        that("engine.num_unfinished, when all have ended", engine.num_unfinished).gives(0)
+
+    scenario.run(main)
+
+
+def test_two_answers(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
+    """A request with n = 2 has one stream, and both answers are in it."""
+
+    async def main():
+        engine = scenario.engine(tiny_llm())
+        its = params(max_tokens=4, n=2)
+        stream = add_by_hand(engine, "a", PROMPTS["a"], its)
+        outcome = await scenario.ask("the tokens of a stream with n = 2", all_tokens(stream))
+        outcome.gives(right_answers(PROMPTS["a"], its))
+        that("engine.num_unfinished, when both have ended", engine.num_unfinished).gives(0)
+
+    scenario.run(main)
+
+
+def test_whose_thread(scenario, tiny_llm, params, add_by_hand, all_tokens):
+    """Steps and commands run in the engine's thread; chunks are put into their streams in the event loop's."""
+
+    async def main():
+        engine = scenario.engine(tiny_llm())
+        obeyed, put = set(), set()
+
+        class Spy(AnswerStream):
+            def put(self, chunk):
+                put.add(threading.get_ident())
+                super().put(chunk)
+
+        engine.commands.put(lambda: obeyed.add(threading.get_ident()))
+        engine.streams["a"] = stream = Spy("a", 1, lambda stream: None)
+        engine.num_unfinished += 1
+        engine.commands.put(lambda: engine.llm.add_request([1, 2], params(), request_id="a"))
+        await scenario.result("the tokens of a stream", all_tokens(stream))
+        here = threading.get_ident()
+        that("whether steps run in the event loop's thread", here in engine.llm.threads).gives(False)
+        that("whether steps and commands run in one thread", obeyed == engine.llm.threads).gives(True)
+        that("whether chunks are put in the event loop's thread, all of them", put == {here}).gives(True)
+
+    scenario.run(main)
+
+
+# When commands are obeyed
+
+
+def test_commands_first(scenario, tiny_llm, params):
+    """Three commands are there, and a request is unfinished: the commands are obeyed, in their order, then a step."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.add_request([1, 2], params(max_tokens=1), request_id="a")
+        engine = scenario.new_engine(llm)
+        log = []
+        for number in range(3):
+            engine.commands.put(lambda number=number: log.append((number, len(llm.steps))))
+        engine.start()
+        await scenario.until("the request is served", lambda: not llm.answers)
+        that("the commands as they were obeyed, and how many steps had begun then", log).gives([(0, 0), (1, 0), (2, 0)])
+
+    scenario.run(main)
+
+
+def test_no_step_for_who_has_left(scenario, tiny_llm, params):
+    """The only request is aborted by a command that is there: no step is begun for it."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.add_request([1, 2], params(), request_id="a")
+        engine = scenario.new_engine(llm)
+        obeyed = threading.Event()
+        engine.commands.put(lambda: llm.abort_request("a"))
+        engine.commands.put(obeyed.set)
+        engine.start()
+        await scenario.until("the commands are obeyed", obeyed.is_set)
+        engine.commands.put(None)
+        await scenario.until("the thread has ended", engine.has_ended.is_set, "that None ends it")
+        that("the requests of each step", llm.steps).gives([])
+
+    scenario.run(main)
+
+
+def test_between_two_steps(scenario, tiny_llm, params, add_by_hand):
+    """Commands that come during a step are obeyed when it is over, all of them before the next one begins."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.engine(llm)
+        add_by_hand(engine, "a", [1, 2], params(max_tokens=3))
+        await scenario.until("the first step is under way", lambda: len(llm.steps) == 1)
+        log = []
+        for number in range(2):
+            engine.commands.put(lambda number=number: log.append((number, len(llm.steps))))
+        add_by_hand(engine, "b", [3], params(max_tokens=2))
+        await asyncio.sleep(0)
+        that("commands obeyed while the step is under way", log).gives([])
+        llm.let(1)
+        await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
+        that("the commands as they were obeyed, and how many steps had begun then", log).gives([(0, 1), (1, 1)])
+        that("the requests of each step", llm.steps).gives([["a"], ["a", "b"]])
+
+    scenario.run(main)
+
+
+def test_chunks_come_with_their_step(scenario, tiny_llm, params, add_by_hand):
+    """The chunk of a step is in its stream before the next step is over: tokens are not kept back to the end."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.engine(llm)
+        stream = add_by_hand(engine, "a", [1, 2], params(max_tokens=3))
+        for number in range(3):
+            llm.let(1)
+            chunks = await scenario.result(f"stream.take() after step {number + 1} of 3", stream.take())
+            that("chunks that it gave", len(chunks)).gives(1)
+
+    scenario.run(main)
+
+
+# Nothing to do
+
+
+def test_it_sleeps(scenario, tiny_llm, counting_queue):
+    """Nothing is unfinished: no step is begun, and the thread sleeps until a command comes, instead of looking."""
+
+    async def main():
+        llm = tiny_llm()
+        engine = scenario.new_engine(llm)
+        engine.commands = counting_queue()
+        obeyed = threading.Event()
+        engine.commands.put(obeyed.set)
+        engine.start()
+        await scenario.until("the first command is obeyed", obeyed.is_set)
+        before = llm.num_asks + engine.commands.num_looks
+        for _ in range(15):
+            await asyncio.sleep(0.01)
+        num_looks = llm.num_asks + engine.commands.num_looks - before
+        told = "not at all" if num_looks <= 10 else f"{num_looks} times"
+        that("how often the idle thread has looked for work in 0.15 s", told).gives("not at all")
+        that("steps of an idle engine", len(llm.steps)).gives(0)
+
+    scenario.run(main)
+
+
+def test_it_wakes(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
+    """One request, nothing for a while, then another: both are served."""
+
+    async def main():
+        engine = scenario.engine(tiny_llm())
+        for name in "ab":
+            stream = add_by_hand(engine, name, PROMPTS[name], params())
+            outcome = await scenario.ask(f"the tokens of stream {name!r}, of an idle engine", all_tokens(stream))
+            outcome.gives(right_answers(PROMPTS[name], params()))
+            await asyncio.sleep(0.01)
+
+    scenario.run(main)
+
+
+# The end
+
+
+def test_none_ends_it(scenario, tiny_llm):
+    """The command None ends an idle thread."""
+
+    async def main():
+        engine = scenario.engine(tiny_llm())
+        engine.commands.put(None)
+        await scenario.until("the thread has ended", engine.has_ended.is_set, "that None ends it")
+
+    scenario.run(main)
+
+
+def test_none_ends_it_at_once(scenario, tiny_llm, params, add_by_hand):
+    """None comes during a step: it ends, and there is no other, though a request is unfinished and commands wait."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.engine(llm)
+        add_by_hand(engine, "a", [1, 2], params())
+        await scenario.until("the first step is under way", lambda: len(llm.steps) == 1)
+        obeyed = []
+        engine.commands.put(None)
+        engine.commands.put(lambda: obeyed.append("a command behind None"))
+        llm.let_all()
+        await scenario.until("the thread has ended", engine.has_ended.is_set, "that None ends it")
+        that("the requests of each step", llm.steps).gives([["a"]])
+        that("what was obeyed after None", obeyed).gives([])
+
+    scenario.run(main)
+
+
+# A step that fails
+
+
+def test_a_step_that_fails(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
+    """What a step raises goes to `fail_step`, whatever that does; the thread goes on, and serves the others."""
+
+    async def main():
+        llm = tiny_llm()
+        engine = scenario.new_engine(llm)
+        errors = []
+
+        def fail_step(error):  # for task 4's
+            errors.append(error)
+            llm.abort_request("b")
+
+        engine.fail_step = fail_step
+        streams = {name: add_by_hand(engine, name, prompt, params()) for name, prompt in (("a", [1, 2]), ("b", [13]))}
+        engine.start()
+        outcome = await scenario.ask("the tokens of stream 'a', while 'b' makes a step fail", all_tokens(streams["a"]))
+        outcome.gives(right_answers([1, 2], params()))
+        that("what fail_step was called with", list(map(type, errors))).gives([ArithmeticError])
+
+    scenario.run(main)
+
+
+# hand_out
+
+
+def test_hand_out(scenario, tiny_llm, a_chunk):
+    """Each chunk goes to the stream of its request; an answer that has ended gives its place back, and its time."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        streams = {name: AnswerStream(name, n, lambda stream: None) for name, n in (("a", 1), ("b", 2))}
+        engine.streams.update(streams)
+        engine.num_unfinished = 4  # and one that is none of theirs
+        chunks = {
+            "a": [a_chunk("one"), a_chunk("two", "stop")],
+            "b": [a_chunk("un", "length", request_id="b", index=1), a_chunk("deux", request_id="b")],
+        }
+        call(engine.hand_out, [chunks["a"][0], chunks["b"][0], chunks["b"][1], chunks["a"][1]]).gives(None)
+        for name, stream in streams.items():
+            (await scenario.ask(f"take() of stream {name!r}", stream.take())).gives(chunks[name])
+        that("engine.num_unfinished: of 4 answers, 2 have ended", engine.num_unfinished).gives(2)
+        that("engine.streams: both answers of 'a', and one of two of 'b'", list(engine.streams)).gives(["b"])
+        that("how many times ended_at has", len(engine.ended_at)).gives(2)
+        engine.hand_out([a_chunk("fin", "stop", request_id="b")])
+        that("engine.num_unfinished, when 3 of 4 have ended", engine.num_unfinished).gives(1)
+        that("engine.streams, when all answers of both have ended", list(engine.streams)).gives([])
+        times = list(engine.ended_at)
+        that("how many times ended_at has", len(times)).gives(3)
+        that("whether they are in order", times == sorted(times)).gives(True)
+
+    scenario.run(main)
+
+
+def test_hand_out_to_nobody(scenario, tiny_llm, a_chunk):
+    """A chunk whose client has left meanwhile is dropped: no error, no place given back; the others get theirs."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
+        engine.num_unfinished = 1
+        call(engine.hand_out, [a_chunk("gone", "stop", request_id="z"), a_chunk("here")]).gives(None)
+        (await scenario.ask("take() of the stream that is there", stream.take())).gives([a_chunk("here")])
+        that("engine.num_unfinished, after the end of a request without a stream", engine.num_unfinished).gives(1)
+
+    scenario.run(main)

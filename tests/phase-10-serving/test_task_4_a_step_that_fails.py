@@ -1,0 +1,324 @@
+"""Phase 10, task 4: whom a failing step ends, and that the others go on; and an engine that lets everybody finish."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from minicache.course.checks import call, that
+from minicache.errors import EngineStoppedError, InvariantError, StepFailedError
+
+POISON = 13  # no step with a prompt that has this token succeeds
+
+
+async def check_failed(scenario, what, stream, cause=ArithmeticError):
+    """The stream's last word must be a StepFailedError with the model's error as its cause."""
+    __tracebackhide__ = True
+
+    async def to_the_end():
+        while await stream.take():
+            pass
+
+    outcome = await scenario.ask(f"take() of {what}, to its end", to_the_end())
+    outcome.raises(StepFailedError)
+    that(f"the __cause__ of the error of {what}", type(outcome.error.__cause__)).gives(cause)
+
+
+async def check_clean(scenario, engine):
+    """Nothing is left of anybody."""
+    __tracebackhide__ = True
+    await scenario.until(
+        "the thread is idle", lambda: engine.llm.is_clean, "no request is left, and all blocks are free"
+    )
+    that("engine.num_unfinished, when all have ended or failed", engine.num_unfinished).gives(0)
+    that("engine.streams, when all have ended or failed", list(engine.streams)).gives([])
+
+
+def breaks(llm, name, times=1):
+    """Have a method of the LLM raise a MemoryError, so many times."""
+    method, left = getattr(llm, name), [times]
+
+    def broken(*arguments):
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError("no room")
+        return method(*arguments)
+
+    setattr(llm, name, broken)
+
+
+# Whom a failing step ends
+
+
+def test_who_is_new_is_suspected(scenario, tiny_llm, params, all_tokens, right_answers):
+    """Two requests have tokens already, a third breaks its first step: it alone fails, the two get all their tokens."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        prompts = [1, 2], [3]
+        old = await scenario.open_together(engine, *((prompt, params(max_tokens=8)) for prompt in prompts))
+        coming = asyncio.ensure_future(engine.add_request([5, POISON], params()))
+        await asyncio.sleep(0)
+        llm.let_all()
+        await check_failed(scenario, "the request that breaks its step", await scenario.result("add_request", coming))
+        for prompt, stream in zip(prompts, old, strict=True):
+            outcome = await scenario.ask("the tokens of one who had tokens before", all_tokens(stream))
+            outcome.gives(right_answers(prompt, params(max_tokens=8)))
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_all_who_are_new(scenario, tiny_llm, params, all_tokens, right_answers):
+    """Two are new in the step that fails: there is no telling which it was, so both fail, and the old one not."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        [old] = await scenario.open_together(engine, ([1, 2], params(max_tokens=8)))
+        coming = [asyncio.ensure_future(engine.add_request(prompt, params())) for prompt in ([5, 6], [POISON])]
+        await asyncio.sleep(0)
+        llm.let_all()
+        for task in coming:
+            stream = await scenario.result("add_request", task)
+            await check_failed(scenario, "one of two in their first step", stream)
+        outcome = await scenario.ask("the tokens of one who had tokens before", all_tokens(old))
+        outcome.gives(right_answers([1, 2], params(max_tokens=8)))
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_in_the_middle_of_its_prompt(scenario, tiny_llm, params, all_tokens, right_answers):
+    """A long prompt is computed in chunks: in its second step a request has no token yet, and is suspected still."""
+
+    async def main():
+        llm = tiny_llm(max_num_batched_tokens=8)
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        requests = ([1, 2], params(max_tokens=9)), ([3] * 20, params())
+        old, long = await scenario.open_together(engine, *requests)
+        llm.let(1)
+        await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
+        that("answers in the second step", len(llm.steps[1])).gives(2)
+        llm.break_step()
+        llm.let_all()
+        await check_failed(scenario, "the request with a long prompt", long, MemoryError)
+        outcome = await scenario.ask("the tokens of the other", all_tokens(old))
+        outcome.gives(right_answers([1, 2], params(max_tokens=9)))
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("at_step", [1, 3])
+def test_all_alike(scenario, tiny_llm, params, all_tokens, right_answers, at_step):
+    """All of the step are in their first, or none is: all of it fail. Who waits for a seat is not in it."""
+
+    async def main():
+        llm = tiny_llm(max_num_seqs=2)
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        requests = [([number], params(max_tokens=5)) for number in (1, 2, 3)]
+        one, two, waiting = await scenario.open_together(engine, *requests)
+        llm.let(at_step - 1)
+        await scenario.until(f"step {at_step} is under way", lambda: len(llm.steps) == at_step)
+        llm.break_step()
+        llm.let_all()
+        for stream in (one, two):
+            await check_failed(scenario, f"a request in step {at_step}, that fails", stream, MemoryError)
+        outcome = await scenario.ask("the tokens of one who waited for a seat", all_tokens(waiting))
+        outcome.gives(right_answers([3], params(max_tokens=5)))
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_after_the_tokens_were_recorded(scenario, tiny_llm, params, all_tokens, right_answers):
+    """It fails while chunks are collected: a token of everybody in the step may be lost, so all of it fail."""
+
+    async def main():
+        llm = tiny_llm(max_num_batched_tokens=8)
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        requests = ([1, 2], params(max_tokens=9)), ([3] * 20, params())
+        old, long = await scenario.open_together(engine, *requests)
+        llm.let(1)
+        await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
+        breaks(llm, "collect")
+        llm.let_all()
+        for what, stream in (("one with tokens", old), ("one in its prompt", long)):
+            await check_failed(scenario, f"{what}, in a step that fails after update_from_output", stream, MemoryError)
+        await check_clean(scenario, engine)
+        stream = await scenario.result("add_request afterwards", engine.add_request([4], params()))
+        (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params()))
+
+    scenario.run(main)
+
+
+def test_the_scheduler_fails(scenario, tiny_llm, params, all_tokens, right_answers):
+    """`schedule()` itself raises, so nobody is in a step: all requests fail, also who waits; later ones are served."""
+
+    async def main():
+        llm = tiny_llm(max_num_seqs=1)
+        breaks(llm.scheduler, "schedule")
+        engine = scenario.new_engine(llm)
+        requests = [([number], params()) for number in (1, 2)]
+        for stream in await scenario.open_together(engine, *requests):
+            await check_failed(scenario, "a request, when schedule() raises", stream, MemoryError)
+        await check_clean(scenario, engine)
+        stream = await scenario.result("add_request afterwards", engine.add_request([4], params()))
+        (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params()))
+
+    scenario.run(main)
+
+
+def test_all_answers_of_a_request(scenario, tiny_llm, params, all_tokens, right_answers):
+    """A request with n = 3 fails as one: its stream raises once, three places are free, and the engine goes on."""
+
+    async def main():
+        llm = tiny_llm()
+        engine = scenario.engine(llm, max_waiting=0)
+        for _ in range(3):
+            stream = await scenario.result("add_request(n=3)", engine.add_request([POISON], params(n=3)))
+            await check_failed(scenario, "a request with n = 3", stream)
+            stream.close()
+            await check_clean(scenario, engine)
+        stream = await scenario.result("add_request(n=4)", engine.add_request([4], params(n=4)))
+        (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params(n=4)))
+
+    scenario.run(main)
+
+
+def test_twins_in_their_first_step(scenario, tiny_llm, params, all_tokens, right_answers):
+    """n = 2, and the second answer's first step fails: the whole request fails, and an older one goes on."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        requests = ([1, 2], params(max_tokens=8)), ([5, 6], params(n=2))
+        old, twins = await scenario.open_together(engine, *requests)
+        llm.let(1)
+        await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
+        that("answers in the second step", len(llm.steps[1])).gives(3)
+        llm.break_step()
+        llm.let_all()
+        await check_failed(scenario, "a request whose second answer is in its first step", twins, MemoryError)
+        outcome = await scenario.ask("the tokens of the other", all_tokens(old))
+        outcome.gives(right_answers([1, 2], params(max_tokens=8)))
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_nobody_to_blame(scenario, tiny_llm):
+    """A step failed and there is no request: to go on would mean to fail for ever, so that is an InvariantError."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        error = MemoryError("no room")
+        outcome = call(engine.fail_step, error)
+        outcome.raises(InvariantError)
+        that("its __cause__", outcome.error.__cause__ is error).gives(True)
+
+    scenario.run(main)
+
+
+# The end
+
+
+def test_drain_lets_them_end(scenario, tiny_llm, params, all_tokens, right_answers):
+    """While `drain` waits, nobody is let in; those who are here get all their tokens, those in line too. Then: True."""
+
+    async def main():
+        llm = tiny_llm(max_num_seqs=1)
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        requests = [([number], params()) for number in (1, 2)]
+        streams = await scenario.open_together(engine, *requests)
+        draining = asyncio.ensure_future(engine.drain(60.0))
+        await scenario.waits("drain(60) with two requests", draining, "they have not ended")
+        outcome = await scenario.ask("add_request while the engine drains", engine.add_request([4], params()))
+        outcome.raises(EngineStoppedError)
+        llm.let_all()
+        for (prompt, its), stream in zip(requests, streams, strict=True):
+            outcome = await scenario.ask("the tokens of a request while the engine drains", all_tokens(stream))
+            outcome.gives(right_answers(prompt, its))
+        (await scenario.ask("drain(60), when both have ended", draining)).gives(True)
+
+    scenario.run(main)
+
+
+def test_drain_of_an_idle_engine(scenario, tiny_llm, params, all_tokens):
+    """Nobody is here, before the first request and after the last: `drain` returns True at once."""
+
+    async def main():
+        engine = scenario.engine(tiny_llm())
+        (await scenario.ask("drain(60) of a new engine", engine.drain(60.0))).gives(True)
+        engine.is_draining = False
+        stream = await scenario.result("add_request", engine.add_request([1], params()))
+        await scenario.result("its tokens", all_tokens(stream))
+        (await scenario.ask("drain(60) of an engine whose requests have ended", engine.drain(60.0))).gives(True)
+        that("engine.is_draining", engine.is_draining).gives(True)
+
+    scenario.run(main)
+
+
+def test_drain_waits_so_long(scenario, tiny_llm, params):
+    """Somebody does not end: `drain(0.05)` gives up, and says False. What it could not wait for still is there."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        [stream] = await scenario.open_together(engine, ([1], params()))
+        (await scenario.ask("drain(0.05), while a step is held", engine.drain(0.05))).gives(False)
+        that("engine.num_unfinished, after that", engine.num_unfinished).gives(1)
+        that("engine.streams, after that", list(engine.streams.values()) == [stream]).gives(True)
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("how", ["its client leaves", "its step fails"])
+def test_drain_when_the_last_one_goes(scenario, tiny_llm, params, how):
+    """The last request does not end, but its client leaves, or it fails: `drain` is over, too."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        [stream] = await scenario.open_together(engine, ([POISON], params()))
+        draining = asyncio.ensure_future(engine.drain(60.0))
+        await scenario.waits("drain(60) with a request", draining, "it has not ended")
+        if how == "its client leaves":
+            stream.close()
+        else:
+            llm.let_all()
+        (await scenario.ask(f"drain(60), when of the last request {how}", draining)).gives(True)
+
+    scenario.run(main)
+
+
+def test_stop_after_drain(scenario, tiny_llm, params):
+    """`stop` fails what has not ended (EngineStoppedError), aborts it, and ends the thread."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        [stream] = await scenario.open_together(engine, ([1], params(max_tokens=99)))
+        (await scenario.ask("drain(0)", engine.drain(0.0))).gives(False)
+        stopping = asyncio.ensure_future(engine.stop())
+        outcome = await scenario.ask("take() of a stream that the engine did not wait for", stream.take())
+        outcome.raises(EngineStoppedError)
+        llm.let_all()
+        await scenario.until("the thread has ended", engine.has_ended.is_set)
+        (await scenario.ask("stop()", stopping)).gives(None)
+        that("whether all requests are aborted, and all blocks free", llm.is_clean).gives(True)
+
+    scenario.run(main)

@@ -1,0 +1,461 @@
+"""Phase 10, task 5: server-sent events, and clients that leave: first without a network, then over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from minicache.course.checks import call, that
+from minicache.server.streaming import ClientLeftError, EventStream, sse_event, unless_client_leaves
+
+# One event
+
+
+@pytest.mark.parametrize(
+    ("data", "event"),
+    [
+        ('{"text": " saw"}', b'data: {"text": " saw"}\n\n'),
+        ("[DONE]", b"data: [DONE]\n\n"),
+        ("", b"data: \n\n"),
+        ("two\nlines", b"data: two\ndata: lines\n\n"),
+        ("two\r\nlines", b"data: two\ndata: lines\n\n"),
+        ("two\rlines", b"data: two\ndata: lines\n\n"),
+        ("one\n", b"data: one\ndata: \n\n"),
+        ("a\n\nb", b"data: a\ndata: \ndata: b\n\n"),
+        ("\r\n\r", b"data: \ndata: \ndata: \n\n"),
+        ("añ…", "data: añ…\n\n".encode()),
+        ("a\u2028b\x0bc\x85d", "data: a\u2028b\x0bc\x85d\n\n".encode()),
+        (" data: x", b"data:  data: x\n\n"),
+    ],
+)
+def test_one_event(data, event):
+    """A `data:` line for each line of the data, an empty line, and LF alone. Only CR, LF and CR LF are line breaks."""
+    call(sse_event, data).gives(event)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_events_in_any_pieces(events_of, step):
+    """A client that splits at LF, and gets the bytes in pieces of any size, finds the data again."""
+    data = ['{"text": "añ"}', "two\nlines", "", "\n", "[DONE]"]
+    that("what the client finds", events_of(b"".join(map(sse_event, data)), step)).gives(data)
+
+
+# A client that leaves
+
+
+class Channel:
+    """What an ASGI server gives an application: `receive` and `send`. The test says what the client does.
+
+    Attributes:
+        sent: the messages so far.
+        breaks_at: so many messages can be sent, at the next the connection is found broken.
+        has_room: `send` waits for it, with the message noted.
+    """
+
+    def __init__(self, breaks_at=None):
+        self.sent, self.breaks_at, self.has_room = [], breaks_at, asyncio.Event()
+        self.has_room.set()
+        self._coming = asyncio.Queue()
+
+    def comes(self, kind):
+        """The server hands the application a message of this type."""
+        self._coming.put_nowait({"type": kind})
+
+    async def receive(self):
+        return await self._coming.get()
+
+    async def send(self, message):
+        if len(self.sent) == self.breaks_at:
+            raise BrokenPipeError("the connection is broken")
+        self.sent.append(message)
+        await self.has_room.wait()
+
+    def pieces(self):
+        """The bodies that were sent."""
+        return [message["body"] for message in self.sent if message["type"] == "http.response.body"]
+
+
+def check_nobody_is_left(before):
+    """No task may be left running but those from before."""
+    __tracebackhide__ = True
+    left = [str(task.get_coro()) for task in asyncio.all_tasks() - before if not task.done()]
+    that("tasks that are left running", left).gives([])
+
+
+def test_work_that_is_done(scenario):
+    """The client stays: the work's result comes back, and nothing is left waiting for the client to leave."""
+
+    async def main():
+        channel, before = Channel(), asyncio.all_tasks()
+
+        async def work():
+            await asyncio.sleep(0)
+            return 42
+
+        (await scenario.ask("unless_client_leaves", unless_client_leaves(channel.receive, work()))).gives(42)
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+def test_work_that_fails(scenario):
+    """The work raises: so does the call, and nothing is left waiting for the client to leave."""
+
+    async def main():
+        channel, before = Channel(), asyncio.all_tasks()
+
+        async def work():
+            await asyncio.sleep(0)
+            raise ZeroDivisionError("the work's own")
+
+        outcome = await scenario.ask(
+            "unless_client_leaves, of failing work", unless_client_leaves(channel.receive, work())
+        )
+        outcome.raises(ZeroDivisionError, saying="the work's own")
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+def test_the_client_leaves(scenario):
+    """The client leaves: ClientLeftError, and by then the work has been cancelled, and has cleared up after itself."""
+
+    async def main():
+        channel, before = Channel(), asyncio.all_tasks()
+        log = []
+
+        async def work():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                log.append("cleared up")
+
+        task = asyncio.ensure_future(unless_client_leaves(channel.receive, work()))
+        await scenario.waits("unless_client_leaves", task, "the work is not done, and the client is there")
+        channel.comes("http.request")
+        await scenario.waits("unless_client_leaves, when another message comes", task, "the client has not left")
+        that("what the work has done", log).gives([])
+        channel.comes("http.disconnect")
+        outcome = await scenario.ask("unless_client_leaves, when the client leaves", task)
+        outcome.raises(ClientLeftError)
+        that("what the work had done when that was raised", log).gives(["cleared up"])
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+def test_both_at_once(scenario):
+    """The work is done in the turn in which the client leaves: it was done, so its result counts."""
+
+    async def main():
+        channel = Channel()
+        channel.comes("http.disconnect")
+
+        async def work():
+            return 42
+
+        outcome = await scenario.ask(
+            "unless_client_leaves, work done as the client leaves", unless_client_leaves(channel.receive, work())
+        )
+        outcome.gives(42)
+
+    scenario.run(main)
+
+
+def test_who_calls_is_cancelled(scenario):
+    """The server cancels the caller: the work is cancelled as well, and nothing is left."""
+
+    async def main():
+        channel, before = Channel(), asyncio.all_tasks()
+        log = []
+
+        async def work():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                log.append("cleared up")
+
+        task = asyncio.ensure_future(unless_client_leaves(channel.receive, work()))
+        await scenario.waits("unless_client_leaves", task, "the work is not done, and the client is there")
+        task.cancel()
+        (await scenario.ask("unless_client_leaves, cancelled", task)).raises(asyncio.CancelledError)
+        that("what the work has done", log).gives(["cleared up"])
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+# A response of events
+
+
+class Pieces:
+    """A generator of pieces for an `EventStream`, and its `close`; `log` notes what happens to them.
+
+    Args:
+        pieces: what it gives; an exception is raised instead.
+        let: before each piece it waits for one of these, if there are any.
+    """
+
+    def __init__(self, *pieces, let=None):
+        self.log, self.num_given = [], 0
+        self._pieces, self._let = pieces, let
+
+    async def give(self):
+        try:
+            for piece in self._pieces:
+                if self._let is not None:
+                    await self._let.acquire()
+                if isinstance(piece, Exception):
+                    raise piece
+                self.num_given += 1
+                yield piece
+        finally:
+            self.log.append("generator ended")
+
+    def close(self):
+        self.log.append("close")
+
+    def start(self, channel):
+        """The response, as a task that answers a request."""
+        response = EventStream(self.give(), self.close)
+        return asyncio.ensure_future(response({"type": "http"}, channel.receive, channel.send))
+
+    def check_closed(self, how):
+        """`close` was called, once, and the generator has ended, or never began."""
+        __tracebackhide__ = True
+        that(f"how often `close` was called, {how}", self.log.count("close")).gives(1)
+        if self.num_given:
+            that(f"whether the generator has ended, {how}", "generator ended" in self.log).gives(True)
+
+
+def test_head_pieces_end(scenario):
+    """Head, one body for each piece, and an empty body that is the last."""
+
+    async def main():
+        channel, before, pieces = Channel(), asyncio.all_tasks(), Pieces(b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n")
+        (await scenario.ask("an EventStream of two pieces", pieces.start(channel))).gives(None)
+        head, *bodies = channel.sent
+        that("the first message", (head["type"], head["status"])).gives(("http.response.start", 200))
+        headers = {bytes(name).lower(): bytes(value) for name, value in head["headers"]}
+        that("content-type", headers.get(b"content-type")).gives(b"text/event-stream; charset=utf-8")
+        that("cache-control", headers.get(b"cache-control")).gives(b"no-cache")
+        that("content-length of a body of which nobody knows the length", headers.get(b"content-length")).gives(None)
+        got = [(each["type"], each.get("body", b""), each.get("more_body", False)) for each in bodies]
+        that("the other messages: type, body, more_body", got).gives(
+            [
+                ("http.response.body", b"data: 1\n\n", True),
+                ("http.response.body", b"data: 2\n\ndata: 3\n\n", True),
+                ("http.response.body", b"", False),
+            ]
+        )
+        pieces.check_closed("when all was sent")
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+def test_pieces_are_sent_as_they_come(scenario):
+    """Each piece is sent before the next is there: nothing is collected, and the head does not wait for a piece."""
+
+    async def main():
+        channel, let = Channel(), asyncio.Semaphore(0)
+        pieces = Pieces(b"1", b"2", b"3", let=let)
+        task = pieces.start(channel)
+        await scenario.until("the head is sent, before there is a piece", lambda: len(channel.sent) == 1, task=task)
+        for number in range(3):
+            let.release()
+            what = f"piece {number + 1} is sent, before there is another"
+            await scenario.until(what, lambda number=number: len(channel.sent) >= number + 2, task=task)
+        (await scenario.ask("an EventStream of three pieces", task)).gives(None)
+        that("the bodies that were sent", channel.pieces()).gives([b"1", b"2", b"3", b""])
+
+    scenario.run(main)
+
+
+def test_a_slow_client(scenario):
+    """The connection has no room: no more pieces are asked for than the one that is being sent."""
+
+    async def main():
+        channel = Channel()
+        pieces = Pieces(*[b"x"] * 50)
+        channel.has_room.clear()
+        task = pieces.start(channel)
+        await scenario.waits("an EventStream whose client does not read", task, "the connection has no room")
+        that("pieces that were asked for, at most 1", min(pieces.num_given, 2) <= 1).gives(True)
+        channel.has_room.set()
+        (await scenario.ask("the same, when the client reads", task)).gives(None)
+        that("how many bodies were sent", len(channel.pieces())).gives(51)
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1])
+def test_the_reader_leaves(scenario, num_pieces):
+    """The client leaves before the first piece, or after it: no error, no more is sent, `close` is called."""
+
+    async def main():
+        channel, let, before = Channel(), asyncio.Semaphore(num_pieces), asyncio.all_tasks()
+        pieces = Pieces(b"1", b"2", b"3", let=let)
+        task = pieces.start(channel)
+        await scenario.until("head and pieces are sent", lambda: len(channel.sent) == 1 + num_pieces, task=task)
+        await scenario.waits("an EventStream", task, "there is no piece, and the client is there")
+        channel.comes("http.disconnect")
+        (await scenario.ask("an EventStream whose client leaves", task)).gives(None)
+        that("the bodies that were sent", channel.pieces()).gives([b"1", b"2", b"3"][:num_pieces])
+        pieces.check_closed("when the client has left")
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("breaks_at", [0, 1, 3])
+def test_the_connection_breaks(scenario, breaks_at):
+    """Sending raises an OSError, at the head, at a piece or at the end: no error for anybody, `close` is called."""
+
+    async def main():
+        channel, before, pieces = Channel(breaks_at), asyncio.all_tasks(), Pieces(b"1", b"2")
+        outcome = await scenario.ask(f"an EventStream, when message {breaks_at} cannot be sent", pieces.start(channel))
+        outcome.gives(None)
+        pieces.check_closed("when the connection is broken")
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+def test_a_piece_that_fails(scenario):
+    """The generator raises: that is an error of the server's, so it goes through, and `close` is called."""
+
+    async def main():
+        channel, before, pieces = Channel(), asyncio.all_tasks(), Pieces(b"1", ZeroDivisionError("a bug"), b"2")
+        outcome = await scenario.ask("an EventStream whose generator fails", pieces.start(channel))
+        outcome.raises(ZeroDivisionError, saying="a bug")
+        that("the bodies that were sent", channel.pieces()).gives([b"1"])
+        pieces.check_closed("when the generator has failed")
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+def test_the_server_cancels(scenario):
+    """The server cancels the response: `close` is called, and nothing is left running."""
+
+    async def main():
+        channel, before = Channel(), asyncio.all_tasks()
+        pieces = Pieces(b"1", b"2", let=asyncio.Semaphore(1))
+        task = pieces.start(channel)
+        await scenario.until("a piece is sent", lambda: len(channel.sent) == 2, task=task)
+        task.cancel()
+        (await scenario.ask("an EventStream that is cancelled", task)).raises(asyncio.CancelledError)
+        pieces.check_closed("when the response was cancelled")
+        check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+# Over a socket
+
+
+def text_of(events):
+    """The text of a stream's events, which must end with [DONE]."""
+    __tracebackhide__ = True
+    that("the last event", events[-1]).gives("[DONE]")
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    that("finish reasons but for the last event's", {each["finish_reason"] for each in choices[:-1]} <= {None}).gives(
+        True
+    )
+    return "".join(each["text"] for each in choices)
+
+
+def test_a_stream_over_a_socket(served):
+    """A client that splits at LF gets the tokens of `generate`, each in an event of its own, and [DONE]."""
+    client = served.post([1, 2, 3], stream=True).read_head()
+    that("the status", client.status).gives(200)
+    that("Content-Type", client.headers.get("content-type")).gives("text/event-stream; charset=utf-8")
+    that("Content-Length", client.headers.get("content-length")).gives(None)
+    events = client.events()
+    that("the text of its events", text_of(events)).gives(served.right_text([1, 2, 3]))
+    that("how many events, of 6 tokens", len(events)).gives(7)
+    served.until_nobody_is_here()
+
+
+def test_events_come_one_by_one(served):
+    """The event of a token is at the client before the next step is over."""
+    served.llm.hold()
+    client = served.post([1, 2, 3], stream=True)
+    pieces = client.read_head().pieces()
+    for number in range(3):
+        served.llm.let(1)
+        that(f"the beginning of what comes after step {number + 1}", next(pieces)[:6]).gives(b"data: ")
+
+
+def test_a_whole_answer(served):
+    """Without `stream` the answer comes in one body, with a length."""
+    client = served.post([1, 2, 3]).read_head()
+    that("the status", client.status).gives(200)
+    that("the text", client.json()["choices"][0]["text"]).gives(served.right_text([1, 2, 3]))
+    served.until_nobody_is_here()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_closes_its_connection(served, stream):
+    """It is aborted: no step is begun with it any more, its blocks are free, and the other client gets its answer."""
+    llm = served.llm
+    llm.hold()
+    stays = served.post([1, 2, 3], stream=True, max_tokens=8)
+    served.until("one request is there", lambda: served.engine.num_unfinished == 1)
+    leaves = served.post([4] * 30, stream=stream, max_tokens=99)
+    served.until("two requests are there", lambda: served.engine.num_unfinished == 2)
+    at = len(llm.steps)
+    llm.let(3)
+    served.until("both are in a step", lambda: any(len(step) == 2 for step in llm.steps[at:]))
+    leaves.leave()
+    served.until("the place of who has left is free", lambda: served.engine.num_unfinished == 1, "1 unfinished answer")
+    served.until("a step is held", lambda: len(llm.steps) >= at + 3)
+    at = len(llm.steps)
+    llm.let_all()
+    that("the text of the other", text_of(stays.read_head().events())).gives(served.right_text([1, 2, 3], 8))
+    served.until_nobody_is_here()
+    that(
+        "steps with more than one request, begun afterwards", [step for step in llm.steps[at:] if len(step) > 1]
+    ).gives([])
+
+
+def test_too_many(served):
+    """2 seats and a line of 1: the fourth gets 429, with Retry-After in whole seconds; the three get their answers."""
+    served.llm.hold()
+    clients = [served.post([number], stream=True) for number in (1, 2, 3)]
+    served.until("three requests are there", lambda: served.engine.num_unfinished == 3)
+    client = served.post([4], stream=True).read_head()
+    that("the status of the fourth", client.status).gives(429)
+    that("its Retry-After, a whole number", client.headers.get("retry-after", "missing").isdecimal()).gives(True)
+    that("its error's code", client.json()["error"]["code"]).gives("queue_full")
+    served.llm.let_all()
+    for number, each in zip((1, 2, 3), clients, strict=True):
+        that(f"the text of client {number}", text_of(each.read_head().events())).gives(served.right_text([number]))
+    served.until_nobody_is_here()
+
+
+def test_who_reads_slowly(served):
+    """A client does not read: its answer is computed all the same, and another's comes; then it reads all of it."""
+    at = len(served.llm.steps)
+    slow = served.post([1], stream=True, max_tokens=100)
+    served.until("the slow client's request is in a step", lambda: len(served.llm.steps) > at)
+    other = served.post([2], stream=True)
+    that("the text of the other", text_of(other.read_head().events())).gives(served.right_text([2]))
+    served.until_nobody_is_here()
+    that("the text of the slow one", text_of(slow.read_head().events())).gives(served.right_text([1], 100))
+
+
+def test_a_request_that_breaks_its_step(served):
+    """Its stream ends with an event that has an `error`; the next client is served."""
+    client = served.post([13], stream=True).read_head()
+    *_, event, done = client.events()
+    that("the last event", done).gives("[DONE]")
+    that("whether the one before has an error", "error" in json.loads(event)).gives(True)
+    other = served.post([2], stream=True)
+    that("the text of the next", text_of(other.read_head().events())).gives(served.right_text([2]))
+    served.until_nobody_is_here()

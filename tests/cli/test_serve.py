@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 
 import pytest
@@ -26,3 +27,12 @@ def test_a_model_that_is_not_there_is_named() -> None:
     result = CliRunner().invoke(app, ["serve", "--model", "/nowhere/at/all"])
     assert isinstance(result.exception, CheckpointError)
     assert "/nowhere/at/all" in str(result.exception)
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "--port", str(port), "--model", "/nowhere/at/all"])
+    assert result.exit_code == 2
+    assert str(port) in result.output
+    assert "--port" in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -65,6 +66,7 @@ def serve(
         from minicache.server.running import Server
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"serving needs {error.name}: pip install 'minicache[serve]'") from error
+    listener = _bind(host, port)
     import torch
 
     from minicache.logprobs import ServedLLM
@@ -98,9 +100,21 @@ def serve(
         raise typer.BadParameter(str(error)) from error
     if num_threads is None and _num_parameters(llm) <= MAX_SMALL:
         torch.set_num_threads(1)
-    server.run()
-    if not server.started:
-        raise typer.Exit(1)  # uvicorn has said why
+    server.run(sockets=[listener])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded: that it is not to be had is better known at once."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise typer.BadParameter(
+            f"cannot listen on {host}, port {port}: {error.strerror}. Try another --port"
+        ) from error
+    return listener
 
 
 def _num_parameters(llm: ServedLLM) -> int:

@@ -4,7 +4,7 @@
 
 Phase 10 builds it. What a client asks for goes to the thread as a command and is obeyed between two steps; what a step
 gives goes to the event loop in one call, and there to the stream of each client. So nobody but the thread ever touches
-the `LLM`, and neither side waits for the other: a step does not wait for a slow reader, and a client that leaves is
+the `LLM`, and nobody waits for a client: a step does not wait for a slow reader, and a client that leaves is
 aborted before the next step.
 """
 
@@ -32,6 +32,9 @@ from minicache.scheduler.observe import Observer, observe
 from minicache.specs import require_count
 
 __all__ = ["AnswerStream", "AsyncEngine"]
+
+MAX_TURN = 0.02
+"""Seconds that the thread waits at most for the event loop to have written what a step gave."""
 
 logger = logging.getLogger("minicache")
 
@@ -188,6 +191,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._names = count()
+        self._turn_is_over = threading.Event()
         self._all_ended = asyncio.Event()  # set while num_unfinished is 0
         self._all_ended.set()
 
@@ -327,10 +331,17 @@ class AsyncEngine:
         )
 
     def call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the event loop call a function soon. What the thread says to the event loop goes this way."""
+        """Have the event loop call a function, and let those whom it wakes have their turn, of MAX_TURN at most.
+
+        What the thread says to the event loop goes this way. Both need the interpreter's one lock. If the thread went
+        on at once, every write to a socket would hand the lock to the model, and every operation of the model would
+        hand it back: at 64 clients that costs more than all their writes in one go.
+        """
         assert self._loop is not None
+        self._turn_is_over.clear()
         with suppress(RuntimeError):  # the event loop has been closed: nobody listens
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(self._take_turn, function, arguments)
+            self._turn_is_over.wait(MAX_TURN)
 
     # What the thread calls, in the event loop
 
@@ -368,6 +379,11 @@ class AsyncEngine:
         if not self.num_unfinished:
             self.ended_at.clear()
             self._all_ended.set()
+
+    def _take_turn(self, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        """In the event loop: call the function; those whom it wakes come before what is put in line after it."""
+        function(*arguments)
+        asyncio.get_running_loop().call_soon(self._turn_is_over.set)
 
     def _main(self) -> None:
         """The thread."""

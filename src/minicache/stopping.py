@@ -103,6 +103,9 @@ class TextStream:
 
     def _show(self, piece: str) -> str:
         """Add decoded text; returns how much of what is not shown yet can be shown."""
+        if not self._stop:
+            self.text += piece
+            return piece
         unshown = self._held + piece
         ends = [(at + len(stop), at) for stop in self._stop if (at := unshown.find(stop)) >= 0]
         if ends:

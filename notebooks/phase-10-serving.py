@@ -73,7 +73,7 @@ def in_a_loop(coroutine):
 # coroutine that calls `step()` itself, once by the thread of an `AsyncEngine`.
 
 
-# %% alt="How late the beats were, as the share of the beats against milliseconds on a logarithmic axis. Beside a thread nearly all beats are late by less than about a millisecond; beside a coroutine that calls step, most are late by a whole step."
+# %% alt="How late the beats were, as the share of the beats against milliseconds on a logarithmic axis. Beside a thread most beats are late by a small part of a step; beside a coroutine that calls step, most are late by several steps."
 async def beat(late):
     """Note how late each beat is, in milliseconds."""
     while True:
@@ -128,6 +128,9 @@ print(f"Half of the beats were late by {median(coroutine_late):.1f} ms or more b
 print(f"and by {median(thread_late):.2f} ms or more beside a thread.")
 
 # %% [markdown]
+# Beside a coroutine that steps, a beat is late by about three steps: the loop looks at its timers once a turn, with a step
+# in each; in the first the millisecond is not over, in the second the timer goes off, in the third the coroutine runs.
+#
 # The event loop is what reads bytes, sends them and notices that somebody has left. Late beats are late clients.
 #
 # ## 2. A server, and what it writes
@@ -186,7 +189,7 @@ check(num_events, b"".join(chunks).count(b"\n\n"))
 # A client asks for 400 tokens, reads 100 events and hangs up. Meanwhile a thread notes how many blocks are taken, every
 # half millisecond.
 
-# %% alt="Blocks taken against milliseconds since the client hung up. Before, the number climbs by one block every sixteen tokens, to seven or eight; within one step after, it falls to none."
+# %% alt="Blocks taken against milliseconds since the client hung up. Before, the number climbs by one block every sixteen tokens, to seven or eight; soon after, it falls to none."
 taken = []
 with a_server() as (port, engine):
 
@@ -208,14 +211,14 @@ with a_server() as (port, engine):
     watcher.join()
     still_running = engine.num_unfinished
 times = [1e3 * (at - left) for at, _ in taken]
+free_at = next((at for at, (_, count) in zip(times, taken) if at > 0 and not count), None)
+assert not still_running and free_at is not None
 _, ax = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
 ax.step(times, [count for _, count in taken], where="post", color=HALF)
 ax.axvline(0, color="gray", linestyle=":")
-ax.set(xlabel="ms since the client hung up", ylabel="blocks taken", xlim=(None, 60))
+ax.set(xlabel="ms since the client hung up", ylabel="blocks taken", xlim=(None, max(60, 1.2 * free_at)))
 ax.grid(alpha=0.3)
 plt.show()
-free_at = next((at for at, (_, count) in zip(times, taken) if at > 0 and not count), None)
-assert not still_running and free_at is not None
 print(f"All blocks were free {free_at:.1f} ms after it hung up. Unfinished answers: {still_running}.")
 
 # %% [markdown]
@@ -266,7 +269,7 @@ check(num_refused, 4 - (4 + 3 - (2 * 2 + 1)))
 # ## 5. A load that does not wait
 #
 # `minicache bench serve` in a process of its own sends requests at the times of a Poisson process, whether or not earlier
-# ones were answered. First 48 at once: what the server can do. Then parts of that rate, from a third to more than all.
+# ones were answered. First 48 at once: what the server can do. Then parts of that rate, from a third to twice as much.
 # 16 seats, 16 places behind them; prompts of 24 tokens, answers of 48.
 
 
@@ -289,13 +292,12 @@ def metrics(port):
     return samples
 
 
-PARTS, reports = (0.3, 0.6, 0.9, 1.5), []
+PARTS, NUM_REQUESTS, reports = (0.3, 0.6, 0.9, 2.0), (12, 30, 60, 120), []
 with a_server(max_num_seqs=16, max_waiting=48) as (port, _):
     at_most = bench(port, "--num-requests", 48)["requests_per_second"]
 with a_server(max_num_seqs=16, max_waiting=16) as (port, engine):
-    for part in PARTS:
-        rate = part * at_most
-        reports.append(bench(port, "--rate", f"{rate:.3f}", "--num-requests", max(12, round(3 * rate))))
+    for part, num_requests in zip(PARTS, NUM_REQUESTS):
+        reports.append(bench(port, "--rate", f"{part * at_most:.3f}", "--num-requests", num_requests))
     counted = metrics(port)
 print(f"At once: {at_most:.0f} requests a second.")
 print("part of it   answered   refused   TTFT p50, p99 in ms   TPOT p50, p99 in ms")
@@ -303,7 +305,7 @@ for part, r in zip(PARTS, reports):
     latencies = [1e3 * r[what][statistic] for what in ("ttft", "tpot") for statistic in ("p50", "p99")]
     print(f"{part:10.1f} {r['num_ok']:10} {r['num_refused']:9}   {latencies[0]:9.1f} {latencies[1]:9.1f}   {latencies[2]:10.2f} {latencies[3]:9.2f}")
 
-# %% alt="Two panels against the rate as a part of what the server can do. The time to the first token stays near a step's length at low rates and grows many times over beyond 0.9, where requests wait in line. The time per output token grows with the batch and then levels off, as the batch has only 16 seats."
+# %% alt="Two panels against the rate as a part of what the server can do. The time to the first token is short at low rates, and many times as long at twice what the server can do, where requests wait in line. The time per output token grows with the batch, which has 16 seats at most."
 _, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
 for ax, what, label in ((panels[0], "ttft", "time to first token, ms"), (panels[1], "tpot", "time per output token, ms")):
     for statistic, shade, marker in (("p50", HALF, "o"), ("p99", SLOWEST, "s")):
@@ -317,8 +319,12 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Beyond 1 the line is always full. It has 16 places, so nobody waits longer than 16 others take, and the rest are told at
-# once. Without its end, the wait would grow for as long as the load goes on.
+# In the last row requests come faster than they are answered. The batch and the line take up 32 of them. After that,
+# whoever finds the line full is told so at once: the column *refused* counts them. Who is let in waits no longer than 16
+# others take. If the line had no end, the wait would grow for as long as the load goes on.
+#
+# What the server answers with all 48 at once is not quite what it can do with requests that come one by one: those begin
+# while others are in the middle of their answers. So somebody may be refused in an earlier row, too.
 #
 # **Question 4.** Little's law: a server answers 60 requests a second, each 0.4 s after it came. How many are under way, on
 # average?

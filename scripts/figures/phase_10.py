@@ -47,13 +47,13 @@ def two_threads(figure: Figure, scheme: Scheme) -> None:
     thread, loop, high = 2.4, 7.6, 1.4
     for y, words in ((thread, "the engine's\nthread"), (loop, "the event\nloop")):
         diagram.text(0.2, y + high / 2, words, bold=True)
-    steps = ((6.2, "0, 1, 2"), (11.0, "0, 1, 2"), (17.5, "0"))
-    for x, who in steps:
+    steps = ((6.2, "0, 1, 2", "0, 1, 2"), (11.0, "0, 1, 2", "0, 2"), (17.5, "0", "0"))  # 1 leaves during the second
+    for x, who, to_whom in steps:
         diagram.cell(x, thread, f"step: {who}", "generated", width=4.4, height=high)
         end = x + 4.4
         diagram.arrow((end, thread + high + 0.1), (end + 0.4, loop - 0.1))
         diagram.cell(
-            end + 0.1, loop, f"to {who}", "shared", width=2.4 if "," in who else 1.5, height=high, fontsize=SMALL
+            end + 0.1, loop, f"to {to_whom}", "shared", width=2.4 if "," in who else 1.5, height=high, fontsize=SMALL
         )
     for row, name in enumerate("012"):
         x = 3.1 + row * 0.85

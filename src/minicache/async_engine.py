@@ -352,22 +352,26 @@ class AsyncEngine:
     def deliver(self, chunks: Sequence[Chunk]) -> None:
         """Have the event loop give a step's chunks to their streams (`call_in_loop`, `hand_out`).
 
-        One call for all of them: waking the event loop costs more than giving a chunk to a stream.
+        One call for all of them: waking the event loop costs more than giving a chunk to a stream. Then the event loop
+        has its turn (`give_turn`).
         """
         if chunks:
             self.call_in_loop(self.hand_out, chunks)
+            self.give_turn()
 
     def fail_step(self, error: Exception) -> None:
         """A step has failed: end the requests that may be to blame, so that the next step can succeed.
 
         Nothing of the step was recorded, so the others can go on as if it had not been. Requests of the step that have
         no token yet are suspected first: the others have been through steps like this one. If there are both, only the
-        suspects are ended, and the step is tried again without them; if there are not, or tokens of the step have been
-        recorded already, all of the step. If no step is remembered (`schedule` itself raised, twice), all requests.
+        suspects are ended, and the step is tried again without them. All of the step are ended if there are not both;
+        if its tokens have been recorded already; or if the step before failed too (`has_failed`): then suspecting did
+        not help, and might end newcomer after newcomer for the sake of one that has been here all the time. If no step
+        is remembered (`schedule` itself raised), all requests are ended.
 
         `last_step` says who was in the step; it is made to forget it, so that it is not taken for the next one that
         fails. A request is ended with all its answers: it is aborted, here in the thread, and its stream is failed in
-        the event loop, with a StepFailedError whose `__cause__` is `error`.
+        the event loop, with a StepFailedError that says what `error` says, and whose `__cause__` is `error`.
 
         Args:
             error: what the step raised.
@@ -375,12 +379,12 @@ class AsyncEngine:
         Raises:
             InvariantError: there was no step and there are no requests, so the next one would fail as well.
         """
-        scheduled, is_recorded = self.last_step.requests, self.last_step.is_recorded
+        scheduled = self.last_step.requests
+        suspects = [request for request in scheduled if not request.output_token_ids]
+        if not suspects or self.last_step.is_recorded or self.last_step.has_failed:
+            suspects = scheduled
         self.last_step.forget()
-        ids = [request.request_id for request in scheduled] or list(self.llm.answers)
-        suspects = [request.request_id for request in scheduled if not request.output_token_ids]
-        if suspects and not is_recorded:
-            ids = suspects
+        ids = [request.request_id for request in suspects] or list(self.llm.answers)
         failed = list(dict.fromkeys(request_of(each) for each in ids if each in self.llm.answers))
         if not failed and not scheduled:
             raise InvariantError(f"a step failed, and no request is to blame: {error}") from error
@@ -392,16 +396,23 @@ class AsyncEngine:
         self.call_in_loop(self.fail, failed, failure)
 
     def call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the event loop call a function, and let those whom it wakes have their turn, of MAX_TURN at most.
+        """Have the event loop call a function soon. What the thread says to the event loop goes this way."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the event loop has been closed: nobody listens
+            self._loop.call_soon_threadsafe(function, *arguments)
 
-        What the thread says to the event loop goes this way. Both need the interpreter's one lock. If the thread went
-        on at once, every write to a socket would hand the lock to the model, and every operation of the model would
-        hand it back: at 64 clients that costs more than all their writes in one go.
+    def give_turn(self) -> None:
+        """Wait until the event loop has done what it was told, and those whom that has woken as well; MAX_TURN at most.
+
+        Both need the interpreter's one lock. If the thread went on at once, every write to a socket would hand the lock
+        to the model, and every operation of the model would hand it back: at 64 clients that costs more than all their
+        writes in one go.
         """
         assert self._loop is not None
         self._turn_is_over.clear()
-        with suppress(RuntimeError):  # the event loop has been closed: nobody listens
-            self._loop.call_soon_threadsafe(self._take_turn, function, arguments)
+        with suppress(RuntimeError):
+            # Called where it is told to, it would come before those who are woken by the call before it.
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self._turn_is_over.set)
             self._turn_is_over.wait(MAX_TURN)
 
     # What the thread calls, in the event loop
@@ -460,11 +471,6 @@ class AsyncEngine:
             self.ended_at.clear()
             self._all_ended.set()
 
-    def _take_turn(self, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
-        """In the event loop: call the function; those whom it wakes come before what is put in line after it."""
-        function(*arguments)
-        asyncio.get_running_loop().call_soon(self._turn_is_over.set)
-
     def _main(self) -> None:
         """The thread."""
         try:
@@ -487,11 +493,13 @@ class LastStep(Observer):
     Attributes:
         requests: of the last output, in batch order; none if there was no step, or it was forgotten.
         is_recorded: whether its tokens were recorded.
+        has_failed: whether a step has failed since tokens were last recorded, and was forgotten.
     """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.is_recorded = False
+        self.has_failed = False
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """A step begins."""
@@ -499,8 +507,8 @@ class LastStep(Observer):
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
         """Its tokens are recorded."""
-        self.is_recorded = True
+        self.is_recorded, self.has_failed = True, False
 
     def forget(self) -> None:
-        """It has been dealt with."""
-        self.requests, self.is_recorded = [], False
+        """It has failed, and that has been dealt with."""
+        self.requests, self.is_recorded, self.has_failed = [], False, True

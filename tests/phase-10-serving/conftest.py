@@ -169,6 +169,30 @@ class Scenario:
             got = told(outcome.error) if outcome.error else repr(outcome.returned)
             raise CheckFailed(called, got, f"that it waits: {why}")
 
+    async def wakes(self, called, task):
+        """What came of a task that has been given what it waits for: it must be told, and not look again later."""
+        __tracebackhide__ = True
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if not task.done():
+            raise CheckFailed(
+                called, "it sleeps on", "that it wakes at once: it is told, instead of looking every so often"
+            )
+        return self.outcome(called, task)
+
+    async def what_ends(self, engine):
+        """What has ended the engine's thread: the type of each error; [] if nothing has."""
+        __tracebackhide__ = True
+        for _ in self._looks():
+            if engine.has_ended.is_set():
+                break
+            await asyncio.sleep(BEAT)
+        for error in self.errors:
+            if is_not_written(error):
+                raise error
+        ended, self.errors = self.errors, []
+        return [type(error) for error in ended]
+
     def _looks(self):
         return looks(*(engine.llm for engine in self.engines))
 

@@ -126,6 +126,21 @@ def test_a_reader_that_sleeps(scenario, a_stream, a_chunk):
     scenario.run(main)
 
 
+@pytest.mark.parametrize("how", ["take", "anext"])
+def test_put_wakes(scenario, a_stream, a_chunk, how):
+    """Who waits is woken by `put()`, at once: it does not look again every so often."""
+
+    async def main():
+        stream, _ = a_stream()
+        task = asyncio.ensure_future(stream.take() if how == "take" else stream.__anext__())
+        await scenario.waits(f"{how}() of a new stream", task, "nothing has come")
+        stream.put(a_chunk("the"))
+        outcome = await scenario.wakes(f"{how}(), waiting when a chunk is put", task)
+        outcome.gives([a_chunk("the")] if how == "take" else a_chunk("the"))
+
+    scenario.run(main)
+
+
 # The end
 
 
@@ -238,6 +253,25 @@ def test_close_leaves(scenario, a_stream, a_chunk):
         that("how often `leave` was called, after another close()", len(left)).gives(1)
         (await scenario.ask("stream.take() of a closed stream", stream.take())).gives([])
         (await scenario.ask("anext(stream) of a closed stream", stream.__anext__())).raises(StopAsyncIteration)
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("first", ["close", "fail"])
+def test_closed_and_failed(scenario, a_stream, a_chunk, first):
+    """A stream is closed and failed, in either order: nobody wants the error any more, so `take()` gives []."""
+
+    async def main():
+        stream, _ = a_stream()
+        stream.put(a_chunk("the"))
+        if first == "close":
+            stream.close()
+            stream.fail(BROKEN)
+        else:
+            stream.fail(BROKEN)
+            stream.close()
+        (await scenario.ask("stream.take(), closed and failed", stream.take())).gives([])
+        (await scenario.ask("anext(stream), closed and failed", stream.__anext__())).raises(StopAsyncIteration)
 
     scenario.run(main)
 

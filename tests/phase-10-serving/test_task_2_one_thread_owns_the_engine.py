@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -247,6 +248,59 @@ def test_a_step_that_fails(scenario, tiny_llm, params, add_by_hand, all_tokens, 
     scenario.run(main)
 
 
+@pytest.mark.parametrize("what", ["a command", "deliver"])
+def test_what_else_fails_ends_it(scenario, tiny_llm, params, what):
+    """A command raises, or `deliver`: that is no failed step but a bug, so the thread ends, and the error is known."""
+
+    async def main():
+        llm = tiny_llm()
+        engine = scenario.new_engine(llm)
+        suspected = []
+
+        def broken(*arguments):
+            raise ZeroDivisionError("a bug")
+
+        engine.fail_step = suspected.append
+        if what == "deliver":
+            engine.deliver = broken
+            llm.add_request([1, 2], params(), request_id="a")
+        else:
+            engine.commands.put(broken)
+        engine.start()
+        that(f"what ends the thread, when {what} raises", await scenario.what_ends(engine)).gives([ZeroDivisionError])
+        that("what fail_step was called with", suspected).gives([])
+
+    scenario.run(main)
+
+
+# deliver
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1, 3])
+def test_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
+    """All chunks of a step are one call of the event loop; a step without chunks is none."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
+        engine.num_unfinished = 1
+        calls = []
+
+        def call_in_loop(function, *arguments):
+            calls.append(function)
+            function(*arguments)
+
+        engine.call_in_loop = call_in_loop
+        engine.give_turn = lambda: None  # there is no thread to wait in
+        chunks = [a_chunk("x" * number) for number in range(num_chunks)]
+        call(engine.deliver, chunks).gives(None)
+        that(f"calls of call_in_loop by deliver, of {num_chunks} chunks", len(calls)).gives(min(num_chunks, 1))
+        if chunks:
+            (await scenario.ask("take() of their stream", stream.take())).gives(chunks)
+
+    scenario.run(main)
+
+
 # hand_out
 
 
@@ -258,6 +312,7 @@ def test_hand_out(scenario, tiny_llm, a_chunk):
         streams = {name: AnswerStream(name, n, lambda stream: None) for name, n in (("a", 1), ("b", 2))}
         engine.streams.update(streams)
         engine.num_unfinished = 4  # and one that is none of theirs
+        before = time.monotonic()
         chunks = {
             "a": [a_chunk("one"), a_chunk("two", "stop")],
             "b": [a_chunk("un", "length", request_id="b", index=1), a_chunk("deux", request_id="b")],
@@ -273,7 +328,22 @@ def test_hand_out(scenario, tiny_llm, a_chunk):
         that("engine.streams, when all answers of both have ended", list(engine.streams)).gives([])
         times = list(engine.ended_at)
         that("how many times ended_at has", len(times)).gives(3)
-        that("whether they are in order", times == sorted(times)).gives(True)
+        times = [before, *times, time.monotonic()]
+        that("whether they are of time.monotonic(), in order", times == sorted(times)).gives(True)
+
+    scenario.run(main)
+
+
+def test_the_last_answer_ends(scenario, tiny_llm, a_chunk):
+    """The last unfinished answer ends: `ended_at` is empty again, so that a pause does not look like slow service."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.streams["a"] = AnswerStream("a", 1, lambda stream: None)
+        engine.num_unfinished = 1
+        engine.hand_out([a_chunk("one", "stop")])
+        that("engine.num_unfinished, when the last has ended", engine.num_unfinished).gives(0)
+        that("engine.ended_at, when none is unfinished", list(engine.ended_at)).gives([])
 
     scenario.run(main)
 

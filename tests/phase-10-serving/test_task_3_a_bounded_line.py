@@ -45,6 +45,18 @@ def test_it_is_answered(scenario, tiny_llm, params, all_tokens, right_answers, n
     scenario.run(main)
 
 
+def test_a_text(scenario, tiny_llm, params):
+    """The prompt is a text: the stream's num_prompt_tokens counts tokens, not letters."""
+
+    async def main():
+        engine = scenario.engine(tiny_llm())
+        stream = await opened(scenario, engine, "Yesterday I saw the cat.", params())
+        that("stream.num_prompt_tokens of 'Yesterday I saw the cat.'", stream.num_prompt_tokens).gives(6)
+        stream.close()
+
+    scenario.run(main)
+
+
 def test_many_at_once(scenario, tiny_llm, params, all_tokens, right_answers):
     """Twelve clients at once, of which four have seats: each gets its own tokens."""
 
@@ -92,6 +104,27 @@ def test_what_the_llm_is_told(scenario, tiny_llm, params):
     scenario.run(main)
 
 
+def test_when_it_has_come(scenario, tiny_llm, params):
+    """The time of arrival is when the client came, and not when the thread had time for it, a step later."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        await scenario.open_together(engine, ([1], params()))
+        await scenario.until("a step is under way", lambda: llm.steps)
+        coming = asyncio.ensure_future(engine.add_request([2], params(max_tokens=50)))
+        await scenario.waits("add_request during a step", coming, "the thread is in a step")
+        came = time.monotonic()
+        await asyncio.sleep(0.01)
+        llm.let(1)
+        stream = await scenario.result("add_request", coming)
+        arrival = llm.answers[stream.request_id].request.arrival_time
+        that("whether its arrival_time is before the end of the step that it waited for", arrival <= came).gives(True)
+
+    scenario.run(main)
+
+
 # No place
 
 
@@ -109,6 +142,7 @@ def test_the_line_is_bounded(scenario, tiny_llm, params, max_waiting, places):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         that(f"engine.num_unfinished, of {places} requests", engine.num_unfinished).gives(places)
+        engine.ended_at.extend([100.0, 107.0])  # so that it has something to say
         outcome = await scenario.ask(
             f"add_request with {places} of {places} places taken", engine.add_request([3], params())
         )
@@ -226,7 +260,10 @@ def test_nobody_is_let_in_any_more(scenario, tiny_llm, params):
 
     async def main():
         engine = scenario.new_engine(tiny_llm())
-        engine.is_draining = True
+        engine.is_draining, engine.num_unfinished = True, engine.max_places
+        outcome = await scenario.ask("add_request, draining and full", engine.add_request([1], params()))
+        outcome.raises(EngineStoppedError)
+        engine.num_unfinished = 0
         outcome = await scenario.ask("add_request of an engine that is draining", engine.add_request([1], params()))
         outcome.raises(EngineStoppedError)
         engine.is_draining, engine.error = False, MemoryError("no room")
@@ -359,6 +396,7 @@ def test_streams_that_are_failed(scenario, tiny_llm, params, a_chunk):
         for stream in (one, two):
             (await scenario.ask("take() of a failed stream", stream.take())).raises(StepFailedError, "the model broke")
             stream.close()
+        that("whether `fail` has put commands: who calls it sees to the requests", engine.commands.empty()).gives(True)
         engine.fail([one.request_id], error)
         that("engine.num_unfinished, when the clients of those failed have closed", engine.num_unfinished).gives(2)
 

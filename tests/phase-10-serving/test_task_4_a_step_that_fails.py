@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -23,6 +24,15 @@ async def check_failed(scenario, what, stream, cause=ArithmeticError):
     outcome = await scenario.ask(f"take() of {what}, to its end", to_the_end())
     outcome.raises(StepFailedError)
     that(f"the __cause__ of the error of {what}", type(outcome.error.__cause__)).gives(cause)
+    said = str(outcome.error.__cause__) in str(outcome.error)
+    that(f"whether the error of {what} says what its cause says", said).gives(True)
+
+
+async def drained(stream):
+    """Read to its end, or to its error, which is left for the next reader."""
+    with suppress(StepFailedError):
+        while await stream.take():
+            pass
 
 
 async def check_clean(scenario, engine):
@@ -48,6 +58,20 @@ def breaks(llm, name, times=1):
     setattr(llm, name, broken)
 
 
+def breaks_if(llm, is_bad):
+    """Have each step fail of which `is_bad(requests)`. The requests of each step that failed, as it goes on."""
+    run_model, failed = llm.run_model, []
+
+    def broken(output):
+        if is_bad(output.scheduled):
+            failed.append([each.request_id for each in output.scheduled])
+            raise ArithmeticError("the model cannot bear it")
+        return run_model(output)
+
+    llm.run_model = broken
+    return failed
+
+
 # Whom a failing step ends
 
 
@@ -60,6 +84,7 @@ def test_who_is_new_is_suspected(scenario, tiny_llm, params, all_tokens, right_a
         engine = scenario.new_engine(llm)
         prompts = [1, 2], [3]
         old = await scenario.open_together(engine, *((prompt, params(max_tokens=8)) for prompt in prompts))
+        await scenario.until("the first step is under way", lambda: llm.steps)
         coming = asyncio.ensure_future(engine.add_request([5, POISON], params()))
         await asyncio.sleep(0)
         llm.let_all()
@@ -80,6 +105,7 @@ def test_all_who_are_new(scenario, tiny_llm, params, all_tokens, right_answers):
         llm.hold()
         engine = scenario.new_engine(llm)
         [old] = await scenario.open_together(engine, ([1, 2], params(max_tokens=8)))
+        await scenario.until("the first step is under way", lambda: llm.steps)
         coming = [asyncio.ensure_future(engine.add_request(prompt, params())) for prompt in ([5, 6], [POISON])]
         await asyncio.sleep(0)
         llm.let_all()
@@ -111,6 +137,90 @@ def test_in_the_middle_of_its_prompt(scenario, tiny_llm, params, all_tokens, rig
         outcome = await scenario.ask("the tokens of the other", all_tokens(old))
         outcome.gives(right_answers([1, 2], params(max_tokens=9)))
         await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_an_old_one_is_to_blame(scenario, tiny_llm, params, all_tokens, right_answers):
+    """A request with tokens breaks each step, newcomers keep coming: two steps fail, then it is ended; others go on."""
+
+    async def main():
+        llm = tiny_llm(max_num_seqs=2)
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        [bad] = await scenario.open_together(engine, ([1, 2], params(max_tokens=9)))
+        await scenario.until("its first step is under way", lambda: llm.steps)
+        failed = breaks_if(llm, lambda step: any(each.request_id == bad.request_id for each in step))
+        prompts = [[number, 7] for number in range(20, 26)]
+        coming = [asyncio.ensure_future(engine.add_request(prompt, params())) for prompt in prompts]
+        await asyncio.sleep(0)
+        llm.let_all()
+        innocent = [await scenario.result("add_request of one who comes later", task) for task in coming]
+        await check_failed(scenario, "the request that breaks each step after its first", bad)
+        num_ended = 0
+        for prompt, stream in zip(prompts, innocent, strict=True):
+            outcome = await scenario.ask("the tokens of one who came later", all_tokens(stream))
+            if isinstance(outcome.error, StepFailedError):
+                num_ended += 1
+            else:
+                outcome.gives(right_answers(prompt, params()))
+        that("steps that failed, at most 2", min(len(failed), 3) <= 2).gives(True)
+        that("of 6 who came later, one at a time, those that were ended", num_ended).gives(2)
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_two_failures_with_a_step_between(scenario, tiny_llm, params, all_tokens, right_answers):
+    """A newcomer breaks its step; a step goes well; another breaks its own: each alone is ended, as if the first."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        [old] = await scenario.open_together(engine, ([1, 2], params(max_tokens=9)))
+        for _ in range(2):
+            await scenario.until("a step is under way", lambda: llm.steps and llm.steps[-1] == [old.request_id])
+            coming = asyncio.ensure_future(engine.add_request([POISON], params()))
+            await asyncio.sleep(0)
+            llm.let(2)  # this one, and the one that fails; the next is held
+            await check_failed(
+                scenario, "a newcomer that breaks its step", await scenario.result("add_request", coming)
+            )
+            at = len(llm.steps)
+            llm.let(1)  # goes well
+            await scenario.until("another step is under way", lambda at=at: len(llm.steps) > at)
+        llm.let_all()
+        outcome = await scenario.ask("the tokens of one who had tokens before", all_tokens(old))
+        outcome.gives(right_answers([1, 2], params(max_tokens=9)))
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_who_was_preempted(scenario, tiny_llm, params):
+    """Who was preempted computes its prompt again, but has tokens: it is no newcomer, so all of the step fail."""
+
+    async def main():
+        llm = tiny_llm(num_blocks=8, max_num_seqs=3)
+        engine = scenario.new_engine(llm)
+
+        def is_bad(step):
+            again = [
+                each for each in step if each.output_token_ids and each.num_computed_tokens < each.num_prompt_tokens
+            ]
+            return not failed and again and len(step) > len(again) and all(each.output_token_ids for each in step)
+
+        failed = breaks_if(llm, is_bad)
+        requests = [([number] * 4, params(max_tokens=most)) for number, most in ((1, 24), (2, 9), (3, 20))]
+        streams = await scenario.open_together(engine, *requests)
+        for stream in streams:
+            await scenario.ask("take() to the end", drained(stream))
+        await check_clean(scenario, engine)
+        that("how many steps failed, with one who was preempted in it", len(failed)).gives(1)
+        for stream in streams:
+            if stream.request_id in failed[0]:
+                await check_failed(scenario, "one in the step that failed", stream)
 
     scenario.run(main)
 
@@ -171,6 +281,43 @@ def test_the_scheduler_fails(scenario, tiny_llm, params, all_tokens, right_answe
         for stream in await scenario.open_together(engine, *requests):
             await check_failed(scenario, "a request, when schedule() raises", stream, MemoryError)
         await check_clean(scenario, engine)
+        stream = await scenario.result("add_request afterwards", engine.add_request([4], params()))
+        (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params()))
+
+    scenario.run(main)
+
+
+def test_the_scheduler_fails_again(scenario, tiny_llm, params, all_tokens, right_answers):
+    """After a good step `schedule()` raises twice: first those of that step fail, then all. Later ones are served."""
+
+    async def main():
+        llm = tiny_llm(max_num_seqs=1)
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        streams = await scenario.open_together(engine, ([1], params()), ([2], params()))
+        await scenario.until("the first step is under way", lambda: llm.steps)
+        breaks(llm.scheduler, "schedule", times=2)
+        llm.let_all()
+        for stream in streams:
+            await check_failed(scenario, "a request, when schedule() raises twice", stream, MemoryError)
+        await check_clean(scenario, engine)
+        stream = await scenario.result("add_request afterwards", engine.add_request([4], params()))
+        (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params()))
+
+    scenario.run(main)
+
+
+def test_those_of_the_step_have_ended(scenario, tiny_llm, params, all_tokens, right_answers):
+    """`schedule()` raises, and all of the step before have ended: nobody is there to end, and the engine goes on."""
+
+    async def main():
+        llm = tiny_llm()
+        engine = scenario.engine(llm)
+        stream = await scenario.result("add_request", engine.add_request([1], params(max_tokens=1)))
+        await scenario.result("its token", all_tokens(stream))
+        breaks(llm.scheduler, "schedule")
+        stream = await scenario.result("add_request", engine.add_request([2], params()))
+        await scenario.ask("its tokens, or an error", drained(stream))
         stream = await scenario.result("add_request afterwards", engine.add_request([4], params()))
         (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params()))
 
@@ -299,7 +446,9 @@ def test_drain_when_the_last_one_goes(scenario, tiny_llm, params, how):
             stream.close()
         else:
             llm.let_all()
-        (await scenario.ask(f"drain(60), when of the last request {how}", draining)).gives(True)
+            await scenario.until("it has failed", lambda: not engine.num_unfinished)
+        outcome = await scenario.wakes(f"drain(60), when of the last request {how}", draining)
+        outcome.gives(True)
 
     scenario.run(main)
 

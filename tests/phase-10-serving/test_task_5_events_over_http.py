@@ -240,6 +240,10 @@ def test_head_pieces_end(scenario):
         (await scenario.ask("an EventStream of two pieces", pieces.start(channel))).gives(None)
         head, *bodies = channel.sent
         that("the first message", (head["type"], head["status"])).gives(("http.response.start", 200))
+        kinds = sorted({type(each).__name__ for pair in head["headers"] for each in pair})
+        that('the types of header names and values: ASGI wants bytes, as in (b"name", b"value")', kinds).gives(
+            ["bytes"]
+        )
         headers = {bytes(name).lower(): bytes(value) for name, value in head["headers"]}
         that("content-type", headers.get(b"content-type")).gives(b"text/event-stream; charset=utf-8")
         that("cache-control", headers.get(b"cache-control")).gives(b"no-cache")
@@ -336,6 +340,32 @@ def test_a_piece_that_fails(scenario):
         that("the bodies that were sent", channel.pieces()).gives([b"1"])
         pieces.check_closed("when the generator has failed")
         check_nobody_is_left(before)
+
+    scenario.run(main)
+
+
+def test_a_generator_that_fails_when_it_is_closed(scenario):
+    """The client leaves, and the generator's own clearing up raises: `close` has been called all the same."""
+
+    async def main():
+        channel, log, let = Channel(), [], asyncio.Semaphore(0)
+
+        async def give():
+            await let.acquire()
+            try:
+                yield b"1"
+            finally:
+                raise ZeroDivisionError("a bug")
+
+        response = EventStream(give(), lambda: log.append("close"))
+        task = asyncio.ensure_future(response({"type": "http"}, channel.receive, channel.send))
+        await scenario.until("the head is sent", lambda: channel.sent, task=task)
+        channel.has_room.clear()
+        let.release()
+        await scenario.until("a piece is being sent", lambda: len(channel.sent) == 2, task=task)
+        channel.comes("http.disconnect")
+        await scenario.ask("an EventStream whose generator cannot be closed", task)
+        that("what was called", log).gives(["close"])
 
     scenario.run(main)
 

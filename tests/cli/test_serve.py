@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from minicache.cli import app
-from minicache.errors import CheckpointError, MissingExtraError
+from minicache.errors import CheckpointError
 
 
-@pytest.mark.parametrize("module", ["fastapi", "uvicorn", "prometheus_client", "httptools"])
-def test_without_its_extra_it_says_what_to_install(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [each for each in sys.modules if each.startswith(("minicache.server", "uvicorn.protocols"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
-    result = CliRunner().invoke(app, ["serve"])
-    assert isinstance(result.exception, MissingExtraError)
-    assert module in str(result.exception)
-    assert "minicache[serve]" in str(result.exception)
+@pytest.mark.parametrize("module", ["fastapi", "prometheus_client"])
+def test_without_its_extra_it_says_what_to_install(module: str) -> None:
+    """In a process of its own: modules that were imported without it are no good to other tests."""
+    code = f"import sys; sys.modules[{module!r}] = None; from minicache.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert module in result.stderr
+    assert "minicache[serve]" in result.stderr
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

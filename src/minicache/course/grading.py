@@ -30,7 +30,7 @@ A function that never returns is called in several tasks. So that nobody waits f
 third of it is enough once a child had to be stopped.
 """
 
-_POLL = 0.05  # seconds between two looks at the journal
+_POLL = 0.01  # seconds between two looks at the journal
 
 
 def grade(

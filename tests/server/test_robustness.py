@@ -470,15 +470,21 @@ def poison(token_id: int) -> Any:
 def test_a_poisoned_request_fails_alone(serve: Any, model: Any) -> None:
     """A request that is under way goes on as if nothing had been, and so do those that come later."""
     server = serve()
-    wish = {"prompt": [5, 6], "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    wish = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     expected = server.ask("POST", "/v1/completions", wish).json["choices"]
     told = {5, 6, *server.llm.tokenizer.encode(expected[0]["text"])}
     bad = next(token_id for token_id in range(1, 600) if token_id not in told)
     connection = server.open()
     model.before = poison(bad)
     connection.request("POST", "/v1/completions", json.dumps(wish), {"Content-Type": "application/json"})
-    server.wait_until(lambda: any(each.request.output_token_ids for each in list(server.llm.answers.values())))
+
+    def num_tokens() -> int:
+        return sum(len(each.request.output_token_ids) for each in list(server.llm.answers.values()))
+
+    server.wait_until(lambda: num_tokens() > 0)
     whole = server.complete(prompt=[5, bad], max_tokens=5)
+    before = num_tokens()
+    server.wait_until(lambda: num_tokens() > before)  # two failures in a row would be blamed on all
     streamed = server.complete(prompt=[5, bad], max_tokens=5, stream=True, n=2)
     assert whole.status == 500
     assert whole.json["error"]["type"] == "server_error"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +18,8 @@ from rich.table import Table
 
 from minicache.cli.folders import make_folder
 from minicache.cli.labs import Mine, use_labs
-from minicache.palette import GRID, INK, color
+from minicache.palette import color
+from minicache.plots import save_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -313,30 +315,8 @@ def _save(report: ServingReport, settings: dict[str, Any], title: str, out: Path
     files[0].write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for name, paint in (("latency", _latency), ("distributions", _distributions), ("batch-and-memory", _over_time)):
         files.append(out / f"{name}.png")
-        _plot(paint, report, title, files[-1])
+        save_plot(partial(paint, report=report), title, files[-1])
     return files
-
-
-def _plot(paint: Callable[[Figure, ServingReport], None], report: ServingReport, title: str, file: Path) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    style: dict[Any, Any] = {
-        "font.size": 9,
-        "axes.grid": True,
-        "grid.color": GRID["light"],
-        "axes.edgecolor": GRID["light"],
-        "text.color": INK["light"],
-        "axes.labelcolor": INK["light"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-    }
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-        paint(figure, report)
-        figure.savefig(file, dpi=150)
 
 
 def _latency(figure: Figure, report: ServingReport) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from minicache.load.report import LoadReport
-from minicache.palette import GRID, INK, color
+from minicache.palette import color
+from minicache.plots import save_plot
 from minicache.simulator.report import ServingReport
 
 if TYPE_CHECKING:
@@ -26,31 +27,9 @@ def save_plots(report: LoadReport, predicted: ServingReport | None, title: str, 
         The files.
     """
     files = [out / "distributions.png", out / "over-time.png"]
-    _save(lambda figure: _distributions(figure, report, predicted), title, files[0])
-    _save(lambda figure: _over_time(figure, report), title, files[1])
+    save_plot(lambda figure: _distributions(figure, report, predicted), title, files[0])
+    save_plot(lambda figure: _over_time(figure, report), title, files[1])
     return files
-
-
-def _save(paint: Callable[[Figure], None], title: str, file: Path) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    style: dict[Any, Any] = {
-        "font.size": 9,
-        "axes.grid": True,
-        "grid.color": GRID["light"],
-        "axes.edgecolor": GRID["light"],
-        "text.color": INK["light"],
-        "axes.labelcolor": INK["light"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-    }
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-        paint(figure)
-        figure.savefig(file, dpi=150)
 
 
 def _distributions(figure: Figure, report: LoadReport, predicted: ServingReport | None) -> None:

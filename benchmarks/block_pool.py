@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from rich.progress import track
 
 from benchmarks._record import record
-from minicache.blocks import BlockPool, BlockTable
+from minicache.memory.blocks import BlockPool, BlockTable
 
 BLOCKS, BLOCK_SIZE, USED = 16384, 16, 12288
 PER_CALL = (1, 64)

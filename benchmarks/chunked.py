@@ -48,12 +48,13 @@ import torch
 from rich.progress import track
 
 from benchmarks._record import record
-from minicache.arithmetic import cache_bytes_per_token, cache_capacity_tokens, weight_bytes
-from minicache.engine import LLM
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, cache_capacity_tokens, weight_bytes
+from minicache.arithmetic.specs import A100_80GB, LLAMA_3_8B
+from minicache.engine.llm import LLM
+from minicache.engine.runner import lay_out
+from minicache.engine.sampling import SamplingParams
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.request import Request, RequestId
-from minicache.runner import lay_out
-from minicache.sampling import SamplingParams
 from minicache.scheduler import Scheduler, create_scheduler
 from minicache.scheduler.incidents.bases import PhasedScheduler
 from minicache.scheduler.observe import Observer
@@ -62,7 +63,6 @@ from minicache.simulator.costs import RooflineCost, StepLoad
 from minicache.simulator.report import ServingReport, Summary
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import AZURE_CODE, AZURE_CONVERSATION, SHAREGPT, Arrival, Workload, stream
-from minicache.specs import A100_80GB, LLAMA_3_8B
 
 BLOCK_SIZE: Final = 16
 MAX_NUM_SEQS: Final = 256

@@ -15,12 +15,12 @@ import torch
 from rich.progress import track
 
 from benchmarks._record import record
-from minicache.arithmetic import kv_bytes_per_token
-from minicache.cache import KVCache
-from minicache.decoding import decode
+from minicache.arithmetic.arithmetic import kv_bytes_per_token
+from minicache.cache.dense import KVCache
+from minicache.engine.decoding import decode
+from minicache.engine.timing import timed
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT, load_minigpt
-from minicache.timing import timed
 
 REPEATS = 9
 

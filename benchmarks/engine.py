@@ -5,7 +5,7 @@ random Llama (6 layers, hidden size 256, 8 query over 2 KV heads, 4,096 tokens, 
 `transformers`' `generate` on the batch, padded on the left; and its continuous batching, `generate_batch`, with a cache
 and a step as large as the work, without which it is slower. All three take turns in another order each round; recorded
 are minimum and median. The ceiling is what the linear layers take alone, on as many tokens at a time, with their
-weights as PyTorch stores them; and for comparison laid out as the engine has them (`minicache.runner.lay_out`).
+weights as PyTorch stores them; and for comparison laid out as the engine has them (`minicache.engine.runner.lay_out`).
 
 Then the engine with 1, 8 and 32 seats; answers of ragged lengths; and MiniGPT, one sequence, through either cache.
 One thread: with two, a shared machine stalls. Our engine's scheduler is "fair". The default, "chunked", would order the
@@ -31,14 +31,14 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks._record import record
-from minicache.cache import KVCache
-from minicache.decoding import decode
-from minicache.engine import LLM
+from minicache.cache.dense import KVCache
+from minicache.cache.paged import PagedKVCache
+from minicache.engine.decoding import decode
+from minicache.engine.llm import LLM
+from minicache.engine.runner import lay_out
+from minicache.engine.sampling import SamplingParams
+from minicache.engine.timing import timed
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
-from minicache.paged import PagedKVCache
-from minicache.runner import lay_out
-from minicache.sampling import SamplingParams
-from minicache.timing import timed
 
 REPEATS = 5
 SHORTEST, LONGEST = 50, 100

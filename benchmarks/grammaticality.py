@@ -15,7 +15,7 @@ import torch
 import typer
 
 from benchmarks._record import record
-from minicache.grammaticality import PROMPTS, measure_grammaticality
+from minicache.engine.grammaticality import PROMPTS, measure_grammaticality
 from minicache.model import load_minigpt
 
 

@@ -25,9 +25,10 @@ import torch
 from rich.progress import track
 
 from benchmarks._record import record
-from minicache.engine import LLM
+from minicache.arithmetic.specs import L4, LLAMA_3_8B
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.request import Request, RequestId
-from minicache.sampling import SamplingParams
 from minicache.scheduler import FairScheduler, Scheduler, SchedulerOutput
 from minicache.scheduler.drive import Tally, drive
 from minicache.scheduler.incidents.broken import StarvingScheduler, ThrashScheduler
@@ -36,7 +37,6 @@ from minicache.scheduler.incidents.table import INCIDENTS, measure
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import PagedScheduler
 from minicache.simulator.costs import FixedCost, RooflineCost, StepCost, StepLoad
-from minicache.specs import L4, LLAMA_3_8B
 
 NUM_REQUESTS, NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 40, 60, 100
 MEMORY_FOR: Final = 8

@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks._record import record
-from minicache import kernels, specs
+from minicache import kernels
+from minicache.arithmetic import specs
 from minicache.kernels import runtime
 
 if TYPE_CHECKING:

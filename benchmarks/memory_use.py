@@ -29,10 +29,10 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks._record import record
-from minicache.arithmetic import cache_bytes_per_token, cache_capacity_tokens
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, cache_capacity_tokens
+from minicache.arithmetic.specs import GIB, OPT_13B
 from minicache.simulator.memory_use import MemorySimulation, Sample
 from minicache.simulator.workload import SHAREGPT, LengthDistribution, Workload, generate
-from minicache.specs import GIB, OPT_13B
 
 POLICIES = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "paged": "paged"}
 PARTS = {"used": "█", "reserved": "▓", "surplus": "▒", "rounding": "░", "external": "x", "free": "·"}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks._record import record
 from minicache import kernels
-from minicache.blocks import BlockPool, BlockTable
+from minicache.memory.blocks import BlockPool, BlockTable
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 2, 64, 16
 SHORTEST, LONGEST = 64, 1024

@@ -2,10 +2,10 @@
 
 Three questions, and three kinds of answers:
 
-- `tensors`, **measured**: one sequence's blocks are copied to host blocks and back (`minicache.swap`), and its tokens
-  are computed again in one step, over block sizes and lengths. Both memories are this machine's RAM: what is measured
-  is the work, not a bus. `one_by_one` copies each block of each layer by a call of its own, as vLLM's first release
-  did; it shows what small transfers cost.
+- `tensors`, **measured**: one sequence's blocks are copied to host blocks and back (`minicache.cache.swap`), and its
+  tokens are computed again in one step, over block sizes and lengths. Both memories are this machine's RAM: what is
+  measured is the work, not a bus. `one_by_one` copies each block of each layer by a call of its own, as vLLM's first
+  release did; it shows what small transfers cost.
 - `pressure`, `block_sizes`, `watermarks`, **counted**: a burst of requests with ShareGPT's lengths is scheduled with a
   smaller and smaller pool, and with other block sizes and watermarks. Preemptions, tokens computed again, blocks moved
   and steps are exact. Seconds are **modelled**: each step takes what the roofline says for OPT-13B on an A100-40GB,
@@ -29,19 +29,19 @@ import torch
 from rich.progress import track
 
 from benchmarks._record import record
-from minicache.arithmetic import cache_bytes_per_token, step_bytes, step_flops, step_seconds
-from minicache.blocks import BlockPool, BlockTable, blocks_for
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, step_bytes, step_flops, step_seconds
+from minicache.arithmetic.specs import A100_40GB, H100, LLAMA_3_8B, OPT_13B, Accelerator, Transformer
+from minicache.cache.paged import PagedStorage, RaggedStep
+from minicache.cache.swap import HostStorage
+from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 from minicache.model.config import MiniGPTConfig
 from minicache.model.minigpt import MiniGPT
-from minicache.paged import PagedStorage, RaggedStep
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.drive import Tally, drive
 from minicache.scheduler.observe import Observer, observe
 from minicache.simulator.costs import RooflineCost, StepLoad
 from minicache.simulator.workload import SHAREGPT, generate
-from minicache.specs import A100_40GB, H100, LLAMA_3_8B, OPT_13B, Accelerator, Transformer
-from minicache.swap import HostStorage
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTH = 512

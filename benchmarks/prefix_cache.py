@@ -31,8 +31,9 @@ from typing import Any, Final
 from rich.progress import track
 
 from benchmarks._record import record
-from minicache.arithmetic import cache_bytes_per_token, cache_capacity_tokens, weight_bytes
-from minicache.prefix import block_hash, root_hash
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, cache_capacity_tokens, weight_bytes
+from minicache.arithmetic.specs import A100_40GB, GIB, LLAMA_3_8B, OPT_13B
+from minicache.memory.prefix import block_hash, root_hash
 from minicache.request import Request
 from minicache.scheduler import Scheduler, create_scheduler
 from minicache.simulator.costs import RooflineCost
@@ -41,7 +42,6 @@ from minicache.simulator.prompts import ChatWorkload, behind_system_prompt, chat
 from minicache.simulator.report import ServingReport
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import SHAREGPT, LengthDistribution, Workload
-from minicache.specs import A100_40GB, GIB, LLAMA_3_8B, OPT_13B
 
 BLOCK_SIZE: Final = 16
 WAYS: Final = {"without": False, "with": True}

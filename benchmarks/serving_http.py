@@ -31,6 +31,7 @@ from rich.table import Table
 
 from benchmarks._record import record
 from minicache.cli.calibrate import Measurement, fit, measure, swap_seconds
+from minicache.engine.runner import default_num_blocks
 from minicache.load import (
     Endpoint,
     LoadReport,
@@ -42,7 +43,6 @@ from minicache.load import (
     workload_arrivals,
 )
 from minicache.model import load_minigpt
-from minicache.runner import default_num_blocks
 from minicache.scheduler import Scheduler, create_scheduler
 from minicache.simulator.report import ServingReport, Summary
 from minicache.simulator.workload import SHAREGPT

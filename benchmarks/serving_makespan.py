@@ -28,9 +28,9 @@ from rich.table import Table
 
 from benchmarks._record import record
 from minicache.cli.calibrate import Measurement, fit, measure, swap_seconds
-from minicache.engine import LLM
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.request import RequestId
-from minicache.sampling import SamplingParams
 from minicache.scheduler import Scheduler, create_scheduler
 from minicache.simulator.costs import HostCost
 from minicache.simulator.serving import ServingSimulation

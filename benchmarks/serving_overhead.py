@@ -40,15 +40,15 @@ from rich.table import Table
 
 from benchmarks._record import record
 from benchmarks.engine import SHAPE
-from minicache.blocks import BlockPool, BlockTable, blocks_for
-from minicache.engine import LLM
+from minicache.cache.paged import PagedStorage, RaggedStep
+from minicache.engine.llm import LLM
+from minicache.engine.logprobs import ServedLLM
+from minicache.engine.runner import lay_out, logits_at
+from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
-from minicache.logprobs import ServedLLM
+from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 from minicache.model import MiniGPT, load_minigpt
-from minicache.paged import PagedStorage, RaggedStep
-from minicache.runner import lay_out, logits_at
-from minicache.sampling import SamplingParams
 
 GOAL = 0.15
 BATCHES = (1, 16, 64)

@@ -37,14 +37,14 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks._record import record
-from minicache.arithmetic import cache_bytes_per_token, cache_capacity_tokens
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, cache_capacity_tokens
+from minicache.arithmetic.specs import A100_40GB, GIB, OPT_13B
 from minicache.scheduler import Scheduler, create_scheduler
 from minicache.simulator.costs import RooflineCost, StepLoad
 from minicache.simulator.orca import OrcaScheduler
 from minicache.simulator.report import ServingReport
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import ALPACA, SHAREGPT, Arrival, Workload, generate, stream
-from minicache.specs import A100_40GB, GIB, OPT_13B
 from minicache.trace import TraceStep
 
 POLICIES = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "paged": "paged"}

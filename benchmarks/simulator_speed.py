@@ -51,11 +51,11 @@ def main(
 
 def timed(count: int) -> dict[str, Any]:
     """One run, from the first arrival to the report."""
+    from minicache.arithmetic.specs import H100, LLAMA_3_8B
     from minicache.scheduler import create_scheduler
     from minicache.simulator.costs import RooflineCost
     from minicache.simulator.serving import ServingSimulation
     from minicache.simulator.workload import SHAREGPT, stream
-    from minicache.specs import H100, LLAMA_3_8B
 
     arrivals = stream(replace(SHAREGPT, rate=RATE), count, seed=0)
     scheduler = create_scheduler("fair", num_blocks=NUM_BLOCKS)

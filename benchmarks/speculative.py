@@ -9,12 +9,12 @@ prompts of 3 · NUM_NEW tokens, of two kinds:
 - "new": texts of the grammar, one after the other, that say nothing twice on purpose. The drafter guesses all the same,
   for short endings stand everywhere.
 
-Every run's tokens are asserted to be those of plain greedy decoding (`minicache.decoding.decode`). Plain decoding and
-all settings take turns, so that they meet the same weather. All runs of one setting do the same passes. So its time is
-the sum over its tokens of the least that each took in REPEATS runs, in CPU time of this process: what the machine does
-besides counts for little. One thread. A pass of MiniGPT is so small that its time is mostly that of making its calls,
-and hardly grows with a few tokens more: as on a GPU, where it is mostly that of reading the weights, though for another
-reason.
+Every run's tokens are asserted to be those of plain greedy decoding (`minicache.engine.decoding.decode`). Plain
+decoding and all settings take turns, so that they meet the same weather. All runs of one setting do the same passes. So
+its time is the sum over its tokens of the least that each took in REPEATS runs, in CPU time of this process: what the
+machine does besides counts for little. One thread. A pass of MiniGPT is so small that its time is mostly that of making
+its calls, and hardly grows with a few tokens more: as on a GPU, where it is mostly that of reading the weights, though
+for another reason.
 
     python -m benchmarks.speculative
 
@@ -41,11 +41,11 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks._record import record
-from minicache.decoding import decode
+from minicache.cache.paged import PagedKVCache
+from minicache.engine.decoding import decode
+from minicache.engine.speculative import NgramDrafter, SpeculationStats, speculative_decode
 from minicache.grammar import Tokenizer, sample_text
 from minicache.model import MiniGPT, load_minigpt
-from minicache.paged import PagedKVCache
-from minicache.speculative import NgramDrafter, SpeculationStats, speculative_decode
 
 REPEATS: Final = 5
 NUM_PROMPTS: Final = 4

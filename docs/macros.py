@@ -1,6 +1,6 @@
 """What a page can call. The delimiters are `{$ … $}`, so that neither code nor math has to be escaped.
 
-    {$ source("minicache.cache:KVCache.append") $}    the code of that symbol, taken from its file
+    {$ source("minicache.cache.dense:KVCache.append") $}    the code of that symbol, taken from its file
     {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes
     {$ result("decode_cost", "speedup.512", ".1f") $} a number that a benchmark wrote
     {$ result_table("kernels", "rungs", name="rung", bytes="bytes") $}   a list of results as a table
@@ -77,7 +77,7 @@ def source(symbol: str, *, docstring: bool = False) -> str:
     """The code of `module:qualified.name` as a fenced block titled with its file.
 
     Args:
-        symbol: a function, class, method or module-level name, such as "minicache.cache:KVCache.append".
+        symbol: a function, class, method or module-level name, such as "minicache.cache.dense:KVCache.append".
         docstring: keep the docstrings; a page usually says the same in its own words.
     """
     module, _, name = symbol.partition(":")

@@ -4,7 +4,7 @@
 # What can you find out with fifteen small functions? This is the bench on which to try them: which models fit where,
 # what a batch costs and earns, and where the roof of your own machine is. Nothing here needs a GPU.
 #
-# Set `MINE = True` in the first cell to compute with your own `labs/phase-00-decode-arithmetic/arithmetic.py`, then
+# Set `MINE = True` in the first cell to compute with your own `labs/phase-00-decode-arithmetic/arithmetic/arithmetic.py`, then
 # restart the kernel and run all cells. A function that you have not written yet says so where it is first called.
 
 # %%
@@ -16,9 +16,9 @@ if MINE:
 
     workspace = find_workspace()
     files = workspace.lab_files(workspace.course.phase(0))
-    install({"minicache.arithmetic": files["minicache.arithmetic"]})
+    install({"minicache.arithmetic.arithmetic": files["minicache.arithmetic.arithmetic"]})
 
-from minicache import arithmetic, specs
+from minicache.arithmetic import arithmetic, specs
 
 print("Computing with", "your file." if MINE else "the reference.")
 
@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from minicache.palette import color
-from minicache.specs import GIB, Accelerator
+from minicache.arithmetic.specs import GIB, Accelerator
 
 STYLES = [("generated", "-", "o"), ("end", "--", "s"), ("shared", "-.", "^"), ("wasted", ":", "D")]
 

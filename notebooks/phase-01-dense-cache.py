@@ -17,9 +17,9 @@ if MINE:
     workspace = find_workspace()
     install(workspace.lab_files(workspace.course.phase(1)))
 
-from minicache.attention import causal_attention
-from minicache.cache import KVCache
-from minicache.decoding import decode
+from minicache.cache.attention import causal_attention
+from minicache.cache.dense import KVCache
+from minicache.engine.decoding import decode
 
 print("Attention, cache and decoding are", "yours." if MINE else "the reference's.")
 
@@ -28,12 +28,12 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import ListedColormap
 
-from minicache.arithmetic import step_flops
+from minicache.arithmetic.arithmetic import step_flops
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
 from minicache.palette import color
-from minicache.specs import MINIGPT
-from minicache.timing import timed
+from minicache.arithmetic.specs import MINIGPT
+from minicache.engine.timing import timed
 
 torch.set_num_threads(1)  # a second thread makes steps this small slower, and their times noisy
 torch.manual_seed(0)

@@ -17,7 +17,7 @@ if MINE:
     workspace = find_workspace()
     install(workspace.lab_files(workspace.course.phase(2)))
 
-from minicache.reservation import (
+from minicache.memory.reservation import (
     BuddyAllocator,
     ContiguousReservation,
     padded_rows,

@@ -18,8 +18,8 @@ if MINE:
     install(workspace.lab_files(workspace.course.phase(3)))
 
 from minicache import kernels
-from minicache.blocks import BlockPool, BlockTable, blocks_for
-from minicache.paged import PagedKVCache, PagedStorage, RaggedStep
+from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
+from minicache.cache.paged import PagedKVCache, PagedStorage, RaggedStep
 
 print("Blocks, kernels and paged cache are", "yours." if MINE else "the reference's.")
 
@@ -31,9 +31,9 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-from minicache.attention import causal_attention
-from minicache.cache import KVCache
-from minicache.decoding import decode
+from minicache.cache.attention import causal_attention
+from minicache.cache.dense import KVCache
+from minicache.engine.decoding import decode
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
 from minicache.palette import color

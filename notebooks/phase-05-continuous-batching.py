@@ -17,8 +17,8 @@ if MINE:
     workspace = find_workspace()
     install(workspace.lab_files(workspace.course.phase(5)))
 
-from minicache.engine import LLM
-from minicache.sampling import SamplingParams, TokenSampler
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.scheduler import create_scheduler
 
 print("Schedulers, sampling and engine are", "yours." if MINE else "the reference's.")
@@ -36,7 +36,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Patch
 
-from minicache.decoding import decode
+from minicache.engine.decoding import decode
 from minicache.grammar import Tokenizer, sample_text
 from minicache.model import load_minigpt
 from minicache.palette import color

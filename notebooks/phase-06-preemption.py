@@ -29,17 +29,17 @@ import time
 import matplotlib.pyplot as plt
 import torch
 
-from minicache.blocks import BlockPool
-from minicache.engine import LLM
+from minicache.memory.blocks import BlockPool
+from minicache.engine.llm import LLM
 from minicache.errors import InvariantError
 from minicache.grammar import sample_text
-from minicache.paged import PagedStorage
+from minicache.cache.paged import PagedStorage
 from minicache.palette import color
 from minicache.request import Request
-from minicache.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Recorder, observe
-from minicache.swap import HostStorage
+from minicache.cache.swap import HostStorage
 
 torch.set_num_threads(1)
 

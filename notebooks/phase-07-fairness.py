@@ -33,12 +33,12 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Patch
 
-from minicache.engine import LLM
+from minicache.engine.llm import LLM
 from minicache.errors import InvariantError, MinicacheError, RequestTooLargeError
 from minicache.model import load_minigpt
 from minicache.palette import color
 from minicache.request import Request
-from minicache.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.drive import drive
 from minicache.scheduler.incidents.broken import StarvingScheduler, ThrashScheduler

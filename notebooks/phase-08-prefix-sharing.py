@@ -18,8 +18,8 @@ if MINE:
     workspace = find_workspace()
     install(workspace.lab_files(workspace.course.phase(8)))
 
-from minicache.beam import BeamSearchParams, beam_search
-from minicache.prefix import CachingBlockPool, block_hash, root_hash
+from minicache.engine.beam import BeamSearchParams, beam_search
+from minicache.memory.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.scheduler.sharing import SharingScheduler
 
 print("Hashes, pool, scheduler and search are", "yours." if MINE else "the reference's.")
@@ -31,12 +31,12 @@ import time
 import matplotlib.pyplot as plt
 import torch
 
-from minicache.engine import LLM
+from minicache.engine.llm import LLM
 from minicache.grammar import Tokenizer, sample_text
 from minicache.model import load_minigpt
 from minicache.palette import color
 from minicache.request import Request
-from minicache.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Observer, observe

@@ -18,7 +18,7 @@ if MINE:
     install(workspace.lab_files(workspace.course.phase(9)))
 
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
-from minicache.speculative import NgramDrafter, SpeculationStats, speculative_decode
+from minicache.engine.speculative import NgramDrafter, SpeculationStats, speculative_decode
 
 print("Scheduler, drafter and decoding are", "yours." if MINE else "the reference's.")
 
@@ -29,10 +29,10 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import torch
 
-from minicache.decoding import decode
+from minicache.engine.decoding import decode
 from minicache.grammar import Tokenizer, sample_text
 from minicache.model import load_minigpt
-from minicache.paged import PagedKVCache
+from minicache.cache.paged import PagedKVCache
 from minicache.palette import color
 from minicache.request import Request
 from minicache.scheduler.audit import Auditor
@@ -41,7 +41,7 @@ from minicache.scheduler.observe import Recorder, observe
 from minicache.simulator.costs import RooflineCost, StepLoad
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import AZURE_CONVERSATION, Arrival, stream
-from minicache.specs import A100_80GB, LLAMA_3_8B
+from minicache.arithmetic.specs import A100_80GB, LLAMA_3_8B
 
 torch.set_num_threads(1)
 CHUNKED, WHOLE = color("generated"), color("end")

@@ -17,7 +17,7 @@ if MINE:
     workspace = find_workspace()
     install(workspace.lab_files(workspace.course.phase(10)))
 
-from minicache.async_engine import AsyncEngine
+from minicache.engine.async_engine import AsyncEngine
 from minicache.server.app import create_app
 from minicache.server.running import Server
 
@@ -39,10 +39,10 @@ from statistics import median
 import matplotlib.pyplot as plt
 import torch
 
-from minicache.engine import LLM
-from minicache.logprobs import ServedLLM
+from minicache.engine.llm import LLM
+from minicache.engine.logprobs import ServedLLM
 from minicache.palette import color
-from minicache.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams
 
 torch.set_num_threads(1)
 HALF, SLOWEST = color("generated"), color("end")

@@ -1,6 +1,6 @@
 """The figures of phase 0: heads, bytes per token, what fits, and the roofline.
 
-Every number comes from `minicache.arithmetic` and `minicache.specs`; nothing here is measured.
+Every number comes from `minicache.arithmetic.arithmetic` and `minicache.arithmetic.specs`; nothing here is measured.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from minicache.arithmetic import (
+from minicache.arithmetic.arithmetic import (
     arithmetic_intensity,
     attainable_flops,
     cache_bytes_per_token,
@@ -20,8 +20,7 @@ from minicache.arithmetic import (
     step_flops,
     weight_bytes,
 )
-from minicache.palette import GRID, INK, PALETTE, Scheme, color
-from minicache.specs import (
+from minicache.arithmetic.specs import (
     A100_40GB,
     A100_80GB,
     DEEPSEEK_V3,
@@ -33,6 +32,7 @@ from minicache.specs import (
     QWEN3_32B,
     Transformer,
 )
+from minicache.palette import GRID, INK, PALETTE, Scheme, color
 from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot
 
 SMALL = TYPE_SIZE * 0.9

@@ -20,8 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from minicache.errors import OutOfSlotsError
-from minicache.palette import INK, PALETTE, Scheme, color
-from minicache.reservation import (
+from minicache.memory.reservation import (
     POLICIES,
     BuddyAllocator,
     ContiguousReservation,
@@ -31,6 +30,7 @@ from minicache.reservation import (
     padding_share,
     reservation,
 )
+from minicache.palette import INK, PALETTE, Scheme, color
 from minicache.simulator.workload import AZURE_CODE, SHAREGPT, gamma_arrivals, generate
 from scripts.figures.style import FIGURES, SCHEMES, TYPE_SIZE, Diagram, draw, plot
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minicache.blocks import BlockPool, BlockTable, blocks_for
+from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.errors import SharedBlockError
 from minicache.grammar import sample_text
-from minicache.paged import PagedStorage, RaggedStep
+from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 from minicache.palette import Scheme, color
 from minicache.simulator.workload import ALPACA, SHAREGPT, generate
 from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot

@@ -391,7 +391,7 @@ def words_after(text: str) -> tuple[list[str], torch.Tensor]:
 def kept(logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
     """The probabilities from which a token is drawn: `logits` fall, and what is cut is 0.
 
-    Written out here, apart from `minicache.sampling`, so that the picture is an oracle and not a mirror.
+    Written out here, apart from `minicache.engine.sampling`, so that the picture is an oracle and not a mirror.
     """
     probabilities = (logits / temperature).softmax(-1)
     if top_k:

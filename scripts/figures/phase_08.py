@@ -17,11 +17,11 @@ from benchmarks.sharing import LOADS, SIZES
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from minicache.beam import BeamSearch, BeamSearchParams, Step
+from minicache.engine.beam import BeamSearch, BeamSearchParams, Step
 from minicache.grammar import Tokenizer
+from minicache.memory.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.model import load_minigpt
 from minicache.palette import INK, Scheme, color
-from minicache.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.request import Request, RequestId
 from minicache.scheduler.sharing import SharingScheduler
 from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot

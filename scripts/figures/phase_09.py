@@ -275,8 +275,8 @@ def passes_of_a_run() -> list[Pass]:
     import torch
     from benchmarks.speculative import NUM_NEW, make_prompts, new_cache
 
+    from minicache.engine.speculative import NgramDrafter, speculative_decode
     from minicache.model import load_minigpt
-    from minicache.speculative import NgramDrafter, speculative_decode
 
     model, passes = load_minigpt(), list[Pass]()
     prompt = make_prompts(model, "again")[0]
@@ -296,8 +296,8 @@ def passes_of_a_run() -> list[Pass]:
 
 def checked_pass(figure: Figure, scheme: Scheme) -> None:
     """The first pass with five guesses of which the model agrees with some, and not with all."""
+    from minicache.engine.speculative import num_agreed
     from minicache.grammar import Tokenizer
-    from minicache.speculative import num_agreed
 
     each, agreed = next(
         (each, agreed)

@@ -96,3 +96,38 @@ class LoadClientError(MinicacheError):
 
 class CourseError(MinicacheError):
     """The course's table, files or a learner's request do not fit together."""
+
+
+def require_count(name: str, value: object, *, at_least: int = 1) -> None:
+    """Refuse `value` unless it is a whole number, `at_least` or more.
+
+    Args:
+        name: what the caller calls the value; the message begins with it.
+        value: what was given.
+        at_least: the smallest allowed value.
+
+    Raises:
+        TypeError: `value` is not an `int` (a `bool` and a `float` such as 2.0 are refused too).
+        ValueError: `value` is below `at_least`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {value}")
+
+
+def require_positive(name: str, value: object) -> None:
+    """Refuse `value` unless it is a finite real number above 0.
+
+    Args:
+        name: what the caller calls the value; the message begins with it.
+        value: what was given.
+
+    Raises:
+        TypeError: `value` is not a real number (a `bool` is refused too).
+        ValueError: `value` is 0, negative, infinite or NaN.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be above 0 and finite, got {value!r}")

@@ -11,7 +11,7 @@ from enum import Enum
 from math import isfinite
 from typing import Final
 
-from minicache.specs import require_count
+from minicache.errors import require_count
 
 RequestId = Hashable
 """What names a request: a string or an int, anything that a dict takes for a key."""

@@ -9,11 +9,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from minicache.arithmetic import step_flops
-from minicache.cache import KVCache
+from minicache.arithmetic.arithmetic import step_flops
+from minicache.arithmetic.specs import MINIGPT
+from minicache.cache.dense import KVCache
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT, MiniGPTConfig
-from minicache.specs import MINIGPT
 
 
 @pytest.mark.parametrize(("batch_size", "context_len"), [(1, 1), (1, 200), (3, 64)])

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
-from minicache import specs
+from minicache.arithmetic import specs
+from minicache.arithmetic.specs import Accelerator, Transformer
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT, MiniGPTConfig
-from minicache.specs import Accelerator, Transformer
 
 
 def shape(model: Transformer) -> dict[str, int]:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
+from minicache.cache.paged import PagedKVCache
 from minicache.cli.demo import PROMPTS, app, burst
 from minicache.errors import MinicacheError
 from minicache.grammar import Tokenizer
-from minicache.paged import PagedKVCache
 
 
 @pytest.fixture

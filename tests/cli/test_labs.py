@@ -18,13 +18,13 @@ from minicache.course.finder import Lab
         ([], "The reference: 3 modules; `minicache status` says what is left\n"),
         (
             ["cache", "scheduler.base"],
-            "Yours: labs/one: cache.py\n"
+            "Yours: labs/one: cache/dense.py\n"
             "Yours: labs/two: scheduler/base.py\n"
             "The reference: 1 module; `minicache status` says what is left\n",
         ),
         (
             ["cache", "scheduler.base", "engine"],
-            "Yours: labs/one: cache.py\nYours: labs/two: scheduler/base.py, engine.py\n",
+            "Yours: labs/one: cache/dense.py\nYours: labs/two: scheduler/base.py, engine/llm.py\n",
         ),
     ],
     ids=len,

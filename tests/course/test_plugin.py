@@ -32,8 +32,8 @@ def test_the_header_says_whose_code_and_where(toys: Toys) -> None:
     assert "grading YOUR files in labs" in output
     assert "labs/phase-00-toys/palette.py\n" in output
     assert (
-        "labs/phase-00-toys/arithmetic.py   CANNOT BE IMPORTED: its tasks fail, the reference serves the others"
-        in output
+        "labs/phase-00-toys/arithmetic/arithmetic.py   "
+        "CANNOT BE IMPORTED: its tasks fail, the reference serves the others" in output
     )
 
 
@@ -50,7 +50,8 @@ def test_another_folder_of_labs(toys: Toys) -> None:
     other = toys.workspace.root / "theirs" / "phase-00-toys"
     other.mkdir(parents=True)
     (other / "palette.py").write_text(COLOR)
-    (other / "arithmetic.py").write_text(NBYTES.replace("2\n", "3\n"))
+    (other / "arithmetic").mkdir()
+    (other / "arithmetic/arithmetic.py").write_text(NBYTES.replace("2\n", "3\n"))
     status, output = run(toys, "--mine", "--labs", "theirs")
     assert status == 1
     assert "theirs/phase-00-toys/palette.py" in output

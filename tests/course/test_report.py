@@ -94,7 +94,7 @@ def test_a_task_that_needs_another_points_to_that_one(result: PhaseResult) -> No
 
 
 def test_a_file_that_cannot_be_imported_is_told_once(result: PhaseResult) -> None:
-    text = shown(replace(result, problems={"minicache.arithmetic": "because of this"}))
+    text = shown(replace(result, problems={"minicache.arithmetic.arithmetic": "because of this"}))
     assert "its tasks fail, the reference serves the others" in text
     assert text.count("cannot be imported") == 2  # beside the file, and in the table
     assert text.count("because of this") == 1

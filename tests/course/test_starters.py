@@ -142,7 +142,7 @@ def test_drift_is_noticed(toys: Toys) -> None:
     assert [line.split(":")[0] for line in drifted(toys.workspace)] == [f"{toys.color} was edited"]
     record = toys.workspace.labs / "starters.sha256"
     record.write_text(record.read_text().replace("phase-00-toys/arithmetic.py", "phase-00-toys/other.py"))
-    assert any("minicache.arithmetic has changed" in line for line in drifted(toys.workspace))
+    assert any("minicache.arithmetic.arithmetic has changed" in line for line in drifted(toys.workspace))
 
 
 def test_restoring_keeps_a_copy_of_what_was_edited(toys: Toys) -> None:

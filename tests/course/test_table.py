@@ -19,7 +19,7 @@ def test_what_the_table_says(toys: Toys) -> None:
     assert [task.id for task in toys.phase.tasks] == ["0.1", "0.2"]
     assert toys.phase.points == 100
     assert toys.phase.files["minicache.palette"] == PurePosixPath("palette.py")
-    assert toys.workspace.lab_files(toys.phase)["minicache.arithmetic"] == toys.nbytes
+    assert toys.workspace.lab_files(toys.phase)["minicache.arithmetic.arithmetic"] == toys.nbytes
 
 
 def test_a_task_may_say_where_its_starters_begin(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 import torch
 
-from minicache.decoding import decode
+from minicache.engine.decoding import decode
+from minicache.engine.sampling import TokenSampler
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT, load_minigpt
-from minicache.sampling import TokenSampler
 from minicache.scheduler import Scheduler, SchedulerOutput
 from minicache.scheduler.observe import Observer
 

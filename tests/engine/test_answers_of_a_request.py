@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from minicache.answers import AnswerId
-from minicache.engine import LLM
+from minicache.engine.answers import AnswerId
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.errors import RequestTooLargeError
-from minicache.sampling import SamplingParams
 from minicache.scheduler import ContinuousBatchScheduler
 from minicache.scheduler.observe import Observer
 

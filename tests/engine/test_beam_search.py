@@ -15,8 +15,8 @@ sys.path.append(str(Path(__file__).parents[2]))  # benchmarks/ is no part of the
 
 from benchmarks.engine import the_same_model
 
-from minicache.beam import BeamSearch, BeamSearchParams, Step, beam_search
-from minicache.engine import LLM
+from minicache.engine.beam import BeamSearch, BeamSearchParams, Step, beam_search
+from minicache.engine.llm import LLM
 from minicache.errors import RequestTooLargeError
 from minicache.model import MiniGPTConfig
 from minicache.scheduler import SharingScheduler
@@ -152,7 +152,7 @@ def test_it_is_tested_under_pressure(both, prompts):
 def test_one_beam_is_greedy(both, prompts):
     _, model = both
     llm = LLM(model, scheduler="paged", prefix_caching=True)
-    from minicache.sampling import SamplingParams
+    from minicache.engine.sampling import SamplingParams
 
     greedy = [answer.token_ids for answer in llm.generate(prompts, SamplingParams(max_tokens=9))]
     assert [[beam.token_ids for beam in beams] for beams in beam_search(llm, prompts, BeamSearchParams(1, 9))] == [
@@ -194,7 +194,7 @@ def test_params_that_are_refused(options, error, says):
 
 
 def test_calls_that_are_refused(both, prompts):
-    from minicache.sampling import SamplingParams
+    from minicache.engine.sampling import SamplingParams
 
     llm = LLM(both[1])
     with pytest.raises(TypeError, match="BeamSearchParams"):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from minicache.engine import LLM
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT
-from minicache.sampling import SamplingParams
 from minicache.scheduler import SchedulerOutput
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.audit_sharing import SharingAuditor

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from minicache.engine import LLM, Completion
+from minicache.engine.llm import LLM, Completion
+from minicache.engine.sampling import SamplingParams
 from minicache.errors import CheckpointError, InvariantError, OutOfBlocksError, RequestTooLargeError, UnknownWordError
 from minicache.model import MiniGPT, MiniGPTConfig
-from minicache.sampling import SamplingParams
 from minicache.scheduler import ContinuousBatchScheduler, PagedScheduler, create_scheduler
 from minicache.scheduler.observe import Recorder
 

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from minicache.engine import LLM
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.errors import RequestTooLargeError
 from minicache.model import MiniGPT, MiniGPTConfig, save_minigpt
-from minicache.sampling import SamplingParams
 from minicache.scheduler import SCHEDULERS
 
 LENGTHS = (14, 3, 11, 1, 18, 6, 8, 16)

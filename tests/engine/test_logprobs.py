@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from minicache.engine import LLM
-from minicache.logprobs import ServedLLM, TokenLogprobs, token_logprobs
-from minicache.sampling import SamplingParams
+from minicache.engine.llm import LLM
+from minicache.engine.logprobs import ServedLLM, TokenLogprobs, token_logprobs
+from minicache.engine.sampling import SamplingParams
 
 LENGTH = 6
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)

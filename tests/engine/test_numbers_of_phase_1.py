@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minicache.arithmetic import (
+from minicache.arithmetic.arithmetic import (
     arithmetic_intensity,
     cache_bytes_per_token,
     cache_capacity_tokens,
@@ -16,8 +16,8 @@ from minicache.arithmetic import (
     step_seconds,
     weight_bytes,
 )
+from minicache.arithmetic.specs import A100_40GB, GIB, LLAMA_3_8B, MINIGPT
 from minicache.grammar import Tokenizer
-from minicache.specs import A100_40GB, GIB, LLAMA_3_8B, MINIGPT
 
 RESERVED_ROWS = 2048
 LENGTHS = (137, 520, 61, 1893, 250, 905, 48, 330)

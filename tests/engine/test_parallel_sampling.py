@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.engine import LLM
-from minicache.sampling import SamplingParams
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.scheduler import ChunkedPrefillScheduler, FairSharingScheduler, SharingScheduler
 from minicache.scheduler.observe import Observer
 

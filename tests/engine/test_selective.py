@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minicache.blocks import BlockPool, BlockTable
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
+from minicache.cache.paged import PagedKVCache, PagedStorage, RaggedStep
+from minicache.cache.selective import SelectiveStep
 from minicache.errors import CacheOverflowError
-from minicache.paged import PagedKVCache, PagedStorage, RaggedStep
-from minicache.selective import SelectiveStep
+from minicache.memory.blocks import BlockPool, BlockTable
 
 
 def caches_of(model, rows, cache_class=KVCache, **options):

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from minicache.decoding import decode
+from minicache.cache.paged import PagedKVCache
+from minicache.engine.decoding import decode
+from minicache.engine.speculative import NgramDrafter, SpeculationStats, num_agreed, speculative_decode
 from minicache.errors import CacheOverflowError
-from minicache.paged import PagedKVCache
-from minicache.speculative import NgramDrafter, SpeculationStats, num_agreed, speculative_decode
 
 NUM_NEW = 40
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minicache.engine.stopping import TextStream
 from minicache.grammar import Tokenizer
-from minicache.stopping import TextStream
 
 
 class Letters:

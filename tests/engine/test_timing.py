@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from minicache.timing import timed
+from minicache.engine.timing import timed
 
 
 def test_items_come_through_and_only_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:

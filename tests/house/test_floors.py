@@ -10,12 +10,12 @@ LOWER_FLOOR = [
     "minicache",
     "minicache.errors",
     "minicache.palette",
-    "minicache.arithmetic",
-    "minicache.paper",
+    "minicache.arithmetic.arithmetic",
+    "minicache.arithmetic.paper",
     "minicache.grammar",
-    "minicache.blocks",
-    "minicache.reservation",
-    "minicache.prefix",
+    "minicache.memory.blocks",
+    "minicache.memory.reservation",
+    "minicache.memory.prefix",
     "minicache.simulator",
     "minicache.simulator.prompts",
     "minicache.request",
@@ -46,8 +46,8 @@ def test_without_the_extra_for_real_models_all_else_works() -> None:
 import sys
 for name in ("transformers", "tokenizers", "huggingface_hub", "jinja2"):
     sys.modules[name] = None
-from minicache.engine import LLM
-from minicache.sampling import SamplingParams
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 assert LLM(num_blocks=10).generate(["She"], SamplingParams(max_tokens=3))[0].text
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from minicache import cli
+from minicache.engine.logprobs import ServedLLM
 from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
-from minicache.logprobs import ServedLLM
 from minicache.server.app import create_app
 from minicache.server.running import Server
 

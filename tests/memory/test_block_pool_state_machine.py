@@ -20,8 +20,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from minicache.blocks import BlockPool, BlockTable
 from minicache.errors import OutOfBlocksError, SharedBlockError
+from minicache.memory.blocks import BlockPool, BlockTable
 
 LOOSE = -1
 """The holder of blocks that were allocated or shared by hand, outside any table."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.errors import OutOfBlocksError
-from minicache.prefix import CachingBlockPool, PrefixCacheStats, block_hash, root_hash
+from minicache.memory.prefix import CachingBlockPool, PrefixCacheStats, block_hash, root_hash
 
 A, B, C = (block_hash(root_hash(), [number]) for number in range(3))
 

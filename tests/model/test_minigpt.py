@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
 from minicache.errors import CacheOverflowError
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.model.minigpt import rotate

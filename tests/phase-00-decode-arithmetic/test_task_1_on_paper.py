@@ -1,6 +1,6 @@
 """Phase 0, task 1: the numbers worked by hand. A wrong one gets a diagnosis, never the answer."""
 
-from minicache import paper
+from minicache.arithmetic import paper
 from minicache.course.checks import call
 
 EXACT = 0.0

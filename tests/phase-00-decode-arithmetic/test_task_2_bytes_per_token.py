@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache import specs
-from minicache.arithmetic import cache_bytes_per_token, dtype_nbytes, kv_bytes_per_token, mla_bytes_per_token
+from minicache.arithmetic import specs
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, dtype_nbytes, kv_bytes_per_token, mla_bytes_per_token
 from minicache.course.checks import call
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache import specs
-from minicache.arithmetic import cache_capacity_tokens, max_concurrent_sequences, weight_bytes
+from minicache.arithmetic import specs
+from minicache.arithmetic.arithmetic import cache_capacity_tokens, max_concurrent_sequences, weight_bytes
+from minicache.arithmetic.specs import GIB
 from minicache.course.checks import call, that
-from minicache.specs import GIB
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 

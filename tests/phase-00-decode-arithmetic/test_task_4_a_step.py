@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache import specs
-from minicache.arithmetic import arithmetic_intensity, step_bytes, step_flops
+from minicache.arithmetic import specs
+from minicache.arithmetic.arithmetic import arithmetic_intensity, step_bytes, step_flops
+from minicache.arithmetic.specs import Transformer
 from minicache.course.checks import call, that
-from minicache.specs import Transformer
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 

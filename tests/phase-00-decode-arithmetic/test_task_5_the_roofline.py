@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache import specs
-from minicache.arithmetic import attainable_flops, is_memory_bound, ridge_point, step_seconds
+from minicache.arithmetic import specs
+from minicache.arithmetic.arithmetic import attainable_flops, is_memory_bound, ridge_point, step_seconds
+from minicache.arithmetic.specs import Accelerator
 from minicache.course.checks import call, that
-from minicache.specs import Accelerator
 
 TOY = Accelerator("toy", memory_bytes=1024, bandwidth=4.0, peak_flops=32.0)  # its ridge is at 8 FLOP/byte
 

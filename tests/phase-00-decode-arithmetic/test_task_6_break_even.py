@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from minicache import specs
-from minicache.arithmetic import break_even_batch
+from minicache.arithmetic import specs
+from minicache.arithmetic.arithmetic import break_even_batch
+from minicache.arithmetic.specs import Accelerator, Transformer
 from minicache.course.checks import call, that
-from minicache.specs import Accelerator, Transformer
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 

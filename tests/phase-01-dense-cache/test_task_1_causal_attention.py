@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.attention import causal_attention
+from minicache.cache.attention import causal_attention
 from minicache.course.checks import call, that
 
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
 from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError
 

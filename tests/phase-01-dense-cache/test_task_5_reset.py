@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
 from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError
 

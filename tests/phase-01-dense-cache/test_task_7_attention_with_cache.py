@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.attention import attention_with_cache
-from minicache.cache import KVCache
+from minicache.cache.attention import attention_with_cache
+from minicache.cache.dense import KVCache
 from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError
 

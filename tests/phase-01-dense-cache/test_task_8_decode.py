@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
 from minicache.course.checks import call, that
-from minicache.decoding import decode
+from minicache.engine.decoding import decode
 from minicache.errors import CacheOverflowError
 from minicache.model import MiniGPT, MiniGPTConfig
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call
-from minicache.reservation import padded_rows, padding_share
+from minicache.memory.reservation import padded_rows, padding_share
 
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
-from minicache.reservation import reservation
+from minicache.memory.reservation import reservation
 
 repeatable = settings(max_examples=100, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

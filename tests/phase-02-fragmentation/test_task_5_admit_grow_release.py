@@ -6,7 +6,7 @@ import pytest
 
 from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError, OutOfSlotsError
-from minicache.reservation import ContiguousReservation, Reservation
+from minicache.memory.reservation import ContiguousReservation, Reservation
 
 POLICIES = ["max", "pow2", "oracle"]
 

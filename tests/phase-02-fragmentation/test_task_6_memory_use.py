@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError, OutOfSlotsError
-from minicache.reservation import ContiguousReservation, MemoryUse
+from minicache.memory.reservation import ContiguousReservation, MemoryUse
 
 repeatable = settings(max_examples=80, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

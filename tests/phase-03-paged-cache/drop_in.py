@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minicache.blocks import BlockPool, BlockTable, blocks_for
-from minicache.paged import PagedKVCache, PagedStorage
+from minicache.cache.paged import PagedKVCache, PagedStorage
+from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 
 PHASE_1 = Path(__file__).parents[1] / "phase-01-dense-cache"
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache.blocks import BlockPool, blocks_for
 from minicache.course.checks import call, that
 from minicache.errors import OutOfBlocksError
+from minicache.memory.blocks import BlockPool, blocks_for
 
 NO_INTS = [2.0, "2", None, True]
 

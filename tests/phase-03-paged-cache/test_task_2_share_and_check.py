@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache.blocks import BlockPool
 from minicache.course.checks import CheckFailed, call, that
 from minicache.errors import InvariantError, OutOfBlocksError
+from minicache.memory.blocks import BlockPool
 
 
 def check_pool(pool, owners, when):

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.blocks import BlockPool
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
+from minicache.cache.paged import PagedKVCache, PagedStorage
 from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError
-from minicache.paged import PagedKVCache, PagedStorage
+from minicache.memory.blocks import BlockPool
 
 repeatable = settings(max_examples=40, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

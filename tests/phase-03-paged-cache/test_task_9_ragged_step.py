@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.blocks import BlockPool, BlockTable
+from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.course.checks import call, that
 from minicache.errors import OutOfBlocksError, SharedBlockError
+from minicache.memory.blocks import BlockPool, BlockTable
 from minicache.model import MiniGPT, MiniGPTConfig
-from minicache.paged import PagedStorage, RaggedStep
 
 repeatable = settings(max_examples=40, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

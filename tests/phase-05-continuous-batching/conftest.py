@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.blocks import blocks_for
+from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from minicache.blocks import blocks_for
 from minicache.course.checks import call, that
 from minicache.errors import RequestTooLargeError
+from minicache.memory.blocks import blocks_for
 from minicache.scheduler.drive import drive
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.static import StaticBatchScheduler

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from minicache.blocks import blocks_for
 from minicache.course.checks import call, that
+from minicache.memory.blocks import blocks_for
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.drive import drive
 from minicache.scheduler.static import StaticBatchScheduler

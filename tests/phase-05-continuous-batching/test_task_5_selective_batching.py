@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
+from minicache.cache.selective import SelectiveStep
 from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError
 from minicache.model import MiniGPT, MiniGPTConfig
-from minicache.selective import SelectiveStep
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 4
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
-from minicache.sampling import SamplingParams, TokenSampler, keep_top_k, keep_top_p, pick_tokens
+from minicache.engine.sampling import SamplingParams, TokenSampler, keep_top_k, keep_top_p, pick_tokens
 
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from minicache.course.checks import call, that
-from minicache.engine import LLM
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.request import RequestStatus
-from minicache.sampling import SamplingParams, TokenSampler
 from minicache.scheduler import ContinuousBatchScheduler, PagedScheduler, StaticBatchScheduler
 
 VOCAB = 60

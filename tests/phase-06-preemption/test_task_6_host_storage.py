@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from minicache.blocks import BlockPool
+from minicache.cache.paged import PagedStorage
+from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.course.checks import call, that
-from minicache.paged import PagedStorage
-from minicache.swap import HostStorage, copy_blocks
+from minicache.memory.blocks import BlockPool
 
 LAYERS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 4, 2, 5
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from minicache.blocks import BlockPool
 from minicache.course.checks import CheckFailed, call, that, told
 from minicache.errors import InvariantError
+from minicache.memory.blocks import BlockPool
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import create_scheduler
 from minicache.scheduler.audit import Auditor

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
-from minicache.prefix import block_hash, root_hash
+from minicache.memory.prefix import block_hash, root_hash
 
 VOCAB_SIZE = 151_936  # Qwen's
 
@@ -83,9 +83,9 @@ def test_the_same_in_another_process():
 ELSEWHERE = """
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("minicache.prefix", sys.argv[1])
+spec = spec_from_file_location("minicache.memory.prefix", sys.argv[1])
 prefix = module_from_spec(spec)
-sys.modules["minicache.prefix"] = prefix
+sys.modules["minicache.memory.prefix"] = prefix
 spec.loader.exec_module(prefix)
 print(prefix.block_hash(prefix.root_hash("tenant a", "adapter"), [5, 6, 7]).hex())
 """

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
 from minicache.errors import InvariantError, OutOfBlocksError
-from minicache.prefix import CachingBlockPool
+from minicache.memory.prefix import CachingBlockPool
 
 A, B, C, D = (bytes([number]) * 32 for number in range(65, 69))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minicache.course.checks import call, that
-from minicache.prefix import block_hash, root_hash
+from minicache.memory.prefix import block_hash, root_hash
 from minicache.request import Request
 from minicache.scheduler.output import SchedulerOutput
 

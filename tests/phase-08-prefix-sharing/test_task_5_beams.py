@@ -9,9 +9,9 @@ import random
 import pytest
 import torch
 
-from minicache.beam import Beam, BeamSearch, BeamSearchParams, beam_search
 from minicache.course.checks import call, that
-from minicache.engine import LLM
+from minicache.engine.beam import Beam, BeamSearch, BeamSearchParams, beam_search
+from minicache.engine.llm import LLM
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.sharing import SharingScheduler

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from minicache.course.checks import call, that
-from minicache.speculative import NgramDrafter
+from minicache.engine.speculative import NgramDrafter
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
+from minicache.cache.paged import PagedKVCache
 from minicache.course.checks import call, that
-from minicache.decoding import decode
+from minicache.engine.decoding import decode
+from minicache.engine.speculative import NgramDrafter, SpeculationStats, num_agreed, speculative_decode
 from minicache.errors import CacheOverflowError
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
-from minicache.paged import PagedKVCache
-from minicache.speculative import NgramDrafter, SpeculationStats, num_agreed, speculative_decode
 
 VOCAB = 97
 
@@ -387,7 +387,7 @@ def minigpt():
     [("Later my sister", 1), ("Did the children read the book yesterday? Yes, they", 3)],
 )
 def test_with_minigpt(minigpt, text, max_ngram):
-    """MiniGPT and the drafter of task 4: the tokens of `minicache.decoding.decode`, which has no cache here."""
+    """MiniGPT and the drafter of task 4: the tokens of `minicache.engine.decoding.decode`, which has no cache here."""
     prompt, config = Tokenizer().encode(text), minigpt.config
     expected = [int(token) for token in decode(minigpt, torch.tensor([prompt]), 30)]
     cache = PagedKVCache(config.num_layers, 1, config.num_kv_heads, config.max_seq_len, config.head_dim, block_size=4)

@@ -18,15 +18,15 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from minicache.answers import Chunk, request_of
-from minicache.async_engine import AnswerStream, AsyncEngine
 from minicache.course.checks import CheckFailed, Outcome, is_not_written, that, told, unwrapped
-from minicache.engine import LLM
+from minicache.engine.answers import Chunk, request_of
+from minicache.engine.async_engine import AnswerStream, AsyncEngine
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.errors import StepFailedError
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT
 from minicache.model.config import MiniGPTConfig
-from minicache.sampling import SamplingParams
 
 BEAT, NUM_BEATS = 0.01, 150  # seconds; so many looks without a step of the engine. A slow machine is slow in both
 POISON = 13  # a step that has a prompt with this token fails

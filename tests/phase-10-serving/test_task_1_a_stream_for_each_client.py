@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from minicache.async_engine import AnswerStream
 from minicache.course.checks import call, that
+from minicache.engine.async_engine import AnswerStream
 from minicache.errors import StepFailedError
 
 BROKEN = StepFailedError("the model broke")

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from minicache.async_engine import MAX_RETRY_AFTER, MIN_RETRY_AFTER
 from minicache.course.checks import call, that
+from minicache.engine.async_engine import MAX_RETRY_AFTER, MIN_RETRY_AFTER
 from minicache.errors import EngineStoppedError, QueueFullError, RequestTooLargeError, StepFailedError, UnknownWordError
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minicache.blocks import BlockPool, BlockTable
-from minicache.cache import KVCache
+from minicache.cache.dense import KVCache
+from minicache.cache.paged import PagedKVCache, PagedStorage, RaggedStep
+from minicache.cache.selective import SelectiveStep
+from minicache.cache.windows import WindowedRaggedStep, WindowedSelectiveStep, window_attention
+from minicache.memory.blocks import BlockPool, BlockTable
 from minicache.model import Decoder, DecoderConfig, load_folder
-from minicache.paged import PagedKVCache, PagedStorage, RaggedStep
-from minicache.selective import SelectiveStep
-from minicache.windows import WindowedRaggedStep, WindowedSelectiveStep, window_attention
 
 LLAMA3 = {
     "rope_type": "llama3",

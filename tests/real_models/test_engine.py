@@ -9,14 +9,14 @@ from functools import cache
 import pytest
 import torch
 
-from minicache.decoding import decode
-from minicache.engine import LLM
+from minicache.cache.paged import PagedKVCache
+from minicache.engine.decoding import decode
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
+from minicache.engine.speculative import NgramDrafter, speculative_decode
 from minicache.errors import CheckpointError, MissingExtraError, UnsupportedModelError
 from minicache.model.tokenizer import FolderTokenizer
-from minicache.paged import PagedKVCache
-from minicache.sampling import SamplingParams
 from minicache.scheduler.observe import Observer
-from minicache.speculative import NgramDrafter, speculative_decode
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -312,7 +312,7 @@ def test_what_is_missing_is_said(speaking, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=re.escape("pip install 'minicache[hf]'")):
         LLM(folder)
-    monkeypatch.setattr("minicache.runner.load_tokenizer", lambda model: None)
+    monkeypatch.setattr("minicache.engine.runner.load_tokenizer", lambda model: None)
     assert LLM(folder, num_blocks=10, tokenizer=FakeTokenizer()).model.config.vocab_size == 300
 
 

@@ -15,10 +15,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from minicache.engine import LLM
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.errors import CheckpointError, HubError, MissingExtraError
 from minicache.model.hub import download, is_hub_name
-from minicache.sampling import SamplingParams
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

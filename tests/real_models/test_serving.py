@@ -9,7 +9,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from minicache.logprobs import ServedLLM
+from minicache.engine.logprobs import ServedLLM
 from minicache.server.app import create_app
 
 MESSAGES = [

@@ -11,11 +11,11 @@ from statistics import fmean
 import pytest
 import torch
 
-from minicache.blocks import blocks_for
+from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.errors import UngrammaticalError
 from minicache.grammar import Tokenizer, check_text
+from minicache.memory.blocks import blocks_for
 from minicache.request import Request
-from minicache.sampling import SamplingParams, TokenSampler
 from minicache.scheduler import create_scheduler
 from minicache.scheduler.drive import drive
 from minicache.simulator.workload import ALPACA, SHAREGPT, generate

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from minicache import prefix
-from minicache.beam import BeamSearch, BeamSearchParams
-from minicache.prefix import CachingBlockPool, block_hash, root_hash
+from minicache.engine.beam import BeamSearch, BeamSearchParams
+from minicache.memory import prefix
+from minicache.memory.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import PagedScheduler, SharingScheduler
 from minicache.scheduler.output import SchedulerOutput
@@ -503,7 +503,7 @@ def test_the_worked_examples_of_the_labs(name):
     names = {each: getattr(prefix, each) for each in ("CachingBlockPool", "block_hash", "root_hash")}
     names |= {"Request": Request, "SharingScheduler": SharingScheduler, "PagedScheduler": PagedScheduler}
     if "Beam" in examples:
-        beam = importlib.import_module("minicache.beam")
+        beam = importlib.import_module("minicache.engine.beam")
         names |= {each: getattr(beam, each) for each in ("BeamSearch", "BeamSearchParams", "Step")}
     case = doctest.DocTestParser().get_doctest(examples, names, name, None, 0)
     runner = doctest.DocTestRunner()

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from minicache import speculative
-from minicache.decoding import decode
+from minicache.arithmetic.specs import A100_80GB, LLAMA_3_8B
+from minicache.cache.paged import PagedKVCache
+from minicache.engine import speculative
+from minicache.engine.decoding import decode
+from minicache.engine.speculative import NgramDrafter, num_agreed
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
-from minicache.paged import PagedKVCache
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import ChunkedPrefillScheduler, Scheduler, create_scheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.simulator.costs import RooflineCost, StepLoad
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import Arrival
-from minicache.specs import A100_80GB, LLAMA_3_8B
-from minicache.speculative import NgramDrafter, num_agreed
 from minicache.trace import TraceStep
 
 ROOT = Path(__file__).parents[2]

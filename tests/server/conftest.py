@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minicache.async_engine import AsyncEngine
+from minicache.engine.async_engine import AsyncEngine
+from minicache.engine.logprobs import ServedLLM
 from minicache.grammar import Tokenizer
-from minicache.logprobs import ServedLLM
 from minicache.model import load_minigpt
 from minicache.model.minigpt import MiniGPT, MiniGPTConfig
 from minicache.server.app import Served, create_app

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from minicache.async_engine import AsyncEngine
-from minicache.engine import LLM
+from minicache.engine.async_engine import AsyncEngine
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.errors import EngineStoppedError, InvariantError, StepFailedError
-from minicache.sampling import SamplingParams
 
 SECONDS = 60
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)

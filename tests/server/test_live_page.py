@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from minicache.answers import Chunk
-from minicache.logprobs import ServedLLM
-from minicache.sampling import SamplingParams
+from minicache.engine.answers import Chunk
+from minicache.engine.logprobs import ServedLLM
+from minicache.engine.sampling import SamplingParams
 from minicache.server.app import create_app
 from minicache.server.running import Server
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from minicache.engine import LLM
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestId, RequestStatus
-from minicache.sampling import SamplingParams
 from minicache.scheduler import SCHEDULERS, Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Observer, Recorder, observe

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minicache.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams
 
 openai = pytest.importorskip("openai")
 
@@ -32,7 +32,7 @@ def client(server: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def alone(minigpt: Any) -> Any:
     """What the `LLM` itself gives."""
-    from minicache.engine import LLM
+    from minicache.engine.llm import LLM
     from minicache.grammar import Tokenizer
 
     llm = LLM(minigpt, num_blocks=64, tokenizer=Tokenizer())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from minicache.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
 
@@ -414,7 +414,7 @@ def unchunked(connection: socket.socket, rng: random.Random) -> Iterator[bytes]:
 @pytest.fixture(scope="module")
 def alone(minigpt: Any) -> Any:
     """The texts that a request gets without company, from the `LLM` itself."""
-    from minicache.engine import LLM
+    from minicache.engine.llm import LLM
     from minicache.grammar import Tokenizer
 
     llm = LLM(minigpt, num_blocks=64, tokenizer=Tokenizer())

@@ -139,7 +139,7 @@ def test_a_patience_that_is_no_number_of_seconds_is_refused(serve: Any, seconds:
 
 NURSERY = """
 import os, sys
-import minicache.logprobs, minicache.server.running
+import minicache.engine.logprobs, minicache.server.running
 from minicache.cli import main
 for line in sys.stdin:
     if not (pid := os.fork()):

@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from minicache.arithmetic import cache_bytes_per_token, step_bytes, step_flops, step_seconds
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, step_bytes, step_flops, step_seconds
+from minicache.arithmetic.specs import A100_40GB, DEEPSEEK_V3, H100, LLAMA_3_8B, OPT_13B
 from minicache.simulator.costs import PCIE_BANDWIDTH, FixedCost, HostCost, RooflineCost, StepLoad
-from minicache.specs import A100_40GB, DEEPSEEK_V3, H100, LLAMA_3_8B, OPT_13B
 
 HOST = HostCost(
     machine="a laptop",

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from minicache.errors import OutOfBlocksError, OutOfSlotsError
-from minicache.reservation import MemoryUse
+from minicache.memory.reservation import MemoryUse
 from minicache.simulator.memory_use import MemorySimulation, PagedMemory
 from minicache.simulator.workload import SHAREGPT, Arrival, LengthDistribution, generate
 

@@ -10,6 +10,7 @@ from statistics import fmean
 
 import pytest
 
+from minicache.arithmetic.specs import A100_40GB, OPT_13B
 from minicache.errors import InvariantError
 from minicache.request import Request
 from minicache.scheduler import PagedScheduler, SchedulerOutput, create_scheduler
@@ -19,7 +20,6 @@ from minicache.simulator.orca import OrcaScheduler
 from minicache.simulator.report import NUM_SAMPLES
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import SHAREGPT, Arrival, LengthDistribution, generate, poisson_arrivals, stream
-from minicache.specs import A100_40GB, OPT_13B
 
 COST = RooflineCost(OPT_13B, A100_40GB)
 NAMES = ["static", "continuous", "paged", "fair", "swap", "max", "pow2", "oracle"]

@@ -14,11 +14,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Required, TypedDict
 
-from minicache.blocks import BlockPool
-from minicache.errors import InvariantError, RequestTooLargeError
+from minicache.errors import InvariantError, RequestTooLargeError, require_count
+from minicache.memory.blocks import BlockPool
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
-from minicache.specs import require_count
 
 
 class SchedulerOptions(TypedDict, total=False):

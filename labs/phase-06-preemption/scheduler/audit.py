@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from minicache.blocks import BlockPool, blocks_for
 from minicache.errors import InvariantError
+from minicache.memory.blocks import BlockPool, blocks_for
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.observe import Observer

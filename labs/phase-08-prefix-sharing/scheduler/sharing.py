@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Unpack
 
-from minicache.prefix import BlockHash, CachingBlockPool, PrefixCacheStats, block_hash, root_hash
+from minicache.memory.prefix import BlockHash, CachingBlockPool, PrefixCacheStats, block_hash, root_hash
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.fair import FairScheduler, Rank
 from minicache.scheduler.output import SchedulerOutput

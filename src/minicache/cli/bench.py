@@ -246,8 +246,8 @@ def _scheduler(name: SchedulerName, *, num_blocks: int | None, max_model_len: in
     from minicache.scheduler import create_scheduler
 
     if num_blocks is None:
+        from minicache.engine.runner import default_num_blocks
         from minicache.model import load_minigpt
-        from minicache.runner import default_num_blocks
 
         model = load_minigpt()
         longest = max_model_len or model.config.max_seq_len

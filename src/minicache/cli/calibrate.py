@@ -19,7 +19,7 @@ from minicache.cli.labs import Mine, use_labs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from minicache.engine import LLM
+    from minicache.engine.llm import LLM
     from minicache.request import Request
     from minicache.scheduler import Scheduler, SchedulerOutput
     from minicache.simulator.costs import HostCost, StepLoad
@@ -94,7 +94,7 @@ def measure(rounds: int, console: Console) -> list[Measurement]:
     Returns:
         Every step of every burst, with the median of its times.
     """
-    from minicache.engine import LLM
+    from minicache.engine.llm import LLM
     from minicache.scheduler.observe import Observer
 
     class Loads(Observer):
@@ -141,7 +141,7 @@ def _load(scheduled: Sequence[Request], num_new: Sequence[int]) -> StepLoad:
 
 def _add(engine: LLM, batch: int, prompt: int) -> None:
     """Give the engine a burst of requests with random prompts of about that length, always the same ones."""
-    from minicache.sampling import SamplingParams
+    from minicache.engine.sampling import SamplingParams
 
     rng, vocab_size = Random(f"{batch} {prompt}"), engine.model.config.vocab_size
     params = SamplingParams(max_tokens=1 + NUM_DECODES, ignore_eos=True)
@@ -186,10 +186,10 @@ def _features(load: StepLoad) -> tuple[int, ...]:
 
 def swap_seconds(rounds: int) -> float:
     """How long it takes to copy one token's keys and values to the host or back, in blocks, median of the rounds."""
-    from minicache.blocks import BlockPool
+    from minicache.cache.paged import PagedStorage
+    from minicache.cache.swap import HostStorage
+    from minicache.memory.blocks import BlockPool
     from minicache.model import load_minigpt
-    from minicache.paged import PagedStorage
-    from minicache.swap import HostStorage
 
     config = load_minigpt().config
     pool = BlockPool(SWAPPED_BLOCKS, 16)

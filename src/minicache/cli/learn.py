@@ -112,7 +112,7 @@ def phases_of(workspace: Workspace, phases: Iterable[Phase], changed: set[Path])
 @app.command()
 def reset(
     phase: PhaseName,
-    file: Annotated[str | None, typer.Option(help="Only this file, such as cache.py.")] = None,
+    file: Annotated[str | None, typer.Option(help="Only this file, such as cache/dense.py.")] = None,
 ) -> None:
     """Put the starters back. What you wrote is copied to .minicache/backups first."""
     from minicache.course.starters import restore

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from minicache.cache import KVCache
+    from minicache.cache.dense import KVCache
     from minicache.grammar import Tokenizer
     from minicache.model import MiniGPTConfig
 
@@ -43,10 +43,10 @@ def generate(
         use_labs(console)
     import torch
 
-    from minicache.decoding import decode
+    from minicache.engine.decoding import decode
+    from minicache.engine.sampling import sampler
     from minicache.grammar import Tokenizer
     from minicache.model import load_minigpt
-    from minicache.sampling import sampler
 
     torch.set_num_threads(1)  # steps this small are slower on two
     model, tokenizer = load_minigpt(checkpoint), Tokenizer()
@@ -93,8 +93,8 @@ def _make_cache(kind: CacheKind, config: MiniGPTConfig, num_rows: int) -> KVCach
     """An empty cache of `num_rows` rows for one sequence, or None."""
     if kind == "none":
         return None
-    from minicache.cache import KVCache
-    from minicache.paged import PagedKVCache
+    from minicache.cache.dense import KVCache
+    from minicache.cache.paged import PagedKVCache
 
     cache_class = PagedKVCache if kind == "paged" else KVCache
     return cache_class(config.num_layers, 1, config.num_kv_heads, num_rows, config.head_dim)

@@ -15,7 +15,7 @@ from minicache.errors import MissingExtraError
 if TYPE_CHECKING:
     import torch
 
-    from minicache.logprobs import ServedLLM
+    from minicache.engine.logprobs import ServedLLM
 
 app = typer.Typer()
 
@@ -69,7 +69,7 @@ def serve(
     listener = _bind(host, port)
     import torch
 
-    from minicache.logprobs import ServedLLM
+    from minicache.engine.logprobs import ServedLLM
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)

@@ -177,8 +177,8 @@ def _machine(
     Raises:
         ValueError: both were asked for; or the weights leave no room for a cache.
     """
-    from minicache import specs
-    from minicache.arithmetic import cache_bytes_per_token, cache_capacity_tokens, weight_bytes
+    from minicache.arithmetic import cache_bytes_per_token, cache_capacity_tokens, specs, weight_bytes
+    from minicache.errors import require_count
     from minicache.simulator.costs import HostCost, RooflineCost
 
     if host is not None:
@@ -191,7 +191,7 @@ def _machine(
     transformer: specs.Transformer = getattr(specs, model.upper().replace("-", "_"))
     device: specs.Accelerator = getattr(specs, accelerator.upper().replace("-", "_"))
     if num_blocks is None:
-        specs.require_count("block_size", block_size)
+        require_count("block_size", block_size)
         tokens = cache_capacity_tokens(
             int(device.memory_bytes * MEMORY_SHARE),
             weight_bytes(transformer.num_parameters),

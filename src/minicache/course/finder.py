@@ -1,8 +1,8 @@
 """The import finder: a learner's file, loaded *as* the module of the package that it stands in for.
 
-`install({"minicache.cache": Path("labs/phase-01-dense-cache/cache.py")})` puts a finder before Python's own, so that
-every `import minicache.cache` gets the learner's. The rest of the package stays the reference. Errors show the
-learner's path and line.
+`install({"minicache.cache.dense": Path("labs/phase-01-dense-cache/cache/dense.py")})` puts a finder before Python's
+own, so that every `import minicache.cache.dense` gets the learner's. The rest of the package stays the reference.
+Errors show the learner's path and line.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Lab:
     """One module of the course, and whose it is in this process.
 
     Attributes:
-        module: `minicache.cache`.
+        module: `minicache.cache.dense`.
         file: the learner's file.
         mine: whether the learner's file stands in for the reference.
         reason: why, or why not, in words.
@@ -154,10 +154,10 @@ def install_finished_labs() -> list[Lab]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file, as a person reads it: `labs/phase-01-dense-cache/cache.py:41: the code`.
+    """A line of a file, as a person reads it: `labs/phase-01-dense-cache/cache/dense.py:41: the code`.
 
     Attributes:
-        place: `labs/phase-01-dense-cache/cache.py:41`.
+        place: `labs/phase-01-dense-cache/cache/dense.py:41`.
         code: the source, "" if it cannot be read.
     """
 

@@ -20,7 +20,7 @@ class Task:
         phase: the phase's number.
         number: the task's number in its phase, from 1.
         title: a few words.
-        module: the module it is written in, `minicache.cache`.
+        module: the module it is written in, `minicache.cache.dense`.
         targets: qualified names in `module` that it asks for, `KVCache.append`. May be empty: the task then grades
             more of what an earlier one asked for.
         points: what it is worth.
@@ -47,7 +47,7 @@ class Task:
 
     @property
     def file(self) -> PurePosixPath:
-        """The learner's file in the phase's folder: the path of `module` in the package, `cache.py`."""
+        """The learner's file in the phase's folder: the path of `module` in the package, `cache/dense.py`."""
         return PurePosixPath(*self.module.split(".")[1:]).with_suffix(".py")
 
 

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from minicache.errors import LoadClientError
+from minicache.errors import LoadClientError, require_count, require_positive
 from minicache.load.plan import PlannedRequest
 from minicache.load.wire import EventReader, ResponseReader, WireError
 from minicache.simulator.workload import Arrival
-from minicache.specs import require_count, require_positive
 
 Status = Literal["ok", "refused", "failed", "timed out", "unfinished"]
 

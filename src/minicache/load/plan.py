@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
+from minicache.errors import require_count
 from minicache.grammar import Tokenizer
 from minicache.simulator.workload import Arrival, LengthDistribution, Workload, generate, poisson_arrivals
-from minicache.specs import require_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minicache import attention, windows
+from minicache.cache import attention, windows
 from minicache.model.config import check_shape
 from minicache.model.minigpt import Block, Cache, FeedForward, Transformer, rotary_frequencies, rotate, turns
 

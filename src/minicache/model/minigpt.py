@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minicache import attention
+from minicache.cache import attention
 from minicache.model.config import MiniGPTConfig
 
 
 class Cache(Protocol):
     """What the model asks of a KV cache: what attention asks, and where the next tokens stand.
 
-    Spelled out here, because `minicache.attention` may be a learner's file, and its `Cache` may be gone.
+    Spelled out here, because `minicache.cache.attention` may be a learner's file, and its `Cache` may be gone.
     """
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:

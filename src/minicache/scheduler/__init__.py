@@ -14,6 +14,7 @@ Pure standard library.
 
 from __future__ import annotations
 
+from minicache.errors import require_count
 from minicache.scheduler.base import Scheduler, SchedulerOptions
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.continuous import ContinuousBatchScheduler
@@ -22,7 +23,6 @@ from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler, Preemption, require_paged_options
 from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
 from minicache.scheduler.static import StaticBatchScheduler
-from minicache.specs import require_count
 
 __all__ = [
     "SCHEDULERS",

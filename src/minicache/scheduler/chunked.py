@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from minicache.blocks import blocks_for
-from minicache.errors import RequestTooLargeError
+from minicache.errors import RequestTooLargeError, require_count
+from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.fair import STARVATION_BOUND
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus
 from minicache.scheduler.sharing import FairSharingScheduler, SharingOptions
-from minicache.specs import require_count
 
 
 class ChunkedOptions(SharingOptions, total=False):

@@ -10,13 +10,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal, Unpack, get_args
 
-from minicache.blocks import BlockPool
-from minicache.errors import InvariantError
+from minicache.errors import InvariantError, require_count
+from minicache.memory.blocks import BlockPool
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.base import SchedulerOptions
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.output import SchedulerOutput
-from minicache.specs import require_count
 
 Preemption = Literal["recompute", "swap"]
 

@@ -6,7 +6,7 @@ of requests in, one rectangle of tokens out. Each request's memory is reserved f
 
 from __future__ import annotations
 
-from minicache.blocks import blocks_for
+from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput

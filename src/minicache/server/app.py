@@ -25,9 +25,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minicache import __version__
-from minicache.answers import Chunk, Prompt
-from minicache.async_engine import AnswerStream, AsyncEngine
-from minicache.engine import LLM
+from minicache.engine.answers import Chunk, Prompt
+from minicache.engine.async_engine import AnswerStream, AsyncEngine
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
 from minicache.errors import (
     EngineStoppedError,
     MinicacheError,
@@ -35,7 +36,6 @@ from minicache.errors import (
     RequestTooLargeError,
     StepFailedError,
 )
-from minicache.sampling import SamplingParams
 from minicache.scheduler.observe import observe
 from minicache.server.live import LiveView, live_routes
 from minicache.server.metrics import Metrics

@@ -21,7 +21,7 @@ from typing import Any, Final
 from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response
 
-from minicache.prefix import CachingBlockPool
+from minicache.memory.prefix import CachingBlockPool
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
 from minicache.scheduler.observe import ObservedScheduler, Observer

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from minicache.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams
 
 MAX_N = 128
 MAX_PROMPTS = 256

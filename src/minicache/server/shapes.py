@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from minicache.answers import Chunk
-from minicache.logprobs import TokenLogprobs
+from minicache.engine.answers import Chunk
+from minicache.engine.logprobs import TokenLogprobs
+from minicache.engine.stopping import Tokenizer
 from minicache.server.protocol import Usage
 from minicache.server.streaming import sse_event
-from minicache.stopping import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """What is told of a token that cannot be: JSON has no −∞. The number is vLLM's."""

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from minicache.arithmetic import cache_bytes_per_token, step_flops, weight_bytes
-from minicache.specs import Accelerator, Transformer, require_positive
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, step_flops, weight_bytes
+from minicache.arithmetic.specs import Accelerator, Transformer
+from minicache.errors import require_positive
 
 FLOPS_EFFICIENCY: Final = 0.6
 """The part of the peak that a long prefill reaches. Assumed: Pope et al. 2022 report 76 % for large prefills
@@ -105,13 +106,14 @@ class FixedCost:
 class RooflineCost:
     """A published model on a published accelerator: the longer of multiplying and reading, and a fixed overhead.
 
-    FLOPs and bytes are those of `minicache.arithmetic.step_flops` and `step_bytes`, summed over a batch of unequal
-    requests: 2 per weight and new token, and attention by the pair; the weights once, and the rows of every request.
+    FLOPs and bytes are those of `minicache.arithmetic.arithmetic.step_flops` and `step_bytes`, summed over a batch of
+    unequal requests: 2 per weight and new token, and attention by the pair; the weights once, and the rows of every
+    request.
 
     Args:
         model: the transformer.
         accelerator: the machine.
-        dtype: of weights and cache, see `minicache.arithmetic.dtype_nbytes`.
+        dtype: of weights and cache, see `minicache.arithmetic.arithmetic.dtype_nbytes`.
         flops_efficiency: the part of the peak that is reached, > 0 and ≤ 1.
         bandwidth_efficiency: the part of the bandwidth that is reached, on the device and between it and its host.
         overhead_seconds: what every step takes besides, ≥ 0.

@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
-from minicache.blocks import BlockPool, BlockTable, blocks_for
-from minicache.errors import OutOfBlocksError, OutOfSlotsError
-from minicache.reservation import ContiguousReservation, MemoryUse, reservation
+from minicache.errors import OutOfBlocksError, OutOfSlotsError, require_count, require_positive
+from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
+from minicache.memory.reservation import ContiguousReservation, MemoryUse, reservation
 from minicache.simulator.workload import Arrival
-from minicache.specs import require_count, require_positive
 
 
 @dataclass(frozen=True, slots=True)

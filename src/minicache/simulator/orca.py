@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypedDict, Unpack
 
-from minicache.blocks import BlockPool
-from minicache.errors import OutOfBlocksError, OutOfSlotsError, RequestTooLargeError
+from minicache.errors import OutOfBlocksError, OutOfSlotsError, RequestTooLargeError, require_count
+from minicache.memory.blocks import BlockPool
+from minicache.memory.reservation import BuddyAllocator, reservation
 from minicache.request import Request
-from minicache.reservation import BuddyAllocator, reservation
 from minicache.scheduler.continuous import ContinuousBatchScheduler
-from minicache.specs import require_count
 
 
 class SeatOptions(TypedDict, total=False):
@@ -109,8 +108,8 @@ class OrcaScheduler(ContinuousBatchScheduler):
     """Continuous batching that reserves one run of slots a request, by the policy's guess at how long it will be.
 
     Args:
-        policy: "max", "pow2" or "oracle", see `minicache.reservation.reservation`. The last two go by `max_tokens`: in
-            the simulator that is the length that the answer will have, and no real server knows it.
+        policy: "max", "pow2" or "oracle", see `minicache.memory.reservation`. The last two go by `max_tokens`: in the
+            simulator that is the length that the answer will have, and no real server knows it.
         num_slots: slots of the cache, ≥ 1.
         max_model_len: the most tokens of one request, ≥ 2: what "max" reserves.
         options: `max_num_seqs` and `max_num_batched_tokens`, as `Scheduler`'s.

@@ -14,9 +14,9 @@ from itertools import count as numbers
 from random import Random
 from typing import Final
 
+from minicache.errors import require_count, require_positive
 from minicache.request import Request
 from minicache.simulator.workload import Arrival, LengthDistribution, Workload, poisson_arrivals, stream
-from minicache.specs import require_count, require_positive
 
 VOCABULARY: Final = range(1, 50_000)
 """Token ids that prompts are drawn from. 0 is what the simulator generates."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from minicache.specs import require_count, require_positive
+from minicache.errors import require_count, require_positive
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,8 @@ def show(model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], out: Path, 
 
 
 def _serve(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], stage: str) -> Run:
-    from minicache.engine import LLM
-    from minicache.sampling import SamplingParams
+    from minicache.engine.llm import LLM
+    from minicache.engine.sampling import SamplingParams
     from minicache.scheduler.observe import Recorder
 
     steps: list[TraceStep] = []
@@ -176,11 +176,11 @@ def _totals(runs: dict[str, Run]) -> Table:
 
 def _simulated() -> Table:
     """What the same schedulers would do with many chats on a GPU: simulated, not measured."""
+    from minicache.arithmetic.specs import A100_40GB, OPT_13B
     from minicache.scheduler import create_scheduler
     from minicache.simulator.costs import RooflineCost
     from minicache.simulator.serving import ServingSimulation
     from minicache.simulator.workload import SHAREGPT, Arrival, generate
-    from minicache.specs import A100_40GB, OPT_13B
 
     chats = [
         Arrival(chat.request_id, 0.0, chat.num_prompt_tokens, chat.num_output_tokens)

@@ -22,10 +22,10 @@ from minicache.errors import MinicacheError
 from minicache.palette import GRID, INK, color
 
 if TYPE_CHECKING:
-    from minicache.cache import KVCache
+    from minicache.cache.dense import KVCache
+    from minicache.cache.paged import PagedKVCache, PagedStorage
     from minicache.grammar import Tokenizer
     from minicache.model import MiniGPT
-    from minicache.paged import PagedKVCache, PagedStorage
 
 BLOCK_SIZE = 16
 WAYS = {"dense": "wasted", "paged": "generated"}
@@ -78,7 +78,7 @@ def show(
 
 def _dense_caches(model: MiniGPT, count: int, max_seq_len: int) -> list[KVCache]:
     """A cache a request; each reserves `max_seq_len` rows for as long as it lives."""
-    from minicache.cache import KVCache
+    from minicache.cache.dense import KVCache
 
     config = model.config
     return [KVCache(config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim) for _ in range(count)]
@@ -86,7 +86,7 @@ def _dense_caches(model: MiniGPT, count: int, max_seq_len: int) -> list[KVCache]
 
 def _most_blocks_at_once(prompts: list[list[int]], token_ids: list[list[int]]) -> int:
     """The blocks that all running requests hold together when they hold most."""
-    from minicache.blocks import blocks_for
+    from minicache.memory.blocks import blocks_for
 
     lengths = [(len(prompt), len(new)) for prompt, new in zip(prompts, token_ids, strict=True)]
     steps = range(max(num_new for _, num_new in lengths))
@@ -94,8 +94,8 @@ def _most_blocks_at_once(prompts: list[list[int]], token_ids: list[list[int]]) -
 
 
 def _storage(model: MiniGPT, num_blocks: int) -> PagedStorage:
-    from minicache.blocks import BlockPool
-    from minicache.paged import PagedStorage
+    from minicache.cache.paged import PagedStorage
+    from minicache.memory.blocks import BlockPool
 
     config = model.config
     return PagedStorage(BlockPool(num_blocks, BLOCK_SIZE), config.num_layers, config.num_kv_heads, config.head_dim)
@@ -103,7 +103,7 @@ def _storage(model: MiniGPT, num_blocks: int) -> PagedStorage:
 
 def _paged_caches(storage: PagedStorage, count: int, max_seq_len: int) -> list[PagedKVCache]:
     """A cache a request, all over one storage; a request that has ended gives its blocks to the others."""
-    from minicache.paged import PagedKVCache
+    from minicache.cache.paged import PagedKVCache
 
     sizes = (storage.num_layers, 1, storage.num_kv_heads, max_seq_len, storage.head_dim)
     return [PagedKVCache(*sizes, storage=storage) for _ in range(count)]
@@ -121,8 +121,8 @@ def _decode_all(
     """One token of every unfinished request a step, until all have ended; `run` gets tokens, and bytes at each step."""
     import torch
 
-    from minicache.decoding import decode
-    from minicache.sampling import sampler
+    from minicache.engine.decoding import decode
+    from minicache.engine.sampling import sampler
 
     run.token_ids = [[] for _ in prompts]
     running = {

@@ -57,9 +57,9 @@ def _decode_all(model: MiniGPT, prompts: list[list[int]], max_seq_len: int, cons
     """Decode every prompt in both ways up to `max_seq_len` tokens. After the end of a text the next one begins."""
     import torch
 
-    from minicache.cache import KVCache
-    from minicache.decoding import decode
-    from minicache.timing import timed
+    from minicache.cache.dense import KVCache
+    from minicache.engine.decoding import decode
+    from minicache.engine.timing import timed
 
     config = model.config
     cache = KVCache(config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim)
@@ -107,7 +107,7 @@ def _totals(
     model: MiniGPT, prompts: list[list[int]], runs: dict[str, list[Run]], by_position: dict[str, dict[int, float]]
 ) -> Table:
     """Seconds, positions that the model computed, cache bytes and the speed-up, a row a way."""
-    from minicache.arithmetic import kv_bytes_per_token
+    from minicache.arithmetic.arithmetic import kv_bytes_per_token
 
     config = model.config
     last = max(by_position["KV cache"])

@@ -1,0 +1,369 @@
+# Phase 0, decode-arithmetic: your file. It stands in for minicache.arithmetic.arithmetic.
+# Write what raises NotImplementedError. `minicache grade 0` grades it, `minicache hint 0.K` helps with task K.
+"""What a token costs, in bytes and in FLOPs, and which of the two a step waits for.
+
+Phase 0 builds it: the size of the KV cache, what fits in a memory, and the roofline of prefill and decode. One small
+model of a forward pass serves for both, `step_flops` and `step_bytes`; its simplifications are in their docstrings.
+Bytes and FLOPs are whole numbers (int) and exact; intensities, rates and seconds are floats.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from minicache.arithmetic.specs import Accelerator, Transformer
+from minicache.errors import require_count, require_positive
+
+
+def dtype_nbytes(dtype: str) -> int:
+    """The bytes of one number.
+
+    float32: 4. bfloat16 and float16: 2. float8_e4m3 and int8: 1. Four-bit formats are not here: two numbers share a
+    byte and a group of them shares a scale, so that none has a whole number of bytes of its own.
+
+    Args:
+        dtype: one of the five names above, as PyTorch writes them but for the suffix of float8.
+
+    Returns:
+        Bytes, not bits.
+
+    Raises:
+        ValueError: an unknown name. The message repeats it and lists the known ones.
+    """
+    raise NotImplementedError(
+        "phase 0, task 2: Bytes per token; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "float16") -> int:
+    """What one token leaves in a cache of keys and values: 2 · L · H_kv · d numbers.
+
+    A key and a value, each of `head_dim` numbers, for every KV head of every layer. It depends on the KV heads, not
+    on the query heads: multi-head attention has as many of the first as of the second, grouped-query attention fewer,
+    multi-query attention one.
+
+    Args:
+        num_layers: attention layers (L), ≥ 1.
+        num_kv_heads: key/value heads per layer (H_kv), ≥ 1.
+        head_dim: size of one head (d), ≥ 1.
+        dtype: what the cache stores, see `dtype_nbytes`.
+
+    Returns:
+        Bytes per token of one sequence, all layers together.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: a count is below 1, or the dtype is unknown.
+    """
+    raise NotImplementedError(
+        "phase 0, task 2: Bytes per token; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def mla_bytes_per_token(num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, dtype: str = "float16") -> int:
+    """What one token leaves in the cache of multi-head latent attention: L · (rank + rope) numbers.
+
+    The latent is stored once per layer: keys and values of all heads are both made from it, so that nothing is
+    counted twice and the number of heads plays no part. Beside it stands the one part of the key that carries RoPE
+    and cannot be made from the latent; all heads share it too (DeepSeek-V2, section 2.1).
+
+    Args:
+        num_layers: attention layers (L), ≥ 1.
+        kv_lora_rank: size of the latent, ≥ 1; 512 in DeepSeek-V2 and -V3.
+        qk_rope_head_dim: size of the RoPE part of the key, ≥ 0; 64 in DeepSeek-V2 and -V3.
+        dtype: what the cache stores, see `dtype_nbytes`.
+
+    Returns:
+        Bytes per token of one sequence, all layers together.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: a count is below its bound, or the dtype is unknown.
+    """
+    raise NotImplementedError(
+        "phase 0, task 2: Bytes per token; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def cache_bytes_per_token(model: Transformer, dtype: str = "float16") -> int:
+    """What one token leaves in the cache of `model`, whichever kind of cache it has.
+
+    A model whose `kv_latent_dim` is a number caches that many numbers per layer, latent and RoPE part together.
+    Where it is None, the model caches keys and values of its KV heads.
+
+    Args:
+        model: the transformer.
+        dtype: what the cache stores, see `dtype_nbytes`.
+
+    Returns:
+        Bytes per token of one sequence, all layers together.
+
+    Raises:
+        ValueError: the dtype is unknown.
+    """
+    raise NotImplementedError(
+        "phase 0, task 2: Bytes per token; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def weight_bytes(num_parameters: int, dtype: str = "float16") -> int:
+    """What the weights take.
+
+    Args:
+        num_parameters: all weights, embeddings included, ≥ 1.
+        dtype: what they are stored in, see `dtype_nbytes`.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        TypeError: `num_parameters` is not an int.
+        ValueError: `num_parameters` is below 1, or the dtype is unknown.
+    """
+    raise NotImplementedError(
+        "phase 0, task 3: What fits; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def cache_capacity_tokens(
+    memory_bytes: int, weight_bytes: int, bytes_per_token: int, *, reserved_bytes: int = 0
+) -> int:
+    """How many tokens the cache can hold in what the weights and the reserve leave.
+
+    Only whole tokens count: the result is rounded down. Weights that fill the memory to the last byte leave room for
+    0 tokens, which is an answer; weights that do not fit are an error, since such a model cannot even be loaded.
+
+    Args:
+        memory_bytes: the accelerator's memory, in bytes, ≥ 1.
+        weight_bytes: what the weights take, in bytes, ≥ 0; 0 where `memory_bytes` is a budget for the cache alone.
+        bytes_per_token: what one token takes in the cache, in bytes, ≥ 1.
+        reserved_bytes: what else must stay free (activations, the framework, fragmentation), in bytes, ≥ 0.
+
+    Returns:
+        Tokens, over all sequences together.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: an argument is below its bound, or weights and reserve exceed the memory; the message then says
+            by how many bytes.
+    """
+    raise NotImplementedError(
+        "phase 0, task 3: What fits; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def max_concurrent_sequences(capacity_tokens: int, tokens_per_sequence: int) -> int:
+    """How many sequences fit at once when each is given room for `tokens_per_sequence` tokens.
+
+    Only whole sequences count: the result is rounded down, and is 0 if not even one fits.
+
+    Args:
+        capacity_tokens: tokens that the cache can hold, ≥ 0.
+        tokens_per_sequence: prompt and answer of one sequence together, ≥ 1.
+
+    Returns:
+        Sequences.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: an argument is below its bound.
+    """
+    raise NotImplementedError(
+        "phase 0, task 3: What fits; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def step_flops(model: Transformer, num_new_tokens: int, context_len: int = 0, batch_size: int = 1) -> int:
+    """The FLOPs of one forward pass: a decode step (1 new token) or a prefill (many).
+
+    Each of `batch_size` sequences has `context_len` tokens in the cache and brings `num_new_tokens` new ones, T and C
+    for short. Two parts count, a multiplication and an addition being two FLOPs:
+
+    - Weights: 2 FLOPs per weight and new token, 2 · P · T a sequence.
+    - Attention: a new token attends to the C cached ones, to the new ones before it and to itself. So the T tokens
+      attend to C + 1, C + 2, …, C + T positions, in sum T · C + T · (T + 1) / 2. Each position costs a query head one
+      dot product with a key and one scaled addition of a value, 2 · w FLOPs apiece, so 4 · L · H · w in the model. w
+      is `head_dim`, or `kv_latent_dim` where that is a number: then all H query heads work on the shared latent.
+
+    Neglected: softmax, norms, activation functions, the embedding look-up (its table counts as weights), and that of
+    MLA's latent only the part without RoPE is used as a value. The positions that causality masks are not computed.
+    After Kaplan et al. 2020, section 2.1, and Pope et al. 2022, section 2.
+
+    Args:
+        model: the transformer. Every token uses every weight: no mixture of experts.
+        num_new_tokens: new tokens per sequence (T), ≥ 1.
+        context_len: tokens per sequence that are in the cache before the step (C), ≥ 0.
+        batch_size: sequences, ≥ 1.
+
+    Returns:
+        FLOPs of the whole batch.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: a count is below its bound.
+    """
+    raise NotImplementedError(
+        "phase 0, task 4: Arithmetic intensity; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def step_bytes(
+    model: Transformer, num_new_tokens: int, context_len: int = 0, batch_size: int = 1, dtype: str = "float16"
+) -> int:
+    """The bytes that one forward pass moves between memory and processor.
+
+    Of the same step as `step_flops`, and again T = `num_new_tokens` and C = `context_len`. Two parts count:
+
+    - Weights: read once, whatever the batch. All sequences use them while they are there.
+    - Cache: every sequence reads the rows of its own C tokens and writes its T new ones: C + T rows of
+      `cache_bytes_per_token` each.
+
+    Neglected: activations, which are small beside either and mostly stay on the chip; and that attention over a long
+    prompt reads a row more than once.
+
+    Args:
+        model: the transformer.
+        num_new_tokens: new tokens per sequence (T), ≥ 1.
+        context_len: tokens per sequence that are in the cache before the step (C), ≥ 0.
+        batch_size: sequences, ≥ 1.
+        dtype: of weights and cache alike, see `dtype_nbytes`.
+
+    Returns:
+        Bytes of the whole batch.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: a count is below its bound, or the dtype is unknown.
+    """
+    raise NotImplementedError(
+        "phase 0, task 4: Arithmetic intensity; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def arithmetic_intensity(flops: float, nbytes: float) -> float:
+    """How many FLOPs are done for each byte that is moved.
+
+    Args:
+        flops: FLOPs of the work, > 0.
+        nbytes: bytes that it moves, > 0.
+
+    Returns:
+        FLOP/byte.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument is 0, negative, infinite or NaN.
+    """
+    raise NotImplementedError(
+        "phase 0, task 4: Arithmetic intensity; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def ridge_point(accelerator: Accelerator) -> float:
+    """The intensity at which reading and multiplying take the same time: peak FLOP/s over bandwidth.
+
+    The roofline's two lines meet there (Williams et al. 2009).
+
+    Args:
+        accelerator: the machine.
+
+    Returns:
+        FLOP/byte.
+    """
+    raise NotImplementedError(
+        "phase 0, task 5: The roofline; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def attainable_flops(accelerator: Accelerator, intensity: float) -> float:
+    """The FLOP/s that work of this intensity can reach: the roofline.
+
+    Left of the ridge the memory sets the pace, bandwidth · intensity. Right of it the processor does, and more than
+    its peak there is not.
+
+    Args:
+        accelerator: the machine.
+        intensity: of the work, in FLOP/byte, > 0.
+
+    Returns:
+        FLOP/s, the lower of the two.
+
+    Raises:
+        TypeError: `intensity` is not a number.
+        ValueError: `intensity` is 0, negative, infinite or NaN.
+    """
+    raise NotImplementedError(
+        "phase 0, task 5: The roofline; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def step_seconds(accelerator: Accelerator, flops: float, nbytes: float) -> float:
+    """The least time that the work can take: that of its FLOPs or that of its bytes, whichever is longer.
+
+    Reading and multiplying overlap perfectly here, and both run at their best. A real step takes longer.
+
+    Args:
+        accelerator: the machine.
+        flops: FLOPs of the work, > 0.
+        nbytes: bytes that it moves, > 0.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument is 0, negative, infinite or NaN.
+    """
+    raise NotImplementedError(
+        "phase 0, task 5: The roofline; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def is_memory_bound(accelerator: Accelerator, intensity: float) -> bool:
+    """Whether work of this intensity waits for the memory: it lies left of the ridge.
+
+    Exactly at the ridge it waits for neither, and the answer is False.
+
+    Args:
+        accelerator: the machine.
+        intensity: of the work, in FLOP/byte, > 0.
+
+    Raises:
+        TypeError: `intensity` is not a number.
+        ValueError: `intensity` is 0, negative, infinite or NaN.
+    """
+    raise NotImplementedError(
+        "phase 0, task 5: The roofline; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )
+
+
+def break_even_batch(
+    model: Transformer, accelerator: Accelerator, context_len: int, dtype: str = "float16"
+) -> int | None:
+    """The smallest batch at which a decode step is no longer memory-bound.
+
+    A decode step brings one new token per sequence (`step_flops` and `step_bytes` with `num_new_tokens` = 1). A bigger
+    batch shares one reading of the weights among more sequences, so that the intensity rises. But each sequence also
+    brings a cache of its own to read, which it shares with nobody: however many sequences there are, the intensity
+    stays below that of one sequence alone with weights that cost nothing to read. Where that limit is not above the
+    ridge, no batch will do.
+
+    Whether so many sequences fit in the memory is another question: `max_concurrent_sequences` answers it.
+
+    Args:
+        model: the transformer.
+        accelerator: the machine.
+        context_len: tokens per sequence that are in the cache before the step, ≥ 0.
+        dtype: of weights and cache alike, see `dtype_nbytes`.
+
+    Returns:
+        Sequences, ≥ 1: with one sequence fewer the step is still memory-bound. None if it is at every batch size.
+
+    Raises:
+        TypeError: `context_len` is not an int.
+        ValueError: `context_len` is negative, or the dtype is unknown.
+    """
+    raise NotImplementedError(
+        "phase 0, task 6: The break-even batch; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
+    )

@@ -1,0 +1,169 @@
+# Phase 1, dense-cache: your file. It stands in for minicache.cache.dense.
+# Write what raises NotImplementedError. `minicache grade 1` grades it, `minicache hint 1.K` helps with task K.
+"""The dense KV cache: one tensor, one cursor.
+
+Phase 1 builds it. The cache reserves room for `max_seq_len` tokens of every sequence at the start, and a cursor says
+how many of those rows are in use. Nothing is ever moved or reallocated; what that costs in memory is the question that
+phases 2 and 3 answer. `PagedKVCache` will be a subclass, so a caller needs no more than `append`, `read`, `attend`,
+`positions` and `reset`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minicache.cache.attention import causal_attention
+from minicache.errors import CacheOverflowError
+
+
+class KVCache:
+    """Keys and values of all tokens so far, for every layer of one batch.
+
+    All sequences of the batch have the same length, `num_tokens`. The reference keeps one tensor for keys and one for
+    values, both laid out as
+
+        [num_layers, batch_size, num_kv_heads, max_seq_len, head_dim]
+
+    so that the rows of one head of one sequence lie side by side in memory: decode attention streams through them.
+    That is a choice of the reference and no part of the contract: the tests ask for the public behaviour only.
+
+    A forward pass appends to layer 0, 1, … num_layers − 1, in this order and with the same T in each. `num_tokens`
+    moves when the last layer has its rows; until then `read(layer)` already shows the new rows of the layers that
+    have them.
+
+    Args:
+        num_layers: attention layers, ≥ 1.
+        batch_size: sequences, ≥ 1.
+        num_kv_heads: key/value heads (H_kv), ≥ 1.
+        max_seq_len: tokens to reserve room for, per sequence (S_max), ≥ 1.
+        head_dim: size of one head (d), ≥ 1.
+        dtype: a floating-point `torch.dtype` to store.
+        device: where to store it.
+
+    Raises:
+        TypeError: a size is not an int, or `dtype` is not a floating-point `torch.dtype`.
+        ValueError: a size is below 1.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch_size: int,
+        num_kv_heads: int,
+        max_seq_len: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        raise NotImplementedError(
+            "phase 1, task 2: Reserve the memory; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that every layer holds, per sequence: the cursor. 0 for a new cache."""
+        raise NotImplementedError(
+            "phase 1, task 3: Append and read; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved: keys and values, all layers, `max_seq_len` rows of every sequence."""
+        raise NotImplementedError(
+            "phase 1, task 2: Reserve the memory; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )
+
+    @property
+    def nbytes_used(self) -> int:
+        """The part of `nbytes` that holds tokens: `num_tokens` rows instead of `max_seq_len`."""
+        raise NotImplementedError(
+            "phase 1, task 3: Append and read; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )
+
+    def positions(self, num_new_tokens: int) -> Tensor:
+        """Where the next tokens stand in their sequences, for rotary embeddings.
+
+        Args:
+            num_new_tokens: T, how many tokens come next, ≥ 0.
+
+        Returns:
+            `[T]` int64 on the cache's device: num_tokens, num_tokens + 1, …
+
+        Raises:
+            ValueError: T is negative.
+        """
+        raise NotImplementedError(
+            "phase 1, task 3: Append and read; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of T new tokens in `layer`.
+
+        Values are copied; no gradient flows through a cache. A call that raises has written nothing and moved nothing.
+
+        Args:
+            layer: 0 … num_layers − 1; must be the layer whose turn it is (see the class).
+            k: keys `[batch_size, num_kv_heads, T, head_dim]`, T ≥ 1, in the cache's dtype and on its device.
+            v: values, the same shape.
+
+        Raises:
+            IndexError: there is no such layer (negative ones included).
+            TypeError: `k` or `v` is not a tensor, or has another dtype than the cache.
+            ValueError: another shape or device; T = 0; T differs from this pass's earlier layers; or the layer is out
+                of turn.
+            CacheOverflowError: num_tokens + T > max_seq_len.
+        """
+        raise NotImplementedError(
+            "phase 1, task 3: Append and read; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of every token that `layer` holds.
+
+        Between forward passes S = num_tokens. During one, a layer that has its new rows shows them too. The tensors
+        are for reading, and hold until the next `append` or `reset`.
+
+        Args:
+            layer: 0 … num_layers − 1.
+
+        Returns:
+            `(k, v)`, each `[batch_size, num_kv_heads, S, head_dim]`, oldest token first. The reference
+            gives views into the cache, without a copy; a copy is as good. Callers must not write to either.
+
+        Raises:
+            IndexError: there is no such layer (negative ones included).
+        """
+        raise NotImplementedError(
+            "phase 1, task 3: Append and read; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Causal attention of the newest T tokens over everything that `layer` holds.
+
+        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`.
+
+        Args:
+            layer: 0 … num_layers − 1.
+            q: queries `[batch_size, num_heads, T, head_dim]`; num_heads is a multiple of num_kv_heads.
+
+        Returns:
+            `[batch_size, num_heads, T, head_dim]`.
+
+        Raises:
+            IndexError: there is no such layer.
+            ValueError: shapes do not fit, or T is more than the layer holds.
+        """
+        raise NotImplementedError(
+            "phase 1, task 6: Attend through the cache; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )
+
+    def reset(self) -> None:
+        """Forget every token and keep the memory: the next append writes position 0 again.
+
+        Also ends a forward pass that stopped half-way, so a cache can be used again after an error in the model.
+        """
+        raise NotImplementedError(
+            "phase 1, task 5: Start again; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
+        )

@@ -1,0 +1,383 @@
+# Phase 2, fragmentation: your file. It stands in for minicache.memory.reservation.
+# Write what raises NotImplementedError. `minicache grade 2` grades it, `minicache hint 2.K` helps with task K.
+"""Contiguous reservation: every request gets one run of slots, long enough for all that it may still say.
+
+Phase 2 builds it: what padding costs, a buddy allocator, the three policies of Orca as the PagedAttention paper models
+them (Kwon et al. 2023, sections 3.1 and 6.1), and an account of where the memory goes. A slot holds the keys and values
+of one token, of all layers. Nothing here stores a number: it is bookkeeping, in pure Python, and it is what phase 3's
+blocks replace.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from minicache.errors import CacheOverflowError, InvariantError, OutOfSlotsError, require_count
+
+POLICIES = ("max", "pow2", "oracle")
+"""What a request reserves: up to the model's limit, its output rounded up to a power of two, or just what it needs."""
+
+
+def padded_rows(lengths: Sequence[int]) -> int:
+    """The rows that a ragged batch takes once it is made rectangular: every sequence as long as the longest.
+
+    Args:
+        lengths: tokens of each sequence, each ≥ 1; at least one sequence.
+
+    Returns:
+        Rows of the rectangle, used and unused.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: a length is below 1, or there is none.
+    """
+    raise NotImplementedError(
+        "phase 2, task 1: Padding; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+    )
+
+
+def padding_share(lengths: Sequence[int]) -> float:
+    """The share of those rows that hold no token.
+
+    Args:
+        lengths: tokens of each sequence, each ≥ 1; at least one sequence.
+
+    Returns:
+        Padding over all rows of the rectangle: 0.0 where all are equally long, and always below 1.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: a length is below 1, or there is none.
+    """
+    raise NotImplementedError(
+        "phase 2, task 1: Padding; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+    )
+
+
+class BuddyAllocator:
+    """Slots 0 … num_slots − 1, handed out in runs whose lengths are powers of two (Knowlton 1965).
+
+    A request for `count` slots gets a run of the next power of two. If no free run has exactly this length, a longer
+    one is cut in half until one has; the two halves are *buddies*. A run that is freed merges with its buddy as soon
+    as both are free, and what they become merges with *its* buddy, and so on.
+
+    A run of length z always starts at a multiple of z. So a run and its buddy are the two halves of an aligned run of
+    length 2 z, and their starts differ in one bit, the bit of value z.
+
+    `num_slots` need not be a power of two. Memory then begins as several free runs side by side: the powers of two that
+    `num_slots` is the sum of, longest first. 22 slots are runs of 16, 4 and 2, starting at 0, 16 and 20. These are
+    nobody's halves: two of them never merge.
+
+    No operation may look at every slot. The work of `allocate` and `free` grows with the number of different lengths,
+    which is about log₂ num_slots, and with what it costs to find a run in a sorted list or set. What only tells how
+    things are may go through all runs.
+
+    Args:
+        num_slots: slots in all, ≥ 1.
+
+    Attributes:
+        num_slots: the same.
+
+    Raises:
+        TypeError: `num_slots` is not an int.
+        ValueError: `num_slots` is below 1.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        raise NotImplementedError(
+            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    def allocate(self, count: int) -> int:
+        """Take a run of at least `count` slots.
+
+        Its length is the smallest power of two that is ≥ `count`. It is cut from the shortest free run that is long
+        enough; of several such runs, from the one with the lowest start. A longer run is halved, as often as needed:
+        the lower half is used, the upper half stays free.
+
+        Args:
+            count: slots that are needed, ≥ 1.
+
+        Returns:
+            The first slot of the run. `allocated(start)` says how long it is.
+
+        Raises:
+            TypeError: `count` is not an int.
+            ValueError: `count` is below 1.
+            OutOfSlotsError: no free run is long enough, however many slots are free in all. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    def free(self, start: int) -> None:
+        """Give an allocation back. Its run merges with its buddy if that is free, and so on upwards.
+
+        A run that one of the initial runs is made of has no buddy beyond it: in 22 slots, the 4 at 16 and the 2 at 20
+        stay two runs.
+
+        Args:
+            start: what `allocate` returned.
+
+        Raises:
+            TypeError: `start` is not an int.
+            ValueError: no allocation starts there: never made, already freed, or the middle of one. In each case
+                nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 2, task 3: Buddies: free and merge; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    def allocated(self, start: int) -> int:
+        """How many slots the allocation that begins at `start` holds: a power of two.
+
+        Args:
+            start: what `allocate` returned.
+
+        Raises:
+            TypeError: `start` is not an int.
+            ValueError: no allocation starts there.
+        """
+        raise NotImplementedError(
+            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    def allocations(self) -> list[tuple[int, int]]:
+        """What is taken, as (start, length), lowest start first."""
+        raise NotImplementedError(
+            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """What can be handed out, as (start, length), lowest start first.
+
+        Two free runs that lie side by side and are not buddies are two runs here: no allocation can use both.
+        """
+        raise NotImplementedError(
+            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no allocation holds."""
+        raise NotImplementedError(
+            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    @property
+    def num_used(self) -> int:
+        """Slots that allocations hold, those included that only the rounding to a power of two added."""
+        raise NotImplementedError(
+            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    @property
+    def largest_free(self) -> int:
+        """The length of the longest free run: the largest count that `allocate` would grant; 0 if all are taken."""
+        raise NotImplementedError(
+            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+    def check(self) -> None:
+        """Raise if the books do not balance. It looks at memory as a caller sees it, through the other public calls.
+
+        Of `allocations()` and `free_runs()`:
+
+        - together they cover slots 0 … num_slots − 1, each slot once;
+        - every length is a power of two, and every start a multiple of its length;
+        - no two free runs are buddies. The initial runs need no exception: they differ in length.
+
+        Of the counts: `num_used` and `num_free` are the sums of those lengths, and `largest_free` the longest free one.
+
+        Raises:
+            InvariantError: one of these does not hold. The message says which, and where.
+        """
+        raise NotImplementedError(
+            "phase 2, task 3: Buddies: free and merge; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+        )
+
+
+def reservation(policy: str, num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> int:
+    """The slots that a policy reserves for a request when it is admitted.
+
+    A server cannot know how long an answer will be. The three policies differ in what they pretend to know (Kwon et
+    al. 2023, section 6.1):
+
+    - "max": nothing. Every request gets `max_model_len` slots.
+    - "pow2": the output's length to within a factor of two. The prompt, and the smallest power of two that is ≥ the
+      output: 32 slots for an output of 25, and for one of 32. Never more than `max_model_len` in all, since no token
+      can stand beyond it.
+    - "oracle": everything. Prompt and output, to the slot. No real server can do that.
+
+    This is what the policy asks for. An allocator may round it up further.
+
+    Args:
+        policy: "max", "pow2" or "oracle".
+        num_prompt_tokens: tokens of the prompt, ≥ 1.
+        num_output_tokens: tokens that the request will really generate, ≥ 1.
+        max_model_len: the most tokens, prompt and output together, that the model can handle, ≥ 1.
+
+    Returns:
+        Slots, at least prompt + output.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: an unknown policy, a count below 1, or prompt and output together beyond `max_model_len`.
+    """
+    raise NotImplementedError(
+        "phase 2, task 4: What a policy reserves; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Where the slots are at one moment. Every slot is in exactly one of the five parts.
+
+    Attributes:
+        used: hold a token.
+        reserved: hold none yet, and will before their request ends.
+        internal: lie inside an allocation and will never hold a token: internal fragmentation. The policy's surplus,
+            and what an allocator's unit adds, here the buddy allocator's rounding.
+        external: free, but too scattered for the reservation that is waiting: external fragmentation.
+        free: free and of use, or nobody is waiting.
+    """
+
+    used: int
+    reserved: int
+    internal: int
+    external: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        """All slots."""
+        return self.used + self.reserved + self.internal + self.external + self.free
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What one request holds.
+
+    Attributes:
+        request_id: whose it is.
+        start: its first slot.
+        num_slots: slots of its allocation, from `start` on; a power of two.
+        num_reserved: those of them that the policy asked for, and that the request may fill.
+        num_tokens: those of them, from `start` on, that hold a token.
+        num_expected: those of them that will hold one when the request ends: prompt + output.
+    """
+
+    request_id: Hashable
+    start: int
+    num_slots: int
+    num_reserved: int
+    num_tokens: int
+    num_expected: int
+
+
+class ContiguousReservation:
+    """A memory in which every request gets one contiguous run of slots when it is admitted, and keeps it to its end.
+
+    Built on a `BuddyAllocator`, like all three variants of Orca in the PagedAttention paper.
+
+    Args:
+        num_slots: slots in all, ≥ 1.
+        policy: what a request reserves, see `reservation`.
+        max_model_len: the most tokens of one request, prompt and output together, ≥ 1.
+
+    Attributes:
+        num_slots, policy, max_model_len: the same.
+        allocator: the `BuddyAllocator` that the slots come from, to look at: its `free_runs()` are the holes.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: an unknown policy, or a count below 1.
+    """
+
+    def __init__(self, num_slots: int, policy: str, max_model_len: int) -> None:
+        raise NotImplementedError(
+            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+        )
+
+    def admit(self, request_id: Hashable, num_prompt_tokens: int, num_output_tokens: int) -> int:
+        """Reserve for a request, and fill the first slots with its prompt.
+
+        Args:
+            request_id: a name for it, unlike that of any request that is here now.
+            num_prompt_tokens: tokens of the prompt, ≥ 1. They are used from now on.
+            num_output_tokens: tokens that it will really generate, ≥ 1. "pow2" and "oracle" reserve by it, and the
+                account of `memory_use` needs it under every policy.
+
+        Returns:
+            The first slot of its run.
+
+        Raises:
+            TypeError: a count is not an int.
+            ValueError: the request is here already, a count is below 1, or prompt and output together are beyond
+                `max_model_len`.
+            OutOfSlotsError: no free run is long enough. In each case nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+        )
+
+    def grow(self, request_id: Hashable, count: int = 1) -> None:
+        """Note that a request has `count` more tokens. They take the next of its slots.
+
+        A request may say more than it was admitted with, as far as its reservation goes: "max" has room for that,
+        "oracle" has none. What the buddy allocator's rounding added is not its to use.
+
+        Args:
+            request_id: one that is here.
+            count: new tokens, ≥ 1.
+
+        Raises:
+            TypeError: `count` is not an int.
+            ValueError: no such request is here, or `count` is below 1.
+            CacheOverflowError: its tokens would pass what `reservation` granted it. In each case nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+        )
+
+    def release(self, request_id: Hashable) -> None:
+        """Give back all that a request holds: it has ended.
+
+        Raises:
+            ValueError: no such request is here.
+        """
+        raise NotImplementedError(
+            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+        )
+
+    def reservations(self) -> list[Reservation]:
+        """What each request holds now, lowest start first. A later `grow` changes none of these objects."""
+        raise NotImplementedError(
+            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+        )
+
+    def memory_use(self, waiting: int | None = None) -> MemoryUse:
+        """Where the slots are now.
+
+        Of a request, the slots that hold a token are `used`. Those that will, up to prompt + output, are `reserved`;
+        none, if it has said more than it was admitted with. All others of its allocation are `internal`.
+
+        The free slots are judged by the reservation that is waiting for them. Those in free runs shorter than `waiting`
+        are `external`. Those in runs that are long enough are `free`; so are all of them if nothing is waiting.
+
+        Args:
+            waiting: the slots that the next request needs in one run, ≥ 1: what `reservation` returned for it. None if
+                no request is waiting.
+
+        Returns:
+            The five parts. They sum to `num_slots`.
+
+        Raises:
+            TypeError: `waiting` is neither None nor an int.
+            ValueError: `waiting` is below 1.
+        """
+        raise NotImplementedError(
+            "phase 2, task 6: Where the memory goes; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+        )

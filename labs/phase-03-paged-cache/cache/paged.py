@@ -1,0 +1,396 @@
+# Phase 3, paged-cache: your file. It stands in for minicache.cache.paged.
+# Write what raises NotImplementedError. `minicache grade 3` grades it, `minicache hint 3.K` helps with task K.
+"""Keys and values in blocks: storage that many sequences share, and two views of it that a model can run on.
+
+Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values; which block belongs
+to whom is `minicache.memory.blocks`' business. `PagedKVCache` is `KVCache` without the reservation: a batch of
+sequences of one length. `RaggedStep` is one step of a serving engine: sequences of any lengths, each with its own
+number of new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from minicache import kernels
+from minicache.cache.dense import KVCache
+from minicache.cache.rows import LayerTurns, check_dtype, check_layer, check_rows, check_sizes
+from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError
+from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
+
+
+class PagedStorage:
+    """The memory of a pool's blocks, for every layer: block b of the pool is block b of each tensor here.
+
+    One block id stands for 2 · num_layers blocks of memory: a sequence has one block table, and every layer reads its
+    keys and its values through it (Kwon et al. 2023, §4.2).
+
+    Args:
+        pool: who owns which block; its num_blocks and block_size are the storage's.
+        num_layers: attention layers, ≥ 1.
+        num_kv_heads: key/value heads (H_kv), ≥ 1.
+        head_dim: size of one head (d), ≥ 1.
+        dtype: a floating-point `torch.dtype` to store.
+        device: where to store it.
+
+    Raises:
+        TypeError: a size is not an int, or `dtype` is not a floating-point `torch.dtype`.
+        ValueError: a size is below 1.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_sizes(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        check_dtype(dtype)
+        self.pool = pool
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        shape = (2, num_layers, pool.num_blocks, pool.block_size, num_kv_heads, head_dim)
+        rows = torch.zeros(shape, dtype=dtype, device=device)
+        self._k, self._v = rows[0].unbind(), rows[1].unbind()
+        self.device = rows.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks: keys and values, all layers."""
+        return self.pool.num_blocks * self.pool.block_size * self.row_nbytes
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one token: keys and values, all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def k(self, layer: int) -> Tensor:
+        """The keys of `layer`, `[num_blocks, block_size, H_kv, d]`: the storage itself, to read and to write.
+
+        Raises:
+            IndexError: there is no such layer (negative ones included).
+        """
+        check_layer(layer, self.num_layers)
+        return self._k[layer]
+
+    def v(self, layer: int) -> Tensor:
+        """The values of `layer`, as `k`."""
+        check_layer(layer, self.num_layers)
+        return self._v[layer]
+
+
+class PagedKVCache(KVCache):
+    """`KVCache` over blocks: the same calls and answers, and memory that is taken as tokens come.
+
+    Each sequence of the batch has a `BlockTable`. Layer 0's `append` takes the blocks that the pass needs, for the
+    whole batch or not at all; every layer writes through the same slots. `reset` gives all blocks back to the pool. A
+    cache that is dropped without `reset` keeps its blocks: there is no finaliser.
+
+    Args:
+        num_layers: attention layers, ≥ 1.
+        batch_size: sequences, ≥ 1.
+        num_kv_heads: key/value heads (H_kv), ≥ 1.
+        max_seq_len: tokens that a sequence may have (S_max), ≥ 1.
+        head_dim: size of one head (d), ≥ 1.
+        dtype: a floating-point `torch.dtype` to store.
+        device: where to store it.
+        block_size: rows of a block, ≥ 1, in a storage of its own. A storage that is given has its pool's block size.
+        storage: blocks to share with other caches. None: a storage of its own, with a new pool of just enough blocks
+            for `max_seq_len` tokens of every sequence.
+
+    Attributes:
+        storage: where the rows are.
+        block_tables: a `BlockTable` for each sequence, to be read.
+
+    Raises:
+        TypeError: a size is not an int, `dtype` is not a floating-point `torch.dtype`, or not the storage's.
+        ValueError: a size is below 1, or the storage has other layers, heads, head size or device.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch_size: int,
+        num_kv_heads: int,
+        max_seq_len: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        block_size: int = 16,
+        storage: PagedStorage | None = None,
+    ) -> None:
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that every layer holds, per sequence. The tables are ahead of it while a pass is under way."""
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that nobody else can have.
+
+        With a storage of its own: keys and values, all layers, `max_seq_len` rows of every sequence, as in `KVCache`.
+        Over a shared storage nothing is reserved, and it is `nbytes_allocated`.
+        """
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    @property
+    def nbytes_allocated(self) -> int:
+        """Bytes of the blocks that the tables hold, finished or not; blocks shared with a fork count in both."""
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    @property
+    def nbytes_used(self) -> int:
+        """The part of `nbytes_allocated` that holds tokens: `num_tokens` rows of every sequence."""
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    def positions(self, num_new_tokens: int) -> Tensor:
+        """Where the next tokens stand in their sequences, for rotary embeddings.
+
+        Args:
+            num_new_tokens: T, how many tokens come next, ≥ 0.
+
+        Returns:
+            `[T]` int64 on the cache's device: num_tokens, num_tokens + 1, …
+
+        Raises:
+            ValueError: T is negative.
+        """
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of T new tokens in `layer`.
+
+        Values are copied; no gradient flows through a cache. A call that raises has written nothing, changed no table
+        and begun no pass. Where in the storage the rows go is settled at layer 0, once for all layers.
+
+        Args:
+            layer: 0 … num_layers − 1; must be the layer whose turn it is (see `KVCache`).
+            k: keys `[batch_size, num_kv_heads, T, head_dim]`, T ≥ 1, in the cache's dtype and on its device.
+            v: values, the same shape.
+
+        Raises:
+            IndexError: there is no such layer (negative ones included).
+            TypeError: `k` or `v` is not a tensor, or has another dtype than the cache.
+            ValueError: another shape or device; T = 0; T differs from this pass's earlier layers; or the layer is out
+                of turn.
+            CacheOverflowError: num_tokens + T > max_seq_len.
+            OutOfBlocksError: the pool has fewer free blocks than the batch needs.
+            SharedBlockError: a sequence's last block is unfinished, and a fork has it too.
+        """
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of every token that `layer` holds, gathered from the blocks.
+
+        Between forward passes S = num_tokens. During one, a layer that has its new rows shows them too.
+
+        Args:
+            layer: 0 … num_layers − 1.
+
+        Returns:
+            `(k, v)`, each `[batch_size, num_kv_heads, S, head_dim]`, oldest token first. To be read, until the next
+            `append` or `reset`.
+
+        Raises:
+            IndexError: there is no such layer (negative ones included).
+        """
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Causal attention of the newest T tokens over everything that `layer` holds, through the block tables.
+
+        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is a decode
+        step and goes to `minicache.kernels.paged_decode_attention`, more to `paged_prefill_attention`.
+
+        Args:
+            layer: 0 … num_layers − 1.
+            q: queries `[batch_size, num_heads, T, head_dim]`; num_heads is a multiple of num_kv_heads.
+
+        Returns:
+            `[batch_size, num_heads, T, head_dim]`.
+
+        Raises:
+            IndexError: there is no such layer.
+            TypeError: `q` is not a tensor, or has another dtype than the cache.
+            ValueError: shapes do not fit, or T is more than the layer holds.
+        """
+        raise NotImplementedError(
+            "phase 3, task 8: The cache attends; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    def reset(self) -> None:
+        """Forget every token and give the blocks back to the pool: the next append writes position 0 again.
+
+        Also ends a forward pass that stopped half-way, so a cache can be used again after an error in the model.
+        """
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of every sequence, and give back the blocks that are then empty.
+
+        Ends a forward pass that stopped half-way, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it.
+
+        Args:
+            num_tokens: how many to keep, 0 … the cache's num_tokens.
+
+        Raises:
+            TypeError: `num_tokens` is not an int.
+            ValueError: it is negative, or more than the cache has.
+        """
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+    def fork(self) -> PagedKVCache:
+        """A cache with the same tokens in the same blocks: nothing is copied.
+
+        Both read the shared blocks; neither may write to one. So where num_tokens is no multiple of the block size,
+        `append` raises SharedBlockError in both, until the other has let go of the unfinished block (`reset`, or
+        `truncate`). A fork of a cache with a storage of its own shares that storage: the two have the room of one.
+
+        Returns:
+            A new cache over the same storage.
+
+        Raises:
+            ValueError: a forward pass is under way.
+        """
+        raise NotImplementedError(
+            "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        )
+
+
+class RaggedStep:
+    """One step of an engine: sequences of any lengths, each with some new tokens, in one pass of the model.
+
+    The new tokens of all sequences lie one sequence after the other in a batch of 1, without padding, N in all. So a
+    model that takes `[1, N]` token ids and a cache needs no second forward: `model(token_ids[None], step)`. A sequence
+    in its prompt brings many tokens, a sequence in decode brings one, and both may be in one step (Yu et al. 2022,
+    §3).
+
+    All blocks are taken when the step is made, or none. A step serves one pass: each layer is appended to once, in
+    order. If the pass is given up, the tables keep the new tokens' slots until their owner truncates them.
+
+    Args:
+        storage: where the rows are.
+        tables: a `BlockTable` over the storage's pool for each of B ≥ 1 sequences; they grow.
+        num_new_tokens: how many tokens each sequence brings, ≥ 1 each.
+
+    Attributes:
+        slot_mapping: `[N]` int64, where each new token's row goes.
+        context_lens: `[B]` int64, tokens of each sequence, the new ones too.
+        query_start_loc: `[B + 1]` int64: of the N tokens, query_start_loc[i] : query_start_loc[i + 1] are sequence i's.
+        block_tables: `[B, max_blocks]` int64, each sequence's blocks in order, −1 after the last.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: no sequences, not one count for each table, a count below 1, a table over another pool, or a table
+            given twice.
+        OutOfBlocksError: the pool has fewer free blocks than the step needs. No table has changed.
+        SharedBlockError: a new token's row would lie in a block that another table reads too. No table has changed.
+    """
+
+    def __init__(self, storage: PagedStorage, tables: Sequence[BlockTable], num_new_tokens: Sequence[int]) -> None:
+        raise NotImplementedError(
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+        )
+
+    def positions(self, num_new_tokens: int) -> Tensor:
+        """Where the step's tokens stand, each in its own sequence.
+
+        Args:
+            num_new_tokens: N, the tokens of all sequences together.
+
+        Returns:
+            `[N]` int64 on the storage's device.
+
+        Raises:
+            ValueError: another number than the step was made for.
+        """
+        raise NotImplementedError(
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+        )
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the step's N tokens in `layer`, each sequence's in its own blocks.
+
+        Args:
+            layer: 0 … num_layers − 1; must be the layer whose turn it is.
+            k: keys `[1, H_kv, N, d]`, in the storage's dtype and on its device.
+            v: values, the same shape.
+
+        Raises:
+            IndexError: there is no such layer (negative ones included).
+            TypeError: `k` or `v` is not a tensor, or has another dtype than the storage.
+            ValueError: another shape, device or number of tokens; the layer is out of turn; or the last layer has had
+                its rows, and the step is over.
+        """
+        raise NotImplementedError(
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+        )
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Causal attention of the step's tokens, each over its own sequence, through the block tables.
+
+        Args:
+            layer: 0 … num_layers − 1; it must have its rows.
+            q: queries `[1, num_heads, N, d]`; num_heads is a multiple of the storage's num_kv_heads.
+
+        Returns:
+            `[1, num_heads, N, d]`.
+
+        Raises:
+            IndexError: there is no such layer.
+            TypeError: `q` is not a tensor, or has another dtype than the storage.
+            ValueError: shapes do not fit, or `layer` has not been appended to.
+        """
+        raise NotImplementedError(
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+        )
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens of all sequences in `layer`, one sequence after the other.
+
+        Args:
+            layer: 0 … num_layers − 1; it must have its rows.
+
+        Returns:
+            `(k, v)`, each `[1, H_kv, Σ context_lens, d]`, of each sequence the oldest token first. To be read.
+
+        Raises:
+            IndexError: there is no such layer.
+            ValueError: `layer` has not been appended to.
+        """
+        raise NotImplementedError(
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+        )

@@ -1,0 +1,104 @@
+# Phase 6, preemption: your file. It stands in for minicache.cache.swap.
+# Write what raises NotImplementedError. `minicache grade 6` grades it, `minicache hint 6.K` helps with task K.
+"""Blocks that move: between a cache's storage and the host's memory, and inside the storage.
+
+Phase 6 builds it. A scheduler decides which block goes where and writes it down as pairs (`SchedulerOutput`); this
+module moves the bytes. A pair names one block of each side, and stands for its keys and values in all layers. The
+engine copies out, then in, then on the device, and only then runs the model: a block that was copied out may have been
+given to somebody else in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minicache.cache.paged import PagedStorage
+from minicache.cache.rows import check_sizes
+
+Pairs = Sequence[tuple[int, int]]
+"""(from, to), a block id each."""
+
+
+class HostStorage:
+    """The memory of a host pool's blocks, beside the storage of a cache: what a request that is swapped out leaves.
+
+    A block is as large here as there, and has the same dtype. It lies in one piece, keys and values of all layers one
+    after the other, so that a copy between device and host is one transfer a block. Beside a GPU the memory is pinned,
+    so that the transfer needs no second copy; elsewhere it is ordinary memory.
+
+    The two storages count their blocks separately: block 3 and host block 3 have nothing to do with each other.
+
+    Args:
+        storage: where the blocks come from and go back to.
+        num_host_blocks: blocks of the host pool, ≥ 1.
+
+    Attributes:
+        storage: as given.
+        num_host_blocks: as given.
+
+    Raises:
+        TypeError: `num_host_blocks` is not an int.
+        ValueError: it is below 1.
+    """
+
+    def __init__(self, storage: PagedStorage, num_host_blocks: int) -> None:
+        raise NotImplementedError(
+            "phase 6, task 6: Blocks on the host; read docs/en/phase-06-preemption/lab/01-swap.md"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all host blocks: keys and values, all layers."""
+        raise NotImplementedError(
+            "phase 6, task 6: Blocks on the host; read docs/en/phase-06-preemption/lab/01-swap.md"
+        )
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Copy blocks of the storage into host blocks: keys and values of every layer. The storage stays as it is.
+
+        Args:
+            pairs: (block, host block); no block and no host block twice. May be empty.
+
+        Raises:
+            TypeError: an id is not an int.
+            IndexError: an id is outside the storage, or outside the host's. Negative ids do not count from the end.
+            ValueError: a block or a host block is named twice. Whatever is raised, nothing was copied.
+        """
+        raise NotImplementedError(
+            "phase 6, task 6: Blocks on the host; read docs/en/phase-06-preemption/lab/01-swap.md"
+        )
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Copy host blocks into blocks of the storage: keys and values of every layer. The host's stay as they are.
+
+        Args:
+            pairs: (host block, block); no host block and no block twice. May be empty.
+
+        Raises:
+            TypeError, IndexError, ValueError: as `swap_out`.
+        """
+        raise NotImplementedError(
+            "phase 6, task 6: Blocks on the host; read docs/en/phase-06-preemption/lab/01-swap.md"
+        )
+
+
+def copy_blocks(storage: PagedStorage, pairs: Pairs) -> None:
+    """Copy blocks to other blocks of the same storage: keys and values of every layer. Phase 8 copies on write so.
+
+    All sources are read before any target is written: a block may be one pair's target and another's source.
+
+    Args:
+        storage: where both are.
+        pairs: (source, target); no target twice. One source may have several targets. May be empty.
+
+    Raises:
+        TypeError: an id is not an int.
+        IndexError: an id is outside the storage. Negative ids do not count from the end.
+        ValueError: a target is named twice. Whatever is raised, nothing was copied.
+    """
+    raise NotImplementedError(
+        "phase 6, task 6: Blocks on the host; read docs/en/phase-06-preemption/lab/01-swap.md"
+    )

@@ -1,0 +1,373 @@
+# Phase 8, prefix-sharing: your file. It stands in for minicache.engine.beam.
+# Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
+"""Beam search: several beginnings of an answer are continued side by side, and the likeliest are kept.
+
+Phase 8 builds it, on forks: a beam that goes on in two ways is forked, one that goes on in none is ended, and what they
+have in common is in memory once (Kwon et al. 2023, §4.4). `BeamSearch` decides which beams go on, for one prompt and
+without any engine; `beam_search` has an engine compute what it decides on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from minicache.engine.answers import Prompt, all_end_token_ids, prompt_token_ids
+from minicache.engine.llm import LLM, MAX_IDLE_STEPS
+from minicache.engine.stopping import TextStream
+from minicache.errors import InvariantError, RequestTooLargeError, require_count
+from minicache.request import Request, RequestId, RequestStatus
+from minicache.scheduler import SchedulerOutput, SharingScheduler
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How to search.
+
+    Attributes:
+        beam_width: k: how many beams are continued, and how many answers there are, ≥ 1.
+        max_tokens: the most tokens of an answer, ≥ 1.
+        length_penalty: an answer's score is the sum of its tokens' log-probabilities divided by its number of tokens to
+            this power. 0 favours short answers, 1 compares means, more favours long ones.
+        stop_token_ids: tokens that end an answer. They stay in it, and count.
+        ignore_eos: the tokenizer's end token does not end an answer; stop_token_ids do.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of its bounds.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require_count("beam_width", self.beam_width)
+        require_count("max_tokens", self.max_tokens)
+        if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, int | float):
+            raise TypeError(f"length_penalty must be a number; got {self.length_penalty!r}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token_id in self.stop_token_ids:
+            require_count("a stop token's id", token_id, at_least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """An answer that a search has found.
+
+    Attributes:
+        token_ids: its tokens, the one that ended it included.
+        score: log-probability over length to the power of the penalty. The higher the better.
+        finish_reason: "stop", "length" or "capacity".
+        text: its text; "" without a tokenizer.
+    """
+
+    token_ids: list[int]
+    score: float
+    finish_reason: str
+    text: str = ""
+
+
+class Path(NamedTuple):
+    """A beam that may go on: its tokens so far, and the sum of their log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    log_prob: float
+
+
+class Step(NamedTuple):
+    """How a beam goes on: whose place it continues, and with which token."""
+
+    parent: int
+    token_id: int
+
+
+class BeamSearch:
+    """Which beams of one prompt go on. Every decision needs the candidates of all of them.
+
+    The rules are those of `transformers`' `generate(num_beams=k)` with early_stopping=False, so that both find the same
+    answers. At each step the k best ways in which the beams can go on become the next beams, and those of the very best
+    ways that end become answers; `advance` says which, and when the search is over.
+
+    Args:
+        params: how to search.
+        stop_token_ids: all tokens that end an answer.
+        max_tokens: the most tokens of an answer: that of the params, or what the model has room for.
+
+    Attributes:
+        beams: those that go on, the best first. At first one, without a token. Empty when the search is over.
+        answers: what was found, the best first, at most k.
+        is_over: whether it is.
+    """
+
+    def __init__(self, params: BeamSearchParams, stop_token_ids: Iterable[int], max_tokens: int) -> None:
+        self.params = params
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.max_tokens = max_tokens
+        self.beams = [Path((), 0.0)]
+        self.answers: list[Beam] = []
+        self.is_over = False
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of each beam's likeliest next tokens `advance` needs: (1 + stop tokens) · k, at least 2 k.
+
+        So many ways are ranked, of all beams together: even if all that can end among them do, k are left.
+        """
+        raise NotImplementedError(
+            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+        )
+
+    def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[Step]:
+        """Decide how the beams go on, by one token each.
+
+        Every candidate of every beam is a way to go on; its log-probability is the beam's and the token's together. Of
+        all ways the `num_candidates` likeliest are ranked, the likeliest first. A way ends with a stop token ("stop"),
+        or else because its answer has max_tokens ("length"). If it ends and is among the first k, it is an answer
+        (`keep`), with its last token and its `score`; if it ends and is not, nothing comes of it. The first k that do
+        not end are the next `beams`.
+
+        The search is over if there are none, or if there are k answers and no beam is better than the worst of them:
+        the best beam's `score`, at the length that it has now, is not greater. Then `beams` is empty.
+
+        Args:
+            candidates: for each of `beams` its likeliest next tokens, with their log-probabilities: num_candidates of
+                them, or the whole vocabulary if it is smaller.
+
+        Returns:
+            For each of the next `beams`, in order, where it comes from: the place of its parent among the beams so far,
+            and its newest token. Empty when the search is over.
+        """
+        raise NotImplementedError(
+            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+        )
+
+    def give_up(self) -> None:
+        """End the search with what it has: the beams so far count as answers, with reason "capacity"."""
+        for beam in self.beams:
+            score = self.score(beam.log_prob, max(1, len(beam.token_ids)))
+            self.keep(Beam([*beam.token_ids], score, "capacity"))
+        self.is_over, self.beams = True, []
+
+    def score(self, log_prob: float, length: int) -> float:
+        """What answers are compared by: log_prob / length ^ length_penalty. The greater the better.
+
+        Args:
+            log_prob: the sum of its tokens' log-probabilities, ≤ 0.
+            length: how many tokens that are, ≥ 1.
+        """
+        raise NotImplementedError(
+            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+        )
+
+    def keep(self, answer: Beam) -> None:
+        """Put an answer into its place among `answers`, the best first. Only the k best stay."""
+        raise NotImplementedError(
+            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """One prompt's search, and the requests that compute its beams.
+
+    Attributes:
+        prompt: its tokens.
+        requests: one for each of `search.beams`.
+        candidates: of each beam, once its logits are there. A beam that was preempted has none when the others do: they
+            then run ahead by tokens that may be thrown away.
+    """
+
+    prompt: list[int]
+    search: BeamSearch
+    requests: list[Request]
+    candidates: list[list[tuple[int, float]] | None] = field(default_factory=list)
+
+
+def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[list[Beam]]:
+    """Search for the likeliest answers to each prompt, all prompts at once.
+
+    Args:
+        llm: an engine without requests. With a scheduler that forks ("chunked", or `prefix_caching=True` with "paged"
+            or "fair") beams share what they have in common; with another, each computes all of its own.
+        prompts: texts, or lists of token ids.
+        params: how to search.
+
+    Returns:
+        For each prompt its answers, the best first: beam_width of them, fewer only if there are no more ways.
+
+    Raises:
+        TypeError, ValueError, IndexError, UnknownWordError: as `LLM.generate`; also if the engine has requests.
+        RequestTooLargeError: a prompt could never be served, and nothing was begun. Or, with another scheduler than
+            "chunked", a beam had to begin anew and is longer than a step (max_num_batched_tokens). Then all requests of
+            this call are aborted.
+        InvariantError: the scheduler orders nothing any more.
+        Exception: what the model raises. All requests of this call are aborted.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise TypeError(f"params must be BeamSearchParams; got {params!r}")
+    if llm.has_unfinished:
+        raise ValueError("beam search needs an engine of its own: this one has unfinished requests")
+    run = _Run(llm, params, prompts)
+    try:
+        run.finish()
+    finally:
+        run.abort()
+    return [[run.shown(search, beam) for beam in search.search.answers] for search in run.searches]
+
+
+class _Run:
+    """One call of `beam_search`."""
+
+    def __init__(self, llm: LLM, params: BeamSearchParams, prompts: Sequence[Prompt]) -> None:
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts must be a list of texts or of token id lists; got {prompts!r}")
+        self.llm = llm
+        self.names = count()
+        self.searches: list[_Search] = []
+        self.whose: dict[RequestId, tuple[_Search, int]] = {}  # unfinished request → its search, and its beam's place
+        end = () if params.ignore_eos else all_end_token_ids(llm.model.config, llm.tokenizer)
+        longest = llm.model.config.max_seq_len
+        if llm.scheduler.max_model_len is not None:
+            longest = min(longest, llm.scheduler.max_model_len)
+        for prompt in prompts:
+            token_ids = prompt_token_ids(prompt, llm.model.config.vocab_size, llm.tokenizer)
+            room = longest - len(token_ids)
+            if room < 1:
+                raise RequestTooLargeError(f"a prompt of {len(token_ids)} tokens leaves no room for an answer")
+            search = BeamSearch(params, {*params.stop_token_ids, *end}, min(params.max_tokens, room))
+            request = self.new_request(token_ids, search.max_tokens)
+            llm.scheduler.check_size(request)
+            self.searches.append(_Search(token_ids, search, [request], [None]))
+        for each in self.searches:
+            self.begin(each, 0, each.requests[0])
+
+    def new_request(self, token_ids: list[int], max_tokens: int) -> Request:
+        """A request that computes a beam. The search ends it, no token does."""
+        return Request(("beam", next(self.names)), token_ids, max_tokens, ignore_eos=True)
+
+    def begin(self, each: _Search, place: int, request: Request) -> None:
+        """Have a beam computed by a new request, from its first token on."""
+        self.llm.scheduler.add_request(request)
+        self.whose[request.request_id] = each, place
+
+    def finish(self) -> None:
+        """Step until all searches are over."""
+        num_idle = 0
+        while self.whose:
+            num_steps = self.llm.memory.num_steps
+            self.step()
+            num_idle = 0 if self.llm.memory.num_steps > num_steps else num_idle + 1
+            if num_idle > MAX_IDLE_STEPS:
+                raise InvariantError(f"the scheduler orders nothing any more; {len(self.whose)} beams are unfinished")
+
+    def step(self) -> None:
+        """One step of the engine, for beams: as `LLM.step`, but which token comes next the searches say together."""
+        output = self.llm.scheduler.schedule()
+        self.llm.memory.move_blocks(output)
+        outgrown = [self.whose[request_id][0] for request_id in output.finished]
+        token_ids: dict[RequestId, int] = {}
+        decided: list[tuple[_Search, list[Request], list[Step]]] = []
+        if output.scheduled:
+            self.note_candidates(output, self.llm.run_model(output), token_ids)
+            for each in self.searches:
+                if each.requests and each not in outgrown and None not in each.candidates:
+                    parents = each.requests
+                    length = len(each.search.beams[0].token_ids)
+                    steps = each.search.advance(cast("list[list[tuple[int, float]]]", each.candidates))
+                    decided.append((each, parents, steps))
+                    for step in reversed(steps):  # so that the first of a parent's children has its place
+                        request = parents[step.parent]
+                        # Not if it has run ahead while another beam was out of the batch.
+                        if request.request_id in token_ids and request.num_tokens == len(each.prompt) + length:
+                            token_ids[request.request_id] = step.token_id
+        self.llm.scheduler.update_from_output(output, token_ids)
+        for each in outgrown:
+            each.search.give_up()
+            self.end(each)
+        for each, parents, steps in decided:
+            self.go_on(each, parents, steps)
+
+    def note_candidates(self, output: SchedulerOutput, logits: Tensor, token_ids: dict[RequestId, int]) -> None:
+        """Write down how each beam of the step may go on, and give it its likeliest token for the time being."""
+        for row, (request, num_new) in enumerate(
+            zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
+        ):
+            if request.request_id not in self.whose or request.num_computed_tokens + num_new < request.num_tokens:
+                continue
+            each, place = self.whose[request.request_id]
+            log_probs = torch.log_softmax(logits[row].float(), dim=-1)
+            best = log_probs.topk(min(each.search.num_candidates, len(log_probs)))
+            found = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            token_ids[request.request_id] = found[0][0]
+            if each.candidates[place] is None:
+                each.candidates[place] = found
+
+    def go_on(self, each: _Search, parents: list[Request], steps: list[Step]) -> None:
+        """Have the next beams computed: by their parents' requests, by forks of these, or by new requests."""
+        wanted = [[*each.prompt, *beam.token_ids] for beam in each.search.beams]
+        claimed: dict[int, Request] = {}  # beam → the parent's request, which goes on as that beam
+        for place, step in enumerate(steps):
+            request = parents[step.parent]
+            mine = request.token_ids(0, request.num_tokens) == wanted[place]
+            if mine and not request.status.is_finished and request not in claimed.values():
+                claimed[place] = request
+        kept = {step.parent for step in steps}
+        for parent, request in enumerate(parents):
+            if parent not in kept:
+                self.drop(request)  # before the forks: they need its seat
+        each.requests = []
+        for place, step in enumerate(steps):
+            request = claimed.get(place) or self.twin(parents[step.parent], wanted[place], each)
+            each.requests.append(request)
+            self.whose[request.request_id] = each, place
+        for request in parents:
+            if request not in each.requests:
+                self.drop(request)
+        each.candidates = [None] * len(each.requests)
+
+    def twin(self, parent: Request, token_ids: list[int], each: _Search) -> Request:
+        """A request that has these tokens: a fork, if the parent can be forked, else a new one with a long prompt."""
+        scheduler: Any = self.llm.scheduler
+        has_seat = scheduler.num_running < scheduler.max_num_seqs
+        if self.llm.forks and has_seat and parent.status is RequestStatus.RUNNING:
+            name: RequestId = ("beam", next(self.names))
+            return cast(SharingScheduler, scheduler).fork_request(
+                parent.request_id, name, token_ids[parent.num_prompt_tokens :]
+            )
+        num_left = each.search.max_tokens - (len(token_ids) - len(each.prompt))
+        request = self.new_request(token_ids, num_left)
+        scheduler.add_request(request)
+        return request
+
+    def drop(self, request: Request) -> None:
+        """A beam that goes on in no way: its request is ended."""
+        self.whose.pop(request.request_id, None)
+        self.llm.abort_request(request.request_id)
+
+    def end(self, each: _Search) -> None:
+        """A search is over: end what it has."""
+        for request in each.requests:
+            self.drop(request)
+        each.requests = []
+
+    def abort(self) -> None:
+        """End all that is unfinished."""
+        for each in self.searches:
+            self.end(each)
+
+    def shown(self, each: _Search, beam: Beam) -> Beam:
+        """An answer with its text."""
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
+            return beam
+        stream = TextStream(tokenizer, each.prompt, ())
+        text = "".join(map(stream.push, beam.token_ids)) + stream.finish()
+        return Beam(beam.token_ids, beam.score, beam.finish_reason, text)

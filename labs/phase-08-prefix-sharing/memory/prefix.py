@@ -1,0 +1,263 @@
+# Phase 8, prefix-sharing: your file. It stands in for minicache.memory.prefix.
+# Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
+"""Blocks that are found again by what they hold: the prefix cache.
+
+Phase 8 builds it. A full block is named by a hash of its tokens and of everything before them, so that one lookup says
+whether some block holds the keys and values of a prefix. Blocks that nobody uses any more stay in the line of free
+blocks with what they hold, and are found there until they are handed out anew (SGLang's RadixAttention, Zheng et al.
+2024, keeps the same in a tree; the hashes are vLLM's). Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from minicache.errors import InvariantError, OutOfBlocksError, require_count
+from minicache.memory.blocks import BlockPool
+
+BlockHash = bytes
+"""What names the contents of a full block: 32 bytes."""
+
+
+def root_hash(*extra_keys: str | None) -> BlockHash:
+    """The parent of a sequence's first block: a hash of everything besides tokens that keys and values depend on.
+
+    Two sequences may share blocks only if all their extra keys are equal: the salt of a tenant, the adapter that the
+    weights are changed by. Each block's hash contains its parent's, so what is said here counts for all of them.
+
+    Args:
+        extra_keys: any number of strings, in a fixed order; None where there is no such thing. None and "" are
+            different, and ("ab", "c") and ("a", "bc") are. Anybody may choose a salt, with quotes and commas in it.
+
+    Returns:
+        32 bytes: SHA-256's digest. The same keys have the same hash, in every process.
+    """
+    raise NotImplementedError(
+        "phase 8, task 1: Name a block; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+    )
+
+
+def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of a full block: of its tokens, and of all tokens before them, by way of its parent's hash.
+
+    Keys and values of a token depend on every token before it. So the same 16 tokens after another beginning are
+    another block. SHA-256: that two different prefixes have one hash can be left out of account, even if somebody
+    chooses the tokens with that intent.
+
+    Args:
+        parent: of the block before, or `root_hash` for the first.
+        token_ids: of the block, in order, as a list or any other sequence; ids ≥ 0 of any size. [1, 23] and [12, 3] are
+            different.
+
+    Returns:
+        32 bytes: SHA-256's digest.
+    """
+    raise NotImplementedError(
+        "phase 8, task 1: Name a block; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+    )
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """How much was found.
+
+    Attributes:
+        num_requests: that were admitted, each time they were.
+        num_queried_tokens: that they had.
+        num_hit_tokens: of these, the tokens that were found and not computed.
+        num_evicted_blocks: cached blocks that were handed out for other tokens.
+    """
+
+    num_requests: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The part of the queried tokens that was found, 0 … 1; 0 if there were none."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+class CachingBlockPool(BlockPool):
+    """A `BlockPool` whose blocks can be named by what they hold, and found by that name.
+
+    A cached block is one that has a hash. It may be used or free. A free one waits in the line like every free block;
+    `share` takes it out of the line again, wherever it stands, and `allocate` takes its name away when it hands it out:
+    that is the eviction, and the block that has been free longest goes first. Whoever frees a sequence from its last
+    block to its first therefore loses the end of a prefix before its beginning, without which the end is of no use.
+
+    Several blocks may have one hash: two sequences computed the same tokens side by side. They are found one at a time,
+    the one that was cached first.
+
+    Everything else is as in `BlockPool`, the arguments and the errors too.
+
+    Attributes:
+        num_evicted: cached blocks that were handed out for something else.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.num_evicted = 0
+        self._free = OrderedDict.fromkeys(range(num_blocks))  # the line: its left end is next, and any may leave it
+        self._num_owners = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._blocks_of: dict[BlockHash, dict[int, None]] = {}  # of each hash its blocks, the first to be cached first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out now, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that have an owner. A shared block counts once."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that have a hash, used or free."""
+        return sum(map(len, self._blocks_of.values()))
+
+    def ref_count(self, block_id: int) -> int:
+        """How many owners a block has; as `BlockPool.ref_count`."""
+        self._check_ids((block_id,))
+        return self._num_owners[block_id]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks, those that have been free longest; as `BlockPool.allocate`.
+
+        Those that are cached lose their hashes: what they held is evicted, and counted (`num_evicted`).
+
+        Args:
+            count: ≥ 0.
+
+        Returns:
+            Their ids, the one that has been free longest first. Each has one owner.
+
+        Raises:
+            TypeError, ValueError, OutOfBlocksError: as `BlockPool.allocate`. None was taken.
+        """
+        raise NotImplementedError(
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        )
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Give each of these blocks one more owner. A cached block that is free leaves the line for it.
+
+        It keeps its hash, and the others in the line keep their order. An id that is given twice gets two owners more.
+
+        Args:
+            block_ids: used blocks, and free ones that are cached.
+
+        Raises:
+            TypeError, IndexError: as `BlockPool.share`. Nothing has changed.
+            ValueError: a block is free and not cached: nobody knows what it holds. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        )
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Take one owner away from each of these blocks; as `BlockPool.free`. Cached blocks stay cached.
+
+        Args:
+            block_ids: used blocks. Those that lose their last owner go to the end of the line, in this order.
+
+        Raises:
+            TypeError, IndexError, ValueError: as `BlockPool.free`. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        )
+
+    # Finding blocks by what they hold
+
+    def cache(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """Name used blocks by what they hold. One that has a name already keeps it, whatever is said now.
+
+        That another block has the same name is no reason not to name this one: it is found once the other is gone.
+
+        Args:
+            block_ids: full blocks, each with an owner.
+            hashes: one for each, `block_hash` of its tokens.
+
+        Raises:
+            TypeError, IndexError: as `share`.
+            ValueError: not one hash for each block, or a block is free. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        )
+
+    def uncache(self, block_ids: Iterable[int]) -> None:
+        """Take their names away from blocks whose contents are no more, or never came to be. That is no eviction.
+
+        Owners and the line stay as they are, and so do blocks without a name. A name goes only from these blocks:
+        another that has the same is found by it as before.
+
+        Args:
+            block_ids: any blocks, used or free.
+
+        Raises:
+            TypeError, IndexError: as `share`. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        )
+
+    def find(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest beginning of `hashes` that is cached, one for each hash. They may be used or free.
+
+        Nobody owns them for it: `share` them before anything is allocated, or they may be handed out.
+
+        Args:
+            hashes: of the blocks of a sequence, from its first on.
+
+        Returns:
+            Ids, up to the first hash that no block has. Of several blocks with one hash, the one that has had it
+            longest.
+        """
+        raise NotImplementedError(
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        )
+
+    def reset(self) -> None:
+        """Forget all names: when the weights have changed, no block holds what its name says.
+
+        The line stays as it is, and nothing counts as evicted.
+
+        Raises:
+            ValueError: a block is used. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        )
+
+    def check(self) -> None:
+        """As `BlockPool.check`; and each cached block is found under its hash, and nothing else is.
+
+        Raises:
+            InvariantError: the books do not agree. The message names a block.
+        """
+        for block_id, owners in enumerate(self._num_owners):
+            if owners < 0 or (block_id in self._free) != (owners == 0):
+                raise InvariantError(f"block {block_id} has {owners} owners; free: {block_id in self._free}")
+        if strange := self._free.keys() - set(range(self.num_blocks)):
+            raise InvariantError(f"{strange} are among the free blocks, and no blocks of this pool")
+        for name, blocks in self._blocks_of.items():
+            if not blocks or any(self._hash_of[block_id] != name for block_id in blocks):
+                raise InvariantError(f"blocks {list(blocks)} are found under a hash that is not theirs")
+        if (named := sum(name is not None for name in self._hash_of)) != self.num_cached:
+            raise InvariantError(f"{named} blocks have a hash, {self.num_cached} can be found")
+
+    def _check_ids(self, block_ids: Iterable[int]) -> None:
+        num_blocks = self.num_blocks
+        for block_id in block_ids:
+            if type(block_id) is not int or not 0 <= block_id < num_blocks:
+                if not isinstance(block_id, int) or isinstance(block_id, bool):
+                    raise TypeError(f"a block id must be an int; got {block_id!r}")
+                raise IndexError(f"no block {block_id}: this pool has blocks 0 … {num_blocks - 1}")

@@ -1,0 +1,432 @@
+# Phase 10, serving: your file. It stands in for minicache.engine.async_engine.
+# Write what raises NotImplementedError. `minicache grade 10` grades it, `minicache hint 10.K` helps with task K.
+"""Many clients, one engine: one thread owns the `LLM`, and the coroutines of an event loop get its tokens.
+
+Phase 10 builds it. What a client asks for goes to the thread as a command and is obeyed between two steps; what a step
+gives goes to the event loop in one call, and there to the stream of each client. So nobody but the thread ever touches
+the `LLM`, and nobody waits for a client: a step does not wait for a slow reader, and a client that leaves is
+aborted before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from minicache.engine.answers import Chunk, Prompt, request_of
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
+from minicache.errors import EngineStoppedError, InvariantError, QueueFullError, StepFailedError, require_count
+from minicache.request import Request, RequestId
+from minicache.scheduler import Scheduler, SchedulerOutput
+from minicache.scheduler.observe import Observer, observe
+
+__all__ = ["AnswerStream", "AsyncEngine"]
+
+MAX_TURN = 0.02
+"""Seconds that the thread waits at most for the event loop to have written what a step gave."""
+
+logger = logging.getLogger("minicache")
+
+MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1.0, 60.0
+"""Seconds: nobody is told to come back sooner than the one, or later than the other."""
+
+
+class AnswerStream:
+    """The chunks of one request, as they come. Made by `AsyncEngine.add_request`; used by one task at a time.
+
+        with await engine.add_request(prompt, params) as stream:
+            async for chunk in stream:
+                ...
+
+    Whoever leaves the block early has left: the request is aborted. Chunks that nobody has fetched wait here. There are
+    at most n · max_tokens of them, however slowly they are read.
+
+    Args:
+        request_id: whose chunks they are.
+        num_answers: how many answers the request has, its n: so many chunks will have a finish_reason.
+        leave: is called once, with this stream, if it is closed before all answers have ended.
+
+    Attributes:
+        request_id: as above.
+        num_unfinished: answers that have not ended.
+        num_prompt_tokens: how long the prompt is; 0 until the engine has taken the request.
+    """
+
+    def __init__(self, request_id: RequestId, num_answers: int, leave: Callable[[AnswerStream], None]) -> None:
+        self.request_id = request_id
+        self.num_unfinished = num_answers
+        self.num_prompt_tokens = 0
+        self._leave = leave
+        self._chunks: deque[Chunk] = deque()  # that nobody has fetched
+        self._error: Exception | None = None  # what `fail` said
+        self._is_closed = False
+        self._news = asyncio.Event()  # is set by whatever a reader may be waiting for
+
+    # What the engine calls, in the event loop
+
+    def accept(self, num_prompt_tokens: int) -> None:
+        """The thread has taken the request."""
+        self.num_prompt_tokens = num_prompt_tokens
+        self._news.set()
+
+    async def accepted(self) -> None:
+        """Wait for that. If the stream is failed before, the error is raised."""
+        while not self.num_prompt_tokens:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+
+    def put(self, chunk: Chunk) -> None:
+        """Here is the next chunk. Wakes whoever waits for it. One with a finish_reason ends one of the answers."""
+        raise NotImplementedError(
+            "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def fail(self, error: Exception) -> None:
+        """No more chunks will come. What is here can be fetched; after that `error` is raised."""
+        raise NotImplementedError(
+            "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    # What a client calls
+
+    async def take(self) -> list[Chunk]:
+        """Wait until there is a chunk, and fetch all that are there.
+
+        A reader that is slower than the engine finds several at once, and so catches up.
+
+        Returns:
+            One or more chunks, in their order; none if all answers have ended, or the stream is closed.
+
+        Raises:
+            StepFailedError, EngineStoppedError: the request was ended by the engine; `fail` said so.
+        """
+        raise NotImplementedError(
+            "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def __aiter__(self) -> AnswerStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk. Waits for it, and raises what `take` raises; StopAsyncIteration where that gives none."""
+        raise NotImplementedError(
+            "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def close(self) -> None:
+        """The client wants no more. Unfinished answers are aborted, and what was not fetched is dropped.
+
+        To abort them is the business of `leave`, which is called if there are any and the stream was not failed. Who
+        waits for a chunk wakes, and gets none. A plain call, and no coroutine: a task that is being cancelled can still
+        make it. The second one does nothing.
+        """
+        raise NotImplementedError(
+            "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def __enter__(self) -> AnswerStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncEngine:
+    """One thread that owns an `LLM`, and what the coroutines of one event loop call to be answered by it.
+
+    **Places.** At most max_num_seqs + max_waiting answers are unfinished at any time; who comes then is refused at
+    once. An answer that waits costs its prompt and nothing else, so the line could be longer; but who waits longer than
+    a client is willing to should be told so at the door.
+
+    **When a step fails**, see `fail_step`. When anything else fails in the thread, it ends: every stream is failed, and
+    `error` says what it was.
+
+    Args:
+        llm: the engine. From `start` on, nobody else may call it.
+        max_waiting: answers that may wait, beyond the max_num_seqs that the scheduler has seats for; ≥ 0.
+
+    Attributes:
+        llm: as above. Of the thread.
+        max_places: max_num_seqs + max_waiting.
+        num_unfinished: answers that are unfinished, of all streams. Of the event loop, as are the next four.
+        streams: request id → stream, of all requests with unfinished answers.
+        is_draining: whether new requests are refused, since the engine is to stop.
+        error: what ended the thread, if it was not `stop`; else None.
+        ended_at: when the last answers ended (time.monotonic()), the newest last; empty again when none is unfinished.
+        commands: what the thread is to call, in this order, between two steps; None ends it. The one way from the event
+            loop to the thread.
+        last_step: an observer that has the output of the thread's last `schedule()`.
+
+    Raises:
+        TypeError, ValueError: max_waiting is not a count.
+    """
+
+    def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
+        require_count("max_waiting", max_waiting, at_least=0)
+        self.llm = llm
+        self.max_places = llm.scheduler.max_num_seqs + max_waiting
+        self.num_unfinished = 0
+        self.streams: dict[RequestId, AnswerStream] = {}
+        self.is_draining = False
+        self.error: BaseException | None = None
+        self.ended_at: deque[float] = deque(maxlen=64)
+        self.commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.last_step = LastStep()
+        llm.scheduler = observe(llm.scheduler, self.last_step)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._names = count()
+        self._turn_is_over = threading.Event()
+        self._all_ended = asyncio.Event()  # set while num_unfinished is 0
+        self._all_ended.set()
+
+    # Its life
+
+    def start(self) -> None:
+        """Start the thread. To be called in the event loop whose coroutines will use it, once."""
+        if self._thread is not None:
+            raise RuntimeError("the engine was started already: make a new one")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._main, name="minicache-engine", daemon=True)
+        self._thread.start()
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no new requests, and let those that are here end: returns as soon as num_unfinished is 0.
+
+        Args:
+            seconds: how long to wait for them at most.
+
+        Returns:
+            Whether all have ended.
+        """
+        raise NotImplementedError(
+            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    async def stop(self) -> None:
+        """End the thread after its current step. What is unfinished gets an EngineStoppedError, and is aborted."""
+        self.is_draining = True
+        self.fail(list(self.streams), EngineStoppedError("the server has stopped before this answer was complete"))
+        if self._thread is not None:
+            self.commands.put(self._abort_all)
+            self.commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> AsyncEngine:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # What clients call, in the event loop
+
+    async def add_request(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AnswerStream:
+        """Have a request answered. Returns when the thread has taken it.
+
+        A place is taken, and `streams` has the stream, before the thread is asked: so nobody who comes in between gets
+        the same place. The thread calls `llm.add_request` between two steps, as a command. Then it has the event loop
+        call the stream's `accept` (of the prompt's length, `llm.answers[request_id].request.num_prompt_tokens`); or
+        `fail`, with what was raised. `accepted` waits for either. If the client leaves meanwhile (this task is
+        cancelled), the stream is closed: the place is free again, and the request aborted.
+
+        Args:
+            prompt: a text, or token ids.
+            params: what to generate; its n answers need n places.
+            options: more of what `llm.add_request` takes (priority, cache_salt). Its request_id and arrival_time are
+                given here: a number that was never used, and now.
+
+        Returns:
+            The stream of its chunks. The caller closes it.
+
+        Raises:
+            EngineStoppedError: the engine is draining, or has ended.
+            ValueError: n is more than all places together.
+            QueueFullError: too many places are taken now. Its retry_after is `retry_after()`.
+            Exception: what `llm.add_request` raises. In all these cases nothing has been added, and no place is taken.
+        """
+        raise NotImplementedError(
+            "phase 10, task 3: A bounded line, and who leaves it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def retry_after(self) -> float:
+        """Seconds until those who wait now will have had their turn, as quickly as answers have been ending.
+
+        With t seconds between two ends (the mean of `ended_at`) and k unfinished answers beyond the scheduler's
+        max_num_seqs, but at least one, that is k · t; no less than MIN_RETRY_AFTER and no more than MAX_RETRY_AFTER. If
+        fewer than two have ended: MIN_RETRY_AFTER.
+        """
+        raise NotImplementedError(
+            "phase 10, task 3: A bounded line, and who leaves it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def leave(self, stream: AnswerStream) -> None:
+        """A stream was closed with unfinished answers: free their places, and have the thread abort its request.
+
+        From now on `streams` does not have it. If it did not before, nothing is done.
+        """
+        raise NotImplementedError(
+            "phase 10, task 3: A bounded line, and who leaves it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    # The thread
+
+    def run(self) -> None:
+        """The thread's loop, until it is told to end.
+
+        A turn: obey all commands that are there, in their order; then one step, if the LLM has anything unfinished.
+        What the step gives is delivered (`deliver`); what it raises is dealt with (`fail_step`). If there is nothing
+        unfinished, it sleeps until the next command. The command None ends the loop, at once.
+        """
+        raise NotImplementedError(
+            "phase 10, task 2: One thread owns the engine; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def deliver(self, chunks: Sequence[Chunk]) -> None:
+        """Have the event loop give a step's chunks to their streams (`call_in_loop`, `hand_out`).
+
+        One call for all of them: waking the event loop costs more than giving a chunk to a stream. Then the event loop
+        has its turn (`give_turn`).
+        """
+        raise NotImplementedError(
+            "phase 10, task 2: One thread owns the engine; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def fail_step(self, error: Exception) -> None:
+        """A step has failed: end the requests that may be to blame, so that the next step can succeed.
+
+        Nothing of the step was recorded, so the others can go on as if it had not been. Requests of the step that have
+        no token yet are suspected first: the others have been through steps like this one. If there are both, only the
+        suspects are ended, and the step is tried again without them. All of the step are ended if there are not both;
+        if its tokens have been recorded already; or if the step before failed too (`has_failed`): then suspecting did
+        not help, and might end newcomer after newcomer for the sake of one that has been here all the time. If no step
+        is remembered (`schedule` itself raised), all requests are ended.
+
+        `last_step` says who was in the step; it is made to forget it, so that it is not taken for the next one that
+        fails. A request is ended with all its answers: it is aborted, here in the thread, and its stream is failed in
+        the event loop, with a StepFailedError that says what `error` says, and whose `__cause__` is `error`.
+
+        Args:
+            error: what the step raised.
+
+        Raises:
+            InvariantError: there was no step and there are no requests, so the next one would fail as well.
+        """
+        raise NotImplementedError(
+            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have the event loop call a function soon. What the thread says to the event loop goes this way."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the event loop has been closed: nobody listens
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def give_turn(self) -> None:
+        """Wait until the event loop has done what it was told, and those whom that has woken as well; MAX_TURN at most.
+
+        Both need the interpreter's one lock. If the thread went on at once, every write to a socket would hand the lock
+        to the model, and every operation of the model would hand it back: at 64 clients that costs more than all their
+        writes in one go.
+        """
+        assert self._loop is not None
+        self._turn_is_over.clear()
+        with suppress(RuntimeError):
+            # Called where it is told to, it would come before those who are woken by the call before it.
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self._turn_is_over.set)
+            self._turn_is_over.wait(MAX_TURN)
+
+    # What the thread calls, in the event loop
+
+    def hand_out(self, chunks: Sequence[Chunk]) -> None:
+        """Give each chunk to the stream of its request. For whom there is no stream any more, they are dropped.
+
+        For an answer that has ended (its chunk has a finish_reason), `ended_at` gets the time, and its place is free
+        again (`free_places`). The stream leaves `streams` when all its answers have ended.
+        """
+        raise NotImplementedError(
+            "phase 10, task 2: One thread owns the engine; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def fail(self, request_ids: Sequence[RequestId], error: Exception) -> None:
+        """End the streams of some requests with an error. The thread has aborted them, or will not serve them.
+
+        They leave `streams`, and the places of their unfinished answers are free (`free_places`). Ids without a stream
+        are passed over.
+        """
+        raise NotImplementedError(
+            "phase 10, task 3: A bounded line, and who leaves it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
+    def _abort_all(self) -> None:
+        """In the thread."""
+        for request_id in list(self.llm.answers):
+            self.llm.abort_request(request_id)
+
+    def free_places(self, num_places: int) -> None:
+        """So many answers are unfinished no more. When none is, `drain` hears of it, and `ended_at` begins anew.
+
+        (A pause without requests would else look like slow service to `retry_after`.)
+        """
+        self.num_unfinished -= num_places
+        if not self.num_unfinished:
+            self.ended_at.clear()
+            self._all_ended.set()
+
+    def _main(self) -> None:
+        """The thread."""
+        try:
+            self.run()
+        except BaseException as error:
+            logger.critical("the engine's thread has ended", exc_info=error)
+            self.call_in_loop(self._end, error)
+
+    def _end(self, error: BaseException) -> None:
+        """The thread has ended, and should not have."""
+        self.error = error
+        stopped = EngineStoppedError(f"the engine has ended: {error}")
+        stopped.__cause__ = error
+        self.fail(list(self.streams), stopped)
+
+
+class LastStep(Observer):
+    """Remembers what was scheduled last, for whoever has to know what a failed step was about.
+
+    Attributes:
+        requests: of the last output, in batch order; none if there was no step, or it was forgotten.
+        is_recorded: whether its tokens were recorded.
+        has_failed: whether a step has failed since tokens were last recorded, and was forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.is_recorded = False
+        self.has_failed = False
+
+    def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """A step begins."""
+        self.requests, self.is_recorded = output.scheduled, False
+
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
+        """Its tokens are recorded."""
+        self.is_recorded, self.has_failed = True, False
+
+    def forget(self) -> None:
+        """It has failed, and that has been dealt with."""
+        self.requests, self.is_recorded, self.has_failed = [], False, True

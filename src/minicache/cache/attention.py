@@ -1,0 +1,97 @@
+"""Causal attention over the keys and values of all tokens so far.
+
+Phase 1 builds it. The one fact to hold on to: *T* new tokens attend to *S* ≥ *T* tokens, and the new ones are the last
+*T* of the *S*. Without a cache S = T; with one, T is 1 in every decode step while S grows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Cache(Protocol):
+    """What attention asks of a KV cache. `minicache.cache.dense.KVCache` is one."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store `k`, `v` `[B, H_kv, T, d]` as the newest T tokens of `layer`."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Causal attention of `q` `[B, H, T, d]` over everything that `layer` holds, `[B, H, T, d]`."""
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention of the last T positions over all S positions, none seeing past itself.
+
+    Query row t stands at position S − T + t and sees the positions 0 … S − T + t. Scores are scaled by 1 / √d
+    (Vaswani et al. 2017, §3.2.1). With fewer key/value heads than query heads, query head h reads key/value head
+    h // (H / H_kv) (grouped-query attention, Ainslie et al. 2023).
+
+    Args:
+        q: queries of the newest T tokens, `[B, H, T, d]`.
+        k: keys of all S tokens, `[B, H_kv, S, d]`, with H a multiple of H_kv and S ≥ T.
+        v: values of all S tokens, the shape of `k`.
+
+    Returns:
+        `[B, H, T, d]`, the dtype of `q`.
+
+    Raises:
+        ValueError: the shapes do not fit together: not four dimensions, other batch or head size, H no multiple of
+            H_kv, `v` unlike `k`, or S < T.
+    """
+    _check_attention_shapes(q, k, v)
+    batch, num_heads, num_new, head_dim = q.shape
+    num_kv_heads, num_tokens = k.shape[1], k.shape[2]
+    group = num_heads // num_kv_heads
+    # A group's query heads read the same keys. Laid end to end as extra query rows they need no copy of k and v.
+    rows = q.reshape(batch, num_kv_heads, group * num_new, head_dim)
+    visible = None
+    if num_new > 1:  # one new token sees everything, and an absent mask is the fast path
+        visible = torch.ones(num_new, num_tokens, dtype=torch.bool, device=q.device)
+        visible = visible.tril(diagonal=num_tokens - num_new).repeat(group, 1)
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible)
+    return out.reshape(batch, num_heads, num_new, head_dim)
+
+
+def attention_with_cache(q: Tensor, k: Tensor, v: Tensor, layer: int, cache: Cache | None = None) -> Tensor:
+    """Causal attention of T new tokens, over themselves and over what the cache already holds.
+
+    The cache is an argument, not a second model: with `cache=None` the T tokens are all there is; with a cache their
+    keys and values are appended to `layer` first, and the cache attends over everything that it then holds.
+
+    Args:
+        q: queries of the T new tokens, `[B, H, T, d]`.
+        k: keys of the T new tokens, `[B, H_kv, T, d]`.
+        v: values of the T new tokens, `[B, H_kv, T, d]`.
+        layer: the layer that is asking, from 0.
+        cache: the cache to go through, or None.
+
+    Returns:
+        `[B, H, T, d]`.
+
+    Raises:
+        ValueError: without a cache, what `causal_attention` refuses. It takes more keys than queries, so S > T passes.
+        Exception: with a cache, whatever `append` or `attend` raises goes through: CacheOverflowError, ValueError,
+            IndexError and TypeError from a `KVCache`. After an error in `append`, nothing is attended to.
+    """
+    if cache is None:
+        return causal_attention(q, k, v)
+    cache.append(layer, k, v)
+    return cache.attend(layer, q)
+
+
+def _check_attention_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q `[B, H, T, d]` can attend over k and v `[B, H_kv, S, d]`."""
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"q is [B, H, T, d] and k [B, H_kv, S, d]; got {list(q.shape)} and {list(k.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"k and v have one shape; got k {list(k.shape)} and v {list(v.shape)}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k share batch and head_dim; got q {list(q.shape)} and k {list(k.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly")
+    if k.shape[2] < q.shape[2]:
+        raise ValueError(f"{q.shape[2]} new tokens cannot be the last of {k.shape[2]}: append them before attending")

@@ -1,0 +1,156 @@
+"""Blocks that move: between a cache's storage and the host's memory, and inside the storage.
+
+Phase 6 builds it. A scheduler decides which block goes where and writes it down as pairs (`SchedulerOutput`); this
+module moves the bytes. A pair names one block of each side, and stands for its keys and values in all layers. The
+engine copies out, then in, then on the device, and only then runs the model: a block that was copied out may have been
+given to somebody else in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minicache.cache.paged import PagedStorage
+from minicache.cache.rows import check_sizes
+
+Pairs = Sequence[tuple[int, int]]
+"""(from, to), a block id each."""
+
+
+class HostStorage:
+    """The memory of a host pool's blocks, beside the storage of a cache: what a request that is swapped out leaves.
+
+    A block is as large here as there, and has the same dtype. It lies in one piece, keys and values of all layers one
+    after the other, so that a copy between device and host is one transfer a block. Beside a GPU the memory is pinned,
+    so that the transfer needs no second copy; elsewhere it is ordinary memory.
+
+    The two storages count their blocks separately: block 3 and host block 3 have nothing to do with each other.
+
+    Args:
+        storage: where the blocks come from and go back to.
+        num_host_blocks: blocks of the host pool, ≥ 1.
+
+    Attributes:
+        storage: as given.
+        num_host_blocks: as given.
+
+    Raises:
+        TypeError: `num_host_blocks` is not an int.
+        ValueError: it is below 1.
+    """
+
+    def __init__(self, storage: PagedStorage, num_host_blocks: int) -> None:
+        check_sizes(num_host_blocks=num_host_blocks)
+        self.storage = storage
+        self.num_host_blocks = num_host_blocks
+        shape = (num_host_blocks, *self._block_shape())
+        self._rows = torch.zeros(shape, dtype=storage.dtype, pin_memory=storage.device.type == "cuda")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all host blocks: keys and values, all layers."""
+        return self.num_host_blocks * self.storage.pool.block_size * self.storage.row_nbytes
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Copy blocks of the storage into host blocks: keys and values of every layer. The storage stays as it is.
+
+        Args:
+            pairs: (block, host block); no block and no host block twice. May be empty.
+
+        Raises:
+            TypeError: an id is not an int.
+            IndexError: an id is outside the storage, or outside the host's. Negative ids do not count from the end.
+            ValueError: a block or a host block is named twice. Whatever is raised, nothing was copied.
+        """
+        blocks, host_blocks = self._checked(pairs, from_host=False)
+        if not blocks:
+            return
+        staged, ids = self._staged(blocks)
+        for layer in range(self.storage.num_layers):
+            staged[:, 0, layer] = self.storage.k(layer)[ids]
+            staged[:, 1, layer] = self.storage.v(layer)[ids]
+        for block, host_block in zip(staged, host_blocks, strict=True):
+            self._rows[host_block].copy_(block, non_blocking=True)  # all on one stream: later copies wait for it
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Copy host blocks into blocks of the storage: keys and values of every layer. The host's stay as they are.
+
+        Args:
+            pairs: (host block, block); no host block and no block twice. May be empty.
+
+        Raises:
+            TypeError, IndexError, ValueError: as `swap_out`.
+        """
+        host_blocks, blocks = self._checked(pairs, from_host=True)
+        if not blocks:
+            return
+        staged, ids = self._staged(blocks)
+        for block, host_block in zip(staged, host_blocks, strict=True):
+            block.copy_(self._rows[host_block], non_blocking=True)
+        for layer in range(self.storage.num_layers):
+            self.storage.k(layer)[ids] = staged[:, 0, layer]
+            self.storage.v(layer)[ids] = staged[:, 1, layer]
+
+    def _block_shape(self) -> tuple[int, ...]:
+        """Of one block: keys and values, layers, tokens, heads, head size."""
+        storage = self.storage
+        return 2, storage.num_layers, storage.pool.block_size, storage.num_kv_heads, storage.head_dim
+
+    def _staged(self, blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Room on the device for these blocks as the host lays them, and their ids as a tensor there."""
+        device, dtype = self.storage.device, self.storage.dtype
+        staged = torch.empty((len(blocks), *self._block_shape()), dtype=dtype, device=device)
+        return staged, torch.tensor(blocks, device=device)
+
+    def _checked(self, pairs: Pairs, *, from_host: bool) -> tuple[list[int], list[int]]:
+        """Both sides of the pairs, if they may be copied; else the error that fits."""
+        sizes = {"block": self.storage.pool.num_blocks, "host block": self.num_host_blocks}
+        sides = sizes.items() if not from_host else reversed(sizes.items())
+        columns = [[pair[side] for pair in pairs] for side in (0, 1)]
+        for (name, size), column in zip(sides, columns, strict=True):
+            _check_ids(name, column, size)
+            _check_distinct(name, column)
+        return columns[0], columns[1]
+
+
+def copy_blocks(storage: PagedStorage, pairs: Pairs) -> None:
+    """Copy blocks to other blocks of the same storage: keys and values of every layer. Phase 8 copies on write so.
+
+    All sources are read before any target is written: a block may be one pair's target and another's source.
+
+    Args:
+        storage: where both are.
+        pairs: (source, target); no target twice. One source may have several targets. May be empty.
+
+    Raises:
+        TypeError: an id is not an int.
+        IndexError: an id is outside the storage. Negative ids do not count from the end.
+        ValueError: a target is named twice. Whatever is raised, nothing was copied.
+    """
+    sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
+    for name, column in (("source", sources), ("target", targets)):
+        _check_ids(name, column, storage.pool.num_blocks)
+    _check_distinct("target", targets)
+    if not sources:
+        return
+    source_ids, target_ids = (torch.tensor(column, device=storage.device) for column in (sources, targets))
+    for layer in range(storage.num_layers):
+        for rows in (storage.k(layer), storage.v(layer)):
+            rows[target_ids] = rows[source_ids]  # indexing with a tensor copies
+
+
+def _check_ids(name: str, block_ids: Sequence[int], size: int) -> None:
+    for block_id in block_ids:
+        if not isinstance(block_id, int) or isinstance(block_id, bool):
+            raise TypeError(f"a {name} must be an int; got {block_id!r}")
+        if not 0 <= block_id < size:
+            raise IndexError(f"no {name} {block_id}: there are 0 … {size - 1}")
+
+
+def _check_distinct(name: str, block_ids: Sequence[int]) -> None:
+    if len(set(block_ids)) < len(block_ids):
+        twice = next(each for each in block_ids if block_ids.count(each) > 1)
+        raise ValueError(f"{name} {twice} is named twice")

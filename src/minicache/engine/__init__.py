@@ -1,0 +1,47 @@
+"""From prompts to tokens: a scheduler, a model and a cache, run step by step.
+
+| module | owns | built in |
+|---|---|---|
+| `llm` | `LLM`: the engine loop | phase 5 |
+| `sampling` | `SamplingParams`; how a token is picked | phase 5 |
+| `async_engine` | `AsyncEngine`: one thread owns an `LLM`, many coroutines read its tokens | phase 10 |
+| `beam` | beam search, on requests of an engine | phase 8 |
+| `speculative` | draft tokens, checked by the model in one forward pass | phase 9 |
+| `logprobs` | `ServedLLM`: an `LLM` that reports log probabilities | – |
+| `answers`, `runner` | a prompt on its way to a completion; the model and the memory that a step runs on | – |
+| `stopping` | where a text ends: stop strings, text that can be shown | – |
+| `decoding` | model + cache → tokens, one batch from start to end | phase 1 |
+| `grammaticality`, `timing` | how much of MiniGPT's samples is grammatical; how long each step of a stream takes | – |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minicache.lazy import lazily
+
+if TYPE_CHECKING:
+    from minicache.engine.answers import Chunk as Chunk
+    from minicache.engine.answers import Completion as Completion
+    from minicache.engine.async_engine import AnswerStream as AnswerStream
+    from minicache.engine.async_engine import AsyncEngine as AsyncEngine
+    from minicache.engine.beam import BeamSearchParams as BeamSearchParams
+    from minicache.engine.beam import beam_search as beam_search
+    from minicache.engine.decoding import decode as decode
+    from minicache.engine.llm import LLM as LLM
+    from minicache.engine.logprobs import ServedLLM as ServedLLM
+    from minicache.engine.sampling import SamplingParams as SamplingParams
+    from minicache.engine.speculative import NgramDrafter as NgramDrafter
+    from minicache.engine.speculative import speculative_decode as speculative_decode
+
+__getattr__ = lazily(
+    __name__,
+    answers="Chunk Completion",
+    async_engine="AnswerStream AsyncEngine",
+    beam="BeamSearchParams beam_search",
+    decoding="decode",
+    llm="LLM",
+    logprobs="ServedLLM",
+    sampling="SamplingParams",
+    speculative="NgramDrafter speculative_decode",
+)

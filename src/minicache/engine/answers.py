@@ -1,0 +1,214 @@
+"""What the engine keeps of each request that it serves, from the prompt to the answer. No phase builds this module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minicache.engine.runner import ModelConfig
+from minicache.engine.sampling import SamplingParams, TokenSampler
+from minicache.engine.stopping import TextStream, Tokenizer, end_token_ids
+from minicache.errors import RequestTooLargeError
+from minicache.request import Request, RequestId
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+class AnswerId(NamedTuple):
+    """What the scheduler calls another answer to a prompt, if a request asks for several. The first has its name.
+
+    Attributes:
+        name: the request's.
+        turn: which answer it is, 1 … n − 1.
+    """
+
+    name: RequestId
+    turn: int
+
+
+def request_of(answer_id: RequestId) -> RequestId:
+    """The name of the request that an answer belongs to: what `add_request` has returned."""
+    return answer_id.name if isinstance(answer_id, AnswerId) else answer_id
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model held a token, and what else it held likely, before temperature, top-k and top-p.
+
+    Attributes:
+        token_id: the token that was picked.
+        logprob: its log probability.
+        top: the likeliest tokens and their log probabilities, the likeliest first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step gave one request.
+
+    Attributes:
+        index: the place of its answer in the list that `generate` would return. For a request of `add_request`: which
+            of its n answers, 0 … n − 1.
+        token_id: the token that was generated; None if the request ended without one (capacity).
+        text: what can be shown of the answer now, and could not before. "" without a tokenizer; also while a text
+            may be the beginning of a stop string.
+        finish_reason: "stop", "length" or "capacity" in the request's last chunk; None before.
+        request_id: whose it is; all n answers of a request have its name.
+        logprobs: of the token, if the request asked for them (`minicache.engine.logprobs`).
+    """
+
+    index: int
+    token_id: int | None
+    text: str
+    finish_reason: str | None
+    request_id: RequestId
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole answer to one prompt.
+
+    Attributes:
+        token_ids: what was generated, the token that ended it included.
+        text: the same as text, cut before a stop string. It continues the prompt: a space that belongs between the two
+            is its first letter. "" without a tokenizer.
+        finish_reason: "stop", "length", "capacity" or "abort".
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """A request that the engine serves, and what it needs to serve it.
+
+    Attributes:
+        request: what the scheduler knows of it.
+        sampler: picks its tokens.
+        text: its text as it comes; None without a tokenizer.
+        chunks: the list to which its chunks go.
+        index: of its chunks.
+        first: the request of the first answer to the same prompt, if this is another; else None.
+        num_logprobs: how many log probabilities its chunks are to have (`minicache.engine.logprobs`); None: none.
+    """
+
+    request: Request
+    sampler: TokenSampler
+    text: TextStream | None
+    chunks: list[Chunk]
+    index: int = 0
+    first: Request | None = None
+    num_logprobs: int | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None while it has not. A stop string counts for more than a limit reached with it."""
+        return "stop" if self.text is not None and self.text.is_stopped else self.request.finish_reason
+
+    def completion(self) -> Completion:
+        """All of it, once it has ended."""
+        assert self.finish_reason is not None, "the request has not ended"
+        text = "" if self.text is None else self.text.text
+        return Completion(self.request.output_token_ids, text, self.finish_reason)
+
+
+def new_answers(
+    prompt: Prompt,
+    params: SamplingParams,
+    request_id: RequestId,
+    chunks: list[Chunk],
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    index: int = 0,
+    priority: int = 0,
+    group: str = "text",
+    cache_salt: str | None = None,
+    arrival_time: float = 0.0,
+) -> list[Answer]:
+    """One prompt as requests, one for each of its n answers, with all that they need, if they can be served.
+
+    Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`). Their max_tokens is at
+    most what the model has room for after the prompt.
+
+    Args:
+        prompt: a text, or token ids.
+        params: what to generate.
+        request_id: the first one's name, and what the names of the others begin with (`AnswerId`).
+        chunks: the list to which their chunks are to go.
+        config: the model's.
+        tokenizer: the engine's, or None.
+        index: of the first one's chunks; the others' follow.
+        priority: as `Request`.
+        group: as `Request`.
+        cache_salt: as `Request`.
+        arrival_time: as `Request`.
+
+    Raises:
+        TypeError: the prompt is neither, or `params` are no SamplingParams.
+        ValueError: an empty prompt, or a text or a stop string without a tokenizer.
+        IndexError: a token id is outside the model's vocabulary.
+        UnknownWordError: the tokenizer does not know a word.
+        RequestTooLargeError: the prompt is as long as the longest sequence of the model, or longer.
+    """
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams; got {params!r}")
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
+    token_ids = prompt_token_ids(prompt, config.vocab_size, tokenizer)
+    room = config.max_seq_len - len(token_ids)
+    if room < 1:
+        raise RequestTooLargeError(
+            f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the model takes {config.max_seq_len}"
+        )
+    end = () if params.ignore_eos else all_end_token_ids(config, tokenizer)
+    first = Request(
+        request_id,
+        token_ids,
+        min(params.max_tokens, room),
+        stop_token_ids=(*params.stop_token_ids, *end),
+        priority=priority,
+        arrival_time=arrival_time,
+        group=group,
+        cache_salt=cache_salt,
+    )
+    answers = []
+    for turn in range(params.n):
+        text = None if tokenizer is None else TextStream(tokenizer, token_ids, params.stop)
+        request = first.twin(AnswerId(request_id, turn)) if turn else first
+        sampler = TokenSampler(params.of_answer(turn))
+        answers.append(Answer(request, sampler, text, chunks, index + turn, first if turn else None))
+    return answers
+
+
+def all_end_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end a text by themselves: the tokenizer's, and those that a model's config names."""
+    named: tuple[int, ...] = getattr(config, "end_token_ids", ())
+    return named if tokenizer is None else tuple(dict.fromkeys((*end_token_ids(tokenizer), *named)))
+
+
+def prompt_token_ids(prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:
+    """A prompt's tokens, at least one, all of them in the model's vocabulary."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text needs a tokenizer: give the engine one, or give token ids")
+        token_ids = tokenizer.encode(prompt)
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(type(each) is int for each in prompt):
+        token_ids = [*prompt]
+    else:
+        raise TypeError(f"a prompt must be a text or a list of token ids; got {prompt!r}")
+    if not token_ids:
+        raise ValueError("a prompt is empty: it needs at least one token")
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise IndexError(f"token id {outside} is outside the model's vocabulary, 0 … {vocab_size - 1}")
+    return token_ids

@@ -1,0 +1,482 @@
+"""The serving engine: a scheduler says what to compute, a model computes it, and many requests get their tokens.
+
+Phase 5 builds its loop. A step is: `schedule()`, move the blocks that it says, one pass of the model over the new
+tokens of all requests, a token picked for each, `update_from_output()`. What is served, and in what order, is the
+scheduler's business; where keys and values lie is the memory's (`minicache.engine.runner`). So the tokens of a request
+are those that it would get alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from minicache.cache.paged import PagedStorage
+from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
+from minicache.engine.runner import (
+    DenseMemory,
+    Memory,
+    Model,
+    PagedMemory,
+    default_num_blocks,
+    find_model,
+    load_model,
+    load_tokenizer,
+    logits_at,
+)
+from minicache.engine.sampling import SamplingParams, pick_tokens
+from minicache.engine.stopping import Tokenizer
+from minicache.errors import InvariantError
+from minicache.request import RequestId, RequestStatus
+from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
+from minicache.scheduler.observe import Observer, observe
+from minicache.scheduler.paged import Preemption
+from minicache.scheduler.sharing import SharingScheduler
+
+__all__ = ["LLM", "Chunk", "Completion"]
+
+MAX_IDLE_STEPS = 100
+"""So many steps in a row without work, and `generate` gives a scheduler up."""
+
+
+class LLM:
+    """Serves many requests at once, step by step.
+
+    **When a step fails.** If the model raises, the error goes through `step()`. Nothing has been recorded: requests,
+    blocks and random generators are as before the step, and `step()` may be called again. It orders the same work once
+    more. If it fails again, abort the requests (`abort_request`) and go on with others.
+
+    Args:
+        model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
+            ("org/name"), or a model (`minicache.engine.runner.Model`).
+        scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`. Then its pool and its limits
+            count, and the options from num_blocks to long_prefill_threshold, but for `cache`, are not looked at.
+        cache: "paged": blocks; "dense": a `KVCache` for each request, and no swapping.
+        num_blocks: blocks of the cache. None: as many as 64 MiB hold, but at least for one request of max_model_len
+            tokens and at most for max_num_seqs such (`minicache.engine.runner.default_num_blocks`).
+        block_size: tokens of a block.
+        max_num_seqs: the most requests in a batch.
+        max_num_batched_tokens: the most tokens of one step. "chunked" computes a longer prompt in several; the others
+            refuse it.
+        max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
+        preemption: "recompute" or "swap".
+        num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
+        watermark: the part of the pool that an admission must leave free.
+        prefix_caching: find beginnings of prompts that are computed already (phase 8). Not with a dense cache.
+        long_prefill_threshold: the most tokens of one request in one step, for "chunked"; 0: no such limit.
+        dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
+            folder. A model that is given has its own.
+        device: of the weights; None: the CPU. A model that is given has its own.
+        tokenizer: turns text into tokens and back; its end tokens end answers. None: MiniGPT's for a checkpoint, the
+            folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
+            ids, and answers have no text.
+        observers: are told what the scheduler does (`minicache.scheduler.observe`).
+
+    Attributes:
+        model: what is run.
+        device: where it is.
+        tokenizer: as above, or None.
+        scheduler: who decides; observed, if there are observers.
+        memory: where the requests' keys and values are.
+        answers: request id → `Answer`, for all answers that have not ended. If a request asks for several, the first
+            has its name, and the others have an `AnswerId`.
+
+    Raises:
+        CheckpointError: checkpoint or folder cannot be read; UnsupportedModelError: the folder's model is none that is
+            computed here; HubError: a hub name, and the model can neither be downloaded nor is it here already.
+        MissingExtraError: what the model needs is not installed.
+        TypeError: an option has the wrong type.
+        ValueError: an option is out of its bounds, or two do not go together.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model = "minigpt",
+        *,
+        scheduler: str | Scheduler = "chunked",
+        cache: str = "paged",
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        max_model_len: int | None = None,
+        preemption: Preemption = "recompute",
+        num_host_blocks: int = 0,
+        watermark: float = 0.0,
+        prefix_caching: bool = False,
+        long_prefill_threshold: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        tokenizer: Tokenizer | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        model = find_model(model)
+        self.model = load_model(model, dtype, device)
+        self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        longest = self.model.config.max_seq_len
+        if not isinstance(scheduler, Scheduler):
+            if isinstance(max_model_len, int) and max_model_len > longest:
+                raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
+            max_model_len = longest if max_model_len is None else max_model_len
+            if num_blocks is None:
+                num_blocks = default_num_blocks(self.model, block_size, max_num_seqs, max_model_len)
+            scheduler = create_scheduler(
+                scheduler,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                preemption=preemption,
+                num_host_blocks=num_host_blocks,
+                watermark=watermark,
+                prefix_caching=prefix_caching,
+                long_prefill_threshold=long_prefill_threshold,
+            )
+        if scheduler.has_unfinished:
+            raise ValueError(
+                "the scheduler has requests already, which this engine knows nothing of: give it a new one"
+            )
+        if cache not in ("paged", "dense"):
+            raise ValueError(f'cache must be "paged" or "dense"; got {cache!r}')
+        self.scheduler = observe(scheduler, *observers)
+        self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
+        self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
+        self.answers: dict[RequestId, Answer] = {}
+        self.device: torch.device = next(iter(self.model.parameters())).device
+        self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
+        self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
+        self._most_answers = 1  # that one request has asked for so far
+        self._names = count()
+
+    # What callers use
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Answer all prompts, and return when the last answer is complete.
+
+        Args:
+            prompts: texts, or lists of token ids; mixed if need be.
+            params: one for all, or one for each.
+
+        Returns:
+            An answer for each prompt, in their order; if its params say so, n answers, one after the other.
+
+        Raises:
+            TypeError: `prompts` is no list of prompts, or `params` are no SamplingParams.
+            ValueError: an empty prompt, a text or a stop string without a tokenizer, or not one of `params` for each.
+            IndexError: a token id is outside the model's vocabulary.
+            UnknownWordError: the tokenizer does not know a word.
+            RequestTooLargeError: a request could never be served. In all these cases none was begun.
+            InvariantError: the scheduler orders nothing any more, and requests are unfinished.
+            Exception: what the model raises. The requests of this call are aborted; others are as they were.
+        """
+        answers = self._prepare(prompts, params)
+        for _ in self._serve(answers):
+            pass
+        return [answer.completion() for answer in answers]
+
+    def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Chunk]:
+        """Answer all prompts, and yield each token as soon as there is one.
+
+        The chunks of a prompt have its `index`, and the texts of all its chunks are its text. Nothing runs before the
+        first chunk is asked for. Whoever leaves the loop early aborts what is unfinished, when the iterator is closed
+        or dropped.
+
+        Args:
+            prompts: as for `generate`.
+            params: as for `generate`.
+
+        Yields:
+            Chunks, step by step, within a step in batch order. The last of a prompt has its finish_reason; one that was
+            aborted has none.
+
+        Raises:
+            Exception: as `generate`; what is wrong with prompts and params at once, the rest while it runs.
+        """
+        return self._serve(self._prepare(prompts, params))
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: RequestId | None = None,
+        priority: int = 0,
+        group: str = "text",
+        cache_salt: str | None = None,
+        arrival_time: float = 0.0,
+    ) -> RequestId:
+        """Have a request served by the steps to come.
+
+        Its n answers (`params.n`) all have its name; the `index` of a chunk says which of them it belongs to. With a
+        scheduler that forks, all but the first begin when that one has got its first token (`collect`).
+
+        Args:
+            prompt: a text, or token ids.
+            params: what to generate.
+            request_id: its name, of no other unfinished request. None: a number.
+            priority: lower runs first, if the scheduler looks at it.
+            group: only requests of one group may share a batch, if the scheduler looks at it.
+            cache_salt: requests with different salts share no block, whatever their prompts.
+            arrival_time: when it came, in seconds on the caller's clock, if the scheduler looks at it.
+
+        Returns:
+            Its name.
+
+        Raises:
+            TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError: as `generate`; also for a name
+                that is in use. Nothing was added.
+        """
+        name = self._free_name() if request_id is None else request_id
+        keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
+        keys["arrival_time"] = arrival_time
+        answers = new_answers(prompt, params, name, self._chunks, self.model.config, self.tokenizer, **keys)
+        self._begin(answers)
+        return name
+
+    def abort_request(self, request_id: RequestId) -> bool:
+        """End all answers of a request whose client has left, and take their memory back. It gets no chunk any more.
+
+        Returns:
+            False if no unfinished request has this name.
+        """
+        ended = False
+        for name in dict.fromkeys((request_id, *self.answers_of(request_id))):
+            answer = self.answers.pop(name, None)
+            self.memory.forget(name)
+            if answer in self._waiting_to_fork:
+                self._waiting_to_fork.remove(answer)
+                answer.request.status = RequestStatus.FINISHED_ABORTED
+                ended = True
+            ended = self.scheduler.abort_request(name) or ended
+        if ended:
+            self._chunks[:] = [chunk for chunk in self._chunks if request_of(chunk.request_id) != request_id]
+        return ended
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step()` has anything to compute, or to return."""
+        return self.scheduler.has_unfinished or bool(self._chunks or self._waiting_to_fork)
+
+    @property
+    def storage(self) -> PagedStorage | None:
+        """The blocks' memory; None for a dense cache."""
+        return self.memory.storage
+
+    # The loop
+
+    def step(self) -> list[Chunk]:
+        """Run one step: schedule, move blocks, run the model, pick tokens, record them, report them.
+
+        `schedule()` orders copies once, and says once who has ended in it (`output.finished`, capacity). If the model
+        then fails, neither is said again: so blocks are moved (`memory.move_blocks`) and those ends reported before it
+        runs. Tokens are reported after the scheduler has recorded them (`update_from_output`), in batch order. If
+        nobody is scheduled the model is not run, and the scheduler is told of no tokens.
+
+        Returns:
+            What `collect` gives: the chunks of requests of `add_request`, of this step and of earlier ones that failed.
+            Chunks of a `stream` or `generate` go to them.
+
+        Raises:
+            Exception: what the model raises; see the class for what to do then.
+        """
+        output = self.scheduler.schedule()
+        self.memory.move_blocks(output)
+        for request_id in output.finished:
+            self.report(request_id, None)
+        token_ids = {}
+        if output.scheduled:
+            token_ids = self.pick(output, self.run_model(output))
+        self.scheduler.update_from_output(output, token_ids)
+        for request_id, token_id in token_ids.items():
+            self.report(request_id, token_id)
+        return self.collect()
+
+    def run_model(self, output: SchedulerOutput) -> Tensor:
+        """One pass of the model over all tokens that a step has to compute.
+
+        They lie side by side in one row, request after request in batch order, each request's from the first that is
+        not computed yet. `memory.make_step(output)` is the cache that tells them apart, and `logits_at` runs the model.
+
+        Args:
+            output: of `schedule()`, with at least one request.
+
+        Returns:
+            `[B, vocab]`, for each request in batch order the logits of its last token in this step.
+        """
+        counts = output.num_scheduled_tokens.values()
+        tokens: list[int] = []
+        for request, num_new in zip(output.scheduled, counts, strict=True):
+            start = request.num_computed_tokens
+            tokens += request.token_ids(start, start + num_new)
+        last = torch.tensor([end - 1 for end in accumulate(counts)], device=self.device)
+        token_ids = torch.tensor([tokens], device=self.device)
+        with torch.inference_mode():
+            return logits_at(self.model, token_ids, self.memory.make_step(output), last)
+
+    def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int]:
+        """Pick the next token of every request whose tokens are all computed with this step.
+
+        Each with its own sampler, all in one call of `pick_tokens`. For a request that is still in its prompt after the
+        step nothing is picked: its generator must not move.
+
+        Args:
+            output: of `schedule()`.
+            logits: `[B, vocab]`, as `run_model` gives them.
+
+        Returns:
+            request id → token, in batch order.
+        """
+        rows, samplers, ids = [], [], []
+        for row, (request, num_new) in enumerate(
+            zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
+        ):
+            if request.num_computed_tokens + num_new == request.num_tokens:
+                rows.append(row)
+                samplers.append(self.answers[request.request_id].sampler)
+                ids.append(request.request_id)
+        if len(rows) < len(logits):
+            logits = logits[rows]
+        return dict(zip(ids, pick_tokens(logits, samplers), strict=True))
+
+    def report(self, request_id: RequestId, token_id: int | None) -> None:
+        """Tell whoever waits for it what a step gave a request, and see whether its text ends there.
+
+        The token's text goes through the answer's `TextStream`, if it has one. If that has found a stop string and the
+        scheduler has not ended the request, it is ended as FINISHED_STOPPED. A request that has ended shows what its
+        text has held back, and is forgotten: by `answers`, and by the memory.
+
+        Args:
+            request_id: of `answers`; the scheduler has recorded the token.
+            token_id: its new token; None if it ended without one.
+        """
+        answer = self.answers[request_id]
+        text = ""
+        if answer.text is not None:
+            if token_id is not None:
+                text = answer.text.push(token_id)
+            if answer.text.is_stopped:
+                self.scheduler.finish_request(request_id, RequestStatus.FINISHED_STOPPED)
+            elif answer.finish_reason:
+                text += answer.text.finish()
+        reason = answer.finish_reason
+        answer.chunks.append(Chunk(answer.index, token_id, text, reason, request_id))
+        if reason:
+            del self.answers[request_id]
+            self.memory.forget(request_id)
+
+    def collect(self) -> list[Chunk]:
+        """Begin the answers that can be forked now, and hand over the chunks of requests of `add_request`.
+
+        Every step ends with this: its tokens are recorded, so that a first answer that has got one can be forked.
+
+        Returns:
+            The chunks that were not handed over yet. All chunks of a request have its name, whichever answer's they
+            are.
+        """
+        if self._waiting_to_fork:
+            self._waiting_to_fork = [answer for answer in self._waiting_to_fork if not self._fork(answer)]
+        chunks = [_named(chunk) for chunk in self._chunks]
+        self._chunks.clear()  # the same list: the answers go on adding to it
+        return chunks
+
+    # From prompts to requests
+
+    def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Answer]:
+        """What a list of prompts asks for, if all of it can be served; nothing is added yet."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts must be a list of texts or of token id lists; got {prompts!r}")
+        if not isinstance(params, SamplingParams | Sequence):
+            raise TypeError(f"params must be SamplingParams, or a list of them; got {params!r}")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(each)} params: give one for all, or one for each")
+        chunks: list[Chunk] = []
+        answers: list[Answer] = []
+        for prompt, its in zip(prompts, each, strict=True):
+            name, config, index = self._free_name(), self.model.config, len(answers)
+            answers += new_answers(prompt, its, name, chunks, config, self.tokenizer, index=index)
+        for answer in answers:
+            self.scheduler.check_size(answer.request)
+        return answers
+
+    def _serve(self, answers: list[Answer]) -> Iterator[Chunk]:
+        """Add the requests, step until all have ended, and yield their chunks."""
+        if not answers:
+            return
+        chunks, unfinished, num_idle = answers[0].chunks, answers[::-1], 0
+        try:
+            self._begin(answers)
+            while unfinished:
+                num_steps = self.memory.num_steps
+                self._chunks += self.step()  # chunks of other callers' requests go back: their step() returns them
+                num_idle = 0 if chunks or self.memory.num_steps > num_steps else num_idle + 1
+                if num_idle > MAX_IDLE_STEPS:
+                    left = [answer.request for answer in answers if not answer.finish_reason]
+                    raise InvariantError(f"the scheduler orders nothing any more; unfinished: {left[:3]} …")
+                yield from map(_named, chunks)
+                chunks.clear()
+                while unfinished and unfinished[-1].finish_reason:
+                    unfinished.pop()
+        finally:
+            for answer in answers:
+                if self.answers.get(answer.request.request_id) is answer:
+                    self.abort_request(answer.request.request_id)
+
+    def _begin(self, answers: list[Answer]) -> None:
+        """Give requests to the scheduler; but those that are forked later, not yet. All of them, or none."""
+        for answer in answers:
+            name = answer.request.request_id
+            if name in self.answers or (answer.first is None and self.answers_of(name)):
+                raise ValueError(f"request {name!r} is here already: give every request a name of its own")
+        for answer in answers:
+            if answer.first is None or not self.forks:
+                self.scheduler.add_request(answer.request)
+            else:
+                self._waiting_to_fork.append(answer)
+            name = answer.request.request_id
+            self.answers[name] = answer
+            if isinstance(name, AnswerId):
+                self._most_answers = max(self._most_answers, name.turn + 1)
+
+    def _fork(self, answer: Answer) -> bool:
+        """Begin another answer to a prompt once the first has a token and there is a seat. Whether it has begun.
+
+        The fork has no token yet: the prompt's last is computed again for it, and it draws its first from that. If the
+        first answer has lost its place or has ended already, this one begins like any request.
+        """
+        first = answer.first
+        assert first is not None
+        if not first.output_token_ids and not first.status.is_finished:
+            return False
+        if first.status is not RequestStatus.RUNNING:
+            self.scheduler.add_request(answer.request)
+        elif self.scheduler.num_running < self.scheduler.max_num_seqs:
+            scheduler = cast(SharingScheduler, self.scheduler)
+            answer.request = scheduler.fork_request(first.request_id, answer.request.request_id, [])
+        else:
+            return False
+        return True
+
+    def answers_of(self, name: RequestId) -> list[RequestId]:
+        """What the scheduler calls the unfinished answers of a request. Takes no longer the more requests there are."""
+        names = (name, *(AnswerId(name, turn) for turn in range(1, self._most_answers)))
+        return [each for each in names if each in self.answers]
+
+    def _free_name(self) -> RequestId:
+        """A name for a request that came without one: a number that no unfinished request has."""
+        return next(name for name in self._names if not self.answers_of(name))
+
+
+def _named(chunk: Chunk) -> Chunk:
+    """A chunk as its client knows it: with the name of its request, not with that of its answer."""
+    name = request_of(chunk.request_id)
+    return chunk if name is chunk.request_id else replace(chunk, request_id=name)

@@ -1,0 +1,119 @@
+"""Log probabilities beside the tokens: what a client of a served model may ask for. No phase builds this module.
+
+`ServedLLM` is an `LLM` whose chunks say how likely the model held each token, and which others it held likely. It needs
+nothing of the engine's loop, which may be a learner's: it looks at the logits of which a step picks its tokens, and
+hands on what it has found with the step's chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minicache.engine.answers import Chunk, Prompt, TokenLogprobs
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
+from minicache.errors import require_count
+from minicache.request import RequestId
+from minicache.scheduler import SchedulerOutput
+
+__all__ = ["MAX_LOGPROBS", "ServedLLM", "TokenLogprobs"]
+
+MAX_LOGPROBS = 20
+"""The most tokens whose log probabilities a request can have for each token that it gets."""
+
+
+class ServedLLM(LLM):
+    """An `LLM` that reports log probabilities to those requests of `add_request` that ask for them.
+
+    They are the model's own: log_softmax of the logits in float32, before temperature, top-k and top-p. A step computes
+    them for the rows of requests that have asked, for no others.
+
+    Args:
+        arguments: `LLM`'s.
+        options: `LLM`'s.
+
+    Raises:
+        Exception: as `LLM`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._picked: dict[RequestId, TokenLogprobs] = {}  # of the step under way, for its chunks
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, *, num_logprobs: int | None = None, **options: Any
+    ) -> RequestId:
+        """As `LLM.add_request`; and every chunk with a token has `logprobs`, if `num_logprobs` says so.
+
+        Args:
+            prompt: as for `LLM.add_request`.
+            params: as for `LLM.add_request`. All n answers have log probabilities.
+            num_logprobs: how many of the likeliest tokens to report with each token, 0 … MAX_LOGPROBS; 0: only the
+                token that was picked. None: no log probabilities at all.
+            options: more of what `LLM.add_request` takes.
+
+        Raises:
+            TypeError, ValueError: num_logprobs is no such number.
+            Exception: as `LLM.add_request`. In all these cases nothing was added.
+        """
+        if num_logprobs is not None:
+            require_count("num_logprobs", num_logprobs, at_least=0)
+            if num_logprobs > MAX_LOGPROBS:
+                raise ValueError(f"num_logprobs must be at most {MAX_LOGPROBS}; got {num_logprobs}")
+        name = super().add_request(prompt, params, **options)
+        for each in self.answers_of(name):
+            self.answers[each].num_logprobs = num_logprobs
+        return name
+
+    def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int]:
+        """As `LLM.pick`; and the log probabilities of what was picked are kept for `collect`."""
+        token_ids = super().pick(output, logits)
+        asked = [
+            (row, request.request_id, num_logprobs)
+            for row, request in enumerate(output.scheduled)
+            if (num_logprobs := self.answers[request.request_id].num_logprobs) is not None
+            and request.request_id in token_ids
+        ]
+        self._picked = {}
+        if asked:
+            rows, names, counts = zip(*asked, strict=True)
+            found = token_logprobs(logits[list(rows)], [token_ids[name] for name in names], counts)
+            self._picked = dict(zip(names, found, strict=True))
+        return token_ids
+
+    def collect(self) -> list[Chunk]:
+        """As `LLM.collect`; the step's chunks have their log probabilities."""
+        for place in reversed(range(len(self._chunks))):  # a request's newest chunk is the last with its name
+            if not self._picked:
+                break
+            chunk = self._chunks[place]
+            if chunk.request_id in self._picked:
+                self._chunks[place] = replace(chunk, logprobs=self._picked.pop(chunk.request_id))
+        return super().collect()
+
+
+def token_logprobs(logits: Tensor, token_ids: list[int], counts: tuple[int, ...]) -> list[TokenLogprobs]:
+    """How likely each row's token is, and which tokens are likeliest.
+
+    Args:
+        logits: `[B, vocab]`, as the model gave them.
+        token_ids: B tokens, one of each row.
+        counts: how many of the likeliest tokens to name for each row, ≥ 0; all of them if there are fewer.
+
+    Returns:
+        B of them. Among equally likely tokens the lower id is first.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(max(counts), logprobs.shape[-1]), dim=-1)
+    found = []
+    for token_id, logprob, values, ids, count in zip(
+        token_ids, chosen, best.values.tolist(), best.indices.tolist(), counts, strict=True
+    ):
+        top = sorted(zip(ids, values, strict=True), key=lambda each: (-each[1], each[0]))
+        found.append(TokenLogprobs(token_id, logprob, tuple(top[:count])))
+    return found

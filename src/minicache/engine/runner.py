@@ -1,0 +1,416 @@
+"""What a step of the engine runs on: the model, and the keys and values of the requests that it serves.
+
+A scheduler's blocks are numbers. `PagedMemory` puts them into a `PagedStorage`, and moves those that a step swaps or
+copies; `DenseMemory` gives each request a `KVCache` of its own, and takes the numbers for what they are. Either makes
+the cache of one step, on which a model runs as it is. No phase builds this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from minicache.cache.dense import KVCache
+from minicache.cache.paged import PagedStorage, RaggedStep
+from minicache.cache.selective import SelectiveStep
+from minicache.cache.swap import HostStorage, copy_blocks
+from minicache.cache.windows import WindowedRaggedStep, WindowedSelectiveStep
+from minicache.engine.stopping import Tokenizer
+from minicache.errors import InvariantError, require_count
+from minicache.grammar import Tokenizer as MiniGPTTokenizer
+from minicache.memory.blocks import BlockTable, blocks_for
+from minicache.model import load_minigpt
+from minicache.model.checkpoint import SHIPPED
+from minicache.model.folder import load_folder
+from minicache.model.hub import download, is_hub_name
+from minicache.model.minigpt import Cache
+from minicache.model.tokenizer import folder_tokenizer
+from minicache.request import Request, RequestId
+from minicache.scheduler import Scheduler, SchedulerOutput
+
+DEFAULT_NBYTES: Final = 64 * 2**20
+"""What the cache of an engine may take if nobody says how many blocks it has: 64 MiB, 32,768 tokens of MiniGPT."""
+
+
+class ModelConfig(Protocol):
+    """What the engine must know of a model's shape; `minicache.model.MiniGPTConfig` says more."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary."""
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """The most tokens of one sequence."""
+
+
+class Model(Protocol):
+    """What the engine asks of a model: `minicache.model.MiniGPT` is one, and so is any `torch.nn.Module` like it.
+
+    A model may have the two halves of its forward pass apart: `hidden_states(token_ids, cache) -> [1, N, hidden_size]`
+    and `logits(hidden) -> […, vocab]`. The engine then computes the logits of those tokens only from which it picks.
+    """
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+
+    def __call__(self, token_ids: Tensor, cache: Any, /) -> Tensor:
+        """Token ids `[1, N]` int64 and the cache of one step → logits `[1, N, vocab]`."""
+
+    def parameters(self) -> Any:
+        """The weights, of which the first tells dtype and device."""
+
+
+_Model = TypeVar("_Model", bound=Model)
+
+
+_Given = TypeVar("_Given")
+
+
+def find_model(model: str | Path | _Given) -> Path | _Given:
+    """Where the model is that an engine was asked for.
+
+    Args:
+        model: "minigpt", the path of a checkpoint or of a Hugging Face folder, a hub name, or a model. What is here
+            under a name's path goes before the hub's.
+
+    Returns:
+        The path of the file or folder, which may not exist; a model as it was given.
+
+    Raises:
+        HubError: a hub name, and the model can neither be downloaded nor is it here already.
+        MissingExtraError: a hub name, and `huggingface_hub` is not installed.
+    """
+    if not isinstance(model, str | Path):
+        return model
+    if model == "minigpt":
+        return SHIPPED
+    if isinstance(model, str) and is_hub_name(model) and not Path(model).exists():
+        return download(model)
+    return Path(model)
+
+
+def load_tokenizer(model: Path | object) -> Tokenizer | None:
+    """The tokenizer of what `find_model` has found: MiniGPT's, the folder's, or None.
+
+    Raises:
+        CheckpointError: the folder has one that cannot be read.
+        MissingExtraError: it has one, and `transformers` is not installed.
+    """
+    if not isinstance(model, Path):
+        return None
+    return folder_tokenizer(model) if model.is_dir() else MiniGPTTokenizer()
+
+
+def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: torch.device | str | None) -> Model:
+    """The model that an engine was asked for.
+
+    Args:
+        model: as for `find_model`.
+        dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder.
+        device: where to hold them; None: the CPU.
+
+    Raises:
+        CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
+        TypeError: the model is none of these, or the dtype is no `torch.dtype`.
+        ValueError: there is no such device here; or a dtype or device is given beside a model that has others.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, torch.float16 for instance; got {dtype!r}")
+    if device is not None:
+        _require_device(device)
+    model = find_model(model)
+    if isinstance(model, Path):
+        if model.is_dir():
+            return lay_out(load_folder(model, dtype=dtype, device=device or "cpu"))
+        return lay_out(load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu"))
+    if not (hasattr(model, "config") and hasattr(model, "parameters")):
+        raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
+    weights = next(iter(model.parameters()))
+    if dtype not in (None, weights.dtype) or (device is not None and torch.device(device).type != weights.device.type):
+        raise ValueError(
+            f"the model's weights are {weights.dtype} on {weights.device}: for another dtype or device convert the "
+            f"model itself, model.to(…), and leave dtype and device out"
+        )
+    return lay_out(model)
+
+
+def _require_device(device: torch.device | str) -> None:
+    """Refuse a device that PyTorch does not know, or does not find on this machine."""
+    try:
+        torch.empty(0, device=device)
+    except (TypeError, RuntimeError, AssertionError) as error:  # the last from a PyTorch that was built without CUDA
+        raise ValueError(f'no device {device!r} here, give "cpu" or leave it out: {error}') from error
+
+
+def lay_out(model: _Model) -> _Model:
+    """Lay a model's linear weights out column by column, in place: the same values, in another order in memory.
+
+    A step in decode multiplies few rows by each weight, and a CPU does that faster when it finds the numbers in this
+    order; by how much, `benchmarks/engine.py` measures for 1, 8 and 32 rows. For a GPU nothing is changed.
+
+    Returns:
+        The model itself.
+    """
+    if isinstance(model, nn.Module):
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu":
+                layer.weight.data = layer.weight.data.t().contiguous().t()
+    return model
+
+
+def default_num_blocks(model: Model, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+    """How many blocks an engine's cache has if nobody says: as many as DEFAULT_NBYTES hold.
+
+    But at least those of one request of max_model_len tokens, and at most those of max_num_seqs such requests.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a number is below 1.
+    """
+    for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
+        require_count(name, value)
+    config = model.config
+    dtype: torch.dtype = next(iter(model.parameters())).dtype
+    block_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize * block_size
+    for_one = blocks_for(max_model_len, block_size)
+    return max(for_one, min(DEFAULT_NBYTES // block_nbytes, for_one * max_num_seqs))
+
+
+def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Tensor:
+    """Run a model over a step's tokens, and give the logits of some of them.
+
+    Args:
+        model: is run once.
+        token_ids: `[1, N]` int64, on the model's device.
+        cache: of the step; it receives the tokens' keys and values.
+        rows: `[B]` int64, the places of those tokens among the N whose logits are wanted.
+
+    Returns:
+        `[B, vocab]`.
+    """
+    if hasattr(model, "hidden_states") and hasattr(model, "logits"):
+        return cast(Tensor, model.logits(model.hidden_states(token_ids, cache)[0, rows]))
+    return model(token_ids, cache)[0, rows]
+
+
+class Memory(Protocol):
+    """Where the keys and values of an engine's requests are: `PagedMemory` or `DenseMemory`.
+
+    Attributes:
+        num_steps: how many steps were made.
+    """
+
+    num_steps: int
+
+    @property
+    def storage(self) -> PagedStorage | None:
+        """The blocks' memory; None where there are no blocks."""
+
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        """Carry out the copies that a step orders, all that must happen before its model runs.
+
+        Each `schedule()` orders its copies once: they must be carried out even if the step's model then fails.
+        """
+
+    def make_step(self, output: SchedulerOutput) -> Cache:
+        """The cache for a step: its tokens are those of `output.scheduled`, one request after the other.
+
+        Raises:
+            InvariantError: the scheduler has given a request fewer blocks than its tokens need, or takes tokens for
+                computed that are not.
+        """
+
+    def forget(self, request_id: RequestId) -> None:
+        """A request has ended: let go what is held for it, if anything."""
+
+
+class PagedMemory:
+    """Keys and values in the blocks that the scheduler gives: one storage for all requests.
+
+    Args:
+        model: tells the sizes, dtype and device.
+        scheduler: its pool is the storage's; its host pool, if it has one, is the host storage's.
+
+    Attributes:
+        storage: the blocks' memory.
+        host_storage: the host blocks' memory; None if the scheduler does not swap.
+        num_steps: how many steps were made.
+    """
+
+    def __init__(self, model: Model, scheduler: Scheduler) -> None:
+        config, weights = model.config, next(iter(model.parameters()))
+        self.storage = PagedStorage(
+            scheduler.pool,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=weights.dtype,
+            device=weights.device,
+        )
+        self._new_step = WindowedRaggedStep if has_windows(model) else RaggedStep
+        host_pool = getattr(scheduler, "host_pool", None)
+        self.host_storage = None if host_pool is None else HostStorage(self.storage, host_pool.num_blocks)
+        self.num_steps = 0
+
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        """As `Memory.move_blocks`: out first, then in, then on the device; a block may be in all three."""
+        if self.host_storage is not None:
+            for pairs in output.swapped_out.values():  # one request at a time: two may share a block
+                self.host_storage.swap_out(pairs)
+            self.host_storage.swap_in([pair for pairs in output.swapped_in.values() for pair in pairs])
+        if output.blocks_to_copy:
+            copy_blocks(self.storage, output.blocks_to_copy)
+
+    def make_step(self, output: SchedulerOutput) -> Cache:
+        """As `Memory.make_step`: a `RaggedStep` over the requests' blocks."""
+        counts = list(output.num_scheduled_tokens.values())
+        block_size = self.storage.pool.block_size
+        for request, count in zip(output.scheduled, counts, strict=True):
+            if request.num_computed_tokens + count > len(request.block_ids) * block_size:
+                raise InvariantError(
+                    f"the scheduler has {request!r} compute {count} tokens, and gave it {len(request.block_ids)} "
+                    f"blocks of {block_size}"
+                )
+        tables = [RequestTable(self.storage, request) for request in output.scheduled]
+        self.num_steps += 1
+        return self._new_step(self.storage, cast("list[BlockTable]", tables), counts)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Nothing to do: the scheduler has taken the blocks back."""
+
+
+class RequestTable:
+    """A request's blocks, as `RaggedStep` reads a `BlockTable`. It takes none: the scheduler has.
+
+    Args:
+        storage: the blocks' memory.
+        request: whose blocks; they have room for the tokens of the step.
+
+    Attributes:
+        pool: the storage's.
+        block_ids: the request's.
+        num_tokens: those that are computed, and those that were appended here.
+    """
+
+    __slots__ = ("block_ids", "num_tokens", "pool")
+
+    def __init__(self, storage: PagedStorage, request: Request) -> None:
+        self.pool = storage.pool
+        self.block_ids = request.block_ids
+        self.num_tokens = request.num_computed_tokens
+
+    def blocks_needed(self, num_new_tokens: int) -> int:
+        """None: the request has them."""
+        return 0
+
+    def append(self, num_new_tokens: int) -> list[int]:
+        """The slots of the next tokens, as `BlockTable.append` gives them."""
+        start = self.num_tokens
+        self.num_tokens = start + num_new_tokens
+        return [self.slot(position) for position in range(start, self.num_tokens)]
+
+    def slot(self, position: int) -> int:
+        """The slot of the token at `position`: block · block_size + offset."""
+        block_size = self.pool.block_size
+        return self.block_ids[position // block_size] * block_size + position % block_size
+
+
+class DenseMemory:
+    """A `KVCache` of its own for each request, with room for its longest answer.
+
+    The scheduler's blocks are its books only: nothing lies in them.
+
+    Args:
+        model: tells the sizes, dtype and device.
+        scheduler: must not swap, nor have a prefix cache.
+
+    Attributes:
+        storage: None.
+        num_steps: how many steps were made.
+
+    Raises:
+        ValueError: the scheduler swaps, or has a prefix cache.
+    """
+
+    storage: Final = None
+
+    def __init__(self, model: Model, scheduler: Scheduler) -> None:
+        if getattr(scheduler, "host_pool", None) is not None:
+            raise ValueError('a dense cache has no blocks to swap: take preemption="recompute", or cache="paged"')
+        if getattr(scheduler, "prefix_caching", False):
+            raise ValueError('a dense cache has no blocks to share: leave out prefix_caching, or take cache="paged"')
+        self._new_cache = _cache_maker(model)
+        self._new_step = WindowedSelectiveStep if has_windows(model) else SelectiveStep
+        self._caches: dict[RequestId, KVCache] = {}
+        self._num_expected: dict[RequestId, int] = {}  # tokens that each cache holds if its last step came to its end
+        self.num_steps = 0
+
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        """As `Memory.move_blocks`: who was preempted has lost what was computed for him."""
+        for request_id in output.preempted:
+            self.forget(request_id)
+
+    def make_step(self, output: SchedulerOutput) -> Cache:
+        """As `Memory.make_step`: a `SelectiveStep` over the requests' caches."""
+        caches, counts = [], list(output.num_scheduled_tokens.values())
+        for request, count in zip(output.scheduled, counts, strict=True):
+            request_id, num_computed = request.request_id, request.num_computed_tokens
+            cache = self._caches.get(request_id)
+            if cache is None:
+                cache = self._caches[request_id] = self._new_cache(request.num_prompt_tokens + request.max_tokens)
+            elif self._num_expected[request_id] != num_computed:  # the step before failed on its way
+                rewind(cache, num_computed)
+            if cache.num_tokens != num_computed:
+                raise InvariantError(f"{request!r}: its cache holds {cache.num_tokens} tokens")
+            self._num_expected[request_id] = num_computed + count
+            caches.append(cache)
+        self.num_steps += 1
+        return self._new_step(caches, counts)
+
+    def forget(self, request_id: RequestId) -> None:
+        """As `Memory.forget`: its cache is dropped."""
+        self._caches.pop(request_id, None)
+        self._num_expected.pop(request_id, None)
+
+
+def has_windows(model: Model) -> bool:
+    """Whether a layer of the model has a sliding window, so that a step must be one that knows them."""
+    return any(window is not None for window in getattr(model.config, "sliding_windows", ()))
+
+
+def rewind(cache: KVCache, num_tokens: int) -> None:
+    """Have a dense cache hold its first `num_tokens` tokens only, and end a pass that stopped half-way."""
+    kept = [tuple(rows[:, :, :num_tokens].clone() for rows in cache.read(layer)) for layer in range(cache.num_layers)]
+    cache.reset()
+    if num_tokens:
+        for layer, (k, v) in enumerate(kept):
+            cache.append(layer, k, v)
+
+
+def _cache_maker(model: Model) -> Callable[[int], KVCache]:
+    """A function that makes an empty cache for one sequence with so many rows."""
+    config, weights = model.config, next(iter(model.parameters()))
+
+    def make(num_rows: int) -> KVCache:
+        sizes = (config.num_layers, 1, config.num_kv_heads, num_rows, config.head_dim)
+        return KVCache(*sizes, dtype=weights.dtype, device=weights.device)
+
+    return make

@@ -1,0 +1,271 @@
+"""How one token is picked from a row of logits.
+
+Phase 5 builds it: temperature, top-k and top-p, with a generator for each request, so that what a request draws does
+not depend on its company. `greedy` and `sampler` are what phase 1's decode loop picks with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minicache.errors import require_count
+
+Pick = Callable[[Tensor], Tensor]
+"""Logits `[B, vocab]` → token ids `[B]` int64."""
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row; the lowest id among equals.
+
+    Args:
+        logits: `[B, vocab]`.
+
+    Returns:
+        `[B]` int64.
+    """
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # NumPy's is seven times as quick, and the same
+        return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
+
+
+def sampler(temperature: float, seed: int | None = None) -> Pick:
+    """A `Pick` that draws from softmax(logits / temperature).
+
+    Args:
+        temperature: 0 is greedy; 1 is the model's own distribution.
+        seed: makes the draws repeatable; None takes a fresh one.
+
+    Raises:
+        ValueError: the temperature is negative or not finite.
+    """
+    _check_temperature(temperature)
+    if temperature == 0:
+        return greedy
+    generator = new_generator(seed)
+
+    def draw(logits: Tensor) -> Tensor:
+        # Drawn on the CPU, so that a seed gives the same tokens whatever device the model runs on.
+        probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+        return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1).to(logits.device)
+
+    return draw
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a client wants generated, and how each token is to be picked.
+
+    Attributes:
+        max_tokens: the most tokens to generate, ≥ 1.
+        temperature: 0 takes the likeliest token; 1 draws from the model's own distribution; more is more random.
+        top_k: draw from the k likeliest tokens only; 0: from all.
+        top_p: draw from the smallest set of likeliest tokens whose probabilities add up to top_p, 0 < top_p ≤ 1, or
+            more (nucleus sampling, Holtzman et al. 2020). 1: from all.
+        seed: makes the request's tokens repeatable, in whatever company it runs; None takes a fresh one.
+        stop: strings that end the text. The text is cut before the first of them; the tokens stay. One string may be
+            given as it is; the attribute is a tuple.
+        stop_token_ids: tokens that end the request. They stay in the output. The attribute is a tuple.
+        ignore_eos: the tokenizer's end token does not end the request, for benchmarks that want answers of a given
+            length. stop_token_ids and stop strings do, as ever.
+        n: answers for each prompt, ≥ 1. They share the prompt's blocks, if the scheduler forks (phase 8). With a seed,
+            the j-th answer, from 0, is what a request with seed + j would get.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of its bounds, or a stop string is empty.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        require_count("max_tokens", self.max_tokens)
+        require_count("top_k", self.top_k, at_least=0)
+        require_count("n", self.n)
+        _check_temperature(self.temperature)
+        _check_number("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be more than 0 and at most 1; got {self.top_p!r}")
+        if self.seed is not None:
+            require_count("seed", self.seed, at_least=0)
+            if self.seed >= 2**64:
+                raise ValueError(f"seed must be below 2 ** 64; got {self.seed}")
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos must be True or False; got {self.ignore_eos!r}")
+        # Frozen, so that many requests can share one object; these two are put into one form.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise TypeError(f"a stop string must be a str; got {text!r}")
+            if not text:
+                raise ValueError("a stop string is empty: it would end every text before its first letter")
+        for token_id in self.stop_token_ids:
+            require_count("a stop token's id", token_id, at_least=0)
+
+    def of_answer(self, turn: int) -> SamplingParams:
+        """What the answer `turn`, 0 … n − 1, is generated with: the same, with n = 1 and a seed of its own."""
+        return replace(self, n=1, seed=None if self.seed is None else (self.seed + turn) % 2**64)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken: temperature 0."""
+        return self.temperature == 0
+
+
+def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
+    """Leave the k likeliest tokens of each row, and rule the others out.
+
+    Args:
+        logits: `[…, vocab]`. Not changed.
+        top_k: k. 0, or more than there are tokens: all of them.
+
+    Returns:
+        `[…, vocab]`: the logits of those that are left, −inf for the others. Tokens with the same logit as the k-th
+        are left too.
+
+    Raises:
+        TypeError: `top_k` is not an int.
+        ValueError: it is negative.
+    """
+    require_count("top_k", top_k, at_least=0)
+    if not 0 < top_k < logits.shape[-1]:
+        return logits
+    lowest = logits.topk(top_k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < lowest, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """Leave the nucleus of each row: the smallest set of likeliest tokens whose probabilities add up to p or more.
+
+    The probabilities are softmax(logits). Going from the likeliest token down, a token is left as long as those before
+    it add up to less than p. So the one that crosses p is the last that is left, and the likeliest always is.
+
+    Args:
+        logits: `[…, vocab]`; −inf for tokens that are ruled out already. Not changed.
+        top_p: p, 0 < p ≤ 1. 1: all of them.
+
+    Returns:
+        `[…, vocab]`: the logits of those that are left, −inf for the others. Among equals the lower ids are left.
+
+    Raises:
+        ValueError: p is out of its bounds.
+    """
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be more than 0 and at most 1; got {top_p!r}")
+    if top_p == 1:  # sums in floats may reach 1 before the last token
+        return logits
+    probabilities, order = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True, stable=True)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    before[..., 0] = 0  # exactly, whatever the rounding
+    ruled_out = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
+    return logits.masked_fill(ruled_out, -torch.inf)
+
+
+class TokenSampler:
+    """Picks the tokens of one request. It has a random generator of its own, on the CPU.
+
+    So the n-th draw of a request with a seed is always the same, whoever shares the batch, and wherever the model runs.
+
+    Args:
+        params: of the request.
+
+    Attributes:
+        params: as given.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._generator = None if params.is_greedy else new_generator(params.seed)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What the next token is drawn from: temperature first, then top-k, then top-p.
+
+        Logits are divided by the temperature in float64, and the largest is taken off before: a temperature next to 0
+        then gives no infinity, and the likeliest token.
+
+        Args:
+            logits: `[vocab]`, of a request with temperature > 0.
+
+        Returns:
+            `[vocab]` float64 on the CPU; they sum to 1, and are 0 for tokens that top-k or top-p rules out.
+        """
+        params, row = self.params, logits.double().cpu()
+        row = (row - row.max()) / params.temperature
+        return torch.softmax(keep_top_p(keep_top_k(row, params.top_k), params.top_p), dim=-1)
+
+    def draw(self, logits: Tensor) -> int:
+        """Draw one token from `probabilities(logits)`; the likeliest one if the temperature is 0.
+
+        Args:
+            logits: `[vocab]`.
+        """
+        if self._generator is None:
+            return int(logits.argmax())
+        return int(torch.multinomial(self.probabilities(logits), num_samples=1, generator=self._generator))
+
+
+def pick_tokens(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
+    """Pick one token from each row of a batch, each for its own request.
+
+    The rows of requests with temperature 0 are picked all at once, by `greedy`; only the others are looked at one by
+    one, and only they are copied to the CPU.
+
+    Args:
+        logits: `[B, vocab]`, on any device.
+        samplers: B of them; the b-th picks from row b.
+
+    Returns:
+        B token ids.
+
+    Raises:
+        ValueError: there is not one sampler for each row; or a row's largest logit is not a finite number. Nothing was
+            drawn.
+    """
+    if len(samplers) != len(logits):
+        raise ValueError(f"{len(logits)} rows of logits and {len(samplers)} samplers: one for each row")
+    if not bool(logits.amax(dim=-1).isfinite().all()):
+        rows = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
+        raise ValueError(f"no token can be picked from rows {rows}: their largest logit is NaN or infinite")
+    token_ids: list[int] = greedy(logits).tolist()
+    drawn = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy]
+    if drawn:
+        for row, its_logits in zip(drawn, logits[drawn].cpu(), strict=True):
+            token_ids[row] = samplers[row].draw(its_logits)
+    return token_ids
+
+
+def new_generator(seed: int | None) -> torch.Generator:
+    """A random generator on the CPU. The seed makes it repeatable; None takes a fresh one."""
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator
+
+
+def _check_temperature(temperature: float) -> None:
+    _check_number("temperature", temperature)
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 or a positive finite number; got {temperature}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, _NUMBERS) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number; got {value!r}")
+
+
+_NUMBERS: Final = (int, float)

@@ -1,0 +1,28 @@
+"""A package's public names, imported when they are first asked for (PEP 562).
+
+`import minicache` must bring in neither torch nor numpy, and a package must not import the modules beside the one that
+was asked for: a learner's file may stand in for any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazily(package: str, **modules: str) -> Callable[[str], Any]:
+    """A module-level `__getattr__` that finds each public name in the submodule that defines it.
+
+    Args:
+        package: the package's `__name__`.
+        modules: submodule → the names that it defines, separated by spaces.
+    """
+    found_in = {name: module for module, names in modules.items() for name in names.split()}
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if name not in found_in:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{found_in[name]}"), name)
+
+    return __getattr__

@@ -242,6 +242,45 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: py
         assert b"408 Request Timeout" in read_until(connection, b"within")
 
 
+@pytest.mark.parametrize(
+    "start",
+    [b"", HEAD[:30], HEAD, b"\r\n", b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n" + HEAD[:30]],
+    ids=["nothing", "half a line", "no empty line", "an empty line", "half a head behind a request"],
+)
+def test_a_head_that_does_not_come_is_not_waited_for(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    monkeypatch.setattr("minicache.server.running.HEAD_SECONDS", 0.1)
+    server = serve()
+    with server.connect() as connection:
+        connection.sendall(start)
+        assert b" 40" not in read_all(connection)
+    server.wait_until(lambda: not server.server.server_state.connections)
+
+
+def test_empty_lines_between_requests_do_not_keep_a_connection(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minicache.server.running.HEAD_SECONDS", 0.1)
+    server = serve()
+    with server.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
+        read_until(connection, b"ok")
+        connection.sendall(b"\r\n")
+        read_all(connection)
+
+
+def test_half_a_head_behind_a_stream_does_not_end_the_stream(
+    serve: Any, model: Any, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minicache.server.running.HEAD_SECONDS", 0.05)
+    server = serve()
+    model.before = lambda token_ids: gate.wait(60)
+    with server.connect() as connection:
+        connection.sendall(streaming(max_tokens=5) + HEAD[:30])
+        server.wait_until(lambda: server.engine.num_unfinished == 1)
+        threading.Timer(0.3, gate.set).start()
+        assert read_all(connection).count(b"[DONE]") == 1
+
+
 def test_after_a_refusal_the_connection_is_used_again(server: Any) -> None:
     connection = server.open()
     for body, status in ((b"{", 400), (b" " * 2**18, 413), (b'{"prompt": "Quetzalcoatl"}', 400), (b"{}", 400)) * 2:

@@ -537,7 +537,7 @@ def test_nothing_to_recover(plain):
 
 
 def test_many_steps(plain, request_of):
-    """Requests arrive, finish, are aborted, and steps fail: each has the tokens that it should, and no block is lost."""
+    """Requests arrive, finish, are aborted; steps fail: each has the tokens that it should, and no block is lost."""
     rng = random.Random(5)
     scheduler = plain(num_blocks=400)
     requests, expected = {}, {}  # id → request; id → the output that it should have

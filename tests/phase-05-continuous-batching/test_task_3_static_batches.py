@@ -100,7 +100,7 @@ def test_a_step_that_failed(request_of):
     that("tokens of the second step", second.num_scheduled_tokens).gives(first.num_scheduled_tokens)
     call(scheduler.check).gives(None)
     call(scheduler.update_from_output, second, {"a": 7, "b": 7}).gives([])
-    call(scheduler.schedule).value  # fails too: the tokens that were generated stay
+    scheduler.schedule()  # fails too: the tokens that were generated stay
     third = call(scheduler.schedule).value
     that("tokens of the step after another failure", third.num_scheduled_tokens).gives({"a": 6, "b": 6})
 
@@ -315,7 +315,7 @@ def test_a_request_that_can_never_be_admitted_is_refused(request_of):
 
 
 def by_hand(requests, slots, budget, num_blocks):
-    """{id: tokens} of each step, from the rule: fill a batch; its prompts, then a token each until the longest has finished."""
+    """{id: tokens} of each step, from the rule: fill a batch; its prompts, then a token each until the longest is done."""
     queue, steps = list(requests), []
     while queue:
         batch, tokens, blocks = [], 0, 0

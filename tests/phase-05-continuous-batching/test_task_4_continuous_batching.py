@@ -128,7 +128,7 @@ def test_freed_memory_is_used_again(request_of):
 
 
 def by_hand(arrivals, slots, budget, num_blocks):
-    """{id: tokens} of each step, from the rule: a token for each that runs, then prompts from the head while they fit."""
+    """{id: tokens} of each step, from the rule: a token for each in the batch, then prompts from the head that fit."""
     queue, batch, steps = [], {}, []  # batch: id → [tokens to generate, blocks]
     while queue or batch or len(steps) <= max(arrivals):
         queue += arrivals.get(len(steps), [])

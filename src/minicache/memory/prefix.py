@@ -1,9 +1,9 @@
 """Blocks that are found again by what they hold: the prefix cache.
 
 Phase 8 builds it. The hash of a full block covers its tokens and everything before them, so one lookup tells
-whether a block holds the keys and values of a prefix. Blocks without references stay in the free list with what they hold,
-and are found there until they are allocated for other tokens (SGLang's RadixAttention, Zheng et al.
-2024, keeps the same in a tree; the hashes are vLLM's). Pure standard library.
+whether a block holds the keys and values of a prefix. Blocks without references stay in the free list with what they
+hold, and are found there until they are allocated for other tokens (SGLang's RadixAttention, Zheng et al. 2024, keeps
+the same in a tree; the hashes are vLLM's). Pure standard library.
 """
 
 from __future__ import annotations

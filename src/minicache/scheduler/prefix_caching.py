@@ -33,8 +33,8 @@ class PrefixCachingScheduler(PagedScheduler):
     too: the forward pass writes it before it is read. That is safe because a step is computed as it was scheduled, also
     for a request that has been finished from outside meanwhile, or it fails, and `recover` forgets every hash.
 
-    Blocks that fill up while requests run are only noted, for a step must be quick. They are cached when a request looks
-    for blocks or releases some (`cache_filled`).
+    Blocks that fill up while requests run are only noted, for a step must be quick. They are cached when a request
+    looks for blocks, or releases its own (`cache_filled`).
 
     Args:
         prefix_caching: False: find nothing, and cache nothing.

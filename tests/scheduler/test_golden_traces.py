@@ -1,4 +1,4 @@
-"""The schedule of vLLM 0.33's own scheduler, step for step, on the workloads in `golden/` (its README has the format)."""
+"""The schedules of vLLM 0.33's own scheduler, step for step: `golden/README.md` says what they are."""
 
 from __future__ import annotations
 

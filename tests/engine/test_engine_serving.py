@@ -529,3 +529,16 @@ def test_importing_the_engine_draws_nothing_heavy_into_the_lower_floor():
     code = "import sys, minicache, minicache.scheduler; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model, tokenizer, monkeypatch):
+    """The longest text that a tokenizer can make of max_model_len tokens may come; one character more is refused."""
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=64, max_model_len=16)
+    longest = max((tokenizer.decode([5, token_id]) for token_id in range(1, tokenizer.vocab_size)), key=len)
+    word = longest.removeprefix(tokenizer.decode([5]))
+    assert len(word) == tokenizer.max_token_chars
+    with pytest.raises(RequestTooLargeError, match="16 tokens"):
+        llm.generate([word * 16], GREEDY)  # as many characters as may be, but a token too many
+    monkeypatch.setattr(tokenizer, "encode", lambda text: pytest.fail("it was tokenized"))
+    with pytest.raises(RequestTooLargeError, match="characters"):
+        llm.generate([word * 16 + " "], GREEDY)

@@ -30,7 +30,7 @@ from minicache.scheduler.observe import Observer, observe
 
 __all__ = ["AnswerStream", "AsyncEngine"]
 
-MAX_TURN = 0.02
+MAX_YIELD = 0.02
 """Seconds that the thread waits at most for the event loop to have written what a step gave."""
 
 logger = logging.getLogger("minicache")
@@ -175,12 +175,12 @@ class AsyncEngine:
 
     Attributes:
         llm: as above. Of the thread.
-        max_places: max_num_seqs + max_waiting.
+        max_unfinished: max_num_seqs + max_waiting.
         num_unfinished: answers that are unfinished, of all streams. Of the event loop, as are the next four.
         streams: request id → stream, of all requests with unfinished answers.
         is_draining: whether new requests are refused, since the engine is to stop.
         error: what ended the thread, if it was not `stop`; else None.
-        ended_at: when the last answers ended (time.monotonic()), the newest last; empty again when none is unfinished.
+        finished_at: when the last answers ended (time.monotonic()), the newest last; empty again when none is unfinished.
         commands: what the thread is to call, in this order, between two steps; None ends it. The one way from the event
             loop to the thread.
         last_step: an observer that has the output of the thread's last `schedule()`.
@@ -192,21 +192,21 @@ class AsyncEngine:
     def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
         require_count("max_waiting", max_waiting, at_least=0)
         self.llm = llm
-        self.max_places = llm.scheduler.max_num_seqs + max_waiting
+        self.max_unfinished = llm.scheduler.max_num_seqs + max_waiting
         self.num_unfinished = 0
         self.streams: dict[RequestId, AnswerStream] = {}
         self.is_draining = False
         self.error: BaseException | None = None
-        self.ended_at: deque[float] = deque(maxlen=64)
+        self.finished_at: deque[float] = deque(maxlen=64)
         self.commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.last_step = LastStep()
         llm.scheduler = observe(llm.scheduler, self.last_step)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._names = count()
-        self._turn_is_over = threading.Event()
-        self._all_ended = asyncio.Event()  # set while num_unfinished is 0
-        self._all_ended.set()
+        self._loop_is_done = threading.Event()
+        self._all_finished = asyncio.Event()  # set while num_unfinished is 0
+        self._all_finished.set()
 
     # Its life
 
@@ -229,7 +229,7 @@ class AsyncEngine:
         """
         self.is_draining = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_ended.wait(), seconds)
+            await asyncio.wait_for(self._all_finished.wait(), seconds)
         return self.num_unfinished == 0
 
     async def stop(self) -> None:
@@ -252,18 +252,42 @@ class AsyncEngine:
 
     # What clients call, in the event loop
 
+    def check_admission(self, num_answers: int) -> None:
+        """Raise unless so many more answers can be taken now. Takes no slot.
+
+        Args:
+            num_answers: n of a request, or of several together.
+
+        Raises:
+            EngineStoppedError: the engine is draining, or has ended.
+            ValueError: there are fewer admission slots altogether.
+            QueueFullError: too many slots are taken now. Its retry_after is `retry_after()`.
+        """
+        if self.error is not None:
+            raise EngineStoppedError(f"the engine has ended: {self.error}") from self.error
+        if self.is_draining:
+            raise EngineStoppedError("the server is stopping, and takes no new requests")
+        if num_answers > self.max_unfinished:
+            raise ValueError(f"{num_answers} answers asked for: at most {self.max_unfinished} can be under way")
+        if self.num_unfinished + num_answers > self.max_unfinished:
+            raise QueueFullError(
+                f"{self.num_unfinished} of {self.max_unfinished} admission slots are taken, and {num_answers} needed",
+                self.retry_after(),
+            )
+
     async def add_request(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AnswerStream:
         """Have a request answered. Returns when the thread has taken it.
 
-        A place is taken, and `streams` has the stream, before the thread is asked: so nobody who comes in between gets
-        the same place. The thread calls `llm.add_request` between two steps, as a command. Then it has the event loop
+        If `check_admission` allows it, an admission slot for each answer is taken, and `streams` has the stream, before
+        the thread is asked: a request that comes in between cannot take the same slot. The thread calls `llm.add_request` between two steps, as a command. Then it has the event loop
         call the stream's `accept` (of the prompt's length, `llm.answers[request_id].request.num_prompt_tokens`); or
         `fail`, with what was raised. `accepted` waits for either. If the client leaves meanwhile (this task is
         cancelled), the stream is closed: the place is free again, and the request aborted.
 
         Args:
-            prompt: a text, or token ids.
-            params: what to generate; its n answers need n places.
+            prompt: token ids, or a text. A text is tokenised in the thread, and a long one delays the next step: a
+                server tokenises before it calls this.
+            params: what to generate; its n answers need n admission slots.
             options: more of what `llm.add_request` takes (priority, cache_salt). Its request_id and arrival_time are
                 given here: a number that was never used, and now.
 
@@ -271,27 +295,13 @@ class AsyncEngine:
             The stream of its chunks. The caller closes it.
 
         Raises:
-            EngineStoppedError: the engine is draining, or has ended.
-            ValueError: n is more than all places together.
-            QueueFullError: too many places are taken now. Its retry_after is `retry_after()`.
-            Exception: what `llm.add_request` raises. In all these cases nothing has been added, and no place is taken.
+            Exception: what `check_admission` raises, or `llm.add_request`. Nothing has been added, and no slot is taken.
         """
-        if self.error is not None:
-            raise EngineStoppedError(f"the engine has ended: {self.error}") from self.error
-        if self.is_draining:
-            raise EngineStoppedError("the server is stopping, and takes no new requests")
-        num_answers = params.n
-        if num_answers > self.max_places:
-            raise ValueError(f"n = {num_answers}: at most {self.max_places} answers can be under way")
-        if self.num_unfinished + num_answers > self.max_places:
-            raise QueueFullError(
-                f"{self.num_unfinished} of {self.max_places} places are taken, and {num_answers} needed",
-                self.retry_after(),
-            )
-        stream = AnswerStream(next(self._names), num_answers, self.leave)
+        self.check_admission(params.n)
+        stream = AnswerStream(next(self._names), params.n, self.leave)
         self.streams[stream.request_id] = stream
-        self.num_unfinished += num_answers
-        self._all_ended.clear()
+        self.num_unfinished += params.n
+        self._all_finished.clear()
         options |= {"request_id": stream.request_id, "arrival_time": time.monotonic()}
         self.commands.put(lambda: self._add(stream, prompt, params, options))
         try:
@@ -304,13 +314,13 @@ class AsyncEngine:
     def retry_after(self) -> float:
         """Seconds until those who wait now will have had their turn, as quickly as answers have been ending.
 
-        With t seconds between two ends (the mean of `ended_at`) and k unfinished answers beyond the scheduler's
+        With t seconds between two ends (the mean of `finished_at`) and k unfinished answers beyond the scheduler's
         max_num_seqs, but at least one, that is k · t; no less than MIN_RETRY_AFTER and no more than MAX_RETRY_AFTER. If
         fewer than two have ended: MIN_RETRY_AFTER.
         """
-        if len(self.ended_at) < 2:
+        if len(self.finished_at) < 2:
             return MIN_RETRY_AFTER
-        between = (self.ended_at[-1] - self.ended_at[0]) / (len(self.ended_at) - 1)
+        between = (self.finished_at[-1] - self.finished_at[0]) / (len(self.finished_at) - 1)
         num_waiting = max(self.num_unfinished - self.llm.scheduler.max_num_seqs, 1)
         return min(max(num_waiting * between, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
 
@@ -320,7 +330,7 @@ class AsyncEngine:
         From now on `streams` does not have it. If it did not before, nothing is done.
         """
         if self.streams.pop(stream.request_id, None) is stream:
-            self.free_places(stream.num_unfinished)
+            self.free_slots(stream.num_unfinished)
             self.commands.put(lambda: self.llm.abort_request(stream.request_id))
 
     # The thread
@@ -349,14 +359,14 @@ class AsyncEngine:
                     self.deliver(chunks)
 
     def deliver(self, chunks: Sequence[Chunk]) -> None:
-        """Have the event loop give a step's chunks to their streams (`call_in_loop`, `hand_out`).
+        """Have the event loop give a step's chunks to their streams (`call_in_loop`, `dispatch`).
 
         One call for all of them: waking the event loop costs more than giving a chunk to a stream. Then the event loop
-        has its turn (`give_turn`).
+        has its turn (`yield_to_loop`).
         """
         if chunks:
-            self.call_in_loop(self.hand_out, chunks)
-            self.give_turn()
+            self.call_in_loop(self.dispatch, chunks)
+            self.yield_to_loop()
 
     def fail_step(self, error: Exception) -> None:
         """A step has failed: end the requests that may be to blame, so that the next step can succeed.
@@ -400,27 +410,27 @@ class AsyncEngine:
         with suppress(RuntimeError):  # the event loop has been closed: nobody listens
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def give_turn(self) -> None:
-        """Wait until the event loop has done what it was told, and those whom that has woken as well; MAX_TURN at most.
+    def yield_to_loop(self) -> None:
+        """Wait until the event loop has done what it was told, and those whom that has woken as well; MAX_YIELD at most.
 
         Both need the interpreter's one lock. If the thread went on at once, every write to a socket would hand the lock
         to the model, and every operation of the model would hand it back: at 64 clients that costs more than all their
         writes in one go.
         """
         assert self._loop is not None
-        self._turn_is_over.clear()
+        self._loop_is_done.clear()
         with suppress(RuntimeError):
             # Called where it is told to, it would come before those who are woken by the call before it.
-            self._loop.call_soon_threadsafe(self._loop.call_soon, self._turn_is_over.set)
-            self._turn_is_over.wait(MAX_TURN)
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self._loop_is_done.set)
+            self._loop_is_done.wait(MAX_YIELD)
 
     # What the thread calls, in the event loop
 
-    def hand_out(self, chunks: Sequence[Chunk]) -> None:
+    def dispatch(self, chunks: Sequence[Chunk]) -> None:
         """Give each chunk to the stream of its request. For whom there is no stream any more, they are dropped.
 
-        For an answer that has ended (its chunk has a finish_reason), `ended_at` gets the time, and its place is free
-        again (`free_places`). The stream leaves `streams` when all its answers have ended.
+        For an answer that has ended (its chunk has a finish_reason), `finished_at` gets the time, and its place is free
+        again (`free_slots`). The stream leaves `streams` when all its answers have ended.
         """
         for chunk in chunks:
             stream = self.streams.get(chunk.request_id)
@@ -428,21 +438,21 @@ class AsyncEngine:
                 continue
             stream.put(chunk)
             if chunk.finish_reason:
-                self.ended_at.append(time.monotonic())
-                self.free_places(1)
+                self.finished_at.append(time.monotonic())
+                self.free_slots(1)
                 if not stream.num_unfinished:
                     del self.streams[chunk.request_id]
 
     def fail(self, request_ids: Sequence[RequestId], error: Exception) -> None:
         """End the streams of some requests with an error. The thread has aborted them, or will not serve them.
 
-        They leave `streams`, and the places of their unfinished answers are free (`free_places`). Ids without a stream
+        They leave `streams`, and the places of their unfinished answers are free (`free_slots`). Ids without a stream
         are passed over.
         """
         for request_id in request_ids:
             stream = self.streams.pop(request_id, None)
             if stream is not None:
-                self.free_places(stream.num_unfinished)
+                self.free_slots(stream.num_unfinished)
                 stream.fail(error)
 
     def _add(self, stream: AnswerStream, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> None:
@@ -460,15 +470,15 @@ class AsyncEngine:
         for request_id in list(self.llm.answers):
             self.llm.abort_request(request_id)
 
-    def free_places(self, num_places: int) -> None:
-        """So many answers are unfinished no more. When none is, `drain` hears of it, and `ended_at` begins anew.
+    def free_slots(self, num_places: int) -> None:
+        """So many answers are unfinished no more. When none is, `drain` hears of it, and `finished_at` begins anew.
 
         (A pause without requests would else look like slow service to `retry_after`.)
         """
         self.num_unfinished -= num_places
         if not self.num_unfinished:
-            self.ended_at.clear()
-            self._all_ended.set()
+            self.finished_at.clear()
+            self._all_finished.set()
 
     def _main(self) -> None:
         """The thread."""

@@ -82,6 +82,7 @@ class LLM:
         model: what is run.
         device: where it is.
         tokenizer: as above, or None.
+        max_model_len: the most tokens of a request: the scheduler's limit or the model's, the lower.
         scheduler: who decides; observed, if there are observers.
         memory: where the requests' keys and values are.
         answers: request id → `Answer`, for all answers that have not ended. If a request asks for several, the first
@@ -145,6 +146,7 @@ class LLM:
             )
         if cache not in ("paged", "dense"):
             raise ValueError(f'cache must be "paged" or "dense"; got {cache!r}')
+        self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.scheduler = observe(scheduler, *observers)
         self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
         self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
@@ -238,7 +240,9 @@ class LLM:
         name = self._free_name() if request_id is None else request_id
         keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
         keys["arrival_time"] = arrival_time
-        answers = new_answers(prompt, params, name, self._chunks, self.model.config, self.tokenizer, **keys)
+        answers = new_answers(
+            prompt, params, name, self._chunks, self.model.config, self.max_model_len, self.tokenizer, **keys
+        )
         self._begin(answers)
         return name
 
@@ -291,13 +295,13 @@ class LLM:
         output = self.scheduler.schedule()
         self.memory.move_blocks(output)
         for request_id in output.finished:
-            self.report(request_id, None)
+            self.emit(request_id, None)
         token_ids = {}
         if output.scheduled:
             token_ids = self.pick(output, self.run_model(output))
         self.scheduler.update_from_output(output, token_ids)
         for request_id, token_id in token_ids.items():
-            self.report(request_id, token_id)
+            self.emit(request_id, token_id)
         return self.collect()
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
@@ -347,7 +351,7 @@ class LLM:
             logits = logits[rows]
         return dict(zip(ids, pick_tokens(logits, samplers), strict=True))
 
-    def report(self, request_id: RequestId, token_id: int | None) -> None:
+    def emit(self, request_id: RequestId, token_id: int | None) -> None:
         """Tell whoever waits for it what a step gave a request, and see whether its text ends there.
 
         The token's text goes through the answer's `TextStream`, if it has one. If that has found a stop string and the
@@ -403,7 +407,7 @@ class LLM:
         answers: list[Answer] = []
         for prompt, its in zip(prompts, each, strict=True):
             name, config, index = self._free_name(), self.model.config, len(answers)
-            answers += new_answers(prompt, its, name, chunks, config, self.tokenizer, index=index)
+            answers += new_answers(prompt, its, name, chunks, config, self.max_model_len, self.tokenizer, index=index)
         for answer in answers:
             self.scheduler.check_size(answer.request)
         return answers

@@ -18,7 +18,7 @@ from minicache.server.app import Served
 _GRACE = 3  # seconds beyond the drain, for clients that do not read what they were sent
 _MAX_HEAD_NBYTES = 64 * 2**10
 HEAD_SECONDS = 10.0
-"""A connection must have sent the whole head of a request this long after its first byte; the first, after it opened."""
+"""How long a connection may take to send the whole head of a request: from when it was opened, or the next head began."""
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -34,6 +34,8 @@ class RequestStatus(Enum):
     """It outgrew the whole memory, alone."""
     FINISHED_ABORTED = "finished_aborted"
     """Its client gave it up."""
+    FINISHED_ERROR = "finished_error"
+    """The model gave it no logits that a token can be picked from, or its tokens cannot be decoded."""
 
     @property
     def is_finished(self) -> bool:
@@ -42,7 +44,7 @@ class RequestStatus(Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the request ended: "stop", "length", "capacity" or "abort"; None while it has not."""
+        """Why the request ended: "stop", "length", "capacity", "abort" or "error"; None while it has not."""
         return _REASONS.get(self)
 
 
@@ -51,6 +53,7 @@ _REASONS: Final = {
     RequestStatus.FINISHED_LENGTH: "length",
     RequestStatus.FINISHED_CAPACITY: "capacity",
     RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
 }
 
 
@@ -192,7 +195,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended: "stop", "length", "capacity" or "abort"; None while it has not."""
+        """Why it ended: "stop", "length", "capacity", "abort" or "error"; None while it has not."""
         return self.status.finish_reason
 
     def token_ids(self, start: int, stop: int) -> list[int]:

@@ -35,7 +35,7 @@ class RequestStatus(Enum):
     FINISHED_ABORTED = "finished_aborted"
     """Its client gave it up."""
     FINISHED_ERROR = "finished_error"
-    """The model gave it no logits that a token can be picked from, or its tokens cannot be decoded."""
+    """The model gave nothing that a token could be picked from, or the tokenizer could not decode its tokens."""
 
     @property
     def is_finished(self) -> bool:
@@ -173,7 +173,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.fork_index = 0
 
-    def twin(self, request_id: RequestId) -> Request:
+    def child(self, request_id: RequestId) -> Request:
         """A new request that asks for the same, under another id."""
         return Request(
             request_id,

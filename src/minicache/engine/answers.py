@@ -181,7 +181,7 @@ def new_answers(
     answers = []
     for turn in range(params.n):
         text = None if tokenizer is None else TextStream(tokenizer, token_ids, params.stop)
-        request = first.twin(AnswerId(request_id, turn)) if turn else first
+        request = first.child(AnswerId(request_id, turn)) if turn else first
         sampler = TokenSampler(params.of_answer(turn))
         answers.append(Answer(request, sampler, text, chunks, index + turn, first if turn else None))
     return answers

@@ -98,6 +98,7 @@ class Answer:
         chunks: the list to which its chunks go.
         index: of its chunks.
         first: the request of the first answer to the same prompt, if this is another; else None.
+        num_chunks: how many chunks it has had.
         num_logprobs: how many log probabilities its chunks are to have (`minicache.engine.logprobs`); None: none.
     """
 
@@ -107,6 +108,7 @@ class Answer:
     chunks: list[Chunk]
     index: int = 0
     first: Request | None = None
+    num_chunks: int = 0
     num_logprobs: int | None = None
 
     @property

@@ -225,7 +225,7 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
         RequestTooLargeError: a prompt could never be served, and nothing was begun. Or, with another scheduler than
             "chunked", a beam had to begin anew and is longer than a step (max_num_batched_tokens). Then all requests of
             this call are aborted.
-        InvariantError: the scheduler orders nothing any more.
+        InvariantError: the scheduler schedules nothing any more.
         Exception: what the model raises. All requests of this call are aborted.
     """
     if not isinstance(params, BeamSearchParams):
@@ -235,6 +235,9 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
     run = _Run(llm, params, prompts)
     try:
         run.finish()
+    except BaseException:
+        llm.recover()
+        raise
     finally:
         run.abort()
     return [[run.shown(search, beam) for beam in search.search.answers] for search in run.searches]
@@ -278,7 +281,9 @@ class _Run:
             self.step()
             num_idle = 0 if self.llm.memory.num_steps > num_steps else num_idle + 1
             if num_idle > MAX_IDLE_STEPS:
-                raise InvariantError(f"the scheduler orders nothing any more; {len(self.whose)} beams are unfinished")
+                raise InvariantError(
+                    f"the scheduler schedules nothing any more; {len(self.whose)} beams are unfinished"
+                )
 
     def step(self) -> None:
         """One step of the engine, for beams: as `LLM.step`, but which token comes next the searches say together."""
@@ -334,10 +339,10 @@ class _Run:
         kept = {step.parent for step in steps}
         for parent, request in enumerate(parents):
             if parent not in kept:
-                self.drop(request)  # before the forks: they need its seat
+                self.drop(request)  # before the forks: they need its batch slot
         each.requests = []
         for place, step in enumerate(steps):
-            request = claimed.get(place) or self.twin(parents[step.parent], wanted[place], each)
+            request = claimed.get(place) or self.child(parents[step.parent], wanted[place], each)
             each.requests.append(request)
             self.whose[request.request_id] = each, place
         for request in parents:
@@ -345,11 +350,11 @@ class _Run:
                 self.drop(request)
         each.candidates = [None] * len(each.requests)
 
-    def twin(self, parent: Request, token_ids: list[int], each: _Search) -> Request:
+    def child(self, parent: Request, token_ids: list[int], each: _Search) -> Request:
         """A request that has these tokens: a fork, if the parent can be forked, else a new one with a long prompt."""
         scheduler: Any = self.llm.scheduler
-        has_seat = scheduler.num_running < scheduler.max_num_seqs
-        if self.llm.forks and has_seat and parent.status is RequestStatus.RUNNING:
+        has_slot = scheduler.num_running < scheduler.max_num_seqs
+        if self.llm.forks and has_slot and parent.status is RequestStatus.RUNNING:
             name: RequestId = ("beam", next(self.names))
             return cast(SharingScheduler, scheduler).fork_request(
                 parent.request_id, name, token_ids[parent.num_prompt_tokens :]

@@ -206,7 +206,7 @@ def test_requests_that_come_later(model):
 class Chunked(ContinuousBatchScheduler):
     """A scheduler of the future: at most three tokens of a request in one step."""
 
-    def order(self, request, output):
+    def schedule_tokens(self, request, output):
         output.num_scheduled_tokens[request.request_id] = min(3, request.num_tokens - request.num_computed_tokens)
         output.scheduled.append(request)
 
@@ -224,10 +224,10 @@ def test_no_token_before_the_prompt_is_computed(model, temperature):
 
 
 class Backwards(ContinuousBatchScheduler):
-    """Serves the last that came first, so that the batch is in another order than the arrivals."""
+    """Serves the newest request first, so the batch is in another order than the arrivals."""
 
-    def line_up(self, request, *, first=False):
-        super().line_up(request, first=True)
+    def priority_key(self, request):
+        return (-request.arrival_index,)
 
 
 def test_each_request_draws_with_its_own_sampler(model):

@@ -9,7 +9,7 @@ import pytest
 
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestStatus
-from minicache.scheduler import SCHEDULERS, Scheduler, create_scheduler
+from minicache.scheduler import SCHEDULERS, Scheduler, SharingScheduler, create_scheduler
 from minicache.scheduler.drive import drive
 
 TOKEN, STOP = 7, 9
@@ -279,30 +279,66 @@ def test_nothing_to_do(stage: str) -> None:
 
 @each_stage
 def test_schedule_twice(stage: str) -> None:
-    """The model failed: the second output orders the same work, and is the one to report."""
+    """The model failed: the batch waits again, and the second step computes everything anew."""
     scheduler = create_scheduler(stage, num_blocks=8, max_num_seqs=2)
-    for request_id in range(3):
-        scheduler.add_request(request_of(request_id))
-    for _ in range(2):
+    requests = [request_of(request_id) for request_id in range(3)]
+    for request in requests:
+        scheduler.add_request(request)
+    for num_generated in range(2):
         first = scheduler.schedule()
-        before = state(scheduler)
         second = scheduler.schedule()
-        assert second.num_scheduled_tokens == first.num_scheduled_tokens
-        assert state(scheduler) == before
+        scheduler.check()
+        assert second.num_scheduled_tokens == {each: requests[each].num_prompt_tokens + num_generated for each in (0, 1)}
+        assert [each.num_preemptions for each in requests] == [num_generated + 1] * 2 + [0]
+        before = state(scheduler)
         with pytest.raises(ValueError, match="a later schedule"):
             scheduler.update_from_output(first, dict.fromkeys(first.num_scheduled_tokens, TOKEN))
         assert state(scheduler) == before
         assert scheduler.update_from_output(second, dict.fromkeys(second.num_scheduled_tokens, TOKEN)) == []
+    assert [len(each.output_token_ids) for each in requests] == [2, 2, 0]
 
 
 @each_stage
-def test_report_twice(stage: str) -> None:
+def test_recover(stage: str) -> None:
+    """Every request waits, without a block, with nothing computed, and with all that it has generated."""
+    scheduler = create_scheduler(stage, num_blocks=8, max_num_seqs=2)
+    requests = [request_of(request_id) for request_id in range(3)]
+    for request in requests:
+        scheduler.add_request(request)
+    step(scheduler)
+    output = scheduler.schedule()
+    scheduler.recover()
+    scheduler.check()
+    assert (list(scheduler.waiting), scheduler.running, scheduler.pool.num_used) == ([0, 1, 2], [], 0)
+    assert {each.status for each in requests} == {RequestStatus.WAITING}
+    assert [each.num_computed_tokens for each in requests] == [0, 0, 0]
+    assert [each.output_token_ids for each in requests] == [[TOKEN], [TOKEN], []]
+    with pytest.raises(ValueError, match="given up"):
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, TOKEN))
+    assert scheduler.schedule().num_scheduled_tokens == {each: requests[each].num_tokens for each in (0, 1)}
+
+
+def test_a_step_that_only_swapped_out_may_fail_too() -> None:
+    """It computes nothing, but its copies may not have been made: a second schedule() trusts none of them."""
+    scheduler = SharingScheduler(num_blocks=4, block_size=4, preemption="swap", num_host_blocks=4)
+    scheduler.add_request(request_of("parent", 16, 9))
+    step(scheduler)
+    child = scheduler.fork_request("parent", "child", [])
+    output = scheduler.schedule()  # to preempt the child frees nothing: it shares all its blocks
+    assert (output.finished, list(output.swapped_out), output.scheduled) == (["parent"], ["child"], [])
+    output = scheduler.schedule()
+    assert (output.num_scheduled_tokens, output.swapped_in) == ({"child": 16}, {})
+    scheduler.check()
+
+
+@each_stage
+def test_commit_twice(stage: str) -> None:
     scheduler = create_scheduler(stage, num_blocks=8)
     scheduler.add_request(request_of(0))
     output = scheduler.schedule()
     scheduler.update_from_output(output, {0: TOKEN})
     before = state(scheduler)
-    with pytest.raises(ValueError, match="reported before"):
+    with pytest.raises(ValueError, match="committed or given up before"):
         scheduler.update_from_output(output, {0: TOKEN})
     assert state(scheduler) == before
 

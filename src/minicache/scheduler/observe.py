@@ -91,7 +91,7 @@ class ObservedScheduler(Scheduler):
     def schedule(self) -> SchedulerOutput:
         """As the scheduler's own."""
         lost = self.scheduler.outstanding
-        if lost is not None and lost.scheduled:  # what the scheduler would do by itself, and observers must know of
+        if lost is not None and lost.has_work:  # what the scheduler would do by itself, and observers must know of
             self.recover()
         output = self.scheduler.schedule()
         for observer in self.observers:

@@ -351,7 +351,7 @@ class Metrics(Observer):
             self._note_state(scheduler)
 
     def on_recover(self, scheduler: Scheduler) -> None:
-        """A step failed, and nothing runs. (Its requests do not count as preempted, which would mean lack of memory.)"""
+        """A step failed, and nothing runs. Its requests do not count as preempted: that would mean lack of memory."""
         with self._lock:
             self._note_state(scheduler)
 

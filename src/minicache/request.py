@@ -35,7 +35,7 @@ class RequestStatus(Enum):
     FINISHED_ABORTED = "finished_aborted"
     """Its client has left."""
     FINISHED_ERROR = "finished_error"
-    """The model gives no logits that a token can be picked from."""
+    """The model gave nothing that a token could be picked from, or the tokenizer could not decode its tokens."""
 
     @property
     def is_finished(self) -> bool:

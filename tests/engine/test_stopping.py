@@ -128,7 +128,9 @@ def test_any_bytes_read_as_decoded_at_once(answer):
 
 
 @pytest.mark.parametrize(
-    "tokens", [[0xFF], [0x80], [0xE2], [0xF0, 0x9F, 0x98], [0xC3, 300], [300]], ids=["FF", "80", "E2", "cut", "mix", "∅"]
+    "tokens",
+    [[0xFF], [0x80], [0xE2], [0xF0, 0x9F, 0x98], [0xC3, 300], [300]],
+    ids=["FF", "80", "E2", "cut", "mix", "∅"],
 )
 @pytest.mark.parametrize("prompt", [[65], [300] * 3000], ids=["a letter", "nothing that shows"])
 def test_bytes_that_never_become_a_letter_cost_the_same_each(tokens, prompt):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
-from minicache.cache.rows import check_sizes
+from minicache.errors import require_count
 
 Pairs = Sequence[tuple[int, int]]
 """(from, to), a block id each."""

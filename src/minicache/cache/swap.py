@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
-from minicache.cache.rows import check_sizes
+from minicache.errors import require_count
 
 Pairs = Sequence[tuple[int, int]]
 """(from, to), a block id each."""
@@ -43,7 +43,7 @@ class HostStorage:
     """
 
     def __init__(self, storage: PagedStorage, num_host_blocks: int) -> None:
-        check_sizes(num_host_blocks=num_host_blocks)
+        require_count("num_host_blocks", num_host_blocks)
         self.storage = storage
         self.num_host_blocks = num_host_blocks
         shape = (num_host_blocks, *self._block_shape())

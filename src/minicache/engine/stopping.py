@@ -12,7 +12,11 @@ from typing import Final, Protocol
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer. `minicache.grammar.Tokenizer` is one."""
+    """What the engine asks of a tokenizer. `minicache.grammar.Tokenizer` is one.
+
+    It may have `max_token_chars` too, the most characters of a text that one token stands for: texts that are too long
+    are then refused before they are tokenised (`minicache.engine.answers.check_prompt_length`).
+    """
 
     @property
     def end_token_id(self) -> int:
@@ -144,7 +148,7 @@ class TextStream:
 
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 _MAX_UNFINISHED: Final = 3
-"""U+FFFDs at the end of a text that another byte can still change: one, or one for each byte of a letter but its last."""
+"""U+FFFDs at the end of a text that a byte can still change: one, or one for each byte of a letter but its last."""
 _MAX_NEW: Final = 8
 """Tokens that are held back; a letter that is spread over tokens takes four at most."""
 _NUM_NEIGHBOURS: Final = 8

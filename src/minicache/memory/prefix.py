@@ -1,9 +1,9 @@
 """Blocks that are found again by what they hold: the prefix cache.
 
-Phase 8 builds it. The hash of a full block covers its tokens and everything before them, so one lookup says whether
-some block holds the keys and values of a prefix. Blocks without references stay in the free list with what they hold,
-and are found there until they are allocated for other tokens (SGLang's RadixAttention, Zheng et al.
-2024, keeps the same in a tree; the hashes are vLLM's). Pure standard library.
+Phase 8 builds it. The hash of a full block covers its tokens and everything before them, so one lookup tells
+whether a block holds the keys and values of a prefix. Blocks without references stay in the free list with what they
+hold, and are found there until they are allocated for other tokens (SGLang's RadixAttention, Zheng et al. 2024, keeps
+the same in a tree; the hashes are vLLM's). Pure standard library.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def root_hash(*extra_keys: str | None) -> BlockHash:
     """The parent of a sequence's first block: a hash of everything besides tokens that keys and values depend on.
 
     Two sequences may share blocks only if all their extra keys are equal: the salt of a tenant, the adapter that the
-    weights are changed by. Each block's hash contains its parent's, so what is said here counts for all of them.
+    weights are changed by. Each block's hash covers its parent's, so these keys are part of all of them.
 
     Args:
         extra_keys: any number of strings, in a fixed order; None where there is no such thing. None and "" are
-            different, and ("ab", "c") and ("a", "bc") are. Anybody may choose a salt, with quotes and commas in it.
+            different, and so are ("ab", "c") and ("a", "bc"). A client may choose a salt with quotes and commas in it.
 
     Returns:
         32 bytes: SHA-256's digest. The same keys have the same hash, in every process.
@@ -39,9 +39,8 @@ def root_hash(*extra_keys: str | None) -> BlockHash:
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of a full block: of its tokens, and of all tokens before them, by way of its parent's hash.
 
-    Keys and values of a token depend on every token before it. So the same 16 tokens after another beginning are
-    another block. SHA-256: that two different prefixes have one hash can be left out of account, even for
-    tokens that are chosen with that intent.
+    Keys and values of a token depend on every token before it, so the same 16 tokens after another beginning are
+    another block. With SHA-256, nobody can find two prefixes with the same hash, not even one who chooses the tokens.
 
     Args:
         parent: of the block before, or `root_hash` for the first.
@@ -56,13 +55,13 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """How much was found.
+    """How much a prefix cache has found.
 
     Attributes:
-        num_requests: that were admitted, each time they were.
-        num_queried_tokens: that they had.
+        num_requests: admissions. A request that was preempted by recompute and comes back counts again.
+        num_queried_tokens: tokens that the requests had when they were admitted.
         num_hit_tokens: of these, the tokens that were found and not computed.
-        num_evicted_blocks: cached blocks that were handed out for other tokens.
+        num_evicted_blocks: cached blocks that were allocated for other tokens.
     """
 
     num_requests: int = 0
@@ -80,19 +79,19 @@ class CachingBlockPool(BlockPool):
     """A `BlockPool` whose blocks can be cached under the hash of their contents, and found by it.
 
     A cached block is one that has a hash. It may be used or free. The free list has two ends. `allocate` takes from the
-    front. A block that is freed without a hash goes to the front: nothing is lost by reusing it, and its memory is
-    warm. One with a hash goes to the back, in the order in which they are freed; so cached blocks are evicted last, and
-    among them the one that has been free longest first. A sequence that is freed from its last block to its first
-    therefore loses the end of a prefix before its beginning, without which the end is of no use. `share` takes a cached
-    block out of the free list, wherever it stands; `allocate` drops its hash when it hands it out: that is eviction.
+    front. A block that is freed without a hash goes to the front: nothing is lost by reusing it. One with a hash goes
+    to the back. So cached blocks are evicted last, and among them the one that has been free longest first. A sequence
+    that is freed from its last block to its first therefore loses the end of a prefix before its beginning, without
+    which the end is of no use. `share` takes a cached block out of the free list, wherever it stands; `allocate` drops
+    the hash of a block that it hands out: that is eviction.
 
-    Several blocks may have one hash: two sequences computed the same tokens side by side. They are found one at a time,
-    the one that was cached first.
+    Several blocks may have one hash: two sequences computed the same tokens side by side. The one that was cached first
+    is found.
 
     Everything else is as in `BlockPool`, the arguments and the errors too.
 
     Attributes:
-        num_evicted: cached blocks that were handed out for something else.
+        num_evicted: cached blocks that were allocated for other tokens.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

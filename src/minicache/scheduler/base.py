@@ -173,13 +173,13 @@ class Scheduler(ABC):
         """Decide the next step: which requests compute, and how many tokens each.
 
         The step begins with the whole token budget. Requests of the batch come first (`schedule_running`), then, if
-        the stage admits any in this step (`may_admit`), waiting ones (`schedule_waiting`). If the step before was never
-        committed it has failed, and is given up first (`recover`).
+        the stage admits any in this step (`may_admit`), waiting ones (`schedule_waiting`). If the step before had work
+        and was never committed, it has failed, and is given up first (`recover`).
 
         Returns:
             The step's work. Pass it to `update_from_output` with the tokens that came of it.
         """
-        if self.outstanding is not None and self.outstanding.scheduled:
+        if self.outstanding is not None and self.outstanding.has_work:
             self.recover()
         output = SchedulerOutput()
         self.token_budget = self.max_num_batched_tokens
@@ -356,8 +356,8 @@ class Scheduler(ABC):
             request: of the batch, and not in the step yet.
             output: the step so far: the request joins `scheduled`, and its number of tokens `num_scheduled_tokens`.
         """
-        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)  # a property's call would cost as much
-        num_new = num_tokens - request.num_computed_tokens
+        # The formula of `num_tokens`: the property's call would cost as much as all of this.
+        num_new = request.num_prompt_tokens + len(request.output_token_ids) - request.num_computed_tokens
         output.num_scheduled_tokens[request.request_id] = num_new
         output.scheduled.append(request)
         self.token_budget -= num_new

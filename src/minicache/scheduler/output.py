@@ -32,6 +32,11 @@ class SchedulerOutput:
     finished: list[RequestId] = field(default_factory=list)
 
     @property
+    def has_work(self) -> bool:
+        """Whether there is anything to carry out: tokens to compute, or blocks to copy."""
+        return bool(self.scheduled or self.swapped_out)  # the other copies are made for requests that compute
+
+    @property
     def total_num_scheduled_tokens(self) -> int:
         """Tokens that the model computes in this step."""
         return sum(self.num_scheduled_tokens.values())

@@ -27,12 +27,14 @@ class PrefixCachingScheduler(PagedScheduler):
 
     When a request is admitted, the longest beginning of its tokens that full, cached blocks hold is not computed: it
     shares these blocks. At least its last token is always computed, because the model must run on something to generate
-    the next one. A block can be found from the `schedule()` on that fills it; so a request that is admitted in the same
-    step finds it too, and the forward pass that reads it has written it before. Blocks stay cached after their requests
-    have finished, until they are allocated for other tokens.
+    the next one. Blocks stay cached after their requests have finished, until they are allocated for other tokens.
 
-    What decode fills is only noted, for a step must be quick, and is hashed when a request looks for it or releases
-    it (`cache_filled`).
+    A block can be found from the `schedule()` on that fills it, so a request that is admitted in the same step finds it
+    too: the forward pass writes it before it is read. That is safe because a step is computed as it was scheduled, also
+    for a request that has been finished from outside meanwhile, or it fails, and `recover` forgets every hash.
+
+    Blocks that fill up while requests run are only noted, for a step must be quick. They are cached when a request
+    looks for blocks, or releases its own (`cache_filled`).
 
     Args:
         prefix_caching: False: find nothing, and cache nothing.
@@ -99,10 +101,10 @@ class PrefixCachingScheduler(PagedScheduler):
         return hashes
 
     def cache_blocks(self, request: Request, start: int, stop: int) -> None:
-        """Cache the blocks that a step fills which computes a request's tokens start … stop − 1.
+        """Cache the blocks of a request that become full when its tokens start … stop − 1 are computed.
 
-        They are those whose last token is among these. A block that the step leaves unfinished waits for a later one;
-        one that was full before is cached already. Without a prefix cache nothing happens.
+        They are those whose last token is among these. A block that stays unfinished is cached by a later step; one
+        that was full before is cached already. Without a prefix cache nothing happens.
 
         Args:
             request: in the batch; it has the blocks for these tokens.
@@ -114,7 +116,7 @@ class PrefixCachingScheduler(PagedScheduler):
             self._cache.cache(request.block_ids[first:end], self.hashes(request, end)[first:end])
 
     def cache_filled(self) -> None:
-        """Cache what the batch has filled since the last call (`cache_blocks`), in the order in which it did."""
+        """Cache the blocks noted since the last call (`cache_blocks`), in the order in which they were filled."""
         for request, start, stop in self._filled:
             self.cache_blocks(request, start, stop)
         self._filled.clear()
@@ -122,15 +124,15 @@ class PrefixCachingScheduler(PagedScheduler):
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
         """As `PagedScheduler.admit`; but the found blocks are shared first, and their tokens count as computed.
 
-        That is for a WAITING request, new or preempted by recompute, of a scheduler with a prefix cache. Each time the
-        `stats` count a request, the tokens that it has, and those that were found. `num_cached_tokens` says what was
-        found when it was admitted first, and stays so. What this step fills is cached at once (`cache_blocks`): the
-        next request of the queue may begin alike.
+        That is for a WAITING request, new or preempted by recompute, of a scheduler with a prefix cache. The `stats`
+        count an admission, the tokens that the request has, and those that were found. `num_cached_tokens` is set to
+        the latter at the first admission, and not when the request comes back from a preemption. Blocks that this step
+        fills are cached at once (`cache_blocks`): the next request of the queue may begin alike.
 
         Args:
             request: WAITING or SWAPPED, in `waiting`.
             output: the step so far, to which it is added.
-            found: what `find_prefix` has found for it.
+            found: the blocks that `find_prefix` has found for it.
         """
         if self._cache is not None and request.status is RequestStatus.WAITING:
             self._cache.share(found)  # before anything is allocated, or they could be handed out
@@ -146,24 +148,25 @@ class PrefixCachingScheduler(PagedScheduler):
         self.cache_blocks(request, num_computed, num_computed + output.num_scheduled_tokens[request.request_id])
 
     def schedule_running(self, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.schedule_running`; with a prefix cache, requests that fill a block are noted.
+        """As `PagedScheduler.schedule_running`; with a prefix cache, requests that fill a block in this step are noted.
 
-        They go into `_filled`, in the order of the batch: (request, its first token of this step, the first behind
-        them).
+        They are appended to `_filled`, in batch order: (request, start, stop) if the step computes its tokens start …
+        stop − 1.
         """
         super().schedule_running(output)
         if self._cache is None:
             return
         block_size = self.pool.block_size
-        for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
-            num_computed = request.num_computed_tokens
-            if num_computed % block_size + num_new >= block_size:
-                self._filled.append((request, num_computed, num_computed + num_new))
+        self._filled += [
+            (request, request.num_computed_tokens, request.num_computed_tokens + num_new)
+            for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
+            if request.num_computed_tokens % block_size + num_new >= block_size
+        ]
 
     def release(self, request: Request) -> None:
-        """As `PagedScheduler.release`; but what it has filled is cached first (`cache_filled`).
+        """As `PagedScheduler.release`; but the blocks that it has filled are cached first (`cache_filled`).
 
-        Unless it failed (FINISHED_ERROR): what its blocks hold is not to be trusted, and they are cached no longer.
+        If it failed (FINISHED_ERROR), what its blocks hold is not to be trusted: they lose their hashes (`uncache`).
         """
         self.cache_filled()
         if self._cache is not None and request.status is RequestStatus.FINISHED_ERROR:

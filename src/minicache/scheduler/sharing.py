@@ -22,7 +22,7 @@ class SharingScheduler(PrefixCachingScheduler):
 
     `fork_request` gives a request a child, which shares its blocks. A request that would write into a block with
     another reference gets a copy of it first: `blocks_to_copy`. The copy's block is counted among those that the
-    request is missing, before anything is promised. Forks need no prefix cache.
+    request is missing, so it is there before the step is scheduled. Forks need no prefix cache.
 
     Arguments and errors are `PrefixCachingScheduler`'s.
     """
@@ -36,7 +36,7 @@ class SharingScheduler(PrefixCachingScheduler):
     def fork_request(
         self, request_id: RequestId, child_id: RequestId, output_token_ids: Sequence[int] | None = None
     ) -> Request:
-        """Give a request a child, with an id and a future of its own. To be called between two steps.
+        """Give a request a child, which goes on by itself from here. To be called between two steps.
 
         The child has the same prompt and options (`Request.child`). It is registered as any request is (`register`),
         but is not queued: it is RUNNING, and shares blocks with its parent (`share_blocks`). It counts as having
@@ -45,10 +45,10 @@ class SharingScheduler(PrefixCachingScheduler):
 
         Args:
             request_id: the parent: in the batch, with at least one token of output.
-            child_id: names the child.
+            child_id: the child's id.
             output_token_ids: what the child has generated: fewer tokens than max_tokens, and with the prompt fewer than
-                the scheduler's max_model_len, if there is one, for at either it would have finished. It may differ from
-                the parent's from some token on; with no token, the first is its own, too. None: the same.
+                the scheduler's max_model_len, if there is one: at either it would have finished. They may differ from
+                the parent's from some token on, and there may be none. None: the same as the parent's.
 
         Returns:
             The child.
@@ -84,11 +84,11 @@ class SharingScheduler(PrefixCachingScheduler):
         In common are the prompt, and the outputs up to the first that differs, or that only one of them has. Of these
         tokens the parent's computed ones are computed for the child too (`num_computed_tokens`), but not the child's
         last token: one is always left to compute. It shares the blocks that they lie in. The last of these may be half
-        full: the next to write into it gets a copy (`_may_share_tails` says that one may).
+        full: the next request to write into it gets a copy (`_may_share_tails` is True from now on).
 
-        Except for that last block if the parent has filled it since, and not with tokens that both have. It may be
-        cached under the parent's tokens, and once the parent has finished, the child would write others into it. The
-        child leaves this block alone, and computes the few tokens of its own that would be in it.
+        There is one exception: the parent has filled that last block since, and not only with tokens that both have.
+        The block may be cached under the parent's tokens, and once the parent has finished, the child would write
+        others into it. The child does not share this block, and computes its own tokens from the block's beginning on.
 
         Args:
             parent: in the batch.
@@ -107,19 +107,14 @@ class SharingScheduler(PrefixCachingScheduler):
         self.pool.share(child.block_ids)
         self._may_share_tails = True
 
-    def schedule_running(self, output: SchedulerOutput) -> None:
-        """As `PrefixCachingScheduler.schedule_running`. A batch that has run empty shares nothing any more."""
-        if not self.running:
-            self._may_share_tails = False
-        super().schedule_running(output)
-
     def blocks_missing(self, request: Request) -> int:
         """As `PagedScheduler.blocks_missing`, and one for each block that must be copied before it is written.
 
         Looking for these (`written_and_shared`) takes time on every token, and is not needed while `_may_share_tails`
         is False: it is True from a fork on until the batch has run empty.
         """
-        missing = super().blocks_missing(request)
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        missing = -(-num_tokens // self.pool.block_size) - len(request.block_ids)  # super()'s, which calls twice more
         return missing + len(self.written_and_shared(request)) if self._may_share_tails else missing
 
     def written_and_shared(self, request: Request) -> list[int]:
@@ -157,6 +152,12 @@ class SharingScheduler(PrefixCachingScheduler):
             request.block_ids[index] = target
             self.pool.free([source])
             output.blocks_to_copy.append((source, target))
+
+    def release(self, request: Request) -> None:
+        """As `PrefixCachingScheduler.release`. A batch that has run empty shares nothing any more."""
+        super().release(request)
+        if not self.running:
+            self._may_share_tails = False
 
 
 class FairSharingScheduler(SharingScheduler, FairScheduler):

@@ -18,7 +18,7 @@ from minicache.server.app import Served
 _GRACE = 3  # seconds beyond the drain, for clients that do not read what they were sent
 _MAX_HEAD_NBYTES = 64 * 2**10
 HEAD_SECONDS = 10.0
-"""A connection must have sent the whole head of a request this long after its first byte; the first, after it opened."""
+"""How long a connection may take to send the head of a request, from when it was opened or the next head began."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -45,7 +45,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._is_in_head and self._num_head_nbytes > _MAX_HEAD_NBYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
-        if self._is_in_head or self.cycle.response_complete:  # or empty lines, which end uvicorn's timer for idleness
+        # Empty lines behind a response are no head yet, but they stop uvicorn's timer for idle connections.
+        if self._is_in_head or (self.cycle is not None and self.cycle.response_complete):
             self._start_head_timer()
 
     def on_message_begin(self) -> None:

@@ -276,6 +276,7 @@ def test_without_a_prefix_cache(caching, serve, a_request, a_step):
     for _ in range(6):
         a_step(scheduler)
     that("_filled, while a request runs that has filled a block in decode", scheduler._filled).gives([])
+    scheduler.abort_request("a")
     call(scheduler.find_prefix, a_request("b", 9)).gives([])
     that("computed for the same again", serve(scheduler, a_request("c", 9, 1))).gives({"c": 9})
     that("requests in the stats", scheduler.stats.num_requests).gives(0)

@@ -1,16 +1,16 @@
-"""What chunked prefill does to the gaps between tokens: the stall, the budget, goodput under an SLO, and what it costs.
+"""What chunked prefill does to the gaps between tokens: the stall, the budget, goodput under an SLO, and its cost.
 
 Three schedulers serve the same requests:
 
 - "chunked", with a budget a step.
-- "fair", phase 7's: a prompt is computed whole, in one step with the decodes. So nobody skips a step, and every step is
-  as long as its prompts make it. Orca batches so.
-- "phased": a step is all prompts or all decodes, prompts first, so that decodes wait while anybody can be admitted.
+- "fair", phase 7's: a prompt is computed whole, in one step with the decodes. So no request skips a step, and every step
+  is as long as its prompts make it. Orca batches so.
+- "phased": a step is all prompts or all decodes, prompts first: decodes wait while any request can be admitted.
   vLLM served so when Sarathi-Serve (Agrawal et al., OSDI 2024) was measured against it.
 
 A gap is the time from one token of a request to its next (the paper's TBT). The modelled server is Llama-3-8B on an
 A100-80GB by the roofline (`minicache.simulator.costs`), Mistral-7B's attention on the paper's GPU. The paper's own is
-the PCIe card and another model; its load is other texts. So beside its 2.6 stand ratios, not rates.
+the PCIe card and another model; its load is other texts. So ratios are compared with its 2.6, not rates.
 
     python -m benchmarks.chunked
 
@@ -315,8 +315,8 @@ class Gaps(Observer):
         self.times: dict[RequestId, list[float]] = {name: [] for name in watched}
         self._last: dict[RequestId, float] = {}
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        """Whoever has all its tokens computed but the newest has just got that one."""
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        """A request of which all tokens but the newest are computed has just gained that one."""
         assert self.simulation is not None
         now, last = self.simulation.now, self._last
         for request in output.scheduled:
@@ -327,7 +327,7 @@ class Gaps(Observer):
                 last[name] = now
                 if name in self.times:
                     self.times[name].append(now)
-        for request in ended:
+        for request in finished:
             del last[request.request_id]
 
 

@@ -1,4 +1,4 @@
-"""What guessing from the text gains MiniGPT: guesses that are right, tokens a pass, and time beside plain decoding.
+"""What draft tokens from the text gain MiniGPT: accepted ones, tokens a pass, and time compared with plain decoding.
 
 The shipped MiniGPT answers greedily, one sequence at a time, with a `PagedKVCache`. NUM_NEW tokens are generated behind
 prompts of 3 · NUM_NEW tokens, of two kinds:
@@ -6,8 +6,8 @@ prompts of 3 · NUM_NEW tokens, of two kinds:
 - "again": a text, MiniGPT's answer to it, and the text once more. MiniGPT looks at what is near, so it gives much of
   the same answer again: what n-gram drafting is for, where an answer repeats its prompt (code that is edited, a
   document that is quoted).
-- "new": texts of the grammar, one after the other, that say nothing twice on purpose. The drafter guesses all the same,
-  for short endings stand everywhere.
+- "new": texts of the grammar, one after the other, in which nothing is repeated on purpose. Short endings occur
+  everywhere, so the drafter proposes tokens here too.
 
 Every run's tokens are asserted to be those of plain greedy decoding (`minicache.engine.decoding.decode`). Plain
 decoding and all settings take turns, so that they meet the same weather. All runs of one setting do the same passes. So
@@ -23,7 +23,7 @@ Keys of results/speculative.json:
 - `num_prompts`, `num_prompt_tokens`, `num_new_tokens`, `max_ngram`.
 - `pass_cost.points`: num_tokens, ms, over_one: a pass with so many new tokens behind a prompt, over one with one.
 - `again`, `new`: `.plain_ms`, of all prompts, and `.points`, one for each num_drafts: num_drafts, acceptance (the part
-  of the guesses that was right), drafted_per_pass, tokens_per_pass (the prompts' passes included), num_passes, ms,
+  of the draft tokens that was accepted), drafted_per_pass, tokens_per_pass (the prompts' passes included), num_passes, ms,
   speedup (plain_ms over ms). `.best`: the point with the highest speedup.
 - `by_ngram`: the same two with num_drafts BY_NGRAM_DRAFTS and other max_ngram: max_ngram, acceptance, drafted_per_pass,
   tokens_per_pass. Counted, not timed.
@@ -121,7 +121,7 @@ def plainly(model: MiniGPT, prompt: list[int]) -> Iterator[Tensor]:
 def speculated(
     model: MiniGPT, prompt: list[int], num_drafts: int, stats: SpeculationStats, max_ngram: int = MAX_NGRAM
 ) -> Iterator[Tensor]:
-    """The same with guesses."""
+    """The same with draft tokens."""
     return speculative_decode(
         model,
         torch.tensor([prompt]),
@@ -148,7 +148,7 @@ def timed(generation: Iterable[Tensor]) -> tuple[list[int], list[float]]:
 
 
 def by_num_drafts(model: MiniGPT, prompts: list[list[int]], kind: str) -> dict[str, Any]:
-    """Plain decoding, and guesses of every number, in turns.
+    """Plain decoding, and every number of draft tokens, in turns.
 
     Raises:
         RuntimeError: a run's tokens are not those of plain decoding.
@@ -165,7 +165,7 @@ def by_num_drafts(model: MiniGPT, prompts: list[list[int]], kind: str) -> dict[s
                 fastest[way, place] = list(map(min, seconds, fastest.get((way, place), seconds)))
                 expected = expected or found
                 if found != expected:
-                    raise RuntimeError(f"{way} guesses, prompt {place}: other tokens than plain decoding's")
+                    raise RuntimeError(f"{way} draft tokens, prompt {place}: other tokens than plain decoding's")
     took = {way: 1e3 * sum(sum(fastest[way, place]) for place in range(len(prompts))) for way in (None, *NUM_DRAFTS)}
     points = [
         {
@@ -182,7 +182,7 @@ def by_num_drafts(model: MiniGPT, prompts: list[list[int]], kind: str) -> dict[s
 
 
 def by_ngram(model: MiniGPT, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """How much of the text the drafter looks for, and how good its guesses are."""
+    """How much of the text the drafter looks for, and how many of its tokens are accepted."""
     points = []
     for max_ngram in NGRAMS:
         stats = SpeculationStats()

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Phase 9: one budget a step
 #
-# A long prompt among people who read: you watch it stall them, cut it into chunks, move the budget, follow a prompt chunk
-# by chunk, and take a chunk away from somebody. Then guesses: MiniGPT gives several tokens in one pass, and the same ones.
+# A long prompt among requests in decode: you watch it stall them, cut it into chunks, move the budget, follow a prompt
+# chunk by chunk, and see one preempted in the middle. Then draft tokens: MiniGPT generates several tokens in one pass,
+# and the same ones.
 #
 # Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-09-chunked-prefill/`, then
 # restart the kernel and run all cells. A function that you have not written yet says so where it is first called.
@@ -70,7 +71,7 @@ def check(answer, right):
 # ## 1. What a step costs
 #
 # Llama-3-8B on an A100, by the roofline of phase 0. 32 requests decode, with 500 tokens each behind them; beside them the
-# step computes so many tokens of somebody's prompt.
+# step computes so many tokens of a prompt.
 
 # %% alt="Milliseconds of a step against prompt tokens beside 32 decodes, on logarithmic axes. Flat at about 13 up to some 100 tokens, then in proportion, to about 800 at 8,192."
 BESIDE = [0, 1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
@@ -133,9 +134,9 @@ for name, ((gaps, _), _, _) in runs.items():
     print(f"{name}: the longest gap is {max(gap for _, gap in gaps):.0f} ms")
 
 # %% [markdown]
-# The work is the same. In chunks it takes a few per cent longer, and everybody is slowed down a little instead of stopped.
+# The work is the same. In chunks it takes a few per cent longer, and all requests are slowed down a little instead of stopped.
 #
-# **Question 2.** A budget of 512, 8,000 tokens, and 32 who are in decode all the while. In how many steps is the prompt
+# **Question 2.** A budget of 512, 8,000 tokens, and 32 requests in decode all the while. In how many steps is the prompt
 # computed? (Not in ⌈8,000 / 512⌉.)
 
 # %%
@@ -147,13 +148,13 @@ check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
 # %% [markdown]
 # ## 3. Chunk by chunk
 #
-# Three prompts of 800 tokens, a budget of 1,024: who computes how many tokens in which step. Change the numbers, and
+# Three prompts of 800 tokens, a budget of 1,024: how many tokens of each are computed in which step. Change the numbers, and
 # predict the splits before you run the cell.
 
 
 # %%
 def splits(prompts, budget, num_steps=4, **options):
-    """Who computes how many tokens, step by step."""
+    """How many tokens of each request are computed, step by step."""
     scheduler = ChunkedPrefillScheduler(num_blocks=1024, max_num_batched_tokens=budget, **options)
     for name, num_tokens in enumerate(prompts):
         scheduler.add_request(Request(name, [0] * num_tokens, 9))
@@ -215,8 +216,7 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# A small budget keeps the readers' gaps short and makes those who have just asked wait: of 128 tokens a step the readers
-# take a part, a long prompt takes many steps of what is left, and the others queue behind it. Above 1,024 the slowest
+# A small budget keeps the readers' gaps short and makes new requests wait: of 128 tokens a step the decodes take a part, a long prompt takes many steps of what is left, and the others queue behind it. Above 1,024 the slowest
 # first tokens come no sooner, for a short prompt waits for the step of a long one; the median still falls a little.
 #
 # **Question 4.** Half as many requests again, `served(…, rate=6.0)`. Which budget of `BUDGETS` cannot keep up with the
@@ -230,13 +230,13 @@ busy = {b: served(ChunkedPrefillScheduler(num_blocks=29_000, max_num_batched_tok
 check(budget_that_cannot_keep_up, next(budget for budget, report in busy.items() if report.ttft.p99 > 10))
 
 # %% [markdown]
-# ## 5. A chunk that is lost, and who is due
+# ## 5. A chunk that is lost, and the protected request
 #
-# A came first and ranks last. B and C take its blocks in the middle of its prompt. D comes, and waits, although there is
-# room: A is due.
+# A arrives first, with the lowest priority. B and C take its blocks in the middle of its prompt. D arrives, and waits,
+# although there is room: A is protected.
 
 # %%
-steps, due = [], []
+steps = []
 scheduler = ChunkedPrefillScheduler(num_blocks=8, block_size=4, max_num_batched_tokens=12, long_prefill_threshold=4)
 watched = observe(scheduler, Recorder(steps.append), Auditor())
 later = {0: ("A", 24, 2, 1), 1: ("B", 6, 5, 0), 2: ("C", 6, 5, 0), 4: ("D", 4, 3, 0)}
@@ -246,8 +246,8 @@ while watched.has_unfinished or number < 5:
         name, prompt, output, priority = later[number]
         watched.add_request(Request(name, [0] * prompt, output, priority=priority, arrival_time=float(number)))
     result = watched.schedule()
-    due.append(scheduler.due.request_id if scheduler.due else "–")
-    print(f"step {number:2}: {result.num_scheduled_tokens}, preempted {result.preempted}, due {due[-1]}")
+    protected = scheduler.protected.request_id if scheduler.protected else "–"
+    print(f"step {number:2}: {result.num_scheduled_tokens}, preempted {result.preempted}, protected {protected}")
     watched.update_from_output(result, {r.request_id: 9 for r in result.scheduled})
     number += 1
 
@@ -261,10 +261,10 @@ steps_that_d_waits = None
 check(steps_that_d_waits, next(s.step for s in steps if any(e.request_id == "D" for e in s.batch)) - 4)
 
 # %% [markdown]
-# ## 6. Guess, and check
+# ## 6. Draft, and verify
 #
-# MiniGPT is asked, answers, and is asked the same again. The drafter guesses from the text; one pass checks all guesses
-# and gives a token more. Each row is a pass: what was guessed, and how much of it the model agreed with.
+# MiniGPT is asked, answers, and is asked the same again. The drafter proposes tokens from the text; one pass verifies all
+# of them and yields a token more. Each row is a pass: what was proposed, and how much of it was accepted.
 
 # %%
 model, tokenizer = load_minigpt(), Tokenizer()
@@ -290,12 +290,12 @@ def plain(prompt, count=100):
 
 
 class Watching(NgramDrafter):
-    """Notes what it guessed, and behind how many tokens."""
+    """Notes what it proposed, and behind how many tokens."""
 
     def draft(self, token_ids, num_tokens):
-        guesses = super().draft(token_ids, num_tokens)
-        self.seen = [*getattr(self, "seen", []), (len(token_ids), guesses)]
-        return guesses
+        drafts = super().draft(token_ids, num_tokens)
+        self.seen = [*getattr(self, "seen", []), (len(token_ids), drafts)]
+        return drafts
 
 
 asked = text_tokens(100, 0)
@@ -315,19 +315,19 @@ def speculate(prompt, num_drafts, drafter=None):
 drafter = Watching()
 tokens, stats = speculate(again, 5, drafter)
 assert tokens == expected
-for place, guesses in drafter.seen[:12]:
+for place, drafts in drafter.seen[:12]:
     right = tokens[place - len(again) :]
-    agreed = next((n for n, (a, b) in enumerate(zip(guesses, right)) if a != b), len(guesses))
-    words = [tokenizer.words[token] for token in guesses]
-    print(f"{agreed} of {len(guesses)}: {' '.join(words[:agreed])} | {' '.join(words[agreed:])}")
-print(f"{stats.num_tokens} tokens in {stats.num_passes} passes, the same as without guesses")
+    accepted = next((n for n, (a, b) in enumerate(zip(drafts, right)) if a != b), len(drafts))
+    words = [tokenizer.words[token] for token in drafts]
+    print(f"{accepted} of {len(drafts)}: {' '.join(words[:accepted])} | {' '.join(words[accepted:])}")
+print(f"{stats.num_tokens} tokens in {stats.num_passes} passes, the same as without draft tokens")
 
 # %% [markdown]
-# ## 7. How many guesses?
+# ## 7. How many draft tokens?
 #
-# Tokens a pass, and the part of the guesses that were accepted, on the same prompt and on one that says nothing twice.
+# Tokens a pass, and the part of the draft tokens that was accepted, on the same prompt and on one that repeats nothing.
 
-# %% alt="Two panels against guesses a pass, 0 to 16. Tokens a pass: on the repeated prompt from 1 to more than 8 with sixteen, on new text hardly above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
+# %% alt="Two panels against draft tokens a pass, 0 to 16. Tokens a pass: on the repeated prompt from 1 to more than 8 with sixteen, on new text hardly above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
 DRAFTS = [0, 1, 2, 4, 8, 12, 16]
 fresh = text_tokens(300, 1)
 _, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
@@ -339,18 +339,18 @@ for name, prompt, shade in (("asked again", again, color("shared")), ("new text"
         found.append(stats)
     panels[0].plot(DRAFTS, [stats.tokens_per_pass for stats in found], "o-", color=shade, label=name)
     panels[1].plot(DRAFTS[1:], [stats.acceptance_rate for stats in found[1:]], "o-", color=shade)
-for ax, title in zip(panels, ("tokens a pass", "part of the guesses accepted")):
-    ax.set(xlabel="guesses a pass", ylim=(0, None))
+for ax, title in zip(panels, ("tokens a pass", "part of the draft tokens accepted")):
+    ax.set(xlabel="draft tokens a pass", ylim=(0, None))
     ax.set_title(title, loc="left", fontsize=10)
     ax.grid(alpha=0.3)
 panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The tokens are always those of plain decoding: a bad guess costs work, never an answer.
+# The tokens are always those of plain decoding: a rejected draft token costs work, never an answer.
 #
-# **Question 6.** If each guess is right with probability 0.8, whatever came before, how many tokens does a pass with four
-# guesses give on average? To one place.
+# **Question 6.** If each draft token is right with probability 0.8, whatever came before, how many tokens does a pass with
+# four of them yield on average? To one place.
 
 # %%
 tokens_a_pass = None

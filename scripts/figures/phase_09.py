@@ -1,6 +1,6 @@
-"""The figures of phase 9: the stall, prompts in chunks, who is due, what a budget trades, and guesses that are checked.
+"""The figures of phase 9: the stall, prompts in chunks, the protected request, what a budget trades, and draft tokens.
 
-The grids and the checked pass are traces that the real schedulers and MiniGPT left. The rest is drawn from
+The grids and the verified pass are traces that the real schedulers and MiniGPT left. The rest is drawn from
 benchmarks/results/chunked.json and speculative.json.
 """
 
@@ -35,10 +35,10 @@ def main() -> None:
     """Draw them all."""
     draw("chunked-stall", stall, size=(7.2, 3.5))
     draw("chunked-steps", steps_of_both, size=(7.2, 4.3))
-    draw("chunked-due", due, size=(7.2, 3.0))
+    draw("chunked-protected", protected, size=(7.2, 3.0))
     draw("chunked-ttft-tpot", ttft_against_tpot, size=(7.2, 3.5))
     draw("chunked-goodput", goodput, size=(7.2, 3.5))
-    draw("speculative-pass", checked_pass, size=(7.2, 3.2))
+    draw("speculative-pass", verified_pass, size=(7.2, 3.2))
     draw("speculative-speed", speculative_speed, size=(7.2, 3.4))
 
 
@@ -123,28 +123,28 @@ def _share(diagram: Diagram, x: float, y: float, width: float, step: TraceStep, 
         diagram.cell(x, y, "", "free", width=width, height=1.2)
 
 
-# --- theory 3: who is due ---------------------------------------------------------------------------------------------
+# --- theory 3: the protected request ----------------------------------------------------------------------------------
 
 
 @dataclass
 class Watched(Observer):
-    """Notes who is due when a step is scheduled, and who was preempted in it."""
+    """Notes the protected request when a step is scheduled, and which were preempted in it."""
 
-    due: list[RequestId | None]
+    protected: list[RequestId | None]
     preempted: list[list[RequestId]]
 
     def on_schedule(self, scheduler: Any, output: SchedulerOutput) -> None:
         """One more step."""
-        self.due.append(scheduler.due.request_id if scheduler.due else None)
+        self.protected.append(scheduler.protected.request_id if scheduler.protected else None)
         self.preempted.append(list(output.preempted))
 
 
 LATER = {0: [("A", 24, 2, 1)], 1: [("B", 6, 5, 0)], 2: [("C", 6, 5, 0)], 4: [("D", 4, 3, 0)]}
-"""Step → who comes before it: name, tokens of the prompt, tokens to generate, priority (lower is better)."""
+"""Step → requests that arrive before it: name, tokens of the prompt, tokens to generate, priority (lower first)."""
 
 
-def run_due() -> tuple[list[TraceStep], Watched]:
-    """A came first and ranks last. Its prompt goes on in chunks until those who came later need its blocks."""
+def run_protected() -> tuple[list[TraceStep], Watched]:
+    """A arrives first, with the lowest priority. Its prompt goes on in chunks until later arrivals need its blocks."""
     steps: list[TraceStep] = []
     watched = Watched([], [])
     scheduler = observe(
@@ -161,9 +161,9 @@ def run_due() -> tuple[list[TraceStep], Watched]:
     return steps, watched
 
 
-def due(figure: Figure, scheme: Scheme) -> None:
-    """Who computes what, who loses its place in the middle of its prompt, and who is due."""
-    steps, watched = run_due()
+def protected(figure: Figure, scheme: Scheme) -> None:
+    """What each computes, which is preempted in the middle of its prompt, and which is protected."""
+    steps, watched = run_protected()
     names = [(name, step, priority) for step, coming in LATER.items() for name, _, _, priority in coming]
     diagram = Diagram(figure, scheme, width=24, height=10.0)
     left = 5.6
@@ -186,8 +186,8 @@ def due(figure: Figure, scheme: Scheme) -> None:
             elif came <= column < ends[name]:
                 diagram.cell(x, y, "", "free", width=width, height=1.2)
     y = 1.1 + len(names) * 1.3
-    diagram.text(0.3, y + 0.6, "due", bold=True)
-    for column, request_id in enumerate(watched.due):
+    diagram.text(0.3, y + 0.6, "protected", bold=True)
+    for column, request_id in enumerate(watched.protected):
         diagram.text(left + (column + 0.5) * width, y + 0.6, str(request_id or "–"), align="center", fontsize=SMALL)
     roles = {"prompt": "prompt", "generated": "decode", "end": "last token", "free": "waits", "wasted": "preempted"}
     diagram.legend(roles, 0.3, 8.9, step=4.6, size=0.7)
@@ -258,12 +258,12 @@ def _limit(axes: Axes, level: float, words: str, scheme: Scheme, right: float) -
     axes.annotate(words, (right, level), (0, 4), ("axes fraction", "data"), "offset points", size=SMALL, ha="right")
 
 
-# --- theory 5: guesses ------------------------------------------------------------------------------------------------
+# --- theory 5: draft tokens -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass that checked guesses: what the model was shown, what it picked, and the rows before it."""
+    """A forward pass that verified draft tokens: its tokens, what the model picked, and the KV entries before it."""
 
     num_cached: int
     shown: list[int]
@@ -271,7 +271,7 @@ class Pass:
 
 
 def passes_of_a_run() -> list[Pass]:
-    """The passes of a speculative run of MiniGPT on the first of the benchmark's repeating prompts."""
+    """The forward passes of a speculative run of MiniGPT on the first of the benchmark's repeating prompts."""
     import torch
     from benchmarks.speculative import NUM_NEW, make_prompts, new_cache
 
@@ -294,55 +294,55 @@ def passes_of_a_run() -> list[Pass]:
     return passes[1:]  # the first is the prompt's
 
 
-def checked_pass(figure: Figure, scheme: Scheme) -> None:
-    """The first pass with five guesses of which the model agrees with some, and not with all."""
-    from minicache.engine.speculative import num_agreed
+def verified_pass(figure: Figure, scheme: Scheme) -> None:
+    """The first pass with five draft tokens of which some are accepted, and not all."""
+    from minicache.engine.speculative import num_accepted
     from minicache.grammar import Tokenizer
 
-    each, agreed = next(
-        (each, agreed)
+    each, accepted = next(
+        (each, accepted)
         for each in passes_of_a_run()
-        if len(each.shown) == 6 and 1 <= (agreed := num_agreed(each.shown[1:], each.picked)) <= 3
+        if len(each.shown) == 6 and 1 <= (accepted := num_accepted(each.shown[1:], each.picked)) <= 3
     )
     words = Tokenizer().words
     diagram = Diagram(figure, scheme, width=24, height=10.6)
     left, width = 4.6, 3.15
     rows: dict[str, tuple[float, list[str | None], list[int]]] = {
-        "shown": (1.2, ["generated", *["shared"] * agreed, *["wasted"] * (5 - agreed)], each.shown),
-        "picked": (4.0, [*["generated"] * (agreed + 1), *[None] * (5 - agreed)], each.picked),
+        "shown": (1.2, ["generated", *["shared"] * accepted, *["wasted"] * (5 - accepted)], each.shown),
+        "picked": (4.0, [*["generated"] * (accepted + 1), *[None] * (5 - accepted)], each.picked),
     }
     diagram.text(left + width / 2, 0.5, "newest", align="center", fontsize=SMALL)
-    diagram.text(left + 3.5 * width, 0.5, "five guesses", align="center", fontsize=SMALL)
+    diagram.text(left + 3.5 * width, 0.5, "five draft tokens", align="center", fontsize=SMALL)
     for name, (y, roles, tokens) in rows.items():
         diagram.text(0.3, y + 0.65, name, bold=True)
         labels = [words[token] for token in tokens]
         diagram.row(left, y, labels, roles, width=width, height=1.3)
     for place in range(6):
         diagram.arrow((left + (place + 0.5) * width, 2.55), (left + (place + 0.5) * width, 3.95))
-    diagram.text(0.3, 7.15, "cache rows", bold=True)
-    kept = ["generated", *["shared"] * agreed, *["free"] * (5 - agreed)]
+    diagram.text(0.3, 7.15, "KV entries", bold=True)
+    kept = ["generated", *["shared"] * accepted, *["free"] * (5 - accepted)]
     positions = [str(each.num_cached + place) for place in range(6)]
     diagram.row(left, 6.5, positions, kept, width=width, height=1.3)
-    cut = left + (agreed + 1) * width
+    cut = left + (accepted + 1) * width
     diagram.span(left + 0.1, cut - 0.1, 8.2, "kept")
-    diagram.span(cut + 0.1, left + 6 * width - 0.1, 8.2, f"truncate({each.num_cached + agreed + 1})")
-    roles_told = {"generated": "the model's own", "shared": "a guess it agrees with", "wasted": "a guess that is off"}
+    diagram.span(cut + 0.1, left + 6 * width - 0.1, 8.2, f"truncate({each.num_cached + accepted + 1})")
+    roles_told = {"generated": "the model's own", "shared": "accepted", "wasted": "rejected"}
     for (role, meaning), x in zip(roles_told.items(), (0.3, 7.2, 15.6), strict=True):
         diagram.legend({role: meaning}, x, 9.6, size=0.7)
 
 
 def speculative_speed(figure: Figure, scheme: Scheme) -> None:
-    """Acceptance, tokens a pass and speed-up, over the number of guesses, on both kinds of texts."""
+    """Acceptance, tokens a pass and speed-up, over the number of draft tokens, on both kinds of texts."""
     found = results("speculative")
     panels = figure.subplots(1, 3)
-    titles = {"acceptance": "guesses accepted", "tokens_per_pass": "tokens a pass", "speedup": "times as fast"}
+    titles = {"acceptance": "part accepted", "tokens_per_pass": "tokens a pass", "speedup": "times as fast"}
     kinds = {"again": ("asked again", "shared", "o"), "new": ("new texts", "wasted", "s")}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         for kind, (label, role, marker) in kinds.items():
             points = [point for point in found[kind]["points"] if point["num_drafts"] or key != "acceptance"]
             xs, ys = [point["num_drafts"] for point in points], [point[key] for point in points]
             axes.plot(xs, ys, marker=marker, color=color(role, scheme), label=label, markersize=4.5)
-        axes.set(xlabel="guesses a pass", xticks=_ticks(found["new"]["points"]), ylim=(0, None))
+        axes.set(xlabel="draft tokens a pass", xticks=_ticks(found["new"]["points"]), ylim=(0, None))
         axes.set_title(title, fontsize=TYPE_SIZE)
         if key == "speedup":
             axes.axhline(1, color=INK[scheme], linewidth=1.2, linestyle="--")
@@ -351,7 +351,7 @@ def speculative_speed(figure: Figure, scheme: Scheme) -> None:
 
 
 def _ticks(points: Sequence[dict[str, Any]]) -> list[int]:
-    """Every number of guesses that is a multiple of 4."""
+    """Every number of draft tokens that is a multiple of 4."""
     return [point["num_drafts"] for point in points if point["num_drafts"] % 4 == 0]
 
 

@@ -37,7 +37,7 @@ def test_passes_and_tokens_add_up():
     none, four = found["points"]
     assert (none["num_drafts"], none["num_passes"], none["tokens_per_pass"], none["acceptance"]) == (0, 40, 1.0, 0.0)
     assert four["tokens_per_pass"] == pytest.approx(40 / four["num_passes"], abs=0.01)
-    # Each pass gives one token of the model's own, and the guesses that were right.
+    # Each pass yields one token of the model's own, and the accepted draft tokens.
     accepted = four["acceptance"] * four["drafted_per_pass"]
     assert four["tokens_per_pass"] == pytest.approx(1 + accepted, abs=0.03)
     assert four["num_passes"] < 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gzip
 import json
 import re
 from functools import cache
@@ -17,7 +18,7 @@ from minicache.arithmetic.specs import A100_80GB, LLAMA_3_8B
 from minicache.cache.paged import PagedKVCache
 from minicache.engine import speculative
 from minicache.engine.decoding import decode
-from minicache.engine.speculative import NgramDrafter, num_agreed
+from minicache.engine.speculative import NgramDrafter, num_accepted
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
 from minicache.request import Request, RequestStatus
@@ -30,12 +31,12 @@ from minicache.trace import TraceStep
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/en/phase-09-chunked-prefill"
-STALL, BUDGET, BLOCKS, GAINS, GUESSES = (
+STALL, BUDGET, BLOCKS, GAINS, DRAFTS = (
     f"theory/0{name}.md"
     for name in (
         "1-the-stall",
         "2-one-budget",
-        "3-blocks-and-turns",
+        "3-blocks-and-admission",
         "4-what-it-costs-and-gains",
         "5-speculative-decoding",
     )
@@ -207,7 +208,7 @@ def test_three_prompts_of_800():
 
 
 def test_what_each_wants():
-    for _, tokens, computed, wants in table(BUDGET, "| who | tokens | computed | wants |"):
+    for _, tokens, computed, wants in table(BUDGET, "| request | tokens | computed | wants |"):
         assert number(tokens) - number(computed) == number(wants)
 
 
@@ -271,7 +272,7 @@ def test_the_check_of_the_budget():
     assert [[number(cell) for cell in row[1:]] for row in rows] == [[each.get(n, 0) for n in "ABC"] for each in work]
 
 
-# --- blocks and turns -------------------------------------------------------------------------------------------------
+# --- blocks and admission ---------------------------------------------------------------------------------------------
 
 
 def test_blocks_for_a_chunk():
@@ -291,8 +292,8 @@ def two_requests(**options: Any) -> tuple[ChunkedPrefillScheduler, Request]:
     return scheduler, b
 
 
-def test_in_the_middle_of_a_prompt():
-    scheduler, b = two_requests()
+def test_a_prompt_that_does_not_fit():
+    scheduler, b = two_requests(reserve_full_prompt=False)
     rows = table(BLOCKS, "| step | A | B | free after it | |")
     free, work = [], []
     while scheduler.has_unfinished:
@@ -300,7 +301,7 @@ def test_in_the_middle_of_a_prompt():
         free.append(scheduler.pool.num_free)
         work.append(dict.fromkeys(output.preempted, 0) | output.num_scheduled_tokens)
         scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 7))
-        assert scheduler.due is None
+        assert scheduler.protected is None
     for row, each, left in zip(rows[:8], work, free, strict=False):
         assert number(row[1]) == each.get("A", 0)
         assert ("preempted" in row[2]) == (each.get("B") == 0)
@@ -309,22 +310,39 @@ def test_in_the_middle_of_a_prompt():
     assert [each["B"] for each in work[8:]] == [6, 2, 1, 1]
     assert "| 6, 2, 1, 1 |" in page(BLOCKS)
     assert b.num_preemptions == 2
+    assert not missing_on(BLOCKS, "20 tokens computed in vain", "In step 4 three blocks were free")
+    assert free[3] == 3
 
 
-@pytest.mark.parametrize(("options", "lost"), [({}, 20), ({"watermark": 0.35}, 10), ({"prefix_caching": True}, 2)])
-def test_what_is_computed_for_nothing(options, lost):
+def test_a_prompt_that_waits_until_all_of_it_fits():
+    scheduler, b = two_requests()
+    work = steps(scheduler)
+    assert len(work) == 12, "both finish in the same step as before"
+    assert ["B" in each for each in work[:8]] == [False, True, True, False, False, False, False, True]
+    assert b.num_preemptions == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [({"reserve_full_prompt": False}, 20), ({}, 10), ({"watermark": 0.35}, 0), ({"prefix_caching": True}, 2)],
+)
+def test_what_is_computed_in_vain(options, lost):
     scheduler, _ = two_requests(**options)
     assert sum(each.get("B", 0) for each in steps(scheduler)) == 14 + 2 + lost
 
 
-def test_what_phase_7_does_with_the_same():
-    """With a step that has room for B's 14 tokens."""
-    scheduler = create_scheduler("fair", num_blocks=6, block_size=4, max_num_batched_tokens=16)
-    scheduler.add_request(Request("A", [1] * 7, 6))
-    scheduler.add_request(Request("B", [2] * 14, 3))
-    outputs = [step(scheduler) for _ in range(3)]
-    assert outputs[1].num_scheduled_tokens == {"A": 1, "B": 14}
-    assert outputs[2].preempted == ["B"]
+def test_what_the_rule_saves_in_the_schedules_of_vllm():
+    found = json.loads(gzip.decompress((Path(__file__).parent / "golden/first_come.json.gz").read_bytes()))
+    found = [each for each in found if not each["prefix_caching"]]
+    needed = sum(prompt + most - 1 for each in found for _, prompt, most, _ in each["requests"])
+    assert not missing_on(BLOCKS, f"{len(found)} random workloads", f"{needed:,} tokens to compute")
+    rows = table(BLOCKS, "| must be free | preemptions | tokens computed again | steps |")
+    again = []
+    for row, mode in zip(rows, ("first_chunk_must_fit", "full_prompt_must_fit"), strict=True):
+        made = [step for each in found for step in each["steps"][mode]]
+        again.append(sum(sum(tokens.values()) for tokens, _ in made) - needed)
+        assert [number(cell) for cell in row[1:]] == [sum(len(lost) for _, lost in made), again[-1], len(made)]
+    assert again[0] / needed == pytest.approx(3 / 5, abs=0.02), "three of five"
 
 
 def test_chunks_are_found_by_others():
@@ -344,13 +362,13 @@ class Forgetful(ChunkedPrefillScheduler):
 
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
         super().preempt(request, output)
-        self.due = None
+        self.protected = None
 
 
 class NewestLeft(ChunkedPrefillScheduler):
     """With the definition that looks as good: at most the newest token left."""
 
-    def has_caught_up(self, request: Request) -> bool:
+    def has_gained_token(self, request: Request) -> bool:
         left = request.num_tokens - request.num_computed_tokens
         return request.status is RequestStatus.RUNNING and left <= 1
 
@@ -358,14 +376,14 @@ class NewestLeft(ChunkedPrefillScheduler):
 class AnyOutput(ChunkedPrefillScheduler):
     """With "it has output"."""
 
-    def has_caught_up(self, request: Request) -> bool:
+    def has_gained_token(self, request: Request) -> bool:
         return request.status is RequestStatus.RUNNING and bool(request.output_token_ids)
 
 
 def old_among_urgent(
     kind: type[ChunkedPrefillScheduler], num_blocks: int = 8, prompt: int = 24, answer: int = 8, num_urgent: int = 400
 ) -> tuple[list[dict[Any, int]], int]:
-    """`old` and up to so many urgent ones: what each step computed, a preempted one with 0, until `old` has ended."""
+    """What each step computed of `old` and so many urgent ones, until `old` has finished; a preempted one with 0."""
     scheduler = kind(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=16, long_prefill_threshold=8)
     scheduler.add_request(old := Request("old", [1] * prompt, 4, priority=1))
     work: list[dict[Any, int]] = []
@@ -377,72 +395,71 @@ def old_among_urgent(
     return work, old.num_preemptions
 
 
-def test_who_is_due():
+def shown_in(row: list[str]) -> tuple[str, str]:
+    """The cells of urgent ones and `old`."""
+    return row[1].replace("*", ""), row[2]
+
+
+def in_words(work: dict[Any, int]) -> tuple[str, str]:
+    """The same of a step."""
+    urgent = ", ".join(f"{name}: {num_new}" for name, num_new in work.items() if name != "old")
+    return urgent, {None: "", 0: "preempted"}.get(work.get("old"), str(work.get("old")))
+
+
+def test_the_protected_request():
     work, num_preemptions = old_among_urgent(Forgetful)
-    assert (len(work) - 1, num_preemptions) == (1609, 402)
-    assert not missing_on(BLOCKS, "preempts `old` 402 times", "step 1,609")
-    shown = [
-        {"old": 8},
-        {"old": 8, "u0": 8},
-        {"old": 0, "u0": 1},
-        {"u0": 1, "old": 8},
-        {"u0": 1, "old": 8},
-        {"old": 0, "u0": 1},
-        {"u0": 1, "u1": 8, "old": 7},
-        {"old": 0, "u0": 1, "u1": 1},
-    ]
-    assert work[:8] == shown
+    assert (len(work) - 1, num_preemptions) == (1654, 12)
+    assert not missing_on(BLOCKS, "finishes `old` in step 1,654", "admitted and preempted 12 times")
+    assert "u399" in {name for each in work[-60:] for name in each}, "after the last of them"
+    admitted = [place for place, each in enumerate(work) if each.get("old") and not work[place - 1].get("old")][1:-1]
+    assert all(work[place + 2]["old"] == 0 for place in admitted), "two steps later"
     rows = table(BLOCKS, "| step | urgent ones | old | |")
-    for row, each in zip(rows, shown, strict=False):
-        assert row[1].replace("*", "") == ", ".join(f"{name}: {n}" for name, n in each.items() if name != "old")
-        assert row[2] == (str(each["old"]) if each["old"] else "preempted")
+    assert [shown_in(row) for row in rows[:8]] == [in_words(each) for each in work[:8]]
+    before = work[:3]
     work, num_preemptions = old_among_urgent(ChunkedPrefillScheduler)
-    assert work[:3] == shown[:3]
-    assert (len(work) - 1, num_preemptions) == (14, 3)
-    assert [each["old"] for each in work[2:]] == [0, 8, 8, 0, 8, 8, 0, 8, 8, 8, 1, 1, 1]
+    assert work[:3] == before
+    assert (len(work) - 1, num_preemptions) == (14, 1)
+    assert [each.get("old") for each in work[2:]] == [0, *[None] * 6, 8, 8, 8, 1, 1, 1]
     assert [each.get("u0", 0) for each in work[2:]] == [1] * 7 + [0] * 6
     assert not any(name not in ("old", "u0") for each in work for name in each)
-    assert "Three preemptions, and done in step 14" in page(BLOCKS)
+    assert "One preemption, and `old` finishes in step 14" in page(BLOCKS)
 
 
-def test_what_caught_up_is():
-    """The last chunk is one token; and, with a prompt of 24, there is output, of an admission before."""
+def test_when_a_token_is_gained():
+    """The last chunk is one token; and, with a prompt of 24, there is output of an earlier admission."""
     small = {"num_blocks": 9, "prompt": 25, "answer": 4}
     work, _ = old_among_urgent(NewestLeft, **small)
     heading = "| step | urgent ones | old | |"
     assert page(BLOCKS).count(heading) == 2
     rows = table(BLOCKS, heading, nth=1)
-    assert rows[8][0] == "…"
-    for row, each in zip(rows[:8], work, strict=False):
-        assert row[1].replace("*", "") == ", ".join(f"{name}: {n}" for name, n in each.items() if name != "old")
-        assert row[2] == (str(each["old"]) if each["old"] else "preempted")
+    assert rows[9][0] == "…"
+    assert [shown_in(row) for row in rows[:9]] == [in_words(each) for each in work[:9]]
     for num_urgent in (60, 400):
         work, num_preemptions = old_among_urgent(NewestLeft, **small, num_urgent=num_urgent)
         assert num_preemptions == num_urgent
-        losses = [place for place, each in enumerate(work) if not each["old"]]
+        losses = [place for place, each in enumerate(work) if each.get("old") == 0]
         assert all(
-            sum(each["old"] for each in work[start + 1 : end]) == 24 for start, end in pairwise([-1, *losses])
+            sum(each.get("old", 0) for each in work[start + 1 : end]) == 24 for start, end in pairwise([-1, *losses])
         ), "always at 24 of 25"
         assert old_among_urgent(AnyOutput, **small | {"prompt": 24}, num_urgent=num_urgent)[1] == num_urgent
-        assert old_among_urgent(NewestLeft, **small | {"prompt": 24}, num_urgent=num_urgent)[1] == num_urgent
     work, num_preemptions = old_among_urgent(ChunkedPrefillScheduler, **small)
-    assert (len(work) - 1, num_preemptions) == (16, 3)
-    assert [each["old"] for each in work[3:8]] == [0, 8, 8, 8, 1]
-    assert not any("u1" in each for each in work[:8])
-    assert not missing_on(BLOCKS, "60 urgent ones preempt it 60 times", "in step 7 `old` computes its 25th token")
-    assert "After 3 preemptions and 16 steps" in page(BLOCKS)
+    assert (len(work) - 1, num_preemptions) == (25, 3)
+    assert [each.get("old") for each in work[3:9]] == [0, None, 8, 8, 8, 1]
+    assert not any("u1" in each for each in work[:9])
+    assert not missing_on(BLOCKS, "60 urgent requests preempt it 60 times", "in step 8 `old` computes its 25th token")
+    assert "After 3 preemptions and 25 steps" in page(BLOCKS)
     assert old_among_urgent(ChunkedPrefillScheduler, **small | {"prompt": 24})[1] < 6
 
 
-def test_the_check_of_the_turns():
+def test_the_check_of_the_protected_request():
     scheduler = chunked(num_blocks=8, block_size=4, max_num_batched_tokens=16, long_prefill_threshold=8)
     scheduler.add_request(old := Request("old", [1] * 24, 4, priority=1))
     step(scheduler)
     scheduler.add_request(Request("u0", [2] * 8, 8))
-    for _ in range(4):
+    for _ in range(9):
         step(scheduler)
     scheduler.add_request(Request("u1", [2] * 8, 8))
-    assert (scheduler.due, old.status, old.num_computed_tokens) == (old, RequestStatus.RUNNING, 16)
+    assert (scheduler.protected, old.status, old.num_computed_tokens) == (old, RequestStatus.RUNNING, 8)
     assert scheduler.head() is None
     scheduler.abort_request("old")
     assert "u1" in step(scheduler).num_scheduled_tokens
@@ -607,18 +624,20 @@ def test_one_pass():
     assert " ".join(words[each] for each in drafts) == "not going to the"
     with torch.inference_mode():
         picked = load_minigpt()(torch.tensor([text + drafts]))[0, 28:].argmax(-1).tolist()
-    rows = table(GUESSES, "| shown | its row | the model picks, behind it | the guess there | |")
+    rows = table(DRAFTS, "| token | its position | the model picks, behind it | the draft token there | |")
     for place, row in enumerate(rows):
         assert row[0] == words[[text[-1], *drafts][place]]
         assert int(row[1]) == 28 + place
         assert row[2].strip("*") == words[picked[place]]
         assert row[3] == (words[drafts[place]] if place < 4 else "")
-    assert num_agreed(drafts, picked) == 1
+    assert num_accepted(drafts, picked) == 1
     assert tokens[29:31] == picked[:2]
-    assert not missing_on(GUESSES, "29 tokens, and 28 rows", "there are 33", "`truncate(30)`", "31 tokens, 30 rows")
+    assert not missing_on(
+        DRAFTS, "29 tokens, and 28 KV entries", "there are 33", "`truncate(30)`", "31 tokens, 30 entries"
+    )
 
 
-def test_where_the_guess_comes_from():
+def test_where_the_draft_tokens_come_from():
     words = Tokenizer().words
     text = written()[0][:29]
     for length, found in ((3, 0), (2, 0), (1, 1)):
@@ -630,36 +649,36 @@ def test_where_the_guess_comes_from():
     )
 
 
-def test_guesses_from_numbers():
-    for row in table(GUESSES, "| text, as numbers | longest ending that stood before | guess, at most 4 |"):
-        text, guess = ([int(each) for each in re.findall(r"\d+", cell)] for cell in (row[0], row[2]))
-        assert NgramDrafter(3).draft(text, 4) == guess
+def test_drafts_from_numbers():
+    for row in table(DRAFTS, "| text, as numbers | longest ending that occurred before | draft tokens, at most 4 |"):
+        text, drafts = ([int(each) for each in re.findall(r"\d+", cell)] for cell in (row[0], row[2]))
+        assert NgramDrafter(3).draft(text, 4) == drafts
 
 
 def test_tokens_a_pass():
-    rows = table(GUESSES, "| k | α = 0.2 | α = 0.5 | α = 0.8 | α = 0.95 |")
+    rows = table(DRAFTS, "| k | α = 0.2 | α = 0.5 | α = 0.8 | α = 0.95 |")
     for row in rows:
         for alpha, cell in zip((0.2, 0.5, 0.8, 0.95), row[1:], strict=True):
             assert f"{(1 - alpha ** (int(row[0]) + 1)) / (1 - alpha):.2f}" == cell
     accepted = (1 - 0.5**5) / 0.5 - 1
-    assert f"{accepted:.2f} of 4 are accepted: {accepted / 4:.0%}".replace("%", " %") in page(GUESSES)
+    assert f"{accepted:.2f} of 4 are accepted: {accepted / 4:.0%}".replace("%", " %") in page(DRAFTS)
 
 
 def test_when_it_pays():
-    assert "at 128 sequences 2.65 tokens a pass only break even" in page(GUESSES)
-    heading = "| sequences | tokens in a pass | plain step, ms | with guesses, ms | pays if a pass gives more than |"
-    for row in table(GUESSES, heading):
+    assert "at 128 sequences 2.65 tokens a pass only break even" in page(DRAFTS)
+    heading = "| sequences | tokens in a pass | plain step, ms | with drafts, ms | pays if a pass yields more than |"
+    for row in table(DRAFTS, heading):
         count = int(row[0])
-        plain, guessed = (COST.step_seconds(StepLoad.of([(new, 1000)] * count)) for new in (1, 5))
+        plain, drafted = (COST.step_seconds(StepLoad.of([(new, 1000)] * count)) for new in (1, 5))
         assert row[1:] == [
             str(5 * count),
             f"{1e3 * plain:.1f}",
-            f"{1e3 * guessed:.1f}",
-            f"{guessed / plain:.2f}",
+            f"{1e3 * drafted:.1f}",
+            f"{drafted / plain:.2f}",
         ]
 
 
-def test_what_is_said_of_measured_guesses():
+def test_what_is_said_of_measured_drafts():
     told = results("speculative")
     again, new = (told[kind]["points"] for kind in ("again", "new"))
     assert [each["num_drafts"] for each in again] == [0, 1, 2, 4, 8, 12, 16]
@@ -667,7 +686,7 @@ def test_what_is_said_of_measured_guesses():
     assert again[3]["speedup"] > 1.5
     assert all(each["speedup"] < each["tokens_per_pass"] for each in again[1:]), "smaller than that"
     assert all(0.5 < each["speedup"] < 1.25 for each in new), "next to nothing, or a loss"
-    assert new[-1]["speedup"] < 1, "with 16 guesses it is slower than without"
+    assert new[-1]["speedup"] < 1, "with 16 it is slower than without"
     assert all(0.7 < told[kind]["points"][0]["speedup"] < 1.03 for kind in ("again", "new")), "a little slower"
     assert max(each["speedup"] for each in again) > 2, "several times"
     assert new[1]["acceptance"] == pytest.approx(0.2, abs=0.05), "one in five"
@@ -681,7 +700,7 @@ def test_what_is_said_of_measured_guesses():
 # --- the labs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lab/00-one-budget.md", "lab/01-guess-and-check.md"])
+@pytest.mark.parametrize("name", ["lab/00-one-budget.md", "lab/01-draft-and-verify.md"])
 def test_the_worked_examples_of_the_labs(name):
     """What the labs' pages show at the prompt is what comes out."""
     text = (PAGES / name).read_text(encoding="utf-8")
@@ -692,7 +711,7 @@ def test_the_worked_examples_of_the_labs(name):
     names |= {"torch": torch, "decode": decode, "load_minigpt": load_minigpt}
     names |= {
         each: getattr(speculative, each)
-        for each in ("NgramDrafter", "SpeculationStats", "num_agreed", "speculative_decode")
+        for each in ("NgramDrafter", "SpeculationStats", "num_accepted", "speculative_decode")
     }
     case = doctest.DocTestParser().get_doctest(examples, names, name, None, 0)
     runner = doctest.DocTestRunner()

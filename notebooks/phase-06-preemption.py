@@ -82,7 +82,7 @@ for step in steps:
 print(f"{tally.num_steps} steps, {tally.num_prefill_tokens} tokens prefilled, {tally.num_preemptions} preemption")
 
 # %% [markdown]
-# **Question 1.** What is the least number of blocks with which nobody is preempted? (Each request has 99 rows in the
+# **Question 1.** What is the least number of blocks with which no request is preempted? (Each has 99 KV entries in the
 # end.)
 
 # %%
@@ -134,7 +134,7 @@ plt.show()
 print(f"peak: {peak} blocks of 16")
 
 # %% [markdown]
-# Requests that are all there at once are the hardest case: nobody leaves while they come in.
+# Requests that are all there at once are the hardest case: none finishes while they are admitted.
 #
 # Who is preempted? Half of the memory, and a bar for each request.
 
@@ -170,9 +170,9 @@ for name, run in (("recompute", recomputed), ("swap", swapped)):
     print(f"{name:12}{counts[0]:8,}{counts[1]:11,}{counts[2]:16,}{counts[3]:14,}")
 
 # %% [markdown]
-# A host pool that is too small: what does not fit is recomputed.
+# A swap space that is too small: what does not fit is recomputed.
 
-# %% alt="Blocks moved and tokens computed again against the size of the host pool: with no room all is recomputed, with enough room all is moved."
+# %% alt="Blocks moved and tokens computed again against the size of the swap space: with no room all is recomputed, with enough room all is moved."
 sizes = [1, 5, 10, 20, 40, 60, 80, 120, 160]
 mixed = [serve(burst(), num_blocks=peak // 2, preemption="swap", num_host_blocks=size)[1] for size in sizes]
 _, ax = plt.subplots(figsize=(7.2, 2.8), layout="constrained")
@@ -222,7 +222,7 @@ sampled = [
 
 
 def answers(params, **options):
-    """The texts, and how often somebody was preempted. An auditor watches."""
+    """The texts, and the number of preemptions. An auditor watches."""
     steps = []
     llm = LLM(scheduler="paged", observers=[Recorder(steps.append), Auditor()], **options)
     texts = [completion.text for completion in llm.generate(prompts, params)]
@@ -288,7 +288,7 @@ check(bus_milliseconds, int(1e3 * 2 * -(-1000 // 16) * 16 * 819_200 / 25e9))
 
 # %%
 class KeepsItsRows(PagedScheduler):
-    """A victim that believes that its rows are still there."""
+    """A victim whose tokens still count as computed."""
 
     def preempt(self, request, output):
         num_computed_tokens = request.num_computed_tokens
@@ -297,17 +297,18 @@ class KeepsItsRows(PagedScheduler):
 
 
 class TakesOneTooMany(PagedScheduler):
-    """Takes the next block one token too early."""
+    """A request of the batch gets its next block one token too early."""
 
     def blocks_missing(self, request):
-        return max(0, -(-(request.num_tokens + 1) // self.pool.block_size) - len(request.block_ids))
+        early = 1 if request.block_ids else 0
+        return max(0, -(-(request.num_tokens + early) // self.pool.block_size) - len(request.block_ids))
 
 
 class SendsToTheEnd(PagedScheduler):
-    """A victim goes to the end of the line."""
+    """A victim goes to the end of the queue."""
 
-    def line_up(self, request, *, first=False):
-        super().line_up(request)
+    def priority_key(self, request):
+        return request.num_preemptions, request.arrival_index
 
 
 class Leaks(PagedScheduler):
@@ -329,7 +330,7 @@ class CopiesToTheWrongPlace(PagedScheduler):
 
 
 def three():
-    """Three requests for ten blocks: somebody has to go, and somebody waits."""
+    """Three requests for ten blocks: one is preempted, and one waits."""
     return [Request(name, [1] * length, 20) for name, length in (("a", 80), ("b", 64), ("c", 30))]
 
 
@@ -347,7 +348,7 @@ for broken in (KeepsItsRows, TakesOneTooMany, SendsToTheEnd, Leaks, CopiesToTheW
     print(f"{broken.__name__}\n  unwatched: {unwatched}\n  auditor:   {found}")
 
 # %% [markdown]
-# Most of them end all requests, and nobody would have noticed.
+# Most of them finish all requests, and the flaw would have gone unnoticed.
 #
 # **Question 6.** `KeepsItsRows` on the two requests of part 1: how many tokens of prefill are missing, compared with
 # the right scheduler?

@@ -246,9 +246,7 @@ def test_an_id_that_is_used_again_passes():
     scheduler.add_request(Request("r", [1] * 4, 1))
     call(scheduler.update_from_output, output, {"r": 0}).gives([])
     output = call(scheduler.schedule).value
-    that(
-        "how many finish with its own step", len(call(scheduler.update_from_output, output, {"r": 0}).value)
-    ).gives(1)
+    that("how many finish with its own step", len(call(scheduler.update_from_output, output, {"r": 0}).value)).gives(1)
 
 
 def test_an_end_beside_a_victim_passes():

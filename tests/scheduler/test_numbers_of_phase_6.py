@@ -97,7 +97,7 @@ def of_twelve_blocks() -> tuple[str, list[str]]:
     return "lab/00-paged-scheduling.md", [
         "the seventh is asked for in step 17",
         "in step 20, it computes 97 tokens",
-        "With 14 blocks nobody is preempted.",
+        "With 14 blocks no request is preempted.",
     ]
 
 

@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache
-from minicache.cli.demo import PROMPTS, app, burst
+from minicache.cli.demo import NUM_TIMED, PROMPTS, app, burst, memory, speed
+from minicache.engine import llm
 from minicache.errors import MinicacheError
 from minicache.grammar import Tokenizer
+from minicache.trace import TraceStep
 
 
 @pytest.fixture
@@ -26,12 +28,12 @@ def threads() -> None:
 def test_demo_shows_completions_totals_and_a_plot(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:NUM_TIMED]:
         assert prompt in result.output
-    # Eight prompts of P tokens, N new ones each: P·N + N(N − 1)/2 positions without the cache, P + N − 1 with it.
-    lengths = [len(Tokenizer().encode(prompt)) for prompt in PROMPTS]
+    # The prompts of P tokens, N new ones each: P·N + N(N − 1)/2 positions without the cache, P + N − 1 with it.
+    lengths = [len(Tokenizer().encode(prompt)) for prompt in PROMPTS[:NUM_TIMED]]
     assert f"{sum(sum(range(length, 24)) for length in lengths):,}" in result.output
-    assert f"{8 * 23:,}" in result.output
+    assert f"{NUM_TIMED * 23:,}" in result.output
     assert "2,048" in result.output  # bytes a token: 2 · 4 layers · 2 KV heads · 32 · 4 bytes
     assert (tmp_path / "time_per_token.png").read_bytes().startswith(b"\x89PNG")
     # Dense: eight caches of 24 rows, 2,048 bytes a row. Paged: no text ends that early, so each takes two blocks of 16.
@@ -70,7 +72,7 @@ def test_demo_refuses_to_praise_a_paged_cache_that_changes_the_tokens(
 
 def steps_of_the_burst() -> dict[str, int]:
     """How many steps the burst takes: batch by batch the longest answer, or each seat on its own."""
-    lens, seats = burst.ANSWER_LENS, burst.NUM_SEATS
+    lens, seats = burst.ANSWER_LENS, burst.MAX_NUM_SEQS
     batches = [lens[start : start + seats] for start in range(0, len(lens), seats)]
     free = [0] * seats  # when each seat is free again
     for length in lens:
@@ -85,12 +87,47 @@ def test_demo_serves_a_burst_with_both_schedulers(tmp_path: Path) -> None:
     for stage, steps in steps_of_the_burst().items():
         assert f"{stage} batching, {steps} steps" in result.output
         row = next(line for line in result.output.splitlines() if line.startswith(f"│ {stage} "))
-        busy = 100 * sum(burst.ANSWER_LENS) / (burst.NUM_SEATS * steps)
+        busy = 100 * sum(burst.ANSWER_LENS) / (burst.MAX_NUM_SEQS * steps)
         assert [cell.strip() for cell in row.split("│")[2:4]] == [str(steps), f"{busy:.0f} %"]
         trace = json.loads((tmp_path / f"burst-{stage}.trace.json").read_text())
         slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         assert len(slices) == sum(burst.ANSWER_LENS)
     assert (tmp_path / "burst.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_schedulers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = []
+
+    class Watched(llm.LLM):
+        def __init__(self, *args, scheduler, **options) -> None:
+            served.append(scheduler)
+            super().__init__(*args, scheduler=scheduler, **options)
+
+    monkeypatch.setattr(llm, "LLM", Watched)
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "16"])
+    assert result.exit_code == 0, result.output
+    assert served == ["static", "continuous"] * 3
+
+
+def a_run(num_steps: int, seconds: float) -> burst.Run:
+    steps = [TraceStep(step, 0.0, 0.0, (), 0, 0, 0, 0, 0, ()) for step in range(num_steps)]
+    return burst.Run(steps, token_ids=[], seconds=seconds)
+
+
+def test_what_the_demo_concludes_follows_from_what_it_measured() -> None:
+    static = a_run(173, seconds=1.2)
+    assert burst.verdict({"static": static, "continuous": a_run(113, seconds=0.8)}) == (
+        "Same tokens, in 113 steps instead of 173, 1.5 times as fast."
+    )
+    for seconds in (1.2, 1.3):
+        assert "in no less time" in burst.verdict({"static": static, "continuous": a_run(113, seconds)})
+    assert (speed.verdict(6.52), memory.verdict(4.0)) == (
+        "Same tokens, computed 6.5 times as fast.",
+        "Same tokens, with 4.0 times less memory reserved.",
+    )
+    assert "no time was saved (0.9 ×)" in speed.verdict(0.9)
+    assert "no memory was saved (0.8 ×)" in memory.verdict(0.75)
 
 
 def test_demo_looks_at_its_folder_first(tmp_path: Path) -> None:

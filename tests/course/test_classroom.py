@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
         "bob/phase-00-toys": {"palette.py": COLOR, "arithmetic/arithmetic.py": "def dtype_nbytes(dtype)\n"},
         "cleo": {"palette.py": COLOR, "notes.txt": "I ran out of time."},
         "dan": {
-            "palette.py": "def color(role, scheme='light'):\n    while True: pass\n",
+            "palette.py": "import time\ndef color(role, scheme='light'):\n    time.sleep(60)\n",
             "arithmetic/arithmetic.py": NBYTES,
         },
     }

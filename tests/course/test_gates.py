@@ -50,6 +50,7 @@ def test_the_starters_are_those_of_this_reference(phase: Phase) -> None:
         assert f"{digest}  {phase.folder}/{file}" in recorded, f"{module} has changed: run `minicache course starters`"
 
 
+@pytest.mark.slow
 @each_phase
 def test_the_starters_fail_every_task(phase: Phase, server: PytestServer) -> None:
     starters = {module: starter(phase, module) for module in phase.files}
@@ -60,6 +61,7 @@ def test_the_starters_fail_every_task(phase: Phase, server: PytestServer) -> Non
     }
 
 
+@pytest.mark.slow
 @each_task
 def test_no_task_needs_a_later_one(phase: Phase, task: Task, server: PytestServer) -> None:
     solved = range(task.number + 1)
@@ -68,6 +70,7 @@ def test_no_task_needs_a_later_one(phase: Phase, task: Task, server: PytestServe
     assert graded.outcome is Outcome.PASSED, graded.first_problem and graded.first_problem.message
 
 
+@pytest.mark.slow
 @each_wrong
 def test_a_wrong_solution_is_caught_by_its_task(wrong: Wrong, server: PytestServer) -> None:
     result = grade_wrong(WORKSPACE, wrong, server)

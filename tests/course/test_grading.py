@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 
-from minicache.course.grading import grade
+from minicache.course import grading
 from minicache.course.results import Outcome, PhaseResult
+from minicache.course.server import PytestServer
 from minicache.errors import CourseError
 
 from .conftest import COLOR, NBYTES, Toys
+
+Grade = Callable[..., PhaseResult]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PytestServer]:
+    with PytestServer() as started:
+        yield started
+
+
+@pytest.fixture
+def grade(server: PytestServer) -> Grade:
+    """`grade` with one server for all of these tests: what one run does to its process is nothing to the next."""
+    return partial(grading.grade, server=server)
+
+
+def test_a_grading_starts_a_server_of_its_own(toys: Toys) -> None:
+    assert grading.grade(toys.workspace, toys.phase).passed
 
 
 def outcomes(result: PhaseResult) -> list[Outcome]:
     return [task.outcome for task in result.tasks]
 
 
-def test_a_right_solution_earns_all_points(toys: Toys) -> None:
+def test_a_right_solution_earns_all_points(toys: Toys, grade: Grade) -> None:
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.PASSED]
     assert (result.earned, result.points, result.passed, result.problems) == (100, 100, True, {})
 
 
-def test_a_wrong_solution_fails_its_task_and_says_how(toys: Toys) -> None:
+def test_a_wrong_solution_fails_its_task_and_says_how(toys: Toys, grade: Grade) -> None:
     toys.write(nbytes=NBYTES.replace("return 2", "print('hello'); return 4"))
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
@@ -35,7 +57,7 @@ def test_a_wrong_solution_fails_its_task_and_says_how(toys: Toys) -> None:
     assert problem.printed == "hello\n"
 
 
-def test_the_learners_line_is_shown(toys: Toys) -> None:
+def test_the_learners_line_is_shown(toys: Toys, grade: Grade) -> None:
     toys.write(nbytes="def dtype_nbytes(dtype):\n    return {}[dtype]\n")
     problem = grade(toys.workspace, toys.phase, task=2).tasks[0].first_problem
     assert problem is not None
@@ -59,7 +81,7 @@ def test_the_learners_line_is_shown(toys: Toys) -> None:
     ],
     ids=["syntax", "import", "exception", "exit", "renamed"],
 )
-def test_a_file_that_cannot_be_imported(toys: Toys, source: str, reason: str) -> None:
+def test_a_file_that_cannot_be_imported(toys: Toys, grade: Grade, source: str, reason: str) -> None:
     toys.write(nbytes=source)
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
@@ -67,7 +89,7 @@ def test_a_file_that_cannot_be_imported(toys: Toys, source: str, reason: str) ->
     assert all(reason in test.message for test in result.tasks[1].tests)
 
 
-def test_a_missing_file(toys: Toys) -> None:
+def test_a_missing_file(toys: Toys, grade: Grade) -> None:
     toys.nbytes.unlink()
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
@@ -77,7 +99,7 @@ def test_a_missing_file(toys: Toys) -> None:
     )
 
 
-def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys) -> None:
+def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys, grade: Grade) -> None:
     toys.write(color="from minicache.arithmetic.arithmetic import dtype_nbytes\n" + COLOR, nbytes="syntax error\n")
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
@@ -87,13 +109,13 @@ def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys) -> 
 @pytest.mark.parametrize(
     ("body", "outcome", "reason"),
     [
-        ("while True: pass", Outcome.STALLED, "endless loop"),
+        ("import time; time.sleep(60)", Outcome.STALLED, "endless loop"),
         ("import os; os._exit(0)", Outcome.CRASHED, "ended (exit code 0)"),
         ("import ctypes; ctypes.string_at(0)", Outcome.CRASHED, "Segmentation fault"),
     ],
     ids=["loop", "exit", "segfault"],
 )
-def test_a_file_that_takes_the_process_down(toys: Toys, body: str, outcome: Outcome, reason: str) -> None:
+def test_a_file_that_takes_the_process_down(toys: Toys, grade: Grade, body: str, outcome: Outcome, reason: str) -> None:
     toys.write(color=COLOR.replace("    return", f"    if role == 'prompt':\n        {body}\n    return"))
     result = grade(toys.workspace, toys.phase, timeout=5)
     assert outcomes(result) == [outcome, Outcome.PASSED]
@@ -104,7 +126,7 @@ def test_a_file_that_takes_the_process_down(toys: Toys, body: str, outcome: Outc
         assert f"labs/phase-00-toys/palette.py:3: {body}" in lost.message
 
 
-def test_a_stall_is_told_with_the_line_and_where_it_was_called_from(toys: Toys) -> None:
+def test_a_stall_is_told_with_the_line_and_where_it_was_called_from(toys: Toys, grade: Grade) -> None:
     toys.write(color="def spin():\n    while True: pass\n\ndef color(role, scheme='light'):\n    return spin()\n")
     problem = grade(toys.workspace, toys.phase, task=1, timeout=3).tasks[0].first_problem
     assert problem is not None
@@ -115,10 +137,10 @@ def test_a_stall_is_told_with_the_line_and_where_it_was_called_from(toys: Toys) 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [("while True: pass", "endless loop"), ("import os; os._exit(0)", "ended (exit code 0)")],
+    [("import time; time.sleep(60)", "endless loop"), ("import os; os._exit(0)", "ended (exit code 0)")],
     ids=["loop", "exit"],
 )
-def test_a_file_that_takes_the_process_down_at_import(toys: Toys, body: str, reason: str) -> None:
+def test_a_file_that_takes_the_process_down_at_import(toys: Toys, grade: Grade, body: str, reason: str) -> None:
     toys.write(color=f"{body}\n{COLOR}")
     result = grade(toys.workspace, toys.phase, timeout=5)
     assert outcomes(result) == [Outcome.FAILED, Outcome.PASSED]
@@ -126,7 +148,7 @@ def test_a_file_that_takes_the_process_down_at_import(toys: Toys, body: str, rea
     assert all(reason in test.message for test in result.tasks[0].tests)
 
 
-def test_what_passed_before_a_crash_is_kept_and_the_rest_of_the_task_not_run(toys: Toys) -> None:
+def test_what_passed_before_a_crash_is_kept_and_the_rest_of_the_task_not_run(toys: Toys, grade: Grade) -> None:
     with (toys.tests / "test_task_1_colours.py").open("a") as file:
         file.write('\ndef test_more():\n    call(color, "end").gives("#FF7A33")\n')
     toys.write(color=COLOR.replace("    return", "    if scheme == 'dark': import os; os._exit(3)\n    return"))
@@ -134,18 +156,18 @@ def test_what_passed_before_a_crash_is_kept_and_the_rest_of_the_task_not_run(toy
     assert tests == {"A prompt token is yellow.": Outcome.PASSED, "An ended sequence is red.": Outcome.CRASHED}
 
 
-def test_sys_exit_in_a_test_is_a_failure_like_any_other(toys: Toys) -> None:
+def test_sys_exit_in_a_test_is_a_failure_like_any_other(toys: Toys, grade: Grade) -> None:
     toys.write(color="import sys\ndef color(role, scheme='light'):\n    sys.exit(0)\n")
     assert outcomes(grade(toys.workspace, toys.phase)) == [Outcome.FAILED, Outcome.PASSED]
 
 
-def test_stopping_pytest_does_not_end_the_grading(toys: Toys) -> None:
+def test_stopping_pytest_does_not_end_the_grading(toys: Toys, grade: Grade) -> None:
     toys.write(color="def color(role, scheme='light'):\n    raise KeyboardInterrupt\n")
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.CRASHED, Outcome.PASSED]
 
 
-def test_not_written_yet(toys: Toys) -> None:
+def test_not_written_yet(toys: Toys, grade: Grade) -> None:
     starter = (
         'def dtype_nbytes(dtype):\n    raise NotImplementedError("phase 0, task 2: Bytes; read docs/en/toys.md")\n'
     )
@@ -155,7 +177,7 @@ def test_not_written_yet(toys: Toys) -> None:
     assert "dtype_nbytes is not written yet" in result.tasks[1].tests[0].message
 
 
-def test_a_task_that_needs_another_says_so(toys: Toys) -> None:
+def test_a_task_that_needs_another_says_so(toys: Toys, grade: Grade) -> None:
     starter = (
         'def dtype_nbytes(dtype):\n    raise NotImplementedError("phase 0, task 1: Colours; read docs/en/toys.md")\n'
     )
@@ -166,7 +188,7 @@ def test_a_task_that_needs_another_says_so(toys: Toys) -> None:
     assert "needs     task 0.1 first" in result.tasks[1].tests[0].message
 
 
-def test_parameters_belong_to_the_title(toys: Toys) -> None:
+def test_parameters_belong_to_the_title(toys: Toys, grade: Grade) -> None:
     (toys.tests / "test_task_2_bytes.py").write_text(
         "import pytest\n\n"
         '@pytest.mark.parametrize("n", [1, 2])\ndef test_it(n):\n    """It is so."""\n\n'
@@ -176,7 +198,7 @@ def test_parameters_belong_to_the_title(toys: Toys) -> None:
     assert [test.title for test in tests] == ["It is so. [1]", "It is so. [2]", "test_that[3]"]
 
 
-def test_hypothesis_tells_its_example_and_nothing_of_the_grader(toys: Toys) -> None:
+def test_hypothesis_tells_its_example_and_nothing_of_the_grader(toys: Toys, grade: Grade) -> None:
     (toys.tests / "test_task_2_bytes.py").write_text(
         "from hypothesis import given, settings\nfrom hypothesis import strategies as st\n"
         "from minicache.arithmetic.arithmetic import dtype_nbytes\nfrom minicache.course.checks import call\n\n"
@@ -188,7 +210,7 @@ def test_hypothesis_tells_its_example_and_nothing_of_the_grader(toys: Toys) -> N
     assert problem.message.splitlines()[-1] == "example   n=4, text='a # b'"
 
 
-def test_skipped_is_not_graded_and_earns_nothing(toys: Toys) -> None:
+def test_skipped_is_not_graded_and_earns_nothing(toys: Toys, grade: Grade) -> None:
     (toys.tests / "test_task_2_more.py").write_text(
         'import pytest\n\ndef test_more():\n    """Needs a GPU."""\n    pytest.skip("no GPU here")\n'
     )
@@ -199,28 +221,28 @@ def test_skipped_is_not_graded_and_earns_nothing(toys: Toys) -> None:
     assert "no GPU here" in result.tasks[1].tests[-1].message
 
 
-def test_a_task_without_tests_has_failed(toys: Toys) -> None:
+def test_a_task_without_tests_has_failed(toys: Toys, grade: Grade) -> None:
     (toys.tests / "test_task_2_bytes.py").write_text("")
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
     assert not result.passed
 
 
-def test_a_test_file_that_cannot_be_imported_fails_its_task(toys: Toys) -> None:
+def test_a_test_file_that_cannot_be_imported_fails_its_task(toys: Toys, grade: Grade) -> None:
     (toys.tests / "test_task_2_bytes.py").write_text("from minicache.arithmetic.arithmetic import no_such_name\n")
     result = grade(toys.workspace, toys.phase)
     assert outcomes(result) == [Outcome.PASSED, Outcome.FAILED]
     assert "no_such_name" in result.tasks[1].tests[0].message
 
 
-def test_one_task(toys: Toys) -> None:
+def test_one_task(toys: Toys, grade: Grade) -> None:
     toys.write(color="syntax error\n")
     result = grade(toys.workspace, toys.phase, task=2)
     assert [task.task.number for task in result.tasks] == [2]
     assert result.passed
 
 
-def test_what_cannot_be_graded_is_refused(toys: Toys) -> None:
+def test_what_cannot_be_graded_is_refused(toys: Toys, grade: Grade) -> None:
     with pytest.raises(CourseError, match="planned"):
         grade(toys.workspace, toys.workspace.course.phase(1))
     with pytest.raises(CourseError, match="no task 7: there are 1, 2"):

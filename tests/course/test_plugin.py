@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
+
+from minicache.course.server import PLUGINS
 
 from .conftest import COLOR, NBYTES, Toys
 
 
-def run(toys: Toys, *arguments: str, folder: str = "tests/phase-00-toys") -> tuple[int, str]:
-    """Exit status and output of pytest in the small course."""
+def run(
+    toys: Toys, *arguments: str, folder: str = "tests/phase-00-toys", plugins: Mapping[str, str] = PLUGINS
+) -> tuple[int, str]:
+    """Exit status and output of pytest in the small course, without the plugins that are nothing to it."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments, folder]
-    done = subprocess.run(command, cwd=toys.workspace.root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=toys.workspace.root, env=os.environ | plugins, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 def test_the_reference_is_graded_by_default(toys: Toys) -> None:
     toys.write(color="broken\n", nbytes="broken\n")
-    status, output = run(toys)
+    status, output = run(toys, plugins={})  # as pytest finds them: this is where it has to find ours
     assert status == 0
     assert "grading the reference" in output
     assert "4 passed" in output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -74,3 +76,28 @@ def test_a_signal_goes_to_the_run_alone(tests: Path) -> None:
         child.abort()
         assert child.stop() == -6
         assert run(server, tests, "test_it.py").stop() in (1, -9)
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from minicache.course.server import PytestServer
+
+with PytestServer() as server:
+    folder = Path(sys.argv[1])
+    child = server.start(["-q", "-p", "no:cacheprovider", "test_spin.py"], folder, folder / "log")
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a process's parent is read from /proc")
+def test_no_process_outlives_an_owner_that_is_killed(tests: Path) -> None:
+    """The run loops for ever: neither it nor the process that forked it would end by itself."""
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(tests)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout
+        run_pid = int(owner.stdout.readline())
+        server_pid = int(Path(f"/proc/{run_pid}/stat").read_text().split(")")[-1].split()[1])
+        owner.kill()
+    wait_for_the_end(run_pid)
+    wait_for_the_end(server_pid)

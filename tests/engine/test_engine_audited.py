@@ -108,6 +108,8 @@ def serve_at_random(
         observers=[auditor],
     )
     fine, failing = llm.run_model, rng.choice([0.0, 0.0, 0.15])
+    if failing and (llm.scheduler.max_num_batched_tokens < 16 or getattr(llm.scheduler, "long_prefill_threshold", 0)):
+        failing = 0.01  # after a failure all is computed again: where that takes many steps, the run would never end
 
     def run_model(output: SchedulerOutput) -> Any:
         if rng.random() < failing:

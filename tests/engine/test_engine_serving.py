@@ -403,13 +403,13 @@ def test_a_block_is_found_in_the_step_in_which_decode_fills_it(model, prompts, a
 # A scheduler that does not keep its promises
 
 
-def test_a_scheduler_that_orders_nothing(model, prompts):
+def test_a_scheduler_that_schedules_nothing(model, prompts):
     class Idle(PagedScheduler):
-        def admit(self, output):
-            pass
+        def may_admit(self, output):
+            return False
 
     llm = LLM(model, scheduler=Idle(num_blocks=8))
-    with pytest.raises(InvariantError, match="orders nothing"):
+    with pytest.raises(InvariantError, match="schedules nothing"):
         llm.generate(prompts[:2], GREEDY)
     assert not llm.has_unfinished
 
@@ -420,7 +420,7 @@ def test_a_scheduler_that_gives_no_blocks(model, prompts):
             return 0
 
     llm = LLM(model, scheduler=Generous(num_blocks=8))
-    with pytest.raises(InvariantError, match="gave it 0 blocks"):
+    with pytest.raises(InvariantError, match="given it 0 blocks"):
         llm.generate(prompts[:2], GREEDY)
 
 
@@ -526,22 +526,103 @@ def test_capacity_is_reported_though_the_model_fails(model, prompts):
     assert (chunk.request_id, chunk.token_id, chunk.finish_reason) == ("a", None, "capacity")
 
 
-def test_logits_that_are_no_numbers(model, prompts):
-    """NaN out of a model is an error that names the row, not a token."""
+class Spoiling(Failing):
+    """A model that spoils the keys, values and logits of every request that has a certain token."""
 
-    class Broken(Failing):
-        def logits(self, hidden):
-            return super().logits(hidden) * (torch.nan if self.num_passes == 2 else 1)
+    def __init__(self, model, token_id, value):
+        super().__init__(model, {})
+        self.token_id, self.value = token_id, value
 
-    llm = LLM(Broken(model, {}), cache="dense")
-    params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
-    llm.add_request(prompts[0], params)
-    first = llm.step()
-    with pytest.raises(ValueError, match=r"rows \[0\]"):
-        llm.step()
-    rest = [chunk for _ in range(3) for chunk in llm.step()]
-    (expected,) = LLM(model).generate([prompts[0]], params)
-    assert [chunk.token_id for chunk in first + rest] == expected.token_ids
+    def hidden_states(self, token_ids, cache):
+        def spoil(module, arguments, embedded):
+            return embedded.masked_fill((token_ids == self.token_id)[..., None], self.value)
+
+        handle = self.model.embed_tokens.register_forward_hook(spoil)
+        try:
+            return super().hidden_states(token_ids, cache)
+        finally:
+            handle.remove()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache": "dense"},
+        {"scheduler": "continuous", "num_blocks": 60},
+        {"scheduler": "paged", "num_blocks": 24, "preemption": "swap", "num_host_blocks": 20},
+        {"prefix_caching": True, "num_blocks": 40, "max_num_batched_tokens": 16},
+    ],
+    ids=["dense", "continuous", "swap", "prefix cache"],
+)
+def test_requests_whose_logits_are_no_numbers_fail_alone(model, prompts, options, temperature, value):
+    """They end with "error" and without a token; the others get theirs, then and later, also in the same blocks."""
+    params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
+    good = [prompt for prompt in prompts if len(prompt) > 1]
+    expected = [LLM(model).generate([prompt], params)[0].token_ids for prompt in good]
+    spoilt = next(each for each in range(1, 346) if not any(each in tokens for tokens in [*good, *expected]))
+    llm = LLM(Spoiling(model, spoilt, value), block_size=4, **options)
+    for _ in range(2):
+        bad = [[spoilt, *prompt, *prompt] for prompt in good]
+        wanted = [each for pair in zip(bad, good, strict=True) for each in pair]
+        answers = llm.generate(wanted, params)
+        assert [(each.token_ids, each.finish_reason) for each in answers[::2]] == [([], "error")] * len(good)
+        assert [each.token_ids for each in answers[1::2]] == expected
+        assert {each.finish_reason for each in answers[1::2]} == {"length"}
+    assert llm.scheduler.pool.num_used == 0
+
+
+def test_what_a_spoilt_request_has_left_is_not_found(model, prompts):
+    """Its blocks may hold NaN, those before the spoilt token too: a later prompt that begins alike computes its own."""
+    expected = LLM(model).generate([prompts[2]], GREEDY)
+    spoilt = next(each for each in range(1, 346) if each not in [*prompts[2], *expected[0].token_ids])
+    llm = LLM(Spoiling(model, spoilt, torch.nan), block_size=4, num_blocks=40, prefix_caching=True)
+    llm.add_request([*prompts[2], spoilt], GREEDY)
+    assert [chunk.finish_reason for chunk in llm.step()] == ["error"]
+    assert llm.generate([prompts[2]], GREEDY) == expected
+
+
+def test_one_step_gives_good_requests_their_tokens_and_ends_the_bad_ones(model, prompts):
+    spoilt = next(token_id for token_id in range(1, 346) if token_id not in prompts[0])
+    llm = LLM(Spoiling(model, spoilt, torch.nan))
+    for request_id, prompt in enumerate((prompts[0], [*prompts[0], spoilt], prompts[0])):
+        llm.add_request(prompt, GREEDY, request_id=request_id)
+    chunks = llm.step()
+    assert [(each.request_id, each.token_id is None, each.finish_reason) for each in chunks] == [
+        (0, False, None),
+        (1, True, "error"),
+        (2, False, None),
+    ]
+
+
+class Illegible:
+    """A tokenizer that cannot decode a certain token."""
+
+    def __init__(self, tokenizer, token_id):
+        self.tokenizer, self.token_id, self.end_token_id = tokenizer, token_id, tokenizer.end_token_id
+
+    def encode(self, text):
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids):
+        if self.token_id in (ids := list(ids)):
+            raise RuntimeError("cannot be written")
+        return self.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 9], ids=["its last token", "one before its last"])
+def test_a_request_whose_tokens_cannot_be_decoded_fails_alone(model, tokenizer, prompts, alone, num_tokens):
+    first, second = alone(prompts[2], 9), alone(prompts[1], 9)
+    illegible = first[2]
+    assert illegible not in [*first[:2], *prompts[2], *prompts[1], *second]
+    llm = LLM(model, tokenizer=Illegible(tokenizer, illegible), num_blocks=64)
+    params = [SamplingParams(max_tokens=each, ignore_eos=True) for each in (num_tokens, 9)]
+    bad, good = llm.generate([prompts[2], prompts[1]], params)
+    assert (bad.token_ids, bad.finish_reason) == (first[:3], "error")
+    assert (good.token_ids, good.finish_reason) == (second, "length")
+    assert llm.scheduler.pool.num_used == 0
+    assert not llm.has_unfinished
 
 
 def test_an_engine_that_lasts(model, prompts):
@@ -568,3 +649,16 @@ def test_importing_the_engine_draws_nothing_heavy_into_the_lower_floor():
     code = "import sys, minicache, minicache.scheduler; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model, tokenizer, monkeypatch):
+    """The longest text that a tokenizer can make of max_model_len tokens may come; one character more is refused."""
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=64, max_model_len=16)
+    longest = max((tokenizer.decode([5, token_id]) for token_id in range(1, tokenizer.vocab_size)), key=len)
+    word = longest.removeprefix(tokenizer.decode([5]))
+    assert len(word) == tokenizer.max_token_chars
+    with pytest.raises(RequestTooLargeError, match="16 tokens"):
+        llm.generate([word * 16], GREEDY)  # as many characters as may be, but a token too many
+    monkeypatch.setattr(tokenizer, "encode", lambda text: pytest.fail("it was tokenized"))
+    with pytest.raises(RequestTooLargeError, match="characters"):
+        llm.generate([word * 16 + " "], GREEDY)

@@ -145,13 +145,17 @@ def test_a_batch_is_picked_row_by_row() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_no_distribution_is_refused_before_anything_is_drawn(bad: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_no_distribution_gives_no_token_and_draws_none(bad: float, dtype: torch.dtype) -> None:
     params = SamplingParams(temperature=1.0, seed=3)
-    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
-    broken = torch.stack([logits[0], torch.full((50,), bad)])
-    samplers = [TokenSampler(params), TokenSampler(params)]
-    with pytest.raises(ValueError, match=r"rows \[1\]"):
-        pick_tokens(broken, samplers)
-    assert pick_tokens(logits, samplers) == pick_tokens(logits, [TokenSampler(params), TokenSampler(params)])
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    broken = logits.clone()
+    broken[1, 1:] = bad
+    broken[1, 0] = torch.nan if bad != bad else -torch.inf
+    samplers, fresh = ([TokenSampler(each) for each in (params, params, SamplingParams())] for _ in range(2))
+    first, none, greedy_one = pick_tokens(broken, samplers)
+    assert none is None
+    assert [first, greedy_one] == pick_tokens(logits[[0, 2]], [fresh[0], fresh[2]])
+    assert pick_tokens(logits, samplers) == pick_tokens(logits, fresh)
     with pytest.raises(ValueError, match="one for each"):
         pick_tokens(logits, samplers[:1])

@@ -1,4 +1,4 @@
-"""Speculative decoding gives the tokens of greedy decoding, whoever guesses, in fewer passes where guesses hit."""
+"""Speculative decoding yields the tokens of greedy decoding, whatever is proposed, in fewer forward passes."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 
 from minicache.cache.paged import PagedKVCache
 from minicache.engine.decoding import decode
-from minicache.engine.speculative import NgramDrafter, SpeculationStats, num_agreed, speculative_decode
+from minicache.engine.speculative import NgramDrafter, SpeculationStats, num_accepted, speculative_decode
 from minicache.errors import CacheOverflowError
 
 NUM_NEW = 40
 
 
 class Oracle:
-    """Knows the answer, and is wrong in every `wrong`-th place."""
+    """Knows the answer, and is wrong at every `wrong`-th position."""
 
     def __init__(self, tokens, wrong=0):
         self.tokens, self.wrong = tokens, wrong
 
     def draft(self, token_ids, num_tokens):
         start = len(token_ids)
-        guesses = self.tokens[start : start + num_tokens]
+        drafts = self.tokens[start : start + num_tokens]
         return [
-            token + 1 if self.wrong and place % self.wrong == 0 else token for place, token in enumerate(guesses, start)
+            token + 1 if self.wrong and place % self.wrong == 0 else token for place, token in enumerate(drafts, start)
         ]
 
 
 class Rubbish:
-    """Guesses at random, and longer than the answer has room for."""
+    """Proposes random tokens."""
 
     def __init__(self):
         self.rng = random.Random(0)
@@ -71,7 +71,7 @@ def test_the_tokens_are_those_of_greedy_decoding(model, prompts, num_drafts):
 
 
 def test_passes_with_an_oracle(model, prompts):
-    """Right guesses of 4: after the prompt's pass, which gives one, 39 tokens come 5 at a time."""
+    """4 right draft tokens a pass: after the prompt's pass, which yields one, 39 tokens come 5 at a time."""
     expected, stats = greedy_tokens(model, prompts[0]), SpeculationStats()
     oracle = Oracle(prompts[0] + expected)
     assert speculated(model, prompts[0], oracle, num_drafts=4, stats=stats) == expected
@@ -81,7 +81,7 @@ def test_passes_with_an_oracle(model, prompts):
 
 
 def test_passes_with_rubbish(model, prompts):
-    """Nearly all guesses are wrong: about a pass a token, as without any."""
+    """Nearly all draft tokens are rejected: about a pass a token, as without any."""
     stats = SpeculationStats()
     speculated(model, prompts[0], Rubbish(), num_drafts=4, stats=stats)
     assert stats.num_passes > 36
@@ -91,7 +91,7 @@ def test_passes_with_rubbish(model, prompts):
 
 @pytest.mark.parametrize("num_new", [0, 1, 2, 5])
 def test_it_stops_in_time(model, prompts, num_new):
-    """It never guesses past the end, and writes no more rows than decoding does."""
+    """It proposes nothing past the end, and stores no more entries than decoding does."""
     expected = greedy_tokens(model, prompts[1], 12)
     cache = a_cache(model)
     assert speculated(model, prompts[1], Oracle(prompts[1] + expected), num_new, cache) == expected[:num_new]
@@ -99,7 +99,7 @@ def test_it_stops_in_time(model, prompts, num_new):
 
 
 def test_a_cache_that_ends(model, prompts):
-    """Room for 9 tokens more than the prompt: 10 tokens come, the last of which is never stored; then it is full."""
+    """Room for 9 tokens more than the prompt: 10 tokens are yielded, the last of which is never stored."""
     prompt, found = prompts[2], list[int]()
     expected = greedy_tokens(model, prompt, 20)
     cache = a_cache(model, len(prompt) + 9)
@@ -132,13 +132,13 @@ def test_what_is_refused(model, prompts):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "max_ngram", "num_tokens", "guess"),
+    ("tokens", "max_ngram", "num_tokens", "drafts"),
     [
-        ([1, 2, 3, 1, 2], 3, 4, [3, 1, 2]),  # "1 2" stood at the beginning
+        ([1, 2, 3, 1, 2], 3, 4, [3, 1, 2]),  # "1 2" occurs at the beginning
         ([1, 2, 3, 1, 2], 3, 1, [3]),
         ([1, 2, 3, 1, 2], 3, 0, []),
-        ([5, 2, 8, 1, 2, 9, 1, 2], 3, 2, [9, 1]),  # the longest ending, "1 2", before the latest place of "2"
-        ([2, 8, 2, 9, 2], 3, 1, [9]),  # of two places the later
+        ([5, 2, 8, 1, 2, 9, 1, 2], 3, 2, [9, 1]),  # the longest ending, "1 2", before the latest "2"
+        ([2, 8, 2, 9, 2], 3, 1, [9]),  # of two occurrences the later
         ([4, 4, 4], 3, 3, [4]),  # the ending may overlap what it is found in
         ([1, 2, 3], 3, 4, []),
         ([7], 3, 4, []),
@@ -146,16 +146,16 @@ def test_what_is_refused(model, prompts):
         ([1, 2, 9, 3, 2], 1, 4, [9, 3, 2]),
     ],
 )
-def test_what_followed_before(tokens, max_ngram, num_tokens, guess):
-    assert NgramDrafter(max_ngram).draft(tokens, num_tokens) == guess
+def test_what_followed_before(tokens, max_ngram, num_tokens, drafts):
+    assert NgramDrafter(max_ngram).draft(tokens, num_tokens) == drafts
 
 
 @pytest.mark.parametrize(
-    ("drafts", "picked", "agreed"),
+    ("drafts", "picked", "accepted"),
     [([], [1], 0), ([1], [1, 2], 1), ([1], [2, 2], 0), ([1, 2, 3], [1, 9, 3, 4], 1), ([1, 2], [1, 2, 5], 2)],
 )
-def test_agreement_ends_at_the_first_difference(drafts, picked, agreed):
-    assert num_agreed(drafts, picked) == agreed
+def test_acceptance_ends_at_the_first_difference(drafts, picked, accepted):
+    assert num_accepted(drafts, picked) == accepted
 
 
 def test_nothing_has_happened_yet():

@@ -108,6 +108,50 @@ def test_bytes_that_never_become_a_letter_are_shown_at_the_end():
     assert stream.text == "B\N{REPLACEMENT CHARACTER}"
 
 
+class CountingBytes(Bytes):
+    """Counts the tokens that it has decoded."""
+
+    def __init__(self):
+        self.num_decoded = 0
+
+    def decode(self, ids):
+        ids = list(ids)
+        self.num_decoded += len(ids)
+        return super().decode(ids)
+
+
+@given(st.lists(st.sampled_from([0x41, 0x80, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 256])))
+def test_any_bytes_read_as_decoded_at_once(answer):
+    stream = TextStream(Bytes(), [65])
+    run(stream, answer)
+    assert stream.text == Bytes().decode(answer)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[0xFF], [0x80], [0xE2], [0xF0, 0x9F, 0x98], [0xC3, 300], [300]],
+    ids=["FF", "80", "E2", "cut", "mix", "∅"],
+)
+@pytest.mark.parametrize("prompt", [[65], [300] * 3000], ids=["a letter", "nothing that shows"])
+def test_bytes_that_never_become_a_letter_cost_the_same_each(tokens, prompt):
+    """Tokens decoded for four times the tokens: four times as many. (300 shows as nothing.)"""
+    counts = []
+    for num_tokens in (1000, 4000):
+        tokenizer = CountingBytes()
+        stream = TextStream(tokenizer, prompt)
+        tokenizer.num_decoded = 0
+        run(stream, (tokens * num_tokens)[:num_tokens])
+        counts.append(tokenizer.num_decoded)
+    assert counts[1] < 4.1 * counts[0]
+
+
+def test_most_of_the_bytes_that_never_become_a_letter_are_shown_as_they_come():
+    stream = TextStream(Bytes(), [65])
+    for _ in range(100):
+        stream.push(0xFF)
+    assert len(stream.text) > 80
+
+
 # Stop strings
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,29 +30,44 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 without_gpu = pytest.mark.skipif(runtime.has_gpu(), reason="there is a GPU")
 
 
-def said(code: str, interpret: str | None = None) -> str:
-    """What `code` prints in a new process, with TRITON_INTERPRET as given."""
-    kept = {name: value for name, value in os.environ.items() if name != runtime.INTERPRET}
-    environment = kept | ({runtime.INTERPRET: interpret} if interpret else {})
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> Said:
+    """What code prints in a new process, TRITON_INTERPRET being as given. It is forked from one that has only torch."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    output = tmp_path / "output"
+
+    def said(code: str, interpret: str = "") -> str:
+        given = f"os.environ[{runtime.INTERPRET!r}] = {interpret!r}\n" if interpret else ""
+        start = (
+            f"import os, sys\nsys.stdout = open({str(output)!r}, 'w')\nos.environ.pop({runtime.INTERPRET!r}, None)\n"
+        )
+        process = context.Process(target=exec, args=(start + given + code, {}))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        return output.read_text().strip()
+
+    return said
 
 
 @needs_triton
-def test_the_interpreter_runs_where_it_was_asked_for() -> None:
+def test_the_interpreter_runs_where_it_was_asked_for(said: Said) -> None:
     assert said(REQUIRE, interpret="1") == "runs True"
 
 
 @needs_triton
 @without_gpu
-def test_without_gpu_it_can_be_asked_for_in_time() -> None:
+def test_without_gpu_it_can_be_asked_for_in_time(said: Said) -> None:
     code = "from minicache.kernels import runtime; runtime.interpret_without_gpu()"
     assert said(code + REQUIRE) == "runs True"
 
 
 @needs_triton
-def test_nobody_asked_for_the_interpreter() -> None:
+def test_nobody_asked_for_the_interpreter(said: Said) -> None:
     message = said(REQUIRE)
     assert "set TRITON_INTERPRET=1 before the first import of triton" in message
     assert "PyTorch" in message
@@ -61,31 +76,31 @@ def test_nobody_asked_for_the_interpreter() -> None:
 @needs_triton
 @pytest.mark.parametrize(
     ("before", "after", "change"),
-    [(None, "os.environ['TRITON_INTERPRET'] = '1'", "set"), ("1", "del os.environ['TRITON_INTERPRET']", "unset")],
+    [("", "os.environ['TRITON_INTERPRET'] = '1'", "set"), ("1", "del os.environ['TRITON_INTERPRET']", "unset")],
 )
-def test_too_late(before: str | None, after: str, change: str) -> None:
+def test_too_late(said: Said, before: str, after: str, change: str) -> None:
     message = said(f"import os, triton; {after}\n" + REQUIRE, interpret=before)
     assert f"TRITON_INTERPRET was {change} after triton was imported" in message
     assert "before the process starts" in message
 
 
-def test_no_triton_on_linux() -> None:
+def test_no_triton_on_linux(said: Said) -> None:
     message = said(HIDE_TRITON + "sys.platform = 'linux'\n" + REQUIRE)
     assert message.startswith("Triton is not installed: pip install triton")
     assert "phase 4" in message
 
 
-def test_no_triton_elsewhere() -> None:
+def test_no_triton_elsewhere(said: Said) -> None:
     message = said(HIDE_TRITON + "import torch; sys.platform = 'darwin'\n" + REQUIRE)
     assert "Linux only, and this is darwin" in message
 
 
-def test_the_kernels_package_brings_no_triton() -> None:
+def test_the_kernels_package_brings_no_triton(said: Said) -> None:
     code = "import sys, minicache.kernels, minicache.kernels.runtime; print('triton' in sys.modules)"
     assert said(code) == "False"
 
 
-def test_everything_but_the_kernels_runs_without_triton() -> None:
+def test_everything_but_the_kernels_runs_without_triton(said: Said) -> None:
     code = """
 import torch
 from minicache.kernels import gather_kv, store_kv
@@ -109,7 +124,7 @@ def test_the_canary_sings(interpreter: None) -> None:
     assert "canary passed" in runtime.describe()
 
 
-def test_an_interpreter_that_computes_wrongly_is_refused(interpreter: None) -> None:
+def test_an_interpreter_that_computes_wrongly_is_refused(said: Said, interpreter: None) -> None:
     wrong = """
 from triton.runtime.interpreter import InterpreterBuilder
 import numpy as np
@@ -120,7 +135,7 @@ InterpreterBuilder.create_fadd = lambda self, lhs, rhs: self.binary_op(lhs, rhs,
     assert "pip install -c constraints.txt" in message
 
 
-def test_an_interpreter_that_raises_is_refused(interpreter: None) -> None:
+def test_an_interpreter_that_raises_is_refused(said: Said, interpreter: None) -> None:
     wrong = """
 from triton.runtime.interpreter import InterpreterBuilder
 del InterpreterBuilder.create_dot

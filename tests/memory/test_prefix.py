@@ -69,24 +69,45 @@ def test_a_freed_block_is_found_until_it_is_handed_out():
     pool.free([second, first])
     assert pool.find([A, B]) == [first, second]
     assert (pool.num_free, pool.num_used, pool.num_cached) == (3, 0, 2)
-    assert pool.allocate(1) == [2]  # free longest, never used
+    assert pool.allocate(1) == [2]  # never used
     assert pool.allocate(1) == [second]  # the tail goes first
     assert pool.find([A, B]) == [first]
     assert pool.num_evicted == 1
     pool.check()
 
 
-def test_a_hit_is_taken_out_of_the_middle_of_the_line():
+def test_a_hit_is_taken_out_of_the_middle_of_the_free_list():
     pool = CachingBlockPool(4, 4)
     blocks = pool.allocate(4)
     pool.cache(blocks[:3], [A, B, C])
     pool.free(blocks)
     pool.share(pool.find([A, B])[1:])
     assert pool.ref_count(1) == 1
-    assert pool.allocate(3) == [0, 2, 3]
+    assert pool.allocate(3) == [3, 0, 2]
     with pytest.raises(OutOfBlocksError):
         pool.allocate(1)
     pool.check()
+
+
+def test_unhashed_blocks_are_reused_before_cached_ones_are_evicted():
+    """Hashed blocks go to the back in the order in which they are freed, the others to the front, the last first."""
+    pool = CachingBlockPool(6, 4)
+    prefix, tails = pool.allocate(2), pool.allocate(2)
+    pool.cache(prefix, [A, B])
+    pool.free([tails[0], prefix[1], tails[1], prefix[0]])
+    assert [pool.allocate(1)[0] for _ in range(6)] == [tails[1], tails[0], 4, 5, prefix[1], prefix[0]]
+    assert pool.num_evicted == 2
+
+
+def test_any_number_of_unfinished_tails_evicts_nothing():
+    """Requests whose only block never fills up come and go: each takes the block that the one before it gave back."""
+    pool = CachingBlockPool(3, 4)
+    pool.cache(pool.allocate(2), [A, B])
+    pool.free([1, 0])
+    for _ in range(10):
+        assert pool.allocate(1) == [2]
+        pool.free([2])
+    assert (pool.find([A, B]), pool.num_evicted) == ([0, 1], 0)
 
 
 def test_a_run_ends_where_a_block_is_missing():
@@ -98,7 +119,7 @@ def test_a_run_ends_where_a_block_is_missing():
 
 
 def test_two_blocks_of_one_content():
-    """Both keep their name; the one that was cached first is found, and when it is handed out, the other."""
+    """Both keep their hash; the one that was cached first is found, and when it is handed out, the other."""
     pool = CachingBlockPool(2, 4)
     pool.cache(pool.allocate(2), [A, A])
     assert (pool.find([A]), pool.num_cached) == ([0], 2)
@@ -108,7 +129,7 @@ def test_two_blocks_of_one_content():
     pool.check()
 
 
-def test_a_name_is_given_once():
+def test_a_hash_is_given_once():
     pool = CachingBlockPool(2, 4)
     pool.cache(pool.allocate(1), [A])
     pool.cache([0], [B])
@@ -169,41 +190,42 @@ def test_misuse_changes_nothing(call, error, says):
 @given(st.integers(0, 10**6))
 def test_any_calls_against_lists(seed):
     rng = random.Random(seed)
-    pool, names = CachingBlockPool(6, 4), [block_hash(root_hash(), [number]) for number in range(5)]
-    line, owners, named = list(range(6)), [0] * 6, []  # named: (name, block), the first to be named first
+    pool, hashes = CachingBlockPool(6, 4), [block_hash(root_hash(), [number]) for number in range(5)]
+    free, references, cached = list(range(6)), [0] * 6, []  # cached: (hash, block), the first to be cached first
     for _ in range(60):
-        used = [block for block in range(6) if owners[block]]
+        used = [block for block in range(6) if references[block]]
         kind = rng.choice(["allocate", "share", "free", "cache", "uncache"])
-        if kind == "allocate" and (count := rng.randint(0, len(line))):
-            blocks, line = line[:count], line[count:]
-            named = [each for each in named if each[1] not in blocks]
+        if kind == "allocate" and (count := rng.randint(0, len(free))):
+            blocks, free = free[:count], free[count:]
+            cached = [each for each in cached if each[1] not in blocks]
             for block in blocks:
-                owners[block] = 1
+                references[block] = 1
             assert pool.allocate(count) == blocks
-        elif kind == "share" and (there := used + [block for _, block in named]):
+        elif kind == "share" and (there := used + [block for _, block in cached]):
             block = rng.choice(there)
-            line = [each for each in line if each != block]
-            owners[block] += 1
+            free = [each for each in free if each != block]
+            references[block] += 1
             pool.share([block])
         elif kind == "free" and used:
             block = rng.choice(used)
-            owners[block] -= 1
-            line += [block] * (not owners[block])
+            references[block] -= 1
+            if not references[block]:
+                free = [*free, block] if any(each == block for _, each in cached) else [block, *free]
             pool.free([block])
         elif kind == "cache" and used:
-            block, name = rng.choice(used), rng.choice(names)
-            if all(each != block for _, each in named):
-                named.append((name, block))
-            pool.cache([block], [name])
+            block, its_hash = rng.choice(used), rng.choice(hashes)
+            if all(each != block for _, each in cached):
+                cached.append((its_hash, block))
+            pool.cache([block], [its_hash])
         elif kind == "uncache":
             block = rng.randrange(6)
-            named = [each for each in named if each[1] != block]
+            cached = [each for each in cached if each[1] != block]
             pool.uncache([block])
         pool.check()
-        assert [pool.ref_count(block) for block in range(6)] == owners
-        assert (pool.num_free, pool.num_cached) == (len(line), len(named))
-        for name in names:
-            assert pool.find([name]) == [block for each, block in named if each == name][:1]
+        assert [pool.ref_count(block) for block in range(6)] == references
+        assert (pool.num_free, pool.num_cached) == (len(free), len(cached))
+        for its_hash in hashes:
+            assert pool.find([its_hash]) == [block for each, block in cached if each == its_hash][:1]
 
 
 def test_hit_rate():

@@ -7,35 +7,41 @@ import pytest
 from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.base import Scheduler
-from minicache.scheduler.output import SchedulerOutput
 
 
 class Plain(Scheduler):
-    """Everybody who waits joins the batch, in order, and computes at most `chunk` tokens a step.
+    """Admits every waiting request, in order; each computes at most `chunk` tokens a step.
 
-    It uses nothing of what the tasks ask for, so that each task can be graded before the next one is written.
+    Its hooks use nothing that the tasks ask for, so each task can be graded before the next one is written.
     """
 
     def __init__(self, *, chunk=10**6, **options):
         super().__init__(**options)
         self.chunk = chunk
-        self.released = []  # ids, in the order in which `release` was asked to give their blocks back
+        self.released = []  # ids, in the order in which `release` was called for them
 
     def blocks_to_admit(self, request):
         return blocks_for(request.num_prompt_tokens + request.max_tokens, self.pool.block_size)
 
-    def schedule(self):
-        while self.waiting:
-            _, request = self.waiting.popitem(last=False)
+    def schedule_running(self, output):
+        for request in self.running:
+            self.compute(request, output)
+
+    def may_admit(self, output):
+        return True
+
+    def schedule_waiting(self, output):
+        while request := self.waiting.first():
+            self.waiting.remove(request)
             request.block_ids = self.pool.allocate(self.blocks_to_admit(request))
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-        output = SchedulerOutput()
-        for request in self.running:
-            num_new = request.num_tokens - request.num_computed_tokens
-            output.num_scheduled_tokens[request.request_id] = min(num_new, self.chunk)
-            output.scheduled.append(request)
-        return self.issue(output)
+            self.compute(request, output)
+
+    def compute(self, request, output):
+        num_new = request.num_tokens - request.num_computed_tokens
+        output.num_scheduled_tokens[request.request_id] = min(num_new, self.chunk)
+        output.scheduled.append(request)
 
     def release(self, request):
         self.released.append(request.request_id)
@@ -67,7 +73,7 @@ def state_of():
     """`state_of(scheduler, *requests)`: all that a caller can see of them, to be compared before and after a call."""
 
     def look(scheduler, *requests):
-        everybody = {id(each): each for each in (*scheduler.waiting.values(), *scheduler.running, *requests)}
+        seen = {id(each): each for each in (*scheduler.waiting.values(), *scheduler.running, *requests)}
         return {
             "waiting": list(scheduler.waiting),
             "running": [request.request_id for request in scheduler.running],
@@ -82,7 +88,7 @@ def state_of():
                     list(request.output_token_ids),
                     list(request.block_ids),
                 )
-                for request in everybody.values()
+                for request in seen.values()
             ],
         }
 

@@ -20,7 +20,7 @@ def static(**options):
 
 
 def steps_of(scheduler, requests, max_steps=1000):
-    """{id: tokens} of each step until all have ended: what schedule() ordered."""
+    """{id: tokens} of each step until all have finished."""
     for request in requests:
         scheduler.add_request(request)
     steps = []
@@ -43,7 +43,7 @@ def test_a_prompt_then_token_by_token(request_of):
 
 
 def test_all_prompts_in_one_step(request_of):
-    """Whoever is admitted computes its prompt in that step, in the order of arrival."""
+    """Every admitted request computes its prompt in that step, in the order of arrival."""
     scheduler = static()
     for request in (request_of("b", 5), request_of("a", 2), request_of(0, 9)):
         scheduler.add_request(request)
@@ -54,14 +54,14 @@ def test_all_prompts_in_one_step(request_of):
     that("preempted, finished", (output.preempted, output.finished)).gives(([], []))
 
 
-def test_who_is_admitted_runs(request_of):
-    """An admitted request has left the line, is RUNNING at the end of the batch, and has its blocks."""
+def test_admitted_requests_run(request_of):
+    """An admitted request has left the queue, is RUNNING at the end of the batch, and has its blocks."""
     scheduler = static()
     requests = [request_of("a", 5, 3), request_of("b", 1, 1)]
     for request in requests:
         scheduler.add_request(request)
     output = scheduler.schedule()
-    that("the line", list(scheduler.waiting)).gives([])
+    that("the waiting queue", list(scheduler.waiting)).gives([])
     that("the batch", [request.request_id for request in scheduler.running]).gives(["a", "b"])
     that("their status", [request.status.name for request in requests]).gives(["RUNNING", "RUNNING"])
     that("their blocks", [request.block_ids for request in requests]).gives([[0, 1], [2]])
@@ -70,65 +70,54 @@ def test_who_is_admitted_runs(request_of):
     call(scheduler.check).gives(None)
 
 
-def test_what_is_computed_moves_with_the_report(request_of):
-    """schedule() orders; num_computed_tokens changes when the step is reported."""
+def test_what_is_computed_changes_with_the_commit(request_of):
+    """schedule() leaves num_computed_tokens as it is; update_from_output changes it."""
     scheduler = static()
     request = request_of("a", 5)
     scheduler.add_request(request)
     output = scheduler.schedule()
     that("num_computed_tokens after schedule()", request.num_computed_tokens).gives(0)
     scheduler.update_from_output(output, {"a": 7})
-    that("num_computed_tokens after the report", request.num_computed_tokens).gives(5)
+    that("num_computed_tokens after the commit", request.num_computed_tokens).gives(5)
 
 
 def test_nothing_to_do():
-    """Without a request the step is empty, and can be reported."""
+    """Without a request the step is empty, and can be committed."""
     scheduler = static()
     output = call(scheduler.schedule).value
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({})
     call(scheduler.update_from_output, output, {}).gives([])
 
 
-def test_the_same_step_again(request_of):
-    """schedule() twice, because the model failed: the same work, in the same blocks, and nobody else."""
+def test_a_step_that_failed(request_of):
+    """schedule() again, because the model failed: the batch is filled anew, with the same requests and tokens."""
     scheduler = static(max_num_seqs=2)
     requests = [request_of(request_id, 5) for request_id in "abc"]
     for request in requests:
         scheduler.add_request(request)
     first = call(scheduler.schedule).value
-    blocks = [list(request.block_ids) for request in requests]
     second = call(scheduler.schedule).value
-    that("what the second orders", second.num_scheduled_tokens).gives(first.num_scheduled_tokens)
-    that("the blocks", [request.block_ids for request in requests]).gives(blocks)
+    that("tokens of the second step", second.num_scheduled_tokens).gives(first.num_scheduled_tokens)
+    call(scheduler.check).gives(None)
     call(scheduler.update_from_output, second, {"a": 7, "b": 7}).gives([])
-
-
-def test_order_adds_what_is_missing(request_of):
-    """order() gives a request all tokens that it has and that are not computed, after those ordered before."""
-    scheduler, output = static(), SchedulerOutput()
-    new, decoding, half = request_of("new", 6), request_of("decoding", 6), request_of("half", 6)
-    decoding.num_computed_tokens = 6
-    decoding.output_token_ids.append(9)
-    half.num_computed_tokens = 4
-    for request in (new, decoding, half):
-        call(scheduler.order, request, output).gives(None)
-    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"new": 6, "decoding": 1, "half": 2})
-    that("ids of .scheduled", [request.request_id for request in output.scheduled]).gives(["new", "decoding", "half"])
+    scheduler.schedule()  # fails too: the tokens that were generated stay
+    third = call(scheduler.schedule).value
+    that("tokens of the step after another failure", third.num_scheduled_tokens).gives({"a": 6, "b": 6})
 
 
 # Until it has drained
 
 
 def test_the_batch_drains_before_the_next(request_of):
-    """2 seats; a has 2 tokens to generate, b 4, c 1: the seat that a leaves stays empty until b has ended."""
+    """2 batch slots; a has 2 tokens to generate, b 4, c 1: the slot of a stays idle until b has finished."""
     requests = [request_of("a", 3, 2), request_of("b", 5, 4), request_of("c", 2, 1)]
     that("tokens of each step", steps_of(static(max_num_seqs=2), requests)).gives(
         [{"a": 3, "b": 5}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1}, {"c": 2}]
     )
 
 
-def test_who_comes_late_waits(request_of):
-    """A batch that runs takes nobody, with seats and memory for ten more."""
+def test_later_arrivals_wait(request_of):
+    """A batch that runs admits no request, with slots and memory for ten more."""
     scheduler = static(max_num_seqs=10)
     scheduler.add_request(request_of("a", 3, 3))
     for step in range(3):
@@ -137,25 +126,25 @@ def test_who_comes_late_waits(request_of):
         scheduler.add_request(request_of(step, 3))
         that("num_waiting", scheduler.num_waiting).gives(step + 1)
         scheduler.update_from_output(output, {"a": 7})
-    that("the batch after a has ended", list(scheduler.schedule().num_scheduled_tokens)).gives([0, 1, 2])
+    that("the batch after a has finished", list(scheduler.schedule().num_scheduled_tokens)).gives([0, 1, 2])
 
 
 def test_may_admit(request_of):
-    """While c waits: requests may join an empty batch only; it is empty again when a and b have ended."""
-    scheduler = static(max_num_seqs=2)
+    """While c waits: requests may join an empty batch only; it is empty again when a and b have finished."""
+    scheduler, output = static(max_num_seqs=2), SchedulerOutput()
     for request in (request_of("a", 3, 1), request_of("b", 3, 2), request_of("c", 3, 1)):
         scheduler.add_request(request)
-    call(scheduler.may_admit).gives(True)
-    output = scheduler.schedule()
-    call(scheduler.may_admit).gives(False)
-    scheduler.update_from_output(output, {"a": 7, "b": 7})
-    call(scheduler.may_admit).gives(False)
+    call(scheduler.may_admit, output).gives(True)
+    step = scheduler.schedule()
+    call(scheduler.may_admit, output).gives(False)
+    scheduler.update_from_output(step, {"a": 7, "b": 7})
+    call(scheduler.may_admit, output).gives(False)
     scheduler.update_from_output(scheduler.schedule(), {"b": 7})
-    call(scheduler.may_admit).gives(True)
+    call(scheduler.may_admit, output).gives(True)
 
 
 def test_an_aborted_batch_has_drained_too(request_of):
-    """When the last of the batch is aborted, the next step takes a new batch."""
+    """When the last request of the batch is aborted, the next step fills a new batch."""
     scheduler = static(max_num_seqs=1)
     scheduler.add_request(request_of("a", 3, 50))
     scheduler.add_request(request_of("b", 2))
@@ -164,7 +153,7 @@ def test_an_aborted_batch_has_drained_too(request_of):
     that("num_scheduled_tokens", call(scheduler.schedule).value.num_scheduled_tokens).gives({"b": 2})
 
 
-# Seats
+# Batch slots
 
 
 def test_one_at_a_time(request_of):
@@ -175,8 +164,8 @@ def test_one_at_a_time(request_of):
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8])
-def test_every_seat_is_used(request_of, max_num_seqs):
-    """A batch has max_num_seqs seats: not one fewer, not one more."""
+def test_every_slot_is_used(request_of, max_num_seqs):
+    """A batch has max_num_seqs slots: not one fewer, not one more."""
     scheduler = static(max_num_seqs=max_num_seqs)
     for request_id in range(10):
         scheduler.add_request(request_of(request_id))
@@ -185,11 +174,11 @@ def test_every_seat_is_used(request_of, max_num_seqs):
     that("num_waiting", scheduler.num_waiting).gives(10 - max_num_seqs)
 
 
-# Tokens of a step
+# The token budget
 
 
 @pytest.mark.parametrize(("budget", "admitted"), [(20, "ab"), (15, "ab"), (14, "a"), (10, "a")])
-def test_the_prompts_share_the_steps_tokens(request_of, budget, admitted):
+def test_the_prompts_share_the_token_budget(request_of, budget, admitted):
     """Prompts of 10 and 5 tokens fit into a step of 15, and not into one of 14."""
     scheduler = static(max_num_batched_tokens=budget)
     for request in (request_of("a", 10), request_of("b", 5)):
@@ -205,35 +194,52 @@ def test_each_prompt_takes_its_part(request_of):
     that("the batch", list(call(scheduler.schedule).value.num_scheduled_tokens)).gives([0, 1, 2])
 
 
-def test_tokens_that_are_ordered_already_are_spent(request_of):
-    """admit() counts what the step has so far: 10 tokens in all, 3 of them ordered, leave 7."""
+def test_tokens_that_are_scheduled_already_are_spent(request_of):
+    """schedule_waiting() has what is left of the budget: 10 tokens, 3 of them scheduled, leave 7."""
     for num_prompt_tokens, joined in [(7, ["a"]), (8, [])]:
         scheduler, output = static(max_num_batched_tokens=10), SchedulerOutput()
-        scheduler.order(request_of("before", 3), output)
+        scheduler.schedule_tokens(request_of("before", 3), output)
         scheduler.add_request(request_of("a", num_prompt_tokens))
-        call(scheduler.admit, output).gives(None)
+        call(scheduler.schedule_waiting, output).gives(None)
         that(f"the batch after a prompt of {num_prompt_tokens}", [each.request_id for each in scheduler.running]).gives(
             joined
         )
 
 
-@pytest.mark.parametrize(("budget", "joined"), [(6, []), (7, ["back"]), (8, ["back"]), (9, ["back", "new"])])
-def test_what_had_been_generated_is_computed_again(request_of, budget, joined):
-    """One that lost its place and its cache has 5 + 2 tokens to compute, not 5; a prompt of 2 behind it needs 9."""
+def recovered(scheduler, request, num_generated):
+    """`request` in the queue, with so many generated tokens and nothing computed, as after a failed step."""
+    scheduler.add_request(request)
+    for _ in range(num_generated):
+        scheduler.update_from_output(scheduler.schedule(), {request.request_id: 7})
+    scheduler.recover()
+
+
+@pytest.mark.parametrize(("budget", "joined"), [(9, []), (10, ["back"]), (11, ["back"]), (12, ["back", "new"])])
+def test_what_was_generated_is_computed_again(request_of, budget, joined):
+    """After a failed step, one of 5 + 2 tokens has 7 to compute, not 5: with 3 others it needs a budget of 10."""
     scheduler, output = static(max_num_batched_tokens=budget), SchedulerOutput()
-    back = request_of("back", 5)
-    back.output_token_ids += [7, 8]
-    scheduler.line_up(back)
-    scheduler.line_up(request_of("new", 2))
-    call(scheduler.admit, output).gives(None)
+    recovered(scheduler, request_of("back", 5), 2)
+    scheduler.add_request(request_of("new", 2))
+    scheduler.token_budget = budget
+    scheduler.schedule_tokens(request_of("before", 3), output)
+    call(scheduler.schedule_waiting, output).gives(None)
     that("the batch", [each.request_id for each in scheduler.running]).gives(joined)
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives(
-        {each: {"back": 7, "new": 2}[each] for each in joined}
+        {"before": 3} | {each: {"back": 7, "new": 2}[each] for each in joined}
     )
 
 
-def test_nobody_overtakes_a_long_prompt(request_of):
-    """The head does not fit into this step: the small one behind it does, and waits all the same."""
+def test_a_request_that_has_outgrown_the_budget(request_of):
+    """After a failed step, 5 + 2 tokens are more than a budget of 6. They are computed, in a step of their own."""
+    scheduler = static(max_num_batched_tokens=6)
+    recovered(scheduler, request_of("back", 5), 2)
+    scheduler.add_request(request_of("new", 1, 1))
+    output = call(scheduler.schedule).value
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"back": 7})
+
+
+def test_a_long_prompt_is_not_bypassed(request_of):
+    """The head does not fit into this step: the small one behind it does, and waits too."""
     scheduler = static(max_num_batched_tokens=12)
     requests = [request_of("a", 8, 2), request_of("long", 10, 1), request_of("small", 1, 1)]
     that("tokens of each step", steps_of(scheduler, requests)).gives([{"a": 8}, {"a": 1}, {"long": 10, "small": 1}])
@@ -267,7 +273,7 @@ def test_blocks_for_the_longest_answer(request_of, num_prompt_tokens, max_tokens
 
 
 def test_memory_is_reserved_once(request_of):
-    """A request holds the same blocks from admission to its end, and then none."""
+    """A request holds the same blocks from its admission until it has finished, and then none."""
     scheduler = static(num_blocks=6)
     request = request_of("a", 5, 7)
     scheduler.add_request(request)
@@ -288,8 +294,8 @@ def test_memory_for_both(request_of, num_blocks, admitted):
     call(scheduler.check).gives(None)
 
 
-def test_nobody_overtakes_who_waits_for_memory(request_of):
-    """The head needs more blocks than are free: the one behind it needs 1, and waits all the same."""
+def test_a_request_that_waits_for_memory_is_not_bypassed(request_of):
+    """The head needs more blocks than are free: the one behind it needs 1, and waits too."""
     scheduler = static(num_blocks=5)
     requests = [request_of("a", 9, 2), request_of("large", 9, 3), request_of("small", 1, 1)]
     that("tokens of each step", steps_of(scheduler, requests)).gives(
@@ -297,42 +303,42 @@ def test_nobody_overtakes_who_waits_for_memory(request_of):
     )
 
 
-def test_who_could_never_be_admitted_is_refused(request_of):
-    """5 blocks of 16: a prompt of 100 is refused when it comes, and a prompt of 10 behind it is served."""
+def test_a_request_that_can_never_be_admitted_is_refused(request_of):
+    """5 blocks of 16: a prompt of 100 is refused when it arrives, and a prompt of 10 behind it is served."""
     scheduler = static(num_blocks=5, block_size=16)
     call(scheduler.add_request, request_of("large", 100, 5)).raises(RequestTooLargeError)
     tally = call(drive, scheduler, [request_of("small", 10, 5)]).value
-    that("who ended, and when", tally.finished).gives({"small": 4})
+    that("which finished, and when", tally.finished).gives({"small": 4})
 
 
 # Against a batch worked out by hand
 
 
-def by_hand(requests, seats, budget, num_blocks):
-    """{id: tokens} of each step, from the rule: fill a batch; its prompts, then a token each until the longest ends."""
-    line, steps = list(requests), []
-    while line:
+def by_hand(requests, slots, budget, num_blocks):
+    """{id: tokens} of each step, from the rule: fill a batch; prompts, then a token each until the last is done."""
+    queue, steps = list(requests), []
+    while queue:
         batch, tokens, blocks = [], 0, 0
-        while line and len(batch) < seats:
-            request = line[0]
+        while queue and len(batch) < slots:
+            request = queue[0]
             tokens += request.num_prompt_tokens
             blocks += blocks_for(request.num_prompt_tokens + request.max_tokens, 4)
             if tokens > budget or blocks > num_blocks:
                 break
-            batch.append(line.pop(0))
+            batch.append(queue.pop(0))
         steps.append({request.request_id: request.num_prompt_tokens for request in batch})
         longest = max(request.max_tokens for request in batch)
-        steps += [{each.request_id: 1 for each in batch if each.max_tokens > turn} for turn in range(1, longest)]
+        steps += [{each.request_id: 1 for each in batch if each.max_tokens > step} for step in range(1, longest)]
     return steps
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_many_requests(request_of, seed):
-    """Whatever comes: the steps are those of batches that are filled in order and run until they have drained."""
+    """For any requests, the steps are those of batches that are filled in order and run until they have drained."""
     rng = random.Random(seed)
     requests = [request_of(each, rng.randint(1, 12), rng.randint(1, 9)) for each in range(rng.randint(1, 30))]
-    seats, budget, num_blocks = rng.randint(1, 6), rng.randint(12, 40), rng.randint(6, 24)
-    scheduler = static(max_num_seqs=seats, max_num_batched_tokens=budget, num_blocks=num_blocks)
-    expected = by_hand(requests, seats, budget, num_blocks)
+    slots, budget, num_blocks = rng.randint(1, 6), rng.randint(12, 40), rng.randint(6, 24)
+    scheduler = static(max_num_seqs=slots, max_num_batched_tokens=budget, num_blocks=num_blocks)
+    expected = by_hand(requests, slots, budget, num_blocks)
     that("tokens of each step", steps_of(scheduler, requests)).gives(expected)
     that("used blocks in the end", scheduler.pool.num_used).gives(0)

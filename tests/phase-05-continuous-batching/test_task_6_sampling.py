@@ -297,12 +297,19 @@ def test_one_sampler_for_each_row(count):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_a_row_from_which_nothing_can_be_picked(bad, temperature):
-    """A row whose largest logit is NaN or infinite: ValueError, and no request of the batch has drawn anything."""
+    """A row whose largest logit is NaN or infinite: None. The others get tokens, and its sampler draws nothing."""
     params = [SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=temperature, seed=2)]
     samplers, fresh = ([TokenSampler(each) for each in params] for _ in range(2))
     rows = random_rows(2, 30)
     broken = rows.clone()
     broken[1] = bad
-    call(pick_tokens, broken, samplers).raises(ValueError)
+    call(pick_tokens, broken, samplers).gives([fresh[0].draw(rows[0]), None])
     for _ in range(10):  # one draw may be the same by chance
         call(pick_tokens, rows, samplers).gives(pick_tokens(rows, fresh))
+
+
+def test_one_bad_logit_in_a_row():
+    """NaN anywhere in a row, or one infinite logit, leaves nothing to pick; tokens that are ruled out (−inf) do."""
+    rows = random_rows(3, 30)
+    rows[0, 7], rows[1, 29], rows[2, 1:] = math.nan, math.inf, -math.inf
+    call(pick_tokens, rows, [TokenSampler(SamplingParams())] * 3).gives([None, None, 0])

@@ -1,4 +1,4 @@
-"""Phase 5, task 7: one step of the engine: what to run, what to pick, what to report."""
+"""Phase 5, task 7: one step of the engine: what to run, what to pick, what to emit."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_requests_that_come_later(model):
 class Chunked(ContinuousBatchScheduler):
     """A scheduler of the future: at most three tokens of a request in one step."""
 
-    def order(self, request, output):
+    def schedule_tokens(self, request, output):
         output.num_scheduled_tokens[request.request_id] = min(3, request.num_tokens - request.num_computed_tokens)
         output.scheduled.append(request)
 
@@ -224,10 +224,10 @@ def test_no_token_before_the_prompt_is_computed(model, temperature):
 
 
 class Backwards(ContinuousBatchScheduler):
-    """Serves the last that came first, so that the batch is in another order than the arrivals."""
+    """Serves the newest request first, so the batch is in another order than the arrivals."""
 
-    def line_up(self, request, *, first=False):
-        super().line_up(request, first=True)
+    def priority_key(self, request):
+        return (-request.arrival_index,)
 
 
 def test_each_request_draws_with_its_own_sampler(model):
@@ -405,8 +405,8 @@ class Capacity(ContinuousBatchScheduler):
         return output
 
 
-def test_an_end_is_reported_though_the_model_fails(model):
-    """schedule() says once who has ended: a failure of the same step's model must not swallow it."""
+def test_an_end_is_emitted_though_the_model_fails(model):
+    """A request that schedule() has finished is in output.finished once: the step's failure must not swallow it."""
     llm, prompts = LLM(Watched(model, (2,)), scheduler=Capacity(num_blocks=40)), prompts_of(3, 4)
     for prompt in prompts:
         llm.add_request(prompt, greedy(9))
@@ -418,3 +418,62 @@ def test_an_end_is_reported_though_the_model_fails(model):
     that("chunks of the step after the failure", told).gives(
         [(0, None, "capacity"), (1, alone(model, prompts[1], 3)[2], None)]
     )
+
+
+SPOILT = 59
+
+
+class Spoilt(Watched):
+    """The model, with logits of NaN wherever token 59 is."""
+
+    def __call__(self, token_ids, cache):
+        return super().__call__(token_ids, cache).masked_fill((token_ids == SPOILT)[..., None], torch.nan)
+
+
+@pytest.mark.parametrize("cache", ["paged", "dense"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+def test_a_request_without_logits_fails_alone(model, cache, temperature):
+    """NaN in one row: that request ends with "error" and no token; the others get theirs in the same step."""
+    llm, prompts = LLM(Spoilt(model), cache=cache), [[4, 8, 3], [5, 7, SPOILT], [9, 6]]
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(4, temperature=temperature, seed=1))
+    (request,) = [answer.request for answer in llm.answers.values() if answer.request.prompt_token_ids[-1] == SPOILT]
+    expected = [alone(model, prompt, 4, greedy(4, temperature=temperature, seed=1)) for prompt in prompts]
+    first = [(chunk.request_id, chunk.token_id, chunk.finish_reason) for chunk in call(llm.step).value]
+    that("step 0", first).gives([(0, expected[0][0], None), (1, None, "error"), (2, expected[2][0], None)])
+    that("the request's status", request.status.name).gives("FINISHED_ERROR")
+    chunks = serve(llm)
+    that("who has chunks in the steps after it", sorted(chunks)).gives([0, 2])
+    for request_id in (0, 2):
+        that(f"tokens of request {request_id}", tokens_of(chunks[request_id])).gives(expected[request_id][1:])
+    that("used blocks", llm.scheduler.pool.num_used).gives(0)
+
+
+class Illegible(Letters):
+    """The letters, but for one token that cannot be decoded."""
+
+    def __init__(self, token_id):
+        self.token_id = token_id
+
+    def decode(self, ids):
+        if self.token_id in (ids := list(ids)):
+            raise UnicodeError("no such letter")
+        return super().decode(ids)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 6], ids="it asks for {} tokens".format)
+def test_a_token_that_cannot_be_decoded_fails_its_request_alone(model, num_tokens):
+    """The tokenizer raises for the third token of one request, which is its last or not: it ends, the other goes on."""
+    prompts = prompts_of(4, 6)
+    first, second = (alone(model, prompt, 6) for prompt in prompts)
+    bad = first[2]
+    that("whether the test can do what it is to", bad in [*first[:2], *prompts[0], *prompts[1], *second]).gives(False)
+    llm = LLM(model, tokenizer=Illegible(bad))
+    for prompt, count in zip(prompts, (num_tokens, 6), strict=True):
+        llm.add_request(prompt, greedy(count))
+    requests = [answer.request for answer in llm.answers.values()]
+    chunks = serve(llm)
+    that("reasons of the one", [chunk.finish_reason for chunk in chunks[0]]).gives([None, None, "error"])
+    that("its status", requests[0].status.name).gives("FINISHED_ERROR")
+    that("text of the other", "".join(chunk.text for chunk in chunks[1])).gives(Letters().decode(second))
+    that("used blocks", llm.scheduler.pool.num_used).gives(0)

@@ -6,8 +6,9 @@ import pytest
 
 from minicache.course.checks import CheckFailed, that
 from minicache.request import Request
+from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
 
 
@@ -17,40 +18,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(10))
 
 
-class _Unforked:
-    """Grows its batch as phase 6 does, and notes what a step computes: for task 3, which comes before task 4."""
-
-    def blocks_missing(self, request):
-        return PagedScheduler.blocks_missing(self, request)
-
-    def make_room(self, request, missing, output):
-        return PagedScheduler.make_room(self, request, missing, output)
-
-    def grow_batch(self, output):
-        PagedScheduler.grow_batch(self, output)
-        for request in output.scheduled:
-            num_computed = request.num_computed_tokens
-            num_new = output.num_scheduled_tokens[request.request_id]
-            self._filled.append((request, num_computed, num_computed + num_new))
+class FairPrefixCachingScheduler(PrefixCachingScheduler, FairScheduler):
+    """`PrefixCachingScheduler` with the order of `FairScheduler`."""
 
 
-class UnforkedScheduler(_Unforked, SharingScheduler):
-    """`SharingScheduler` without task 4."""
-
-
-class UnforkedFairScheduler(_Unforked, FairSharingScheduler):
-    """`FairSharingScheduler` without task 4."""
-
-
-@pytest.fixture(scope="session", params=[UnforkedScheduler, UnforkedFairScheduler], ids=["paged", "fair"])
-def unforked(request):
-    """`unforked(requests, num_blocks=…)`: a scheduler with a prefix cache, without task 4; blocks of 4 by default."""
+@pytest.fixture(scope="session", params=[PrefixCachingScheduler, FairPrefixCachingScheduler], ids=["paged", "fair"])
+def caching(request):
+    """`caching(requests, num_blocks=…)`: a scheduler with a prefix cache and without forks, blocks of 4 by default."""
     return _maker(request.param, prefix_caching=True)
 
 
 @pytest.fixture(scope="session", params=[SharingScheduler, FairSharingScheduler], ids=["paged", "fair"])
 def sharing(request):
-    """`sharing(requests, num_blocks=…)`: the scheduler of this phase, blocks of 4 and no prefix cache by default."""
+    """`sharing(requests, num_blocks=…)`: a scheduler that forks, blocks of 4 and no prefix cache by default."""
     return _maker(request.param)
 
 
@@ -76,7 +56,7 @@ def a_request():
 
 @pytest.fixture(scope="session")
 def a_step():
-    """`a_step(scheduler)`: schedules a step, reports token 7 for everybody in it, checks, and returns its output."""
+    """`a_step(scheduler)`: schedules a step, commits token 7 for each of its requests, checks, returns its output."""
 
     def step(scheduler, token=7):
         output = scheduler.schedule()
@@ -89,7 +69,7 @@ def a_step():
 
 @pytest.fixture(scope="session")
 def serve(a_step):
-    """`serve(scheduler, *requests)`: serves all to their end; id → the tokens that its first step computed."""
+    """`serve(scheduler, *requests)`: serves all until they finish; id → the tokens that its first step computed."""
 
     def run(scheduler, *requests):
         for request in requests:
@@ -105,10 +85,10 @@ def serve(a_step):
 
 
 class Memory:
-    """What a device would hold: in every slot, whose keys and values. No hash is trusted.
+    """What a device would hold, slot by slot. No hash is trusted.
 
-    Keys and values of a token depend on all tokens before it, on the adapter, and on whose they are. So a slot holds
-    all of that: (salt, adapter, the tokens up to this one).
+    Keys and values of a token depend on all tokens before it and on the adapter, and belong to a tenant. So a slot
+    holds all of that: (salt, adapter, the tokens up to this one).
     """
 
     def __init__(self, scheduler):
@@ -117,9 +97,9 @@ class Memory:
         self.host = {}
 
     def run(self, output: SchedulerOutput, *, fails=False):
-        """Carry out a step: swaps, copies, and what the model writes; of one that fails, nobody knows what it wrote.
+        """Carry out a step: swaps, copies, and what the model writes, which is garbage if the step fails.
 
-        Then everybody of the step must read his own tokens, all of them.
+        Then every request of the step must read its own tokens, all of them.
         """
         __tracebackhide__ = True
         for pairs in output.swapped_out.values():
@@ -135,24 +115,32 @@ class Memory:
                 self.blocks.setdefault(block_id, {})[offset] = held
         if not fails:
             for request in output.scheduled:
-                self._read(request, request.num_computed_tokens + output.num_scheduled_tokens[request.request_id])
+                num_tokens = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
+                self._holds(request.block_ids, request, num_tokens, "reads")
 
-    def _read(self, request, num_tokens):
+    def finds(self, request):
+        """What `find_prefix` finds for a request must hold the request's tokens."""
         __tracebackhide__ = True
+        blocks = self.scheduler.find_prefix(request)
+        self._holds(blocks, request, len(blocks) * self.scheduler.pool.block_size, "finds")
+
+    def _holds(self, block_ids, request, num_tokens, verb):
+        __tracebackhide__ = True
+        block_size = self.scheduler.pool.block_size
         for position in range(num_tokens):
-            block_id, offset = self._slot(request, position)
-            got, wanted = self.blocks.get(block_id, {}).get(offset), _held(request, position)
+            block_id = block_ids[position // block_size]
+            got, wanted = self.blocks.get(block_id, {}).get(position % block_size), _held(request, position)
             if got != wanted:  # told only then: this is looked at often
                 where = f"at position {position}, in block {block_id}"
-                that(f"(salt, adapter, tokens) of what {request.request_id!r} reads {where}", got).gives(wanted)
+                that(f"(salt, adapter, tokens) of what {request.request_id!r} {verb} {where}", got).gives(wanted)
 
     def _slot(self, request, position):
         __tracebackhide__ = True
-        place, offset = divmod(position, self.scheduler.pool.block_size)
-        if place >= len(request.block_ids):
-            wanted = f"at least {place + 1}, for {position + 1} tokens"
+        index, offset = divmod(position, self.scheduler.pool.block_size)
+        if index >= len(request.block_ids):
+            wanted = f"at least {index + 1}, for {position + 1} tokens"
             raise CheckFailed(f"blocks of {request.request_id!r}", f"{len(request.block_ids)}", wanted)
-        return request.block_ids[place], offset
+        return request.block_ids[index], offset
 
 
 def _held(request, position):
@@ -161,5 +149,5 @@ def _held(request, position):
 
 @pytest.fixture(scope="session")
 def memory():
-    """`memory(scheduler)`: a `Memory`; `.run(output)` carries out a step, and looks whether all read their own."""
+    """`memory(scheduler)`: a `Memory`; `.run(output)` carries out a step, and checks that all read their own tokens."""
     return Memory

@@ -17,8 +17,8 @@ A, B, C, D = (bytes([number]) * 32 for number in range(65, 69))
 
 def books(pool):
     """All that a caller can see of a pool, to be compared before and after a call."""
-    owners = [pool.ref_count(block) for block in range(pool.num_blocks)]
-    return owners, pool.num_free, pool.num_cached, pool.num_evicted, [pool.find([name]) for name in (A, B, C, D)]
+    references = [pool.ref_count(block) for block in range(pool.num_blocks)]
+    return references, pool.num_free, pool.num_cached, pool.num_evicted, [pool.find([each]) for each in (A, B, C, D)]
 
 
 def agree(pool):
@@ -39,25 +39,25 @@ def pool():
 # Still a pool
 
 
-def test_first_in_first_out(pool):
-    """Without a cached block it is phase 3's pool: who has been free longest is handed out first."""
+def test_unhashed_blocks_go_to_the_front(pool):
+    """A block that is freed without a hash is the next to be handed out: the one freed last comes first."""
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.free, [1]).gives(None)
     call(pool.free, [2, 0]).gives(None)
-    call(pool.allocate, 4).gives([3, 1, 2, 0])
+    call(pool.allocate, 4).gives([0, 2, 1, 3])
     that("free blocks", pool.num_free).gives(0)
     agree(pool)
 
 
-def test_owners_are_counted(pool):
-    """Two owners more for an id that is given twice; the block is free when the last of them has let it go."""
+def test_references_are_counted(pool):
+    """Two references more for an id that is given twice; the block is free when the last of them is dropped."""
     call(pool.allocate, 2).gives([0, 1])
     call(pool.share, [0, 0, 1]).gives(None)
-    that("owners of blocks 0 and 1", [pool.ref_count(0), pool.ref_count(1)]).gives([3, 2])
+    that("references of blocks 0 and 1", [pool.ref_count(0), pool.ref_count(1)]).gives([3, 2])
     call(pool.free, [0, 1, 0]).gives(None)
     that("free blocks", pool.num_free).gives(2)
     call(pool.free, [1, 0]).gives(None)
-    call(pool.allocate, 4).gives([2, 3, 1, 0])
+    call(pool.allocate, 4).gives([0, 1, 2, 3])
     agree(pool)
 
 
@@ -67,14 +67,14 @@ def test_an_iterator_will_do(pool):
     call(pool.share, iter([0, 1])).gives(None)
     call(pool.free, reversed([0, 1])).gives(None)
     call(pool.uncache, iter([0, 1])).gives(None)
-    that("owners", [pool.ref_count(block) for block in range(4)]).gives([1, 1, 0, 0])
+    that("references", [pool.ref_count(block) for block in range(4)]).gives([1, 1, 0, 0])
 
 
 # Free is not forgotten
 
 
 def test_a_freed_block_is_found(pool):
-    """Nobody owns it any more, and it still holds what it held: it is free, and cached."""
+    """It has no reference any more, and still holds what it held: it is free, and cached."""
     [block] = pool.allocate(1)
     call(pool.cache, [block], [A]).gives(None)
     call(pool.find, [A]).gives([block])
@@ -85,11 +85,11 @@ def test_a_freed_block_is_found(pool):
 
 
 def test_a_found_block_comes_back_to_life(pool):
-    """share takes it out of the middle of the line: it is not handed out, and keeps its name."""
+    """share takes it out of the middle of the free list: it is not handed out, and keeps its hash."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
     call(pool.share, [1]).gives(None)
-    that("owners of block 1", pool.ref_count(1)).gives(1)
+    that("references of block 1", pool.ref_count(1)).gives(1)
     that("free blocks", pool.num_free).gives(3)
     call(pool.find, [B]).gives([1])
     call(pool.allocate, 3).gives([0, 2, 3])
@@ -98,7 +98,7 @@ def test_a_found_block_comes_back_to_life(pool):
 
 
 def test_come_back_and_gone_again(pool):
-    """Used again and freed again, it goes to the end of the line: it was needed a moment ago."""
+    """Used again and freed again, it goes to the back of the free list: it was needed a moment ago."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
     pool.share([0])
@@ -107,32 +107,64 @@ def test_come_back_and_gone_again(pool):
 
 
 def test_a_free_block_may_be_shared_twice_in_a_call(pool):
-    """Two requests find the same block: two owners, and it leaves the line once."""
+    """Two requests find the same block: two references, and it leaves the free list once."""
     pool.cache(pool.allocate(1), [A])
     pool.free([0])
     call(pool.share, [0, 0]).gives(None)
-    that("owners, free", (pool.ref_count(0), pool.num_free)).gives((2, 3))
+    that("references, free", (pool.ref_count(0), pool.num_free)).gives((2, 3))
     agree(pool)
 
 
-def test_a_shared_block_keeps_its_name(pool):
-    """Owners come and go; what it holds is another matter."""
+def test_a_shared_block_keeps_its_hash(pool):
+    """References come and go; what it holds is another matter."""
     pool.cache(pool.allocate(1), [A])
     pool.share([0])
     pool.free([0])
     call(pool.find, [A]).gives([0])
-    that("owners", pool.ref_count(0)).gives(1)
+    that("references", pool.ref_count(0)).gives(1)
 
 
 # Eviction
 
 
+def test_hashed_blocks_go_to_the_back(pool):
+    """In the order in which they are freed, behind all that have no hash, whenever those were freed."""
+    pool.cache(pool.allocate(4)[:2], [A, B])
+    call(pool.free, [1, 2]).gives(None)
+    call(pool.free, [0]).gives(None)
+    call(pool.free, [3]).gives(None)
+    call(pool.allocate, 4).gives([3, 2, 1, 0])
+    that("evicted", pool.num_evicted).gives(2)
+    agree(pool)
+
+
+def test_tails_evict_nothing(pool):
+    """A cached prefix of three blocks, and requests of one block each that never fill it: the prefix stays."""
+    pool.cache(pool.allocate(3), [A, B, C])
+    pool.free([2, 1, 0])
+    for request in range(6):
+        that(f"the block of request {request}", call(pool.allocate, 1).value).gives([3])
+        pool.free([3])
+    call(pool.find, [A, B, C]).gives([0, 1, 2])
+    that("evicted", pool.num_evicted).gives(0)
+
+
+def test_which_end_when_it_is_freed(pool):
+    """A block's hash counts when it loses its last reference, not when it lost one before."""
+    pool.allocate(4)
+    pool.share([0])
+    call(pool.free, [0, 1]).gives(None)
+    pool.cache([0], [A])
+    call(pool.free, [2, 0, 3]).gives(None)
+    call(pool.allocate, 4).gives([3, 2, 1, 0])
+
+
 def test_handed_out_is_forgotten(pool):
-    """allocate takes the name away: the next owner writes something else into the block."""
+    """allocate drops the hash: the block is written anew by its next request."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([2, 0, 1, 3])
     call(pool.allocate, 2).gives([2, 0])
-    that("found under A, B, C, D", [pool.find([name]) for name in (A, B, C, D)]).gives([[], [1], [], [3]])
+    that("found under A, B, C, D", [pool.find([each]) for each in (A, B, C, D)]).gives([[], [1], [], [3]])
     that("cached, evicted", (pool.num_cached, pool.num_evicted)).gives((2, 2))
     agree(pool)
 
@@ -150,7 +182,7 @@ def test_the_tail_goes_first(pool):
 
 
 def test_only_cached_blocks_are_evicted(pool):
-    """num_evicted counts what could have been found: blocks without a name are handed out for nothing."""
+    """num_evicted counts what could have been found, not blocks without a hash."""
     pool.free(pool.allocate(3))
     pool.cache(pool.allocate(1), [A])  # block 3
     pool.allocate(3)
@@ -158,7 +190,7 @@ def test_only_cached_blocks_are_evicted(pool):
     that("cached", pool.num_cached).gives(1)
 
 
-def test_a_new_owner_may_give_a_new_name(pool):
+def test_evicted_and_cached_anew(pool):
     """Evicted, written anew, cached anew."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
@@ -168,7 +200,7 @@ def test_a_new_owner_may_give_a_new_name(pool):
     agree(pool)
 
 
-# Names
+# Hashes
 
 
 def test_find_stops_where_a_block_is_missing(pool):
@@ -182,7 +214,7 @@ def test_find_stops_where_a_block_is_missing(pool):
 
 
 def test_find_changes_nothing(pool):
-    """Who asks owns nothing, and asking does not make a block younger."""
+    """Asking takes no reference, and does not make a block younger."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
     call(pool.find, [A, B]).gives([0, 1])
@@ -203,22 +235,22 @@ def test_two_blocks_of_one_content(pool):
     agree(pool)
 
 
-def test_a_name_is_given_once(pool):
-    """A block that has a name keeps it, also if the name is said again; its turn among equals is that of the first."""
+def test_a_hash_is_given_once(pool):
+    """A block that has a hash keeps it, whatever is given later, and its position among blocks with the same hash."""
     pool.cache(pool.allocate(2), [A, B])
     call(pool.cache, [0, 1], [C, A]).gives(None)
-    that("found under A, B, C", [pool.find([name]) for name in (A, B, C)]).gives([[0], [1], []])
+    that("found under A, B, C", [pool.find([each]) for each in (A, B, C)]).gives([[0], [1], []])
     call(pool.cache, [0], [A]).gives(None)
     that("cached", pool.num_cached).gives(2)
     agree(pool)
 
 
 def test_uncache(pool):
-    """The name goes, the owner stays. A block that shares the name keeps it; one without a name has none to lose."""
+    """The hash goes, the reference stays. Another block with the same hash keeps it; one without has none to lose."""
     pool.cache(pool.allocate(3), [A, A, B])
     call(pool.uncache, [0, 3]).gives(None)
     that("found under A and B", (pool.find([A]), pool.find([B]))).gives(([1], [2]))
-    that("owners of block 0", pool.ref_count(0)).gives(1)
+    that("references of block 0", pool.ref_count(0)).gives(1)
     that("cached, evicted", (pool.num_cached, pool.num_evicted)).gives((2, 0))
     call(pool.cache, [0], [C]).gives(None)
     call(pool.find, [C]).gives([0])
@@ -226,7 +258,7 @@ def test_uncache(pool):
 
 
 def test_uncache_a_free_block(pool):
-    """It stays in its place in the line, and nobody can share it any more."""
+    """It stays where it is in the free list, and cannot be shared any more."""
     pool.cache(pool.allocate(2), [A, B])
     pool.free([0, 1])
     call(pool.uncache, [0]).gives(None)
@@ -239,7 +271,7 @@ def test_uncache_a_free_block(pool):
 
 
 def test_reset_forgets_all(pool):
-    """After new weights no block holds what its name says. The line stays as it is, and nothing was evicted."""
+    """After new weights every hash is wrong. The free list stays as it is, and nothing was evicted."""
     pool.cache(pool.allocate(2), [A, B])
     pool.free([1, 0])
     call(pool.reset).gives(None)
@@ -262,7 +294,7 @@ def test_reset_does_not_undo_evictions(pool):
     that("evicted", pool.num_evicted).gives(2)
 
 
-def test_reset_waits_for_the_last_owner(pool):
+def test_reset_waits_for_the_last_reference(pool):
     """A request that runs would go on with keys and values of the old weights."""
     pool.cache(pool.allocate(2), [A, B])
     pool.free([1])
@@ -312,7 +344,7 @@ def test_misuse_changes_nothing(method, arguments, error):
     pool.free([1])
     before = books(pool)
     call(getattr(pool, method), *arguments).raises(error)
-    that("owners, free, cached, evicted, found", books(pool)).gives(before)
+    that("references, free, cached, evicted, found", books(pool)).gives(before)
     agree(pool)
     call(pool.allocate, 2).gives([2, 1])
 
@@ -323,41 +355,44 @@ def test_misuse_changes_nothing(method, arguments, error):
 @settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_any_calls_against_lists(seed):
-    """Sixty random calls, beside a pool that is written with lists and looks through all of them every time."""
+    """Sixty random calls, compared with a pool written with lists."""
     rng = random.Random(seed)
-    pool, names = CachingBlockPool(6, 4), [A, B, C, D]
-    line, owners, named, evicted = list(range(6)), [0] * 6, [], 0  # named: (name, block), the first to be named first
+    pool, hashes = CachingBlockPool(6, 4), [A, B, C, D]
+    free, references, cached, evicted = list(range(6)), [0] * 6, [], 0  # cached: (hash, block), in that order
     for _ in range(60):
-        used = [block for block in range(6) if owners[block]]
+        used = [block for block in range(6) if references[block]]
         kind = rng.choice(["allocate", "share", "free", "free", "cache", "uncache"])
-        if kind == "allocate" and (count := rng.randint(0, len(line))):
-            blocks, line = line[:count], line[count:]
-            evicted += sum(block in blocks for _, block in named)
-            named = [each for each in named if each[1] not in blocks]
+        if kind == "allocate" and (count := rng.randint(0, len(free))):
+            blocks, free = free[:count], free[count:]
+            evicted += sum(block in blocks for _, block in cached)
+            cached = [each for each in cached if each[1] not in blocks]
             for block in blocks:
-                owners[block] = 1
+                references[block] = 1
             call(pool.allocate, count).gives(blocks)
-        elif kind == "share" and (there := used + [block for _, block in named]):
+        elif kind == "share" and (there := used + [block for _, block in cached]):
             block = rng.choice(there)
-            line = [each for each in line if each != block]
-            owners[block] += 1
+            free = [each for each in free if each != block]
+            references[block] += 1
             call(pool.share, [block]).gives(None)
         elif kind == "free" and used:
             blocks = rng.sample(used, rng.randint(1, len(used)))
             for block in blocks:
-                owners[block] -= 1
-                line += [block] * (not owners[block])
+                references[block] -= 1
+                if not references[block]:
+                    hashed = block in [each for _, each in cached]
+                    free = [*free, block] if hashed else [block, *free]
             call(pool.free, blocks).gives(None)
         elif kind == "cache" and used:
-            block, name = rng.choice(used), rng.choice(names)
-            if all(each != block for _, each in named):
-                named.append((name, block))
-            call(pool.cache, [block], [name]).gives(None)
+            block, its_hash = rng.choice(used), rng.choice(hashes)
+            if all(each != block for _, each in cached):
+                cached.append((its_hash, block))
+            call(pool.cache, [block], [its_hash]).gives(None)
         elif kind == "uncache":
             block = rng.randrange(6)
-            named = [each for each in named if each[1] != block]
+            cached = [each for each in cached if each[1] != block]
             call(pool.uncache, [block]).gives(None)
-        found = [[block for each, block in named if each == name][:1] for name in names]
-        that("owners, free, cached, evicted, found", books(pool)).gives((owners, len(line), len(named), evicted, found))
+        found = [[block for each, block in cached if each == its_hash][:1] for its_hash in hashes]
+        expected = references, len(free), len(cached), evicted, found
+        that("references, free, cached, evicted, found", books(pool)).gives(expected)
     agree(pool)
-    that("the line", pool.allocate(pool.num_free)).gives(line)
+    that("the free list", pool.allocate(pool.num_free)).gives(free)

@@ -83,8 +83,8 @@ def test_num_candidates(beam_width, stops, num):
 # Steps by hand
 
 
-def test_a_beam_that_goes_on_in_two_ways():
-    """The first has both likeliest ways, the second none: two beams from one parent."""
+def test_a_beam_with_two_continuations():
+    """Both likeliest hypotheses are the first beam's, none the second's: two beams from one parent."""
     search = a_search(2)
     outcome = call(search.advance, [[(5, -1.0), (6, -2.0), (7, -3.0), (8, -9.0)]])
     that("steps", steps(outcome)).gives([(0, 5), (0, 6)])
@@ -124,7 +124,7 @@ def test_three_steps_to_the_end():
     outcome = call(search.advance, [[(1, -2.0), (2, -5.0)], [(0, -1.0), (2, -1.5)]])
     that("step 2", steps(outcome)).gives([(0, 1), (1, 0)])
     that("answers", answers(search)).gives([([2], -2.0, "stop")])
-    # The third token is the last: the two likeliest ways are −4 / 3 and −6.5 / 3, which is worse than −2.
+    # The third token is the last: the two likeliest hypotheses have −4 / 3 and −6.5 / 3, which is worse than −2.
     outcome = call(search.advance, [[(0, -1.0), (1, -9.0)], [(1, -1.5), (0, -9.0)]])
     that("step 3", steps(outcome)).gives([])
     that("is it over", search.is_over).gives(True)
@@ -135,7 +135,7 @@ def test_three_steps_to_the_end():
 
 
 def test_an_end_that_is_not_likely_enough():
-    """Three ways end, but only the one among the first two is an answer; the beams are the best of the others."""
+    """Three hypotheses end, but only the one among the first two is an answer; the beams are the best of the others."""
     search = a_search(2, [8, 9])
     outcome = call(search.advance, [[(1, -1.0), (8, -1.5), (9, -2.0), (2, -2.5), (3, -3.0), (4, -4.0)]])
     that("answers", answers(search)).gives([([8], -1.5, "stop")])
@@ -150,7 +150,7 @@ def test_a_stop_token_at_the_last_place():
     that("answers", answers(search)).gives([([9], -1.0, "stop"), ([3], -2.0, "length")])
 
 
-def test_all_ways_end():
+def test_all_hypotheses_end():
     """Every token of a small vocabulary is a stop token: no beam is left, and that is the end."""
     search = a_search(3, [0, 1])
     that("steps", steps(call(search.advance, [[(0, -0.5), (1, -1.0)]]))).gives([])
@@ -221,7 +221,7 @@ def test_given_up():
     that("answers", answers(search)).gives([([5, 1], -0.75, "capacity"), ([6, 1], -1.5, "capacity")])
 
 
-# Against other ways to find the same
+# Against other computations of the same
 
 
 def a_language(seed, vocab_size):
@@ -285,15 +285,17 @@ def test_one_beam_is_greedy(seed):
 
 
 def naive(log_probs, k, stops, max_tokens, penalty):
-    """The same rules with texts for beams, every way of every beam, and no places: (score, tokens), the best first."""
+    """The same rules, with texts for beams and all of their continuations: (score, tokens), the best first."""
     texts, ended = [(0.0, [])], []
     for length in range(1, max_tokens + 1):
-        ways = [(total + each, [*text, token]) for total, text in texts for token, each in enumerate(log_probs(text))]
-        ways = sorted(ways, key=lambda way: way[0], reverse=True)[: max(2, len(stops) + 1) * k]
-        ends = [way for way in ways[:k] if way[1][-1] in stops or length == max_tokens]
+        hypotheses = [
+            (total + each, [*text, token]) for total, text in texts for token, each in enumerate(log_probs(text))
+        ]
+        hypotheses = sorted(hypotheses, key=lambda each: each[0], reverse=True)[: max(2, len(stops) + 1) * k]
+        ends = [each for each in hypotheses[:k] if each[1][-1] in stops or length == max_tokens]
         ended += [(total / length**penalty, text) for total, text in ends]
         ended = sorted(ended, key=lambda each: each[0], reverse=True)[:k]
-        texts = [way for way in ways if way[1][-1] not in stops][:k]
+        texts = [each for each in hypotheses if each[1][-1] not in stops][:k]
         if not texts or (len(ended) == k and ended[-1][0] >= texts[0][0] / length**penalty):
             break
     return ended
@@ -302,7 +304,7 @@ def naive(log_probs, k, stops, max_tokens, penalty):
 @pytest.mark.parametrize("stops", [(), (3,), (3, 7), tuple(range(8))], ids=len)
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize(("beam_width", "max_tokens"), [(1, 6), (2, 1), (3, 7), (5, 12)])
-def test_the_rules_written_in_another_way(beam_width, max_tokens, penalty, stops):
+def test_the_rules_written_differently(beam_width, max_tokens, penalty, stops):
     """A vocabulary of 20; widths, lengths, penalties and numbers of stop tokens."""
     for seed in range(6):
         log_probs = a_language(seed, 20)

@@ -1,4 +1,4 @@
-"""What the tests of phase 9 share: the scheduler without later tasks, requests, steps, and an auditor that is told."""
+"""What the tests of phase 9 share: the scheduler without later tasks, requests, steps, and random runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 
 from minicache.course.checks import CheckFailed, call, that
 from minicache.errors import InvariantError
-from minicache.request import Request, RequestStatus
+from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.observe import observe
-from minicache.scheduler.paged import AllocStatus, PagedScheduler
-from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache.scheduler.sharing import FairSharingScheduler
 
 
 def pytest_collection_modifyitems(items):
@@ -20,12 +19,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(10))
 
 
-class _Undue:
-    """Nobody becomes due: for tasks 1 and 2, which come before task 3."""
+class _Unprotected:
+    """No request is ever protected: for tasks 1 and 2, which come before task 3."""
 
-    def has_caught_up(self, request):
-        has_gained = len(request.output_token_ids) > request.num_outputs_at_admission
-        return has_gained and request.status is RequestStatus.RUNNING
+    def schedule_running(self, output):
+        FairSharingScheduler.schedule_running(self, output)
 
     def head(self):
         return FairSharingScheduler.head(self)
@@ -35,26 +33,20 @@ class _Undue:
 
 
 class _WholeBlocks:
-    """Who is admitted gets the blocks of all its tokens, as in phase 8: for task 1, which comes before task 2."""
+    """An admitted request gets the blocks of all its tokens, as in phase 8: for task 1, which comes before task 2."""
 
-    def check_size(self, request):
-        pass
-
-    def blocks_to_admit(self, request):
-        return PagedScheduler.blocks_to_admit(self, request)
-
-    def can_allocate(self, request):
-        return SharingScheduler.can_allocate(self, request) if self.chunk(1) else AllocStatus.LATER
+    def blocks_to_take(self, request, found=()):
+        return FairSharingScheduler.blocks_to_take(self, request, found)
 
     def blocks_missing(self, request):
-        return SharingScheduler.blocks_missing(self, request)
+        return FairSharingScheduler.blocks_missing(self, request)
 
 
-class WholeBlocksScheduler(_WholeBlocks, _Undue, ChunkedPrefillScheduler):
+class WholeBlocksScheduler(_WholeBlocks, _Unprotected, ChunkedPrefillScheduler):
     """`ChunkedPrefillScheduler` without tasks 2 and 3."""
 
 
-class UndueScheduler(_Undue, ChunkedPrefillScheduler):
+class UnprotectedScheduler(_Unprotected, ChunkedPrefillScheduler):
     """`ChunkedPrefillScheduler` without task 3."""
 
 
@@ -65,9 +57,9 @@ def whole_blocks():
 
 
 @pytest.fixture(scope="session")
-def undue():
-    """`undue(budget, *requests)`: the scheduler without task 3; 1,000 blocks of 4 by default."""
-    return _maker(UndueScheduler)
+def unprotected():
+    """`unprotected(budget, *requests)`: the scheduler without task 3; 1,000 blocks of 4 by default."""
+    return _maker(UnprotectedScheduler)
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +90,7 @@ def a_request():
 
 @pytest.fixture(scope="session")
 def a_step():
-    """`a_step(scheduler)`: schedules a step, reports token 7 for everybody in it, checks, and returns its output."""
+    """`a_step(scheduler)`: schedules a step, commits token 7 for all its requests, checks, and returns its output."""
 
     def step(scheduler, token=7):
         __tracebackhide__ = True
@@ -132,18 +124,18 @@ def serve(a_step):
 def random_run():
     """`random_run(scheduler, rng, *observers)`: serves random requests under the auditor; it must like every step.
 
-    They come in the first 60 turns, with two priorities and groups, and prompts that begin alike. Some are forked, some
-    are aborted, and of some steps the tokens never come.
+    They come in the first 60 steps, with two priorities and groups, and prompts that begin alike. Some are forked, some
+    are aborted, and some steps fail: their tokens never come.
     """
 
     def run(scheduler, rng, *observers):
         __tracebackhide__ = True
         watched = observe(scheduler, SharingAuditor(), *observers)
-        names, everybody, awaited = iter(range(10**6)), [], False
+        names, requests, awaited = iter(range(10**6)), [], False
         try:
-            for turn in range(4000):
-                if turn < 60:
-                    everybody += _arrivals(watched, rng, names, awaited)
+            for step in range(4000):
+                if step < 60:
+                    requests += _arrivals(watched, rng, names, awaited)
                 unfinished = [*watched.running, *watched.waiting.values()]
                 if unfinished and rng.random() < 0.04:
                     watched.abort_request(rng.choice(unfinished).request_id)
@@ -153,11 +145,11 @@ def random_run():
                     continue  # the step's tokens never come
                 watched.update_from_output(output, {each: rng.randrange(3) for each in output.num_scheduled_tokens})
                 watched.check()
-                if turn >= 60 and not watched.has_unfinished:
+                if step >= 60 and not watched.has_unfinished:
                     break
         except InvariantError as error:
             that("the auditor", f"InvariantError: {error}").gives("no error")
-        that("requests that have not ended", [each for each in everybody if not each.status.is_finished]).gives([])
+        that("requests that have not finished", [each for each in requests if not each.status.is_finished]).gives([])
         that("used blocks", scheduler.pool.num_used).gives(0)
 
     return run
@@ -181,7 +173,7 @@ def _arrivals(scheduler, rng, names, awaited):
 
 @pytest.fixture(scope="session")
 def random_options():
-    """`random_options(rng)`: a scheduler's options: pools, seats and thresholds down to next to nothing."""
+    """`random_options(rng)`: a scheduler's options: pools, batches and thresholds down to next to nothing."""
 
     def options(rng):
         swap = rng.random() < 0.5
@@ -192,6 +184,7 @@ def random_options():
             "num_host_blocks": 6 if swap else 0,
             "prefix_caching": rng.random() < 0.6,
             "long_prefill_threshold": rng.choice([0, 0, 1, 3, 7]),
+            "reserve_full_prompt": rng.random() < 0.5,
         }
 
     return options

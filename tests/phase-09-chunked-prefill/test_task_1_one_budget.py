@@ -1,4 +1,4 @@
-"""Phase 9, task 1: one budget of tokens a step, first for the batch, then for those who wait."""
+"""Phase 9, task 1: one budget of tokens a step, first for the batch, then for the waiting queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minicache.course.checks import call, that
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
 
-# Method by method: what it says, and what it takes
+# Method by method: what it returns, and what it spends
 
 
 MOST = [
@@ -41,14 +41,14 @@ def test_how_many_at_most(whole_blocks, threshold, num_tokens, largest, chunk):
     call(scheduler.chunk, num_tokens).gives(chunk)
 
 
-def test_order_takes_and_chunk_does_not(whole_blocks, a_request):
-    """Three prompts of 800 ordered by hand: asking costs nothing, and for the third nothing is left."""
+def test_schedule_tokens_spends_and_chunk_does_not(whole_blocks, a_request):
+    """Three prompts of 800, scheduled by hand: asking costs nothing, and for the third nothing is left."""
     scheduler, output = whole_blocks(1024), SchedulerOutput()
     requests = [a_request(number, 800) for number in range(3)]
     for request, left in zip(requests, (1024, 224, 0), strict=True):
         for _ in range(2):
             call(scheduler.chunk, 2000).gives(left)
-        call(scheduler.order, request, output).gives(None)
+        call(scheduler.schedule_tokens, request, output).gives(None)
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 800, 1: 224})
     that("scheduled", output.scheduled).gives(requests[:2])
     call(scheduler.chunk, 2000).gives(0)
@@ -58,35 +58,35 @@ LEFT = [(20, 0, 0, 8), (20, 0, 8, 8), (20, 0, 16, 4), (20, 0, 19, 1), (20, 3, 22
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "num_output", "num_computed", "ordered"),
+    ("num_prompt", "num_output", "num_computed", "scheduled"),
     LEFT,
     ids=[
         f"{num_prompt} + {num_output} tokens, {num_computed} computed"
         for num_prompt, num_output, num_computed, _ in LEFT
     ],
 )
-def test_what_is_left_to_compute(whole_blocks, a_request, num_prompt, num_output, num_computed, ordered):
-    """Prompt and answer are one sequence: what of it is not computed is ordered, 8 tokens at most."""
+def test_what_is_left_to_compute(whole_blocks, a_request, num_prompt, num_output, num_computed, scheduled):
+    """Prompt and output are one sequence: its tokens that are not computed are scheduled, at most 8."""
     scheduler, output, request = whole_blocks(8), SchedulerOutput(), a_request("a", num_prompt)
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
     request.output_token_ids += [7] * num_output
-    call(scheduler.order, request, output).gives(None)
-    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"a": ordered})
-    call(scheduler.chunk, 100).gives(8 - ordered)
+    call(scheduler.schedule_tokens, request, output).gives(None)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"a": scheduled})
+    call(scheduler.chunk, 100).gives(8 - scheduled)
 
 
-def test_what_another_has_computed_is_not_taken_off(whole_blocks, serve, a_request):
-    """The same 20 tokens are cached. One in the batch has its own blocks, with 8 tokens: it computes the other 12."""
+def test_a_request_of_the_batch_has_no_hits(whole_blocks, serve, a_request):
+    """The same 20 tokens are cached. A request of the batch has blocks of its own, with 8 tokens: it computes 12."""
     scheduler, output, request = whole_blocks(100, prefix_caching=True), SchedulerOutput(), a_request("b", 20)
     serve(scheduler, a_request("a", 20, 1))
-    call(scheduler.num_new_tokens, request).gives(4)
+    call(scheduler.num_new_tokens, request, scheduler.find_prefix(request)).gives(4)
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
-    call(scheduler.order, request, output).gives(None)
+    call(scheduler.schedule_tokens, request, output).gives(None)
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"b": 12})
 
 
-def test_asking_for_those_who_wait(whole_blocks, a_request):
-    """num_new_tokens says what a step would compute, and takes nothing; a preempted one has an answer, too."""
+def test_tokens_of_a_waiting_request(whole_blocks, a_request):
+    """num_new_tokens: what this step would compute of it; nothing is spent. A preempted request has output too."""
     scheduler, request = whole_blocks(8, long_prefill_threshold=6), a_request("a", 3)
     for _ in range(2):
         call(scheduler.num_new_tokens, request).gives(3)
@@ -94,36 +94,24 @@ def test_asking_for_those_who_wait(whole_blocks, a_request):
     call(scheduler.num_new_tokens, request).gives(5)
     request.output_token_ids += [7, 7]
     call(scheduler.num_new_tokens, request).gives(6)
-    call(scheduler.order, a_request("b", 4), SchedulerOutput()).gives(None)
+    call(scheduler.schedule_tokens, a_request("b", 4), SchedulerOutput()).gives(None)
     call(scheduler.num_new_tokens, request).gives(4)
+    call(scheduler.schedule_tokens, a_request("c", 4), SchedulerOutput()).gives(None)
+    call(scheduler.num_new_tokens, request).gives(0)
+    call(scheduler.chunk, 7).gives(0)
 
 
-# Who is due
+@pytest.mark.parametrize(("found", "num_new"), [([], 8), ([5], 8), ([5, 3, 9], 8), ([5, 3, 9, 2], 4)])
+def test_found_tokens_are_not_computed(whole_blocks, a_request, found, num_new):
+    """Of 20 tokens those in the found blocks of 4 are left out; of the others 8 fit into the step."""
+    call(whole_blocks(8).num_new_tokens, a_request("a", 20), found).gives(num_new)
 
 
-@pytest.mark.parametrize(
-    ("num_output", "at_admission", "status", "stays"),
-    [
-        pytest.param(0, 0, RequestStatus.RUNNING, True, id="runs, no token yet"),
-        pytest.param(5, 5, RequestStatus.RUNNING, True, id="runs, none since its admission"),
-        pytest.param(1, 0, RequestStatus.RUNNING, False, id="runs, has a token"),
-        pytest.param(6, 5, RequestStatus.RUNNING, False, id="runs, has one more"),
-        pytest.param(0, 0, RequestStatus.WAITING, True, id="waits"),
-        pytest.param(6, 5, RequestStatus.SWAPPED, True, id="is swapped out"),
-        pytest.param(0, 0, RequestStatus.FINISHED_ABORTED, False, id="aborted"),
-        pytest.param(9, 5, RequestStatus.FINISHED_LENGTH, False, id="ended"),
-    ],
-)
-def test_due_no_more(whole_blocks, a_request, num_output, at_admission, status, stays):
-    """A step begins with forgetting who is due, if that one has ended or caught up (a stand-in for task 3 says so)."""
-    scheduler, request = whole_blocks(8), a_request("a", 20)
-    request.output_token_ids += [7] * num_output
-    request.num_outputs_at_admission, request.status = at_admission, status
-    scheduler.due, seen = request, []
-    scheduler.head = lambda: seen.append(scheduler.due)  # nobody is next
-    call(scheduler.schedule)
-    that("who is due when others could be admitted", seen).gives([request if stays else None])
-    that("who is due after the step", scheduler.due).gives(request if stays else None)
+def test_tokens_in_swap_space_are_not_computed(whole_blocks, a_request):
+    """17 of 20 tokens were swapped out: 3 are left."""
+    request = a_request("a", 20)
+    request.status, request.num_computed_tokens = RequestStatus.SWAPPED, 17
+    call(whole_blocks(8).num_new_tokens, request).gives(3)
 
 
 # Steps with known outcomes
@@ -144,7 +132,7 @@ def test_a_prompt_longer_than_a_step(whole_blocks, serve, a_request):
 
 
 def test_prompts_that_fill_the_step(whole_blocks, serve, a_request):
-    """Exactly 8 tokens, 8 a step: nobody else joins, and with 7 and 1 two join at once."""
+    """Exactly 8 tokens, 8 a step: no other joins. With 7 tokens two join at once."""
     work = serve(whole_blocks(8), a_request("a", 8, 2), a_request("b", 8, 1))
     that("tokens of each step", work).gives([{"a": 8}, {"a": 1, "b": 7}, {"b": 1}])
     work = serve(whole_blocks(8), a_request("c", 7, 1), a_request("d", 2, 1))
@@ -152,7 +140,7 @@ def test_prompts_that_fill_the_step(whole_blocks, serve, a_request):
 
 
 def test_decodes_go_on_beside_a_long_prompt(whole_blocks, serve, a_request):
-    """Three in decode, and a prompt of 30 comes: each of the three has its token in every step."""
+    """Three requests in decode, and a prompt of 30 arrives: each of the three has its token in every step."""
     scheduler = whole_blocks(8)
     serve(scheduler, *(a_request(number, 2, 20) for number in range(3)), steps=1)
     work = serve(scheduler, a_request("long", 30), steps=7)
@@ -160,14 +148,14 @@ def test_decodes_go_on_beside_a_long_prompt(whole_blocks, serve, a_request):
 
 
 def test_a_budget_smaller_than_the_batch(whole_blocks, serve, a_request):
-    """Three in decode, 2 tokens a step: the first two go on, the third has its turn when they have ended."""
+    """Three requests in decode, 2 tokens a step: the first two go on, the third continues when they have finished."""
     work = serve(whole_blocks(2), *(a_request(number, 1, 3) for number in range(3)))
     that("tokens of each step", work).gives([{0: 1, 1: 1}] * 3 + [{2: 1}] * 3)
     scheduler = whole_blocks(3)
     serve(scheduler, *(a_request(number, 1, 9) for number in range(3)), steps=1)
     scheduler.max_num_batched_tokens = 2
-    that("who is in the step", list(serve(scheduler, steps=1)[0])).gives([0, 1])
-    that("who is in the batch all the same", [each.request_id for each in scheduler.running]).gives([0, 1, 2])
+    that("requests of the step", list(serve(scheduler, steps=1)[0])).gives([0, 1])
+    that("requests of the batch", [each.request_id for each in scheduler.running]).gives([0, 1, 2])
 
 
 def test_the_batch_in_order_then_those_who_wait(whole_blocks, serve, a_request):
@@ -180,21 +168,21 @@ def test_the_batch_in_order_then_those_who_wait(whole_blocks, serve, a_request):
 
 
 def test_one_token_a_step(whole_blocks, serve, a_request):
-    """A budget of 1: one token after the other, and everybody ends."""
+    """A budget of 1: one token after the other, and both finish."""
     work = serve(whole_blocks(1), a_request("a", 3, 2), a_request("b", 2, 1))
     that("tokens of each step", work).gives([{"a": 1}] * 4 + [{"b": 1}] * 2)
 
 
 def test_a_step_that_fails(whole_blocks, serve, a_request):
-    """The tokens of two steps never come: the third has the whole budget again, and orders the same work."""
+    """Two steps fail: the third has the whole budget again, and schedules the same work."""
     scheduler = whole_blocks(8, a_request("a", 5), a_request("b", 12))
     for _ in range(3):
         that("the step", dict(call(scheduler.schedule).value.num_scheduled_tokens)).gives({"a": 5, "b": 3})
     that("the next two", serve(scheduler, steps=2)).gives([{"a": 5, "b": 3}, {"a": 1, "b": 7}])
 
 
-def test_whoever_leaves_makes_room(whole_blocks, serve, a_request):
-    """A prompt is aborted when half of it is computed: its place in the budget is the next one's."""
+def test_an_aborted_request_leaves_its_share(whole_blocks, serve, a_request):
+    """A request is aborted with half of its prompt computed: its share of the budget goes to the next one."""
     scheduler = whole_blocks(8)
     serve(scheduler, a_request("a", 20), a_request("b", 20), steps=1)
     scheduler.abort_request("a")
@@ -219,7 +207,7 @@ def test_two_hits_in_one_step(whole_blocks, serve, a_request):
 
 
 def test_swapped_out_in_the_middle_of_its_prompt(whole_blocks, serve, a_request):
-    """It comes back and goes on where it was: what is on the host is not computed again."""
+    """It comes back and continues where it was: the tokens in CPU swap space are not computed again."""
     options = {"num_blocks": 8, "preemption": "swap", "num_host_blocks": 8}
     scheduler = whole_blocks(6, a_request("first", 11, 4), a_request("long", 20, 1, priority=1), **options)
     work = serve(scheduler)
@@ -232,7 +220,7 @@ def test_swapped_out_in_the_middle_of_its_prompt(whole_blocks, serve, a_request)
 
 
 def test_three_prompts_side_by_side(whole_blocks, serve, a_request):
-    """No more than 100 tokens of one prompt in a step of 250: two go on side by side, with a part of the third."""
+    """At most 100 tokens of one prompt in a step of 250: two advance side by side, with a part of the third."""
     scheduler = whole_blocks(250, long_prefill_threshold=100)
     work = serve(scheduler, *(a_request(number, 210) for number in range(3)), steps=4)
     that("tokens of each step", work).gives(
@@ -251,15 +239,15 @@ def test_the_threshold_leaves_room_unused(whole_blocks, serve, a_request):
 # Against a model of the rule, and under the auditor
 
 
-def by_the_rule(arrivals, budget, threshold, seats):
-    """Of each step, id → tokens, where memory is plenty. `arrivals`: step → [priority, id, left to compute, answer]."""
+def by_the_rule(arrivals, budget, threshold, num_slots):
+    """Of each step, id → tokens, with blocks for all. `arrivals`: step → [priority, id, left to compute, answer]."""
     waiting, running, work = [], [], []
     for step in range(2000):
         waiting = sorted(waiting + arrivals.get(step, []))
         left, done = budget, {}
         while waiting or running:
             fresh = [each for each in running if each[1] not in done]
-            if not left or not (fresh or (waiting and len(running) < seats)):
+            if not left or not (fresh or (waiting and len(running) < num_slots)):
                 break
             if not fresh:
                 running.append(waiting.pop(0))
@@ -279,10 +267,10 @@ def by_the_rule(arrivals, budget, threshold, seats):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_budgets_of_random_requests(whole_blocks, a_step, seed):
-    """Random prompts, priorities, seats, budgets and thresholds, with blocks for all: the rule, written with lists."""
+    """Random prompts, priorities, slots, budgets and thresholds, with blocks for all: the rule, written with lists."""
     rng = random.Random(seed)
-    budget, threshold, seats = rng.choice([1, 2, 5, 16, 50]), rng.choice([0, 0, 1, 4, 20]), rng.randint(1, 6)
-    scheduler = whole_blocks(budget, long_prefill_threshold=threshold, max_num_seqs=seats)
+    budget, threshold, num_slots = rng.choice([1, 2, 5, 16, 50]), rng.choice([0, 0, 1, 4, 20]), rng.randint(1, 6)
+    scheduler = whole_blocks(budget, long_prefill_threshold=threshold, max_num_seqs=num_slots)
     arrivals, requests = {}, {}
     for _ in range(rng.randint(1, 12)):
         step, prompt, answer = rng.randint(0, 10), rng.randint(1, 40), rng.randint(1, 6)
@@ -295,15 +283,15 @@ def test_budgets_of_random_requests(whole_blocks, a_step, seed):
         step: [Request(number, [1] * prompt, answer, priority=priority) for priority, number, prompt, answer in some]
         for step, some in arrivals.items()
     }
-    for step, expected in enumerate(by_the_rule(arrivals, budget, threshold, seats)):
+    for step, expected in enumerate(by_the_rule(arrivals, budget, threshold, num_slots)):
         for request in coming.get(step, []):
             scheduler.add_request(request)
         that(f"tokens of step {step}", dict(a_step(scheduler).num_scheduled_tokens)).gives(expected)
-    that("whether anybody is left", scheduler.has_unfinished).gives(False)
+    that("whether any request is left", scheduler.has_unfinished).gives(False)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_runs(whole_blocks, random_run, random_options, seed):
-    """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor likes every step."""
+    """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor passes every step."""
     rng = random.Random(seed)
     random_run(whole_blocks(rng.choice([2, 4, 9, 30]), **random_options(rng)), rng)

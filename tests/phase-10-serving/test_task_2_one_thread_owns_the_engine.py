@@ -291,7 +291,7 @@ def test_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
             function(*arguments)
 
         engine.call_in_loop = call_in_loop
-        engine.give_turn = lambda: None  # there is no thread to wait in
+        engine.yield_to_loop = lambda: None  # there is no thread to wait in
         chunks = [a_chunk("x" * number) for number in range(num_chunks)]
         call(engine.deliver, chunks).gives(None)
         that(f"calls of call_in_loop by deliver, of {num_chunks} chunks", len(calls)).gives(min(num_chunks, 1))
@@ -301,7 +301,7 @@ def test_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
     scenario.run(main)
 
 
-# hand_out
+# dispatch
 
 
 def test_hand_out(scenario, tiny_llm, a_chunk):
@@ -317,17 +317,17 @@ def test_hand_out(scenario, tiny_llm, a_chunk):
             "a": [a_chunk("one"), a_chunk("two", "stop")],
             "b": [a_chunk("un", "length", request_id="b", index=1), a_chunk("deux", request_id="b")],
         }
-        call(engine.hand_out, [chunks["a"][0], chunks["b"][0], chunks["b"][1], chunks["a"][1]]).gives(None)
+        call(engine.dispatch, [chunks["a"][0], chunks["b"][0], chunks["b"][1], chunks["a"][1]]).gives(None)
         for name, stream in streams.items():
             (await scenario.ask(f"take() of stream {name!r}", stream.take())).gives(chunks[name])
         that("engine.num_unfinished: of 4 answers, 2 have ended", engine.num_unfinished).gives(2)
         that("engine.streams: both answers of 'a', and one of two of 'b'", list(engine.streams)).gives(["b"])
-        that("how many times ended_at has", len(engine.ended_at)).gives(2)
-        engine.hand_out([a_chunk("fin", "stop", request_id="b")])
+        that("how many times finished_at has", len(engine.finished_at)).gives(2)
+        engine.dispatch([a_chunk("fin", "stop", request_id="b")])
         that("engine.num_unfinished, when 3 of 4 have ended", engine.num_unfinished).gives(1)
         that("engine.streams, when all answers of both have ended", list(engine.streams)).gives([])
-        times = list(engine.ended_at)
-        that("how many times ended_at has", len(times)).gives(3)
+        times = list(engine.finished_at)
+        that("how many times finished_at has", len(times)).gives(3)
         times = [before, *times, time.monotonic()]
         that("whether they are of time.monotonic(), in order", times == sorted(times)).gives(True)
 
@@ -335,15 +335,15 @@ def test_hand_out(scenario, tiny_llm, a_chunk):
 
 
 def test_the_last_answer_ends(scenario, tiny_llm, a_chunk):
-    """The last unfinished answer ends: `ended_at` is empty again, so that a pause does not look like slow service."""
+    """The last unfinished answer ends: `finished_at` is empty again, so that a pause does not look like slow service."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm())
         engine.streams["a"] = AnswerStream("a", 1, lambda stream: None)
         engine.num_unfinished = 1
-        engine.hand_out([a_chunk("one", "stop")])
+        engine.dispatch([a_chunk("one", "stop")])
         that("engine.num_unfinished, when the last has ended", engine.num_unfinished).gives(0)
-        that("engine.ended_at, when none is unfinished", list(engine.ended_at)).gives([])
+        that("engine.finished_at, when none is unfinished", list(engine.finished_at)).gives([])
 
     scenario.run(main)
 
@@ -355,7 +355,7 @@ def test_hand_out_to_nobody(scenario, tiny_llm, a_chunk):
         engine = scenario.new_engine(tiny_llm())
         engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
         engine.num_unfinished = 1
-        call(engine.hand_out, [a_chunk("gone", "stop", request_id="z"), a_chunk("here")]).gives(None)
+        call(engine.dispatch, [a_chunk("gone", "stop", request_id="z"), a_chunk("here")]).gives(None)
         (await scenario.ask("take() of the stream that is there", stream.take())).gives([a_chunk("here")])
         that("engine.num_unfinished, after the end of a request without a stream", engine.num_unfinished).gives(1)
 

@@ -142,7 +142,7 @@ def test_the_line_is_bounded(scenario, tiny_llm, params, max_waiting, places):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         that(f"engine.num_unfinished, of {places} requests", engine.num_unfinished).gives(places)
-        engine.ended_at.extend([100.0, 107.0])  # so that it has something to say
+        engine.finished_at.extend([100.0, 107.0])  # so that it has something to say
         outcome = await scenario.ask(
             f"add_request with {places} of {places} places taken", engine.add_request([3], params())
         )
@@ -219,7 +219,7 @@ def test_when_to_come_back(scenario, tiny_llm, times, num_unfinished, seconds):
 
     async def main():
         engine = scenario.new_engine(tiny_llm(max_num_seqs=2))
-        engine.ended_at.extend(times)
+        engine.finished_at.extend(times)
         engine.num_unfinished = num_unfinished
         outcome = call(engine.retry_after)
         that(f"retry_after(), {num_unfinished} unfinished, ends at {times}", outcome.value).is_close(seconds)
@@ -245,7 +245,7 @@ def test_what_the_llm_refuses(scenario, tiny_llm, params, all_tokens, prompt, er
 
     async def main():
         engine = scenario.engine(tiny_llm(), max_waiting=0)
-        for _ in range(engine.max_places + 1):
+        for _ in range(engine.max_unfinished + 1):
             outcome = await scenario.ask("add_request of what the LLM refuses", engine.add_request(prompt, params()))
             outcome.raises(error)
             check_idle(engine)
@@ -260,7 +260,7 @@ def test_nobody_is_let_in_any_more(scenario, tiny_llm, params):
 
     async def main():
         engine = scenario.new_engine(tiny_llm())
-        engine.is_draining, engine.num_unfinished = True, engine.max_places
+        engine.is_draining, engine.num_unfinished = True, engine.max_unfinished
         outcome = await scenario.ask("add_request, draining and full", engine.add_request([1], params()))
         outcome.raises(EngineStoppedError)
         engine.num_unfinished = 0
@@ -343,7 +343,7 @@ def test_half_of_it_had_ended(scenario, tiny_llm, params, a_chunk):
         engine = scenario.new_engine(llm)
         stream, _ = await scenario.open_together(engine, ([1], params(n=2)), ([2], params(n=2)))
         that("engine.num_unfinished, of two requests with n = 2", engine.num_unfinished).gives(4)
-        engine.hand_out([a_chunk("one", "length", request_id=stream.request_id)])
+        engine.dispatch([a_chunk("one", "length", request_id=stream.request_id)])
         that("engine.num_unfinished, when one of 4 answers has ended", engine.num_unfinished).gives(3)
         stream.close()
         that("engine.num_unfinished, when the other answer's client has left", engine.num_unfinished).gives(2)
@@ -384,7 +384,7 @@ def test_streams_that_are_failed(scenario, tiny_llm, params, a_chunk):
         engine = scenario.new_engine(llm)
         requests = [([number], params(n=2)) for number in (1, 2, 3)]
         one, two, three = await scenario.open_together(engine, *requests)
-        engine.hand_out([a_chunk("half", "length", request_id=one.request_id)])
+        engine.dispatch([a_chunk("half", "length", request_id=one.request_id)])
         that("engine.num_unfinished, 5 of 6 answers", engine.num_unfinished).gives(5)
         error = StepFailedError("the model broke")
         call(engine.fail, [one.request_id, two.request_id, "nobody"], error).gives(None)

@@ -112,8 +112,8 @@ def test_a_scheduler_that_never_ends() -> None:
     """A broken one is stopped: its steps did nothing, and nobody has finished."""
 
     class Idle(ContinuousBatchScheduler):
-        def schedule(self) -> SchedulerOutput:
-            return self.issue(SchedulerOutput())
+        def schedule_waiting(self, output: SchedulerOutput) -> None:
+            pass
 
     tally = drive(Idle(num_blocks=4), [request_of("a")], max_steps=30)
     assert (tally.num_steps, tally.batch_sizes, tally.finished) == (0, [0] * 30, {})

@@ -1,9 +1,12 @@
 """Prefix cache and chunks against a model of a production scheduler, written with lists and whole prefixes, no hash.
 
-The model does what vLLM's scheduler does: blocks are cached as soon as a step is scheduled that fills them, a hit
-leaves at least one token to compute, freed blocks go to the end of the line from a request's last to its first, and
-whoever is handed a cached block evicts it. With chunks, one budget of tokens a step goes to the batch first, and then
-to those who wait. Compared are block ids, hits, chunks, preemptions and the order of all of them.
+The model does what vLLM's scheduler does: blocks are cached as soon as a step is scheduled that fills them, and a hit
+leaves at least one token to compute. A request frees its blocks from the last to the first, cached ones to the back of
+the free list, the others to its front, from which blocks are allocated (without a cache the list is first in, first
+out). With chunks, one budget of tokens a step goes
+to the batch first, and then to waiting requests, of which one is admitted only if the blocks of its whole prompt are
+free (or, if that is turned off, those of its first chunk). Compared are block ids, hits, chunks, preemptions and the
+order of all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 
 from minicache.request import Request
-from minicache.scheduler import Scheduler, create_scheduler
+from minicache.scheduler import ChunkedPrefillScheduler, Scheduler, create_scheduler
 
 BLOCK = 4
 
@@ -28,11 +31,12 @@ class Model:
     chunked: bool = False
     threshold: int = 0
     caching: bool = True
+    reserve: bool = True
     left: int = 0
     waiting: list[dict[str, Any]] = field(default_factory=list)
     running: list[dict[str, Any]] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
-    owners: dict[int, int] = field(default_factory=dict)
+    references: dict[int, int] = field(default_factory=dict)
     cached: list[tuple[Any, int]] = field(default_factory=list)  # (salt and whole prefix, block), oldest first
 
     def __post_init__(self) -> None:
@@ -41,7 +45,7 @@ class Model:
     def find(self, it: dict[str, Any]) -> list[int]:
         found = []
         for end in range(BLOCK, len(it["tokens"]), BLOCK):  # the last token is never in it
-            blocks = [block for name, block in self.cached if name == (it["salt"], tuple(it["tokens"][:end]))]
+            blocks = [block for key, block in self.cached if key == (it["salt"], tuple(it["tokens"][:end]))]
             if not blocks:
                 break
             found.append(blocks[0])
@@ -49,18 +53,19 @@ class Model:
 
     def take(self) -> int:
         block = self.free.pop(0)
-        self.cached = [(name, each) for name, each in self.cached if each != block]
-        self.owners[block] = 1
+        self.cached = [(key, each) for key, each in self.cached if each != block]
+        self.references[block] = 1
         return block
 
     def let_go(self, it: dict[str, Any]) -> None:
         for block in reversed(it["blocks"]):
-            self.owners[block] -= 1
-            if not self.owners[block]:
-                self.free.append(block)
+            self.references[block] -= 1
+            if not self.references[block]:
+                to_front = self.caching and all(each != block for _, each in self.cached)
+                self.free.insert(0 if to_front else len(self.free), block)
         it["blocks"], it["computed"] = [], 0
 
-    def name(self, it: dict[str, Any], num_new: int) -> None:
+    def cache(self, it: dict[str, Any], num_new: int) -> None:
         for end in range(BLOCK, it["computed"] + num_new + 1, BLOCK):
             block = it["blocks"][end // BLOCK - 1]
             if end > it["computed"] and all(each != block for _, each in self.cached):
@@ -71,7 +76,7 @@ class Model:
         return min(num_new, self.threshold or num_new, self.left) if self.chunked else num_new
 
     def step(self) -> tuple[dict[int, tuple[int, list[int]]], list[int]]:
-        """id → (tokens, blocks), and who is preempted."""
+        """id → (tokens, blocks), and the ids of preempted requests."""
         work, preempted, turn, self.left = {}, [], 0, self.budget
         while turn < len(self.running) and (self.left or not self.chunked):
             it = self.running[turn]
@@ -85,32 +90,33 @@ class Model:
             if it not in self.running:
                 break
             it["blocks"] += [self.take() for _ in range(missing)]
-            self.order(it, num_new, work)
+            self.schedule(it, num_new, work)
             turn += 1
         while self.waiting and not preempted and len(self.running) < self.max_num_seqs and self.left > 0:
             it = self.waiting[0]
             found = self.find(it) if self.caching else []
             num_new = self.chunk(it, len(found) * BLOCK)
             missing = -(-(len(found) * BLOCK + num_new) // BLOCK) - len(found)
-            if num_new > self.left or missing + sum(block in self.free for block in found) > len(self.free):
+            reserved = -(-len(it["tokens"]) // BLOCK) - len(found) if self.reserve else missing
+            if num_new > self.left or reserved + sum(block in self.free for block in found) > len(self.free):
                 break
             for block in found:
                 if block in self.free:
                     self.free.remove(block)
-                self.owners[block] = self.owners.get(block, 0) + 1
+                self.references[block] = self.references.get(block, 0) + 1
             it["blocks"] = found + [self.take() for _ in range(missing)]
             it["computed"] = len(found) * BLOCK
             self.running.append(self.waiting.pop(0))
-            self.order(it, num_new, work)
+            self.schedule(it, num_new, work)
         return work, preempted
 
-    def order(self, it: dict[str, Any], num_new: int, work: dict[int, tuple[int, list[int]]]) -> None:
+    def schedule(self, it: dict[str, Any], num_new: int, work: dict[int, tuple[int, list[int]]]) -> None:
         if self.caching:
-            self.name(it, num_new)
+            self.cache(it, num_new)
         work[it["id"]] = (num_new, list(it["blocks"]))
         self.left -= num_new
 
-    def report(self, work: dict[int, Any], token_ids: dict[int, int]) -> None:
+    def commit(self, work: dict[int, Any], token_ids: dict[int, int]) -> None:
         for it in [each for each in self.running if each["id"] in work]:
             it["computed"] += work[it["id"]][0]
             if it["computed"] == len(it["tokens"]):
@@ -136,13 +142,13 @@ def a_workload(rng: random.Random, budget: int, num_blocks: int) -> list[tuple[i
 @pytest.mark.parametrize("seed", range(150))
 def test_blocks_hits_and_victims_are_the_models(name: str, seed: int) -> None:
     rng = random.Random(seed)
-    num_blocks, seats, budget = rng.randint(8, 20), rng.randint(1, 6), rng.choice([24, 40, 200])
-    model = Model(num_blocks, seats, budget)
+    num_blocks, slots, budget = rng.randint(8, 20), rng.randint(1, 6), rng.choice([24, 40, 200])
+    model = Model(num_blocks, slots, budget)
     scheduler: Scheduler = create_scheduler(
         name,
         num_blocks=num_blocks,
         block_size=BLOCK,
-        max_num_seqs=seats,
+        max_num_seqs=slots,
         max_num_batched_tokens=budget,
         prefix_caching=True,
     )
@@ -153,17 +159,17 @@ def test_blocks_hits_and_victims_are_the_models(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(300))
 def test_chunks_are_the_models(seed: int) -> None:
     rng = random.Random(seed)
-    num_blocks, seats, budget = rng.randint(8, 20), rng.randint(1, 6), rng.choice([3, 5, 8, 24, 200])
-    threshold, caching = rng.choice([0, 0, 2, 5]), rng.random() < 0.7
-    model = Model(num_blocks, seats, budget, True, threshold, caching)
-    scheduler = create_scheduler(
-        "chunked",
+    num_blocks, slots, budget = rng.randint(8, 20), rng.randint(1, 6), rng.choice([3, 5, 8, 24, 200])
+    threshold, caching, reserve = rng.choice([0, 0, 2, 5]), rng.random() < 0.7, rng.random() < 0.7
+    model = Model(num_blocks, slots, budget, True, threshold, caching, reserve)
+    scheduler = ChunkedPrefillScheduler(
         num_blocks=num_blocks,
         block_size=BLOCK,
-        max_num_seqs=seats,
+        max_num_seqs=slots,
         max_num_batched_tokens=budget,
         prefix_caching=caching,
         long_prefill_threshold=threshold,
+        reserve_full_prompt=reserve,
     )
     assert_the_same(scheduler, model, a_workload(rng, 10**6, num_blocks), rng)
 
@@ -189,7 +195,7 @@ def assert_the_same(
         assert (got, output.preempted) == (work, preempted)
         token_ids = {request_id: rng.randrange(3) for request_id in work}
         scheduler.update_from_output(output, token_ids)
-        model.report(work, token_ids)
+        model.commit(work, token_ids)
         scheduler.check()
         assert scheduler.pool.num_free == len(model.free)
         if not scheduler.has_unfinished and step > 12:

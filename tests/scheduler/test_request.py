@@ -60,6 +60,7 @@ def test_an_end_has_a_reason_and_nothing_else_has() -> None:
         "FINISHED_LENGTH": "length",
         "FINISHED_CAPACITY": "capacity",
         "FINISHED_ABORTED": "abort",
+        "FINISHED_ERROR": "error",
     }
     assert all(status.finish_reason is None for status in RequestStatus if not status.is_finished)
 

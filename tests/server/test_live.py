@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from minicache.palette import PALETTE
-from minicache.request import Request, RequestStatus
+from minicache.request import Request
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import observe
 from minicache.scheduler.sharing import SharingScheduler
@@ -85,20 +85,22 @@ def test_a_picture_says_what_the_scheduler_says(every_step: None, name: str) -> 
 class NewestFirst(Scheduler):
     """A learner's own: one request at a time, the newest first."""
 
+    def priority_key(self, request: Request) -> tuple[int, ...]:
+        return (-request.arrival_index,)
+
     def blocks_to_admit(self, request: Request) -> int:
         return 5
 
-    def schedule(self) -> SchedulerOutput:
-        output = SchedulerOutput()
-        if not self.running and self.waiting:
-            _, request = self.waiting.popitem(last=True)
-            request.block_ids = self.pool.allocate(5)
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
+    def schedule_running(self, output: SchedulerOutput) -> None:
         for request in self.running:
-            output.num_scheduled_tokens[request.request_id] = request.num_tokens - request.num_computed_tokens
-            output.scheduled.append(request)
-        return self.issue(output)
+            self.schedule_tokens(request, output)
+
+    def may_admit(self, output: SchedulerOutput) -> bool:
+        return not self.running
+
+    def schedule_waiting(self, output: SchedulerOutput) -> None:
+        if request := self.head():
+            self.admit(request, output)
 
 
 def test_a_scheduler_of_ones_own_is_drawn(every_step: None) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from minicache.engine.sampling import SamplingParams
+from minicache.grammar import Tokenizer
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
 
@@ -242,6 +243,43 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: py
         assert b"408 Request Timeout" in read_until(connection, b"within")
 
 
+@pytest.mark.parametrize(
+    "start",
+    [b"", HEAD[:30], HEAD, b"\r\n", b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n" + HEAD[:30]],
+    ids=["nothing", "half a line", "no empty line", "an empty line", "half a head behind a request"],
+)
+def test_a_head_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    monkeypatch.setattr("minicache.server.running.HEAD_SECONDS", 0.1)
+    server = serve()
+    with server.connect() as connection:
+        connection.sendall(start)
+        assert b" 40" not in read_all(connection)
+    server.wait_until(lambda: not server.server.server_state.connections)
+
+
+def test_empty_lines_between_requests_do_not_keep_a_connection(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minicache.server.running.HEAD_SECONDS", 0.1)
+    server = serve()
+    with server.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
+        read_until(connection, b"ok")
+        connection.sendall(b"\r\n")
+        read_all(connection)
+
+
+def test_half_a_head_behind_a_stream_does_not_end_the_stream(
+    serve: Any, model: Any, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minicache.server.running.HEAD_SECONDS", 0.05)
+    server = serve()
+    model.before = lambda token_ids: gate.wait(60)
+    with server.connect() as connection:
+        connection.sendall(streaming(max_tokens=5) + HEAD[:30])
+        server.wait_until(lambda: server.engine.num_unfinished == 1)
+        threading.Timer(0.3, gate.set).start()
+        assert read_all(connection).count(b"[DONE]") == 1
+
+
 def test_after_a_refusal_the_connection_is_used_again(server: Any) -> None:
     connection = server.open()
     for body, status in ((b"{", 400), (b" " * 2**18, 413), (b'{"prompt": "Quetzalcoatl"}', 400), (b"{}", 400)) * 2:
@@ -254,6 +292,109 @@ def test_after_a_refusal_the_connection_is_used_again(server: Any) -> None:
         good = server.exchange(connection, "POST", "/v1/completions", {"prompt": "I", "max_tokens": 1})
         assert good.status == 200
     connection.close()
+
+
+# Large prompts
+
+
+class Watched:
+    """MiniGPT's tokenizer; notes which threads have it encode, and waits in it for an event."""
+
+    def __init__(self) -> None:
+        self._tokenizer = Tokenizer()
+        self.threads: list[threading.Thread] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str) -> list[int]:
+        self.threads.append(threading.current_thread())
+        assert self.gate.wait(60)
+        return self._tokenizer.encode(text)
+
+
+class WithTemplate(Watched):
+    """The same with a chat template, which is what encodes."""
+
+    def apply_chat_template(self, messages: Any) -> list[int]:
+        return self.encode(" ".join(each["content"] for each in messages))
+
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(*texts: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text} for text in texts], "temperature": 0, **fields}
+
+
+@pytest.mark.parametrize("tokenizer", [Watched(), WithTemplate()], ids=["without a template", "with a template"])
+def test_texts_are_tokenized_neither_in_the_event_loop_nor_in_the_engine(serve: Any, tokenizer: Any) -> None:
+    server = serve(tokenizer=tokenizer)
+    assert server.complete("Yesterday I", max_tokens=1).status == 200
+    assert server.ask("POST", CHAT, chat("Yesterday I", max_tokens=1)).status == 200
+    assert len(tokenizer.threads) == 2
+    assert server.thread not in tokenizer.threads
+    assert "minicache-engine" not in {each.name for each in tokenizer.threads}
+
+
+def test_while_a_text_is_tokenized_the_server_answers_and_steps_go_on(serve: Any) -> None:
+    tokenizer = Watched()
+    server = serve(tokenizer=tokenizer)
+    tokenizer.gate.clear()
+    try:
+        with server.connect() as connection:
+            connection.sendall(streaming(prompt="She", max_tokens=2))
+            server.wait_until(lambda: tokenizer.threads)
+            assert server.ask("GET", "/health").status == 200
+            assert server.engine.num_unfinished == 0  # it takes no admission slot before it has its tokens
+            tokenizer.gate.set()
+            read_until(connection, b"[DONE]")
+    finally:
+        tokenizer.gate.set()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "I " * 2**19}, "prompt"),
+        ("/v1/completions", {"prompt": ["I", "I " * 2**19]}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 2**19}, "prompt"),
+        (CHAT, chat(*["I " * 2**19] * 3), "messages"),
+        (CHAT, chat(*["I have not seen it."] * 4000), "messages"),
+    ],
+    ids=["a text", "one of two texts", "token ids", "a chat", "a chat of many messages"],
+)
+@pytest.mark.parametrize("new_tokenizer", [Watched, WithTemplate])
+def test_what_can_never_fit_is_refused_before_it_is_tokenized(
+    serve: Any, path: str, body: Any, param: str, new_tokenizer: Any
+) -> None:
+    server = serve(tokenizer=new_tokenizer())
+    answer = server.ask("POST", path, body)
+    assert answer.status == 400
+    assert answer.json["error"]["code"] == "context_length_exceeded"
+    assert answer.json["error"]["param"] == param
+    assert not server.llm.tokenizer.threads
+
+
+def test_a_chat_that_is_too_long_by_its_tokens_names_its_messages(serve: Any) -> None:
+    error = serve().ask("POST", CHAT, chat("I " * 600)).json["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert "600 tokens" in error["message"]
+
+
+def test_a_request_that_finds_no_slot_is_not_tokenized(serve: Any, model: Any, gate: threading.Event) -> None:
+    tokenizer = Watched()
+    server = serve(max_num_seqs=1, max_waiting=0, tokenizer=tokenizer)
+    model.before = lambda token_ids: gate.wait(60)
+    with server.connect() as connection:
+        connection.sendall(streaming(prompt=[5, 6], max_tokens=1))
+        server.wait_until(lambda: server.engine.num_unfinished)
+        assert server.complete("Yesterday I").status == 429
+        assert not tokenizer.threads
+        gate.set()
+        read_until(connection, b"[DONE]")
 
 
 # Methods and paths

@@ -12,6 +12,9 @@ from minicache.palette import PALETTE
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# The first of these tests waits for both sites to be built.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 
 def target(page, link: str) -> str:
     """The file that a relative link of a page leads to, from the site's root; "" for the page itself."""

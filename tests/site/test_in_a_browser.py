@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the site may have to be built first
+
 MATH_PAGE = "phase-00-decode-arithmetic/theory/01-bytes-per-token/"
 
 

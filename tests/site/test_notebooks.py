@@ -21,7 +21,8 @@ def notebooks() -> ModuleType:
     return module
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_is_current_and_runs(notebooks: ModuleType, name: str) -> None:
     script = ROOT / "notebooks" / f"{name}.py"

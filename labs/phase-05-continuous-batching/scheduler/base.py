@@ -1,16 +1,18 @@
 # Phase 5, continuous-batching: your file. It stands in for minicache.scheduler.base.
 # Write what raises NotImplementedError. `minicache grade 5` grades it, `minicache hint 5.K` helps with task K.
-"""What every scheduler is: a waiting line, a batch, a pool of blocks, and the life of a request between them.
+"""What every scheduler is: a waiting queue, a batch, a pool of blocks, and the life of a request between them.
 
-Phase 5 builds it. A server calls `schedule()`, runs the model on what the output says, and reports the new tokens to
-`update_from_output()`; in between, requests come (`add_request`) and go (`abort_request`). The stages from `static` to
-`fair` differ in `schedule()` alone: who is admitted, and what happens when memory runs out. Pure standard library.
+Phase 5 builds it. An engine calls `schedule()`, runs the model on what the output says, and passes the new tokens to
+`update_from_output()`; between steps, requests come (`add_request`) and go (`abort_request`). The stages differ in
+which requests of the batch compute, which waiting ones join it, and what happens when memory runs out: the hooks at the
+end of the class. Pure standard library.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from bisect import insort
+from collections import Counter
 from collections.abc import Mapping
 from typing import Required, TypedDict
 
@@ -18,6 +20,7 @@ from minicache.errors import InvariantError, RequestTooLargeError, require_count
 from minicache.memory.blocks import BlockPool
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.queue import PriorityKey, RequestQueue
 
 
 class SchedulerOptions(TypedDict, total=False):
@@ -31,28 +34,30 @@ class SchedulerOptions(TypedDict, total=False):
 
 
 class Scheduler(ABC):
-    """Decides, step by step, which requests compute which tokens, and who owns which block.
+    """Decides, step by step, which requests compute which tokens, and which request holds which block.
 
-    A step is `schedule()`, then `update_from_output()`. If the tokens of a step never come, because the model failed,
-    `schedule()` may be called again: it orders the same work once more. (Copies are ordered once: blocks that a step
-    swaps or copies must be moved even if its model then fails.)
+    A step is `schedule()`, the model, `update_from_output()`. If the step fails before its tokens are recorded, call
+    `recover()`.
 
     Args:
         num_blocks: blocks of the cache, ≥ 1.
         block_size: tokens of a block, ≥ 1.
-        max_num_seqs: the most requests in the batch, ≥ 1.
-        max_num_batched_tokens: the most tokens of one step, ≥ 1.
+        max_num_seqs: batch slots, ≥ 1: the most requests in the batch.
+        max_num_batched_tokens: the token budget of one step, ≥ 1.
         max_model_len: the most tokens of one request, prompt and output together, ≥ 2. None: as many as fit.
 
     Attributes:
         pool: the `BlockPool`.
-        waiting: id → request, for those that are not in the batch, the next one first.
-        running: the batch, in order.
+        waiting: the `RequestQueue` of requests without a batch slot: a mapping id → request, the next one first.
+        running: the batch, in the order of `priority_key`.
+        token_budget: tokens that the step being scheduled may still compute.
+        outstanding: the last step, while its tokens are awaited; else None.
         max_num_seqs: as given.
         max_num_batched_tokens: as given.
         max_model_len: as given.
-        first_come: whether the stage promises that nobody in `waiting` arrived before anybody ahead of it there, or in
-            `running`. A stage with another order says False.
+        first_come: whether the stage guarantees that no request in `waiting` arrived before one ahead of it there, or
+            in `running`. A stage with another order says False.
+        chunks_prompts: whether a prompt may be longer than one step (phase 9).
 
     Raises:
         TypeError: a number is not an int.
@@ -60,6 +65,7 @@ class Scheduler(ABC):
     """
 
     first_come = True
+    chunks_prompts = False
 
     def __init__(
         self,
@@ -78,21 +84,21 @@ class Scheduler(ABC):
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        # Ordered, so that a request can leave from anywhere in the line and come back at its head, in constant time.
-        self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
+        self.waiting = RequestQueue(self.priority_key)
         self.running: list[Request] = []
-        self._requests: dict[RequestId, Request] = {}  # all that have not ended, waiting and running
-        self._num_added = 0  # requests taken on so far: the next one's arrival_index
-        self._issued: SchedulerOutput | None = None  # the step whose tokens are awaited
+        self.token_budget = max_num_batched_tokens
+        self.outstanding: SchedulerOutput | None = None
+        self._requests: dict[RequestId, Request] = {}  # all unfinished ones, waiting and running
+        self._num_added = 0  # requests registered so far: the next one's arrival_index
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether any request is unfinished."""
         return bool(self._requests)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch, those swapped out included."""
+        """Requests without a batch slot, those swapped out included."""
         return len(self.waiting)
 
     @property
@@ -101,12 +107,25 @@ class Scheduler(ABC):
         return len(self.running)
 
     def add_request(self, request: Request) -> None:
-        """Take on a new request: number it (`arrival_index`: 0, 1, 2, …), and let it wait (`line_up`).
-
-        From here on it is unfinished, and its id is taken. Once it has ended, another request may use the id.
+        """Take on a new request (`register`), and put it into the waiting queue.
 
         Args:
             request: a new one: WAITING, without a number (`arrival_index` −1), nothing computed, nothing generated.
+
+        Raises:
+            TypeError, ValueError, RequestTooLargeError: as `register`. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 5, task 1: Into the queue, into the batch; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+        )
+
+    def register(self, request: Request) -> None:
+        """Take on a new request and number it (`arrival_index`: 0, 1, 2, …), without queueing it.
+
+        From here on it is unfinished and its id is in use. Once it has finished, another request may have the id.
+
+        Args:
+            request: as for `add_request`.
 
         Raises:
             TypeError: it is no Request.
@@ -115,131 +134,184 @@ class Scheduler(ABC):
                 used up, and the request may be given to another scheduler.
         """
         raise NotImplementedError(
-            "phase 5, task 1: Into the line; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 1: Into the queue, into the batch; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
 
     def check_size(self, request: Request) -> None:
         """Raise unless the request can be served once it has the server to itself. Changes nothing.
 
         Its prompt must leave room for one more token within max_model_len, if there is one; it must fit into one step
-        (max_num_batched_tokens); and what `blocks_to_admit` says must not be more than the whole pool, used or free.
+        (max_num_batched_tokens), unless the stage computes prompts in chunks (`chunks_prompts`); and what
+        `blocks_to_admit` says must not be more than the whole pool, used or free.
 
         Raises:
             RequestTooLargeError: the message says which limit, and what to change.
         """
         raise NotImplementedError(
-            "phase 5, task 1: Into the line; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 1: Into the queue, into the batch; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
 
-    @abstractmethod
-    def blocks_to_admit(self, request: Request) -> int:
-        """Blocks that the request must get when it is admitted. Changes nothing."""
-
-    @abstractmethod
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: who is in the batch, and how many tokens each computes.
+        """Decide the next step: which requests compute, and how many tokens each.
+
+        The step begins with the whole token budget. Requests of the batch come first (`schedule_running`), then, if
+        the stage admits any in this step (`may_admit`), waiting ones (`schedule_waiting`). If the step before had work
+        and was never committed, it has failed, and is given up first (`recover`).
 
         Returns:
-            The step's work. Give it back to `update_from_output` with the tokens that came of it.
+            The step's work. Pass it to `update_from_output` with the tokens that came of it.
         """
+        if self.outstanding is not None and self.outstanding.has_work:
+            self.recover()
+        output = SchedulerOutput()
+        self.token_budget = self.max_num_batched_tokens
+        self.schedule_running(output)
+        if self.may_admit(output):
+            self.schedule_waiting(output)
+        self.outstanding = output
+        return output
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
-        """Record what a step computed, and end the requests that are done.
+        """Commit a step: record what it computed, and finish the requests that are done.
 
         For each request of the step that is still RUNNING, in batch order: as many of its tokens are computed now as
         the step scheduled. If any are left to compute, it is still in its prompt, and a token for it is ignored.
-        Otherwise it gets the token that the model gave for it, at the end of output_token_ids. Then it ends
+        Otherwise the token generated for it goes to the end of output_token_ids. Then it is finished
 
         - as FINISHED_STOPPED, if that is one of its stop_token_ids (and it does not ignore them: ignore_eos);
         - else as FINISHED_LENGTH, if it has max_tokens of output, or max_model_len of prompt and output together.
 
-        Whoever ends leaves the batch and gives all blocks back (`release`); those who stay keep their order. Requests
-        that were ended from outside since `schedule()` are passed over, and need no token.
+        Finished requests leave the batch and give all blocks back (`release`); the others keep their order. Requests
+        that were finished from outside since `schedule()` are passed over, and need no token.
 
         Args:
-            output: what the last `schedule()` returned (see `issue`).
+            output: what the last `schedule()` returned.
             token_ids: request id → the token generated for it, an int ≥ 0.
 
         Returns:
-            The requests that have just ended, in batch order.
+            The requests that have just finished, in batch order.
 
         Raises:
-            ValueError: `output` is not the last one, or was reported before; a token is missing, is negative, or is for
-                a request that the step did not have. Nothing has changed: the report may be made again, and right.
+            ValueError: `output` is not the last one, or was committed before; a token is missing, is negative, or is
+                for a request that the step did not have. Nothing has changed: the call may be repeated, corrected.
             TypeError: a token is not an int. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 5, task 2: The tokens come back; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+        )
+
+    def recover(self) -> None:
+        """Give up what is computed: a step failed, and its copies and KV entries may or may not have been written.
+
+        Every request of the batch goes back to the waiting queue, counted as preempted, and so does every one that was
+        swapped out: WAITING, without blocks, none of its tokens computed. Tokens already generated stay. No step is
+        outstanding any more. Steps fail rarely, so what recovery costs does not matter; that it is right does.
+        """
+        raise NotImplementedError(
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
 
     def abort_request(self, request_id: RequestId) -> bool:
-        """End a request whose client has left, as FINISHED_ABORTED: see `finish_request`.
+        """Finish a request whose client has left, as FINISHED_ABORTED: see `finish_request`.
 
         Returns:
             Whether there was such a request: False, and nothing has changed, if no unfinished one has this id.
         """
         raise NotImplementedError(
-            "phase 5, task 2: The tokens come back; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
 
     def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
-        """End a request from outside, waiting, running or swapped out: a stop string was found, its client has left.
+        """Finish a request from outside, waiting, running or swapped out: a stop string was found, its client has left.
 
-        It leaves the line or the batch, in which the others keep their order, gives back all that it holds
-        (`release`), and is unfinished no more. It keeps the tokens that it has. Any time will do, between `schedule()`
-        and the report too.
+        It leaves the queue or the batch, in which the others keep their order, gives back all that it holds
+        (`release`), and keeps the tokens that it has. May be called at any time, between `schedule()` and
+        `update_from_output()` too.
 
         Args:
             request_id: which.
-            status: how it ends, one of the FINISHED ones.
+            status: how it finishes, one of the FINISHED ones.
 
         Returns:
             Whether there was such a request: False, and nothing has changed, if no unfinished one has this id.
 
         Raises:
-            ValueError: `status` is not an end. Nothing has changed.
+            ValueError: `status` is not a FINISHED one. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 5, task 2: The tokens come back; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
 
-    # What the stages are made of: for subclasses, not for servers.
+    # The hooks that stages are made of: for subclasses, not for servers.
 
-    def line_up(self, request: Request, *, first: bool = False) -> None:
-        """Let a request wait in `waiting`: at the end of the line, or `first`, as the next one.
-
-        Args:
-            request: one that is in neither queue.
-            first: it has lost its place in the batch, and is to get the next that there is.
-        """
-        raise NotImplementedError(
-            "phase 5, task 1: Into the line; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
-        )
+    def priority_key(self, request: Request) -> PriorityKey:
+        """What `waiting` and `running` are ordered by, the lowest first: arrival. No two requests have the same."""
+        return request.arrival_index, request.fork_index
 
     def head(self) -> Request | None:
-        """Who is next in the waiting line, and stays there; None if nobody waits. Takes the same time in any line."""
+        """The waiting request that may be admitted next, which stays in the queue; None if there is none."""
         raise NotImplementedError(
-            "phase 5, task 1: Into the line; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 1: Into the queue, into the batch; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
 
-    def largest_chunk(self, num_tokens: int) -> int:
-        """Of so many tokens that a request has left to compute, the most that a step may compute: here all of them.
+    @abstractmethod
+    def blocks_to_admit(self, request: Request) -> int:
+        """Blocks for all that must be stored before the request can generate its next token. Changes nothing."""
 
-        A step that has room for so many computes no fewer. A stage that computes prompts in pieces (phase 9) may set a
+    @abstractmethod
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        """Add to the step what requests of the batch compute."""
+
+    @abstractmethod
+    def may_admit(self, output: SchedulerOutput) -> bool:
+        """Whether waiting requests may join the batch in this step."""
+
+    @abstractmethod
+    def schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Admit waiting requests, from the `head` on, while there is room for them."""
+
+    def blocks_missing(self, request: Request) -> int:
+        """Blocks that the request must still get before its next tokens are computed."""
+        return self.blocks_to_admit(request) - len(request.block_ids)
+
+    def largest_chunk(self, num_tokens: int) -> int:
+        """Of so many tokens that a request has left to compute, the most that one step may compute: here all of them.
+
+        A step with budget for so many computes no fewer. A stage that computes prompts in chunks (phase 9) may set a
         limit of its own.
         """
         return num_tokens
 
-    def issue(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Remember `output` as the step whose tokens are awaited: the last thing that every `schedule` does.
+    def admit(self, request: Request, output: SchedulerOutput) -> None:
+        """Move a request from the waiting queue into the batch, where `priority_key` puts it.
 
-        `update_from_output` takes this one, once, and no other.
+        It gets its `blocks_missing`, behind those that it has, is RUNNING, and computes tokens in this step
+        (`schedule_tokens`).
 
-        Returns:
-            `output`.
+        Args:
+            request: in `waiting`. Its blocks are free.
+            output: the step so far, to which it is added.
         """
-        self._issued = output
-        return output
+        raise NotImplementedError(
+            "phase 5, task 1: Into the queue, into the batch; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+        )
+
+    def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
+        """Have the step compute all tokens of the request that are not computed yet, and charge the `token_budget`.
+
+        Args:
+            request: of the batch, and not in the step yet.
+            output: the step so far: the request joins `scheduled`, and its number of tokens `num_scheduled_tokens`.
+        """
+        raise NotImplementedError(
+            "phase 5, task 1: Into the queue, into the batch; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+        )
+
+    def restart(self, request: Request) -> None:
+        """Take back all that a request outside the batch holds: it is WAITING, and none of its tokens is computed."""
+        raise NotImplementedError(
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+        )
 
     def release(self, request: Request) -> None:
         """Give the request's blocks back to the pool in one call, the last one first, and leave it without any.
@@ -247,40 +319,40 @@ class Scheduler(ABC):
         A request that holds none is left as it is.
         """
         raise NotImplementedError(
-            "phase 5, task 2: The tokens come back; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
 
     def check(self) -> None:
         """Raise unless the scheduler's books agree. Takes time in proportion to the pool: it is for tests.
 
-        Blocks: free + used = all, and each has as many owners as there are requests that list it. Requests: each is
-        either in the batch and RUNNING, or in the line and WAITING or SWAPPED; who waits holds no block; who runs has
-        blocks for what it has computed.
+        Blocks: free + used = all, and each has as many references as there are requests that list it. Requests: each
+        is either in the batch and RUNNING, or in the queue and WAITING or SWAPPED; a waiting one holds no block; a
+        running one has blocks for what it has computed.
 
         Raises:
             InvariantError: they do not. The message names a request or a block.
         """
         self.pool.check()
         in_batch = {id(request) for request in self.running}
-        in_line = {id(request) for request in self.waiting.values()}
+        in_queue = {id(request) for request in self.waiting.values()}
         if len(in_batch) < len(self.running) or len(self.running) + len(self.waiting) != len(self._requests):
             raise InvariantError(
                 f"{len(self._requests)} requests are unfinished, and {len(self.running)} in the batch, "
                 f"{len(self.waiting)} waiting"
             )
         for request in self._requests.values():
-            places = id(request) in in_batch, id(request) in in_line
-            if places != (request.status is RequestStatus.RUNNING, request.status in _IN_LINE):
-                raise InvariantError(f"{request!r} is in the batch: {places[0]}, in the line: {places[1]}")
+            places = id(request) in in_batch, id(request) in in_queue
+            if places != (request.status is RequestStatus.RUNNING, request.status in _IN_QUEUE):
+                raise InvariantError(f"{request!r} is in the batch: {places[0]}, in the queue: {places[1]}")
             if request.status is not RequestStatus.RUNNING and request.block_ids:
                 raise InvariantError(f"{request!r} waits and holds blocks {request.block_ids}")
             if request.num_computed_tokens > len(request.block_ids) * self.pool.block_size and places[0]:
                 raise InvariantError(f"{request!r} has {len(request.block_ids)} blocks: too few for that")
-        owners = Counter(block_id for request in self._requests.values() for block_id in request.block_ids)
+        references = Counter(block_id for request in self._requests.values() for block_id in request.block_ids)
         for block_id in range(self.pool.num_blocks):
-            if owners[block_id] != self.pool.ref_count(block_id):
-                counted = self.pool.ref_count(block_id)
-                raise InvariantError(f"block {block_id} has {counted} owners, and {owners[block_id]} requests list it")
+            if references[block_id] != self.pool.ref_count(block_id):
+                counted, listed = self.pool.ref_count(block_id), references[block_id]
+                raise InvariantError(f"block {block_id} has {counted} references, and {listed} requests list it")
 
 
-_IN_LINE = (RequestStatus.WAITING, RequestStatus.SWAPPED)
+_IN_QUEUE = (RequestStatus.WAITING, RequestStatus.SWAPPED)

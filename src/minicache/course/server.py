@@ -33,6 +33,7 @@ PLUGINS = {
 """What a run loads, and no other plugin that is installed: looking for those takes longer than most tasks' tests."""
 
 _GRACE = 2.0  # seconds that an aborted child has for its traceback
+_POLL = 0.01  # seconds between two looks at a run
 _MAX_FILE_NBYTES = 2**28  # of what one run may write to a file: a loop that prints must not fill the disk
 
 
@@ -140,6 +141,8 @@ def serve(preload: Sequence[str]) -> None:
             import_module(name)
     gc.collect()
     gc.freeze()  # what is loaded stays: no run need look through it for garbage, and pytest looks five times at its end
+    owner = select.poll()
+    owner.register(sys.stdin, 0)  # which tells one thing: that the other end is closed
     for line in sys.stdin:
         arguments, folder, log = json.loads(line)
         pid = os.fork()
@@ -157,11 +160,23 @@ def serve(preload: Sequence[str]) -> None:
             finally:
                 os._exit(code)
         print("pid", pid, flush=True)
-        _, status = os.waitpid(pid, 0)
+        status = _end_of(pid, owner)
         with suppress(ProcessLookupError):  # what it has started goes with it: mostly nothing
             os.killpg(pid, signal.SIGKILL)
+        if owner.poll(0):
+            break
         print("exit", os.waitstatus_to_exitcode(status), flush=True)
     gc.unfreeze()  # or Triton would speak of leaks when it is unloaded
+
+
+def _end_of(pid: int, owner: select.poll) -> int:
+    """Wait for a run's end, and end it if the owner goes first: a run may loop for ever; its exit status."""
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        if owner.poll(_POLL * 1000):
+            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

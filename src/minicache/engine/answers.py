@@ -98,6 +98,7 @@ class Answer:
         chunks: the list to which its chunks go.
         index: of its chunks.
         first: the request of the first answer to the same prompt, if this is another; else None.
+        num_chunks: how many chunks it has had.
         num_logprobs: how many log probabilities its chunks are to have (`minicache.engine.logprobs`); None: none.
     """
 
@@ -107,6 +108,7 @@ class Answer:
     chunks: list[Chunk]
     index: int = 0
     first: Request | None = None
+    num_chunks: int = 0
     num_logprobs: int | None = None
 
     @property
@@ -127,6 +129,7 @@ def new_answers(
     request_id: RequestId,
     chunks: list[Chunk],
     config: ModelConfig,
+    max_model_len: int,
     tokenizer: Tokenizer | None,
     *,
     index: int = 0,
@@ -138,7 +141,7 @@ def new_answers(
     """One prompt as requests, one for each of its n answers, with all that they need, if they can be served.
 
     Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`). Their max_tokens is at
-    most what the model has room for after the prompt.
+    most what max_model_len leaves room for after the prompt.
 
     Args:
         prompt: a text, or token ids.
@@ -146,6 +149,7 @@ def new_answers(
         request_id: the first one's name, and what the names of the others begin with (`AnswerId`).
         chunks: the list to which their chunks are to go.
         config: the model's.
+        max_model_len: the most tokens of a request, prompt and answer.
         tokenizer: the engine's, or None.
         index: of the first one's chunks; the others' follow.
         priority: as `Request`.
@@ -158,23 +162,18 @@ def new_answers(
         ValueError: an empty prompt, or a text or a stop string without a tokenizer.
         IndexError: a token id is outside the model's vocabulary.
         UnknownWordError: the tokenizer does not know a word.
-        RequestTooLargeError: the prompt is as long as the longest sequence of the model, or longer.
+        RequestTooLargeError: the prompt leaves no room for an answer within max_model_len.
     """
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params must be SamplingParams; got {params!r}")
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
-    token_ids = prompt_token_ids(prompt, config.vocab_size, tokenizer)
-    room = config.max_seq_len - len(token_ids)
-    if room < 1:
-        raise RequestTooLargeError(
-            f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the model takes {config.max_seq_len}"
-        )
+    token_ids = prompt_token_ids(prompt, config.vocab_size, max_model_len, tokenizer)
     end = () if params.ignore_eos else all_end_token_ids(config, tokenizer)
     first = Request(
         request_id,
         token_ids,
-        min(params.max_tokens, room),
+        min(params.max_tokens, max_model_len - len(token_ids)),
         stop_token_ids=(*params.stop_token_ids, *end),
         priority=priority,
         arrival_time=arrival_time,
@@ -184,7 +183,7 @@ def new_answers(
     answers = []
     for turn in range(params.n):
         text = None if tokenizer is None else TextStream(tokenizer, token_ids, params.stop)
-        request = first.twin(AnswerId(request_id, turn)) if turn else first
+        request = first.child(AnswerId(request_id, turn)) if turn else first
         sampler = TokenSampler(params.of_answer(turn))
         answers.append(Answer(request, sampler, text, chunks, index + turn, first if turn else None))
     return answers
@@ -196,13 +195,22 @@ def all_end_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple
     return named if tokenizer is None else tuple(dict.fromkeys((*end_token_ids(tokenizer), *named)))
 
 
-def prompt_token_ids(prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | None) -> list[int]:
-    """A prompt's tokens, at least one, all of them in the model's vocabulary."""
+def prompt_token_ids(prompt: Prompt, vocab_size: int, max_model_len: int, tokenizer: Tokenizer | None) -> list[int]:
+    """A prompt's tokens, at least one, all of them in the model's vocabulary.
+
+    Raises:
+        Exception: as `new_answers` of a prompt.
+    """
+    if isinstance(prompt, str) and tokenizer is None:
+        raise ValueError("a text needs a tokenizer: give the engine one, or give token ids")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise TypeError(f"a prompt must be a text or a list of token ids; got {prompt!r}")
+    check_prompt_length(prompt, max_model_len, tokenizer)
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError("a text needs a tokenizer: give the engine one, or give token ids")
+        assert tokenizer is not None
         token_ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(type(each) is int for each in prompt):
+        check_prompt_length(token_ids, max_model_len, tokenizer)
+    elif all(type(each) is int for each in prompt):
         token_ids = [*prompt]
     else:
         raise TypeError(f"a prompt must be a text or a list of token ids; got {prompt!r}")
@@ -212,3 +220,34 @@ def prompt_token_ids(prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | Non
         outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise IndexError(f"token id {outside} is outside the model's vocabulary, 0 … {vocab_size - 1}")
     return token_ids
+
+
+def check_prompt_length(prompt: Prompt, max_model_len: int, tokenizer: Tokenizer | None) -> None:
+    """Raise if a prompt is too long by its mere length. Takes no longer for a longer one: nothing is tokenised.
+
+    A token stands for at most `tokenizer.max_token_chars` characters, so a text of more than max_model_len times as
+    many has more than max_model_len tokens. (Unless the tokenizer drops characters: of spaces in a row most do. Such a
+    text is refused as well; a bound that looked at every character would not be one.) A tokenizer without
+    max_token_chars gives no bound, and a text is as long as its tokens turn out to be.
+
+    Args:
+        prompt: a text, or token ids.
+        max_model_len: the most tokens of a request, prompt and answer.
+        tokenizer: of the text.
+
+    Raises:
+        RequestTooLargeError: it has max_model_len tokens or more, or more characters than these could have.
+    """
+    if not isinstance(prompt, str):
+        if len(prompt) >= max_model_len:
+            raise RequestTooLargeError(
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer within max_model_len {max_model_len}: "
+                f"shorten the prompt"
+            )
+        return
+    max_token_chars: int | None = getattr(tokenizer, "max_token_chars", None)
+    if max_token_chars is not None and len(prompt) > max_model_len * max_token_chars:
+        raise RequestTooLargeError(
+            f"a prompt of {len(prompt)} characters cannot fit: max_model_len is {max_model_len} tokens, of at most "
+            f"{max_token_chars} characters each: shorten the prompt"
+        )

@@ -1,8 +1,8 @@
-"""Log probabilities beside the tokens: what a client of a served model may ask for. No phase builds this module.
+"""Log probabilities with the tokens: what a client of a served model may ask for. No phase builds this module.
 
-`ServedLLM` is an `LLM` whose chunks say how likely the model held each token, and which others it held likely. It needs
-nothing of the engine's loop, which may be a learner's: it looks at the logits of which a step picks its tokens, and
-hands on what it has found with the step's chunks.
+`ServedLLM` is an `LLM` whose chunks have the log probability of each token, and of the likeliest others. It changes
+nothing in the engine's loop, which may be a learner's: it reads the logits from which a step picks its tokens, and adds
+what it finds to the step's chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_LOGPROBS = 20
 
 
 class ServedLLM(LLM):
-    """An `LLM` that reports log probabilities to those requests of `add_request` that ask for them.
+    """An `LLM` that gives log probabilities to those requests of `add_request` that ask for them.
 
     They are the model's own: log_softmax of the logits in float32, before temperature, top-k and top-p. A step computes
     them for the rows of requests that have asked, for no others.
@@ -52,8 +52,8 @@ class ServedLLM(LLM):
         Args:
             prompt: as for `LLM.add_request`.
             params: as for `LLM.add_request`. All n answers have log probabilities.
-            num_logprobs: how many of the likeliest tokens to report with each token, 0 … MAX_LOGPROBS; 0: only the
-                token that was picked. None: no log probabilities at all.
+            num_logprobs: how many of the likeliest tokens each chunk has, 0 … MAX_LOGPROBS; 0: only the token that was
+                picked. None: no log probabilities at all.
             options: more of what `LLM.add_request` takes.
 
         Raises:
@@ -64,40 +64,40 @@ class ServedLLM(LLM):
             require_count("num_logprobs", num_logprobs, at_least=0)
             if num_logprobs > MAX_LOGPROBS:
                 raise ValueError(f"num_logprobs must be at most {MAX_LOGPROBS}; got {num_logprobs}")
-        name = super().add_request(prompt, params, **options)
-        for each in self.answers_of(name):
+        request_id = super().add_request(prompt, params, **options)
+        for each in self.answers_of(request_id):
             self.answers[each].num_logprobs = num_logprobs
-        return name
+        return request_id
 
-    def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int]:
+    def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
         """As `LLM.pick`; and the log probabilities of what was picked are kept for `collect`."""
-        token_ids = super().pick(output, logits)
+        picked = super().pick(output, logits)
         asked = [
-            (row, request.request_id, num_logprobs)
+            (row, request.request_id, token_id, num_logprobs)
             for row, request in enumerate(output.scheduled)
             if (num_logprobs := self.answers[request.request_id].num_logprobs) is not None
-            and request.request_id in token_ids
+            and (token_id := picked.get(request.request_id)) is not None
         ]
         self._picked = {}
         if asked:
-            rows, names, counts = zip(*asked, strict=True)
-            found = token_logprobs(logits[list(rows)], [token_ids[name] for name in names], counts)
-            self._picked = dict(zip(names, found, strict=True))
-        return token_ids
+            rows, ids, token_ids, counts = zip(*asked, strict=True)
+            found = token_logprobs(logits[list(rows)], list(token_ids), counts)
+            self._picked = dict(zip(ids, found, strict=True))
+        return picked
 
     def collect(self) -> list[Chunk]:
         """As `LLM.collect`; the step's chunks have their log probabilities."""
-        for place in reversed(range(len(self._chunks))):  # a request's newest chunk is the last with its name
+        for index in reversed(range(len(self._chunks))):  # a request's newest chunk is the last with its id
             if not self._picked:
                 break
-            chunk = self._chunks[place]
+            chunk = self._chunks[index]
             if chunk.request_id in self._picked:
-                self._chunks[place] = replace(chunk, logprobs=self._picked.pop(chunk.request_id))
+                self._chunks[index] = replace(chunk, logprobs=self._picked.pop(chunk.request_id))
         return super().collect()
 
 
 def token_logprobs(logits: Tensor, token_ids: list[int], counts: tuple[int, ...]) -> list[TokenLogprobs]:
-    """How likely each row's token is, and which tokens are likeliest.
+    """The log probability of each row's token, and of the likeliest tokens.
 
     Args:
         logits: `[B, vocab]`, as the model gave them.

@@ -1,8 +1,8 @@
 """What a step of the engine runs on: the model, and the keys and values of the requests that it serves.
 
-A scheduler's blocks are numbers. `PagedMemory` puts them into a `PagedStorage`, and moves those that a step swaps or
-copies; `DenseMemory` gives each request a `KVCache` of its own, and takes the numbers for what they are. Either makes
-the cache of one step, on which a model runs as it is. No phase builds this module.
+A scheduler's blocks are numbers. `PagedMemory` stores them in a `PagedStorage`, and moves those that a step swaps or
+copies; `DenseMemory` gives each request a `KVCache` of its own, and stores nothing in blocks. Either makes the cache of
+one step, on which any model runs. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from minicache.scheduler import Scheduler, SchedulerOutput
 logger = logging.getLogger("minicache")
 
 DEFAULT_NBYTES: Final = 64 * 2**20
-"""What the cache of an engine may take if nobody says how many blocks it has: 64 MiB, 32,768 tokens of MiniGPT."""
+"""The size of an engine's cache if num_blocks is not given: 64 MiB, 32,768 tokens of MiniGPT."""
 
 
 class ModelConfig(Protocol):
-    """What the engine must know of a model's shape; `minicache.model.MiniGPTConfig` says more."""
+    """What the engine must know of a model's shape; `minicache.model.MiniGPTConfig` is one."""
 
     @property
     def vocab_size(self) -> int:
@@ -90,8 +90,8 @@ def find_model(model: str | Path | _Given) -> Path | _Given:
     """Where the model is that an engine was asked for.
 
     Args:
-        model: "minigpt", the path of a checkpoint or of a Hugging Face folder, a hub name, or a model. What is here
-            under a name's path goes before the hub's.
+        model: "minigpt", the path of a checkpoint or of a Hugging Face folder, a hub name, or a model. A local path
+            goes before a hub name.
 
     Returns:
         The path of the file or folder, which may not exist; a model as it was given.
@@ -194,9 +194,9 @@ def computes_in(dtype: torch.dtype) -> bool:
 def lay_out(model: _Model) -> _Model:
     """Lay a model's float32 linear weights out column by column, in place: the same values, in another order in memory.
 
-    A step in decode multiplies few rows by each weight, and a CPU does that faster when it finds the numbers in this
-    order; by how much, `benchmarks/engine.py` measures for 1, 8 and 32 rows. In 16 bits it is slower, and there and on
-    a GPU nothing is changed. Such weights are not contiguous: `safetensors` refuses to save them.
+    A decode step multiplies few rows by each weight, and a CPU does that faster in this order; `benchmarks/engine.py`
+    measures by how much, for 1, 8 and 32 rows. In 16 bits it is slower: there, and on a GPU, nothing is changed. Such
+    weights are not contiguous: `safetensors` refuses to save them.
 
     Returns:
         The model itself.
@@ -213,9 +213,9 @@ def lay_out(model: _Model) -> _Model:
 
 
 def default_num_blocks(model: Model, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """How many blocks an engine's cache has if nobody says: as many as DEFAULT_NBYTES hold.
+    """How many blocks an engine's cache has if num_blocks is not given: as many as DEFAULT_NBYTES hold.
 
-    But at least those of one request of max_model_len tokens, and at most those of max_num_seqs such requests.
+    At least those of one request of max_model_len tokens, and at most those of max_num_seqs such requests.
 
     Raises:
         TypeError: a number is not an int.
@@ -231,13 +231,13 @@ def default_num_blocks(model: Model, block_size: int, max_num_seqs: int, max_mod
 
 
 def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Tensor:
-    """Run a model over a step's tokens, and give the logits of some of them.
+    """Run a model over a step's tokens, and return the logits of some of them.
 
     Args:
         model: is run once.
         token_ids: `[1, N]` int64, on the model's device.
         cache: of the step; it receives the tokens' keys and values.
-        rows: `[B]` int64, the places of those tokens among the N whose logits are wanted.
+        rows: `[B]` int64, the positions among the N of the tokens whose logits are wanted.
 
     Returns:
         `[B, vocab]`.
@@ -261,21 +261,21 @@ class Memory(Protocol):
         """The blocks' memory; None where there are no blocks."""
 
     def move_blocks(self, output: SchedulerOutput) -> None:
-        """Carry out the copies that a step orders, all that must happen before its model runs.
-
-        Each `schedule()` orders its copies once: they must be carried out even if the step's model then fails.
-        """
+        """Make the copies that a step asks for, all of which must be made before its model runs."""
 
     def make_step(self, output: SchedulerOutput) -> Cache:
         """The cache for a step: its tokens are those of `output.scheduled`, one request after the other.
 
         Raises:
-            InvariantError: the scheduler has given a request fewer blocks than its tokens need, or takes tokens for
+            InvariantError: the scheduler has given a request fewer blocks than its tokens need, or counts tokens as
                 computed that are not.
         """
 
     def forget(self, request_id: RequestId) -> None:
-        """A request has ended: let go what is held for it, if anything."""
+        """A request is finished: drop what is held for it, if anything."""
+
+    def clear(self) -> None:
+        """A step has failed, and no token of any request counts as computed: drop what is held for all of them."""
 
 
 class PagedMemory:
@@ -306,7 +306,7 @@ class PagedMemory:
         self.num_steps = 0
 
     def move_blocks(self, output: SchedulerOutput) -> None:
-        """As `Memory.move_blocks`: out first, then in, then on the device; a block may be in all three."""
+        """As `Memory.move_blocks`: out first, then in, then on the device: a block may be in all three."""
         if self.host_storage is not None:
             for pairs in output.swapped_out.values():  # one request at a time: two may share a block
                 self.host_storage.swap_out(pairs)
@@ -321,7 +321,7 @@ class PagedMemory:
         for request, count in zip(output.scheduled, counts, strict=True):
             if request.num_computed_tokens + count > len(request.block_ids) * block_size:
                 raise InvariantError(
-                    f"the scheduler has {request!r} compute {count} tokens, and gave it {len(request.block_ids)} "
+                    f"the scheduler has {request!r} compute {count} tokens, and has given it {len(request.block_ids)} "
                     f"blocks of {block_size}"
                 )
         tables = [RequestTable(self.storage, request) for request in output.scheduled]
@@ -331,9 +331,12 @@ class PagedMemory:
     def forget(self, request_id: RequestId) -> None:
         """Nothing to do: the scheduler has taken the blocks back."""
 
+    def clear(self) -> None:
+        """Nothing to do: as `forget`."""
+
 
 class RequestTable:
-    """A request's blocks, as `RaggedStep` reads a `BlockTable`. It takes none: the scheduler has.
+    """A request's blocks, as `RaggedStep` reads a `BlockTable`. It allocates none: the scheduler has.
 
     Args:
         storage: the blocks' memory.
@@ -371,7 +374,7 @@ class RequestTable:
 class DenseMemory:
     """A `KVCache` of its own for each request, with room for its longest answer.
 
-    The scheduler's blocks are its books only: nothing lies in them.
+    The scheduler counts blocks as ever; nothing is stored in them.
 
     Args:
         model: tells the sizes, dtype and device.
@@ -394,27 +397,23 @@ class DenseMemory:
             raise ValueError('a dense cache has no blocks to share: leave out prefix_caching, or take cache="paged"')
         self._new_cache = _cache_maker(model, scheduler.max_model_len)
         self._caches: dict[RequestId, KVCache] = {}
-        self._num_expected: dict[RequestId, int] = {}  # tokens that each cache holds if its last step came to its end
         self.num_steps = 0
 
     def move_blocks(self, output: SchedulerOutput) -> None:
-        """As `Memory.move_blocks`: who was preempted has lost what was computed for him."""
+        """As `Memory.move_blocks`: the cache of a preempted request is dropped."""
         for request_id in output.preempted:
             self.forget(request_id)
 
     def make_step(self, output: SchedulerOutput) -> Cache:
         """As `Memory.make_step`: a `SelectiveStep` over the requests' caches."""
         caches, counts = [], list(output.num_scheduled_tokens.values())
-        for request, count in zip(output.scheduled, counts, strict=True):
+        for request in output.scheduled:
             request_id, num_computed = request.request_id, request.num_computed_tokens
             cache = self._caches.get(request_id)
             if cache is None:
                 cache = self._caches[request_id] = self._new_cache(request.num_prompt_tokens + request.max_tokens)
-            elif self._num_expected[request_id] != num_computed:  # the step before failed on its way
-                rewind(cache, num_computed)
             if cache.num_tokens != num_computed:
                 raise InvariantError(f"{request!r}: its cache holds {cache.num_tokens} tokens")
-            self._num_expected[request_id] = num_computed + count
             caches.append(cache)
         self.num_steps += 1
         return SelectiveStep(caches, counts)
@@ -422,16 +421,10 @@ class DenseMemory:
     def forget(self, request_id: RequestId) -> None:
         """As `Memory.forget`: its cache is dropped."""
         self._caches.pop(request_id, None)
-        self._num_expected.pop(request_id, None)
 
-
-def rewind(cache: KVCache, num_tokens: int) -> None:
-    """Have a dense cache hold its first `num_tokens` tokens only, and end a pass that stopped half-way."""
-    kept = [tuple(rows[:, :, :num_tokens].clone() for rows in cache.read(layer)) for layer in range(cache.num_layers)]
-    cache.reset()
-    if num_tokens:
-        for layer, (k, v) in enumerate(kept):
-            cache.append(layer, k, v)
+    def clear(self) -> None:
+        """As `Memory.clear`: all caches are dropped."""
+        self._caches.clear()
 
 
 def _cache_maker(model: Model, max_model_len: int | None) -> Callable[[int], KVCache]:

@@ -217,30 +217,29 @@ class TokenSampler:
         return int(torch.multinomial(self.probabilities(logits), num_samples=1, generator=self._generator))
 
 
-def pick_tokens(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
+def pick_tokens(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int | None]:
     """Pick one token from each row of a batch, each for its own request.
 
     The rows of requests with temperature 0 are picked all at once, by `greedy`; only the others are looked at one by
-    one, and only they are copied to the CPU.
+    one, and only they are copied to the CPU. From a row whose largest logit is NaN or infinite nothing is picked, and
+    its sampler draws nothing.
 
     Args:
         logits: `[B, vocab]`, on any device.
         samplers: B of them; the b-th picks from row b.
 
     Returns:
-        B token ids.
+        B token ids; None for a row that gives none.
 
     Raises:
-        ValueError: there is not one sampler for each row; or a row's largest logit is not a finite number. Nothing was
-            drawn.
+        ValueError: there is not one sampler for each row. Nothing was drawn.
     """
     if len(samplers) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits and {len(samplers)} samplers: one for each row")
-    if not bool(logits.amax(dim=-1).isfinite().all()):
-        rows = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
-        raise ValueError(f"no token can be picked from rows {rows}: their largest logit is NaN or infinite")
-    token_ids: list[int] = greedy(logits).tolist()
-    drawn = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy]
+    likeliest = greedy(logits)
+    is_good = logits.gather(-1, likeliest[:, None])[:, 0].isfinite().tolist()  # argmax finds NaN before anything else
+    token_ids = [token_id if good else None for token_id, good in zip(likeliest.tolist(), is_good, strict=True)]
+    drawn = [row for row, sampler in enumerate(samplers) if is_good[row] and not sampler.params.is_greedy]
     if drawn:
         for row, its_logits in zip(drawn, logits[drawn].cpu(), strict=True):
             token_ids[row] = samplers[row].draw(its_logits)

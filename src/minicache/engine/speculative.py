@@ -1,10 +1,11 @@
-"""Speculative decoding: guess the next tokens cheaply, and have the model check all guesses in one pass.
+"""Speculative decoding: propose the next tokens cheaply, and have the model verify them in one forward pass.
 
-Phase 9 builds its second half. A decode step reads all weights for one token. A step that is given the newest token and
-k guesses behind it reads them once too, and says for each guess what the model itself would have picked there. Guesses
-that agree are tokens; the first that does not is replaced by the model's own, and the rows behind it are cut off the
-cache again. So the tokens are those of greedy decoding, only sooner (Leviathan et al. 2023). The guesses come from the
-text itself: what followed the last few tokens when they stood there before (prompt lookup; Saxena 2023).
+Phase 9 builds its second half. A decode step reads all weights for one token. A forward pass over the newest token and
+k draft tokens behind it reads them once too, and says for each draft token what the model itself picks there. Those
+that the model picks too are accepted; the first that it does not is replaced by the model's own, and the KV entries
+behind it are removed from the cache. So the tokens are those of greedy decoding, in fewer passes (Leviathan et al.
+2023). The draft tokens come from the text itself: what followed the last few tokens at their previous occurrence
+(prompt lookup; Saxena 2023).
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from minicache.errors import require_count
 
 
 class Drafter(Protocol):
-    """Who guesses."""
+    """Proposes draft tokens."""
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """Guess what follows `token_ids`: at most `num_tokens` tokens, none if there is no idea."""
+        """Propose what follows `token_ids`: 0 … `num_tokens` tokens."""
 
 
 class NgramDrafter:
-    """Guesses that what followed the last few tokens before follows them again.
+    """Proposes that what followed the last few tokens before follows them again.
 
     Args:
-        max_ngram: how many tokens must have stood there before at best, ≥ 1; fewer are tried, down to one.
+        max_ngram: the longest ending that is looked for, in tokens, ≥ 1; shorter ones are tried, down to one token.
 
     Raises:
         TypeError: `max_ngram` is not an int.
@@ -45,24 +46,25 @@ class NgramDrafter:
         self.max_ngram = max_ngram
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens behind the latest earlier place where the longest ending of `token_ids` stands.
+        """The tokens behind the latest earlier occurrence of the longest ending of `token_ids`.
 
         Endings of max_ngram tokens are looked for first, then shorter ones, down to the last token alone. The first
-        length that stands anywhere before decides, even if few tokens follow there. An earlier place may overlap the
-        ending, but is not the ending itself. Takes time in proportion to the tokens, and changes nothing.
+        length that occurs anywhere earlier decides, even if few tokens follow there. An earlier occurrence may overlap
+        the ending, but is not the ending itself. All of the text is searched, however long. Takes time in proportion to
+        its length, and changes nothing.
 
         Args:
-            token_ids: prompt and answer so far; there may be none.
-            num_tokens: the most to guess, ≥ 0.
+            token_ids: prompt and output so far; there may be none.
+            num_tokens: the most to propose, ≥ 0.
 
         Returns:
             The tokens that follow there, at most num_tokens, and no more than there are: [1, 2, 3, 1, 2] → [3, 1, 2].
-            None if not even the last token stands elsewhere.
+            An empty list if not even the last token occurs earlier.
         """
         tokens = list(token_ids)
         for length in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
             ending = tokens[-length:]
-            for end in range(len(tokens) - 1, length - 1, -1):  # where a place that is not the ending itself ends
+            for end in range(len(tokens) - 1, length - 1, -1):  # where an earlier occurrence ends
                 if tokens[end - length : end] == ending:
                     return tokens[end : end + num_tokens]
         return []
@@ -70,13 +72,13 @@ class NgramDrafter:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """How well the guesses did.
+    """How many draft tokens were accepted.
 
     Attributes:
-        num_passes: of the model, the prompt's included.
-        num_tokens: that were generated.
-        num_drafted: tokens that were guessed and checked.
-        num_accepted: of these, the ones that the model agreed with.
+        num_passes: forward passes, the prompt's included.
+        num_tokens: generated tokens.
+        num_drafted: draft tokens that were verified.
+        num_accepted: draft tokens that were accepted.
     """
 
     num_passes: int = 0
@@ -86,31 +88,31 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """The part of the guesses that the model agreed with, 0 … 1; 0 if there were none."""
+        """The part of the draft tokens that was accepted, 0 … 1; 0 if there were none."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens that a pass gave, 1 without speculation; 0 before the first."""
+        """Generated tokens per forward pass, 1 without speculation; 0 before the first."""
         return self.num_tokens / self.num_passes if self.num_passes else 0.0
 
 
-def num_agreed(drafts: Sequence[int], picked: Sequence[int]) -> int:
-    """How many guesses, from the first on, are what the model picked in their places.
+def num_accepted(drafts: Sequence[int], picked: Sequence[int]) -> int:
+    """How many draft tokens, from the first on, are what the model picks in their places.
 
-    Behind the first that is not, nothing counts: the model picked there after a token that is not in the text.
+    Behind the first that is not, none counts: the model picked there after a token that is not in the text.
 
     Args:
-        drafts: the guesses, k of them, k ≥ 0.
-        picked: what the model picked in the place of each of them, and one more behind the last: k + 1 tokens.
+        drafts: the draft tokens, k of them, k ≥ 0.
+        picked: what the model picks in the place of each of them, and one more behind the last: k + 1 tokens.
 
     Returns:
         0 … k.
     """
-    agreed = 0
-    while agreed < len(drafts) and drafts[agreed] == picked[agreed]:
-        agreed += 1
-    return agreed
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == picked[accepted]:
+        accepted += 1
+    return accepted
 
 
 def speculative_decode(
@@ -123,26 +125,27 @@ def speculative_decode(
     num_drafts: int = 4,
     stats: SpeculationStats | None = None,
 ) -> Iterator[Tensor]:
-    """Generate greedily (`greedy`), as `minicache.engine.decoding.decode` does, and check guesses on the way.
+    """Generate greedily (`greedy`), as `minicache.engine.decoding.decode` does, and verify draft tokens on the way.
 
-    The first pass is shown the prompt. Each later one is shown the newest token, which no pass has seen yet, and the
-    guesses behind it. So of a pass with k guesses the last k + 1 rows of logits say what the model picks in the place
-    of each guess, and behind the last one. Those that agree (`num_agreed`) are tokens, and what the model picked behind
-    them is one more: a pass gives at least one token, whatever was guessed. Only behind a single token is anything
-    guessed: a prompt of several tokens is shown without guesses.
+    The first forward pass runs on the prompt. Each later one runs on the newest token, which no pass has run on yet,
+    and the draft tokens behind it. So of a pass with k draft tokens the last k + 1 rows of logits say what the model
+    picks in the place of each, and behind the last one. The accepted ones (`num_accepted`) are tokens, and what the
+    model picks behind them is one more: a pass yields at least one token, whatever was proposed. Tokens are proposed
+    only behind a single token: a prompt of several runs without draft tokens.
 
-    Whenever a token is yielded, the cache holds rows of prompt and answer alone, none of a wrong guess. As in `decode`
-    the last token is never shown: N tokens leave P + N − 1 in the cache, which at no time holds more.
+    Whenever a token is yielded, the cache holds KV entries of prompt and output alone, none of a rejected draft token.
+    As in `decode` the model never runs on the last token: N tokens leave P + N − 1 entries in the cache, which at no
+    time holds more.
 
     Args:
         model: called as `model(token_ids, cache)`.
         prompt: token ids `[1, P]` int64, P ≥ 1.
         max_new_tokens: N, how many tokens to generate, ≥ 0. The caller stops earlier by leaving the loop.
-        cache: an empty paged cache of batch size 1: rows of guesses that were wrong are cut off again (`truncate`).
-        drafter: who guesses: `draft` gets prompt and answer so far, the newest token included.
-        num_drafts: the most guesses of one pass, ≥ 0. Fewer where N ends or the cache is full: no more are asked for
-            than the answer and the cache have room for.
-        stats: is counted in, if given, on top of what it says already; a token counts when it is yielded.
+        cache: an empty paged cache of batch size 1, from which rejected draft tokens are removed (`truncate`).
+        drafter: its `draft` gets all of prompt and output so far, the newest token included.
+        num_drafts: the most draft tokens of one pass, ≥ 0. Fewer at the end of the answer or of the cache: the drafter
+            is never asked for more than both have room for.
+        stats: is counted in, if given, on top of what it has already; a token counts when it is yielded.
 
     Yields:
         `[1]` int64, the next token; N times.
@@ -151,8 +154,8 @@ def speculative_decode(
         TypeError: `max_new_tokens` or `num_drafts` is not an int; at the first step, like what follows.
         ValueError: `prompt` is not `[1, P]` with P ≥ 1, N or num_drafts is negative, or the cache is not empty or of
             another batch size. The model has not been called.
-        CacheOverflowError: the cache is full, which is so exactly where `decode` finds it full. The tokens yielded
-            before stay good.
+        CacheOverflowError: the cache is full, exactly where `decode` finds it full. The tokens yielded before are
+            valid.
     """
     if prompt.ndim != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be [1, P] with at least one token; got {list(prompt.shape)}")
@@ -163,22 +166,22 @@ def speculative_decode(
         raise ValueError(f"the cache must be empty, and of one sequence; it has {held}")
     stats = SpeculationStats() if stats is None else stats
     token_ids, num_left = prompt[0].tolist(), max_new_tokens
-    unseen = list(token_ids)  # what the model has not been shown
+    unseen = list(token_ids)  # what the model has not run on
     while num_left:
-        # The last token of an answer is never shown, so as many guesses as there are tokens left would be one too many.
+        # The model never runs on the last token: as many draft tokens as there are tokens left would be one too many.
         room = min(num_drafts, num_left - 1, cache.max_seq_len - cache.num_tokens - len(unseen))
         drafts = drafter.draft(token_ids, max(room, 0)) if len(unseen) == 1 else []
         with torch.inference_mode():
             logits = model(torch.tensor([[*unseen, *drafts]], device=prompt.device), cache)[0, len(unseen) - 1 :]
             picked = greedy(logits).tolist()
-        agreed = num_agreed(drafts, picked)
-        cache.truncate(cache.num_tokens - (len(drafts) - agreed))
-        found = picked[: agreed + 1]
+        accepted = num_accepted(drafts, picked)
+        cache.truncate(cache.num_tokens - (len(drafts) - accepted))
+        new_tokens = picked[: accepted + 1]
         stats.num_passes += 1
         stats.num_drafted += len(drafts)
-        stats.num_accepted += agreed
-        for token in found:
+        stats.num_accepted += accepted
+        for token in new_tokens:
             stats.num_tokens += 1
             yield torch.tensor([token], device=prompt.device)
-        token_ids += found
-        unseen, num_left = found[-1:], num_left - len(found)
+        token_ids += new_tokens
+        unseen, num_left = new_tokens[-1:], num_left - len(new_tokens)

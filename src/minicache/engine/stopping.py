@@ -12,7 +12,11 @@ from typing import Final, Protocol
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer. `minicache.grammar.Tokenizer` is one."""
+    """What the engine asks of a tokenizer. `minicache.grammar.Tokenizer` is one.
+
+    It may have `max_token_chars` too, the most characters of a text that one token stands for: texts that are too long
+    are then refused before they are tokenised (`minicache.engine.answers.check_prompt_length`).
+    """
 
     @property
     def end_token_id(self) -> int:
@@ -39,9 +43,13 @@ def end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 class TextStream:
     """The text of one request's answer, as its tokens come.
 
-    With the prompt's text before it, it reads as `decode(prompt_token_ids + token_ids)` does: if a space belongs
-    between the prompt and the first word, the text begins with it. A token costs a `decode` of a few tokens, however
-    long the text is.
+    A token's text is what it adds to the text of the tokens before it; the last of the prompt's count as such. So the
+    pieces put together are the text that the tokens have when they follow the prompt. A token costs a `decode` of a few
+    tokens, however long the text is and whatever the model generates.
+
+    **Incomplete letters.** Bytes that are no whole letter yet decode to U+FFFD, so text that ends with one is held
+    back. A letter has at most four bytes: of more than `_MAX_NEW` tokens that end so, some never become a letter, and
+    all that no further byte can change is shown.
 
     Args:
         tokenizer: turns tokens into text.
@@ -62,12 +70,14 @@ class TextStream:
         self._stop = tuple(stop)
         self._num_held_max = max(map(len, self._stop), default=1) - 1
         self._held = ""  # decoded, and perhaps the beginning of a stop string
-        # The newest tokens whose text is known, and their text: what the next token's is found by comparison with.
-        self._known = list(prompt_token_ids[-_NUM_NEIGHBOURS:])
-        self._known_text = tokenizer.decode(self._known)
-        if not self._known_text:
-            self._known = list(prompt_token_ids)
-            self._known_text = tokenizer.decode(self._known)
+        # The tokens before the new ones, and how many letters of their text have been taken.
+        num_neighbours = _NUM_NEIGHBOURS
+        self._known = list(prompt_token_ids[-num_neighbours:])
+        while not (text := tokenizer.decode(self._known)) and num_neighbours < len(prompt_token_ids):
+            num_neighbours *= 2
+            self._known = list(prompt_token_ids[-num_neighbours:])
+        self._known = self._known if text else []
+        self._num_known = len(text)
         self._new: list[int] = []  # tokens after those, which have given no text yet
 
     def push(self, token_id: int) -> str:
@@ -83,19 +93,29 @@ class TextStream:
             return ""
         self._new.append(token_id)
         text = self._tokenizer.decode([*self._known, *self._new])
-        # A letter whose bytes are not all there decodes to U+FFFD.
-        if len(text) <= len(self._known_text) or text.endswith(_UNFINISHED):
+        is_unfinished = text.endswith(_UNFINISHED)
+        if len(text) > self._num_known and not is_unfinished:
+            piece = text[self._num_known :]
+            self._known, self._new = self._new, []
+            self._num_known = len(self._tokenizer.decode(self._known))
+            return self._show(piece)
+        if len(self._new) <= _MAX_NEW:
             return ""
-        piece = text[len(self._known_text) :]
-        self._known, self._new = self._new, []
-        self._known_text = self._tokenizer.decode(self._known)
+        if not is_unfinished:  # tokens that show as nothing
+            self._new = []
+            return ""
+        num_taken = max(self._num_known, len(text) - _MAX_UNFINISHED)
+        piece = text[self._num_known : num_taken]
+        self._known, self._new = [*self._known, *self._new][-2 * _MAX_NEW :], []
+        self._num_known = max(0, len(self._tokenizer.decode(self._known)) - (len(text) - num_taken))
         return self._show(piece)
 
     def finish(self) -> str:
-        """The request has ended: what was held back can be shown, unless a stop string was found."""
+        """The request has finished: what was held back can be shown, unless a stop string was found."""
         if self.is_stopped:
             return ""
-        piece = self._tokenizer.decode([*self._known, *self._new])[len(self._known_text) :]
+        text = self._tokenizer.decode([*self._known, *self._new])
+        piece, self._num_known = text[self._num_known :], len(text)
         shown = self._show(piece) + self._held
         self.text += self._held
         self._held = ""
@@ -127,5 +147,9 @@ class TextStream:
 
 
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+_MAX_UNFINISHED: Final = 3
+"""U+FFFDs at the end of a text that a byte can still change: one, or one for each byte of a letter but its last."""
+_MAX_NEW: Final = 8
+"""Tokens that are held back; a letter that is spread over tokens takes four at most."""
 _NUM_NEIGHBOURS: Final = 8
 """Tokens of the prompt that may decide how the answer's first token is written."""

@@ -35,12 +35,14 @@ class Tokenizer:
         words: the vocabulary, `words[id]` being the spelling of a token. Id 0 is the end token, which is no word of a
             text: `decode` leaves it out.
         end_token_id: the token that ends a text.
+        max_token_chars: the most characters of a text that one token stands for: the longest word and a space.
         fingerprint: a short hash of the vocabulary. Equal fingerprints mean equal ids.
     """
 
     def __init__(self) -> None:
         self.words = (END, *vocabulary())
         self.end_token_id = 0
+        self.max_token_chars = max(map(len, self.words)) + 1
         self.fingerprint = hashlib.sha256("\n".join(self.words).encode()).hexdigest()[:16]
         self._ids = {word: token_id for token_id, word in enumerate(self.words)}
 

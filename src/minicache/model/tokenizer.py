@@ -26,6 +26,8 @@ class FolderTokenizer:
         end_token_ids: the tokens that end a text: the model's (generation_config.json, else config.json), and the
             tokenizer's own.
         end_token_id: the first of them; −1 if there is none.
+        max_token_chars: the most characters of a text that one token stands for. A vocabulary writes a token with one
+            letter for each of its characters, or for each of its bytes, so with no fewer.
 
     Raises:
         MissingExtraError: `transformers` is not installed.
@@ -48,6 +50,7 @@ class FolderTokenizer:
         own = self._tokenizer.eos_token_id
         self.end_token_ids: tuple[int, ...] = ids if own is None or own in ids else (*ids, own)
         self.end_token_id = next(iter(self.end_token_ids), -1)
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
         """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>)."""

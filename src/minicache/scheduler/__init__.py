@@ -1,13 +1,16 @@
-"""Who runs in the next step, and who owns which block: one module a stage, each built on the one before.
+"""Which requests compute in the next step, and in which blocks: one module a stage, each built on the one before.
 
 | stage | name | built in | decides anew |
 |---|---|---|---|
 | `static` | "static" | phase 5 | nothing until the batch has drained |
-| `continuous` | "continuous" | phase 5 | at every step who joins the batch |
-| `paged` | "paged" | phase 6 | memory by the block; who leaves the batch when it runs out |
-| `fair` | "fair" | phase 7 | the order: priority, arrival, groups; nobody is overtaken for ever |
-| `sharing` | "paged", "fair" | phase 8 | with `prefix_caching`: who shares which block with whom |
+| `continuous` | "continuous" | phase 5 | at every step, which requests join the batch |
+| `paged` | "paged" | phase 6 | memory by the block; which request is preempted when it runs out |
+| `fair` | "fair" | phase 7 | the order: priority, arrival, compatibility; no request waits for ever |
+| `prefix_caching` | "paged", "fair" | phase 8 | with `prefix_caching`: which requests share the blocks of a prefix |
+| `sharing` | – | phase 8 | forks, and copy-on-write |
 | `chunked` | "chunked" | phase 9 | how many of its tokens a request computes in a step |
+
+`queue` is the waiting queue of all of them, `base` what they have in common.
 
 Pure standard library.
 """
@@ -21,6 +24,8 @@ from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler, Preemption, require_paged_options
+from minicache.scheduler.prefix_caching import PrefixCachingScheduler
+from minicache.scheduler.queue import RequestQueue
 from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
 from minicache.scheduler.static import StaticBatchScheduler
 
@@ -32,6 +37,8 @@ __all__ = [
     "FairScheduler",
     "FairSharingScheduler",
     "PagedScheduler",
+    "PrefixCachingScheduler",
+    "RequestQueue",
     "Scheduler",
     "SchedulerOutput",
     "SharingScheduler",
@@ -56,6 +63,7 @@ def create_scheduler(
     watermark: float = 0.0,
     prefix_caching: bool = False,
     long_prefill_threshold: int = 0,
+    reserve_full_prompt: bool = True,
 ) -> Scheduler:
     """A scheduler by the name of its stage.
 
@@ -63,16 +71,18 @@ def create_scheduler(
         name: "static", "continuous", "paged", "fair" or "chunked".
         num_blocks: blocks of the cache, ≥ 1.
         block_size: tokens of a block, ≥ 1.
-        max_num_seqs: the most requests in the batch, ≥ 1.
+        max_num_seqs: batch slots, ≥ 1: the most requests in the batch.
         max_num_batched_tokens: the most tokens of one step, ≥ 1.
         max_model_len: the most tokens of one request, ≥ 2. None: as many as fit.
-        preemption: "recompute" or "swap". "static" and "continuous" preempt nobody: these three do nothing there, and
+        preemption: "recompute" or "swap". "static" and "continuous" never preempt: these three do nothing there, and
             are checked all the same.
-        num_host_blocks: blocks of the host pool, ≥ 0; ≥ 1 for "swap".
+        num_host_blocks: blocks of the CPU swap space, ≥ 0; ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free, 0 ≤ watermark < 1.
         prefix_caching: find beginnings of prompts that are computed already. Not with "static" and "continuous", which
-            give blocks away for a whole answer.
+            reserve blocks for a whole answer.
         long_prefill_threshold: the most tokens of one request in one step; 0: no such limit. For "chunked" only.
+        reserve_full_prompt: admit a request only if the blocks of its whole prompt are free; False: those of its first
+            chunk are enough. False is for "chunked" only: the others compute a prompt in one step.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -81,6 +91,10 @@ def create_scheduler(
     require_count("long_prefill_threshold", long_prefill_threshold, at_least=0)
     if long_prefill_threshold and name != "chunked":
         raise ValueError(f'long_prefill_threshold: "{name}" computes a prompt in one step; take "chunked"')
+    if not isinstance(reserve_full_prompt, bool):
+        raise TypeError(f"reserve_full_prompt must be True or False; got {reserve_full_prompt!r}")
+    if not reserve_full_prompt and name != "chunked":
+        raise ValueError(f'reserve_full_prompt=False: "{name}" computes a prompt in one step; take "chunked"')
     if not isinstance(prefix_caching, bool):
         raise TypeError(f"prefix_caching must be True or False; got {prefix_caching!r}")
     if prefix_caching and name in ("static", "continuous"):
@@ -110,6 +124,9 @@ def create_scheduler(
             return FairSharingScheduler(**paged, prefix_caching=True) if prefix_caching else FairScheduler(**paged)
         case "chunked":
             return ChunkedPrefillScheduler(
-                **paged, prefix_caching=prefix_caching, long_prefill_threshold=long_prefill_threshold
+                **paged,
+                prefix_caching=prefix_caching,
+                long_prefill_threshold=long_prefill_threshold,
+                reserve_full_prompt=reserve_full_prompt,
             )
     raise ValueError(f"no scheduler {name!r}: there are {', '.join(SCHEDULERS)}")

@@ -1,11 +1,12 @@
 """Continuous batching: requests join and leave the batch at every step.
 
 Phase 5 builds it. Orca (Yu et al., OSDI 2022, §3) called it iteration-level scheduling: the scheduler decides anew
-before each iteration of the model, so that a request that has ended leaves at once and another takes its seat.
+before each iteration of the model, so a finished request leaves at once and another takes its batch slot.
 """
 
 from __future__ import annotations
 
+from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.static import StaticBatchScheduler
 
 
@@ -16,6 +17,6 @@ class ContinuousBatchScheduler(StaticBatchScheduler):
     Algorithm 1: a request in the batch can never run short, and most of what it holds is never used.
     """
 
-    def may_admit(self) -> bool:
-        """Whether a request may join the batch now: at every step."""
+    def may_admit(self, output: SchedulerOutput) -> bool:
+        """Whether waiting requests may join the batch in this step: in every one."""
         return True

@@ -1,7 +1,7 @@
-"""Watch any scheduler from outside: who came, what was scheduled, what came of it.
+"""Watch any scheduler from outside: which requests arrived, what was scheduled, what came of it.
 
-`observe(scheduler, observer, …)` gives a scheduler that does what the given one does and tells its observers. Nothing
-of a stage knows that it is watched, and one that is not watched pays nothing. `Recorder` writes traces; the auditor of
+`observe(scheduler, observer, …)` gives a scheduler that does what the given one does and notifies its observers. A
+stage does not know that it is watched, and pays nothing when it is not. `Recorder` writes traces; the auditor of
 phase 6 (`minicache.scheduler.audit`) is another observer. Pure standard library.
 """
 
@@ -19,7 +19,7 @@ from minicache.trace import TraceEntry, TraceEvent, TraceStep
 
 
 class Observer:
-    """Is told what a scheduler does, after it has done it. A subclass overrides what it wants to hear of."""
+    """Is notified of what a scheduler does, after it has done it. A subclass overrides what it needs."""
 
     def on_add(self, scheduler: Scheduler, request: Request) -> None:
         """`request` was added."""
@@ -28,20 +28,23 @@ class Observer:
         """`request` was refused."""
 
     def on_fork(self, scheduler: Scheduler, parent: Request, child: Request) -> None:
-        """`parent` was forked, and `child` is its twin (phase 8)."""
+        """`parent` was forked, and has the child `child` (phase 8)."""
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """`output` was scheduled. The requests' computed tokens are those before the step."""
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        """The tokens of `output` were recorded, and `ended` have ended with it."""
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        """The tokens of `output` were recorded, and `finished` have finished with it."""
+
+    def on_recover(self, scheduler: Scheduler) -> None:
+        """A step failed: every request waits again, with nothing computed."""
 
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
-        """`request` was ended from outside: aborted, or stopped by a string."""
+        """`request` was finished from outside: aborted, stopped by a string, or failed."""
 
 
 class ObservedScheduler(Scheduler):
-    """A scheduler that tells observers what another one does; see `observe`."""
+    """A scheduler that notifies observers of what another one does; see `observe`."""
 
     def __init__(self, scheduler: Scheduler, observers: tuple[Observer, ...]) -> None:
         # Not super().__init__(): queues, pool and all other attributes are the watched scheduler's, by __getattr__.
@@ -76,7 +79,7 @@ class ObservedScheduler(Scheduler):
 
     def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
         """As the scheduler's own."""
-        request = self.scheduler.waiting.get(request_id)  # the line may be long, the batch is not
+        request = self.scheduler.waiting.get(request_id)  # the queue may be long, the batch is not
         if request is None:
             request = next((each for each in self.scheduler.running if each.request_id == request_id), None)
         done = self.scheduler.finish_request(request_id, status)
@@ -87,6 +90,9 @@ class ObservedScheduler(Scheduler):
 
     def schedule(self) -> SchedulerOutput:
         """As the scheduler's own."""
+        lost = self.scheduler.outstanding
+        if lost is not None and lost.has_work:  # what the scheduler would do by itself, and observers must know of
+            self.recover()
         output = self.scheduler.schedule()
         for observer in self.observers:
             observer.on_schedule(self.scheduler, output)
@@ -94,14 +100,32 @@ class ObservedScheduler(Scheduler):
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
         """As the scheduler's own."""
-        ended = self.scheduler.update_from_output(output, token_ids)
+        finished = self.scheduler.update_from_output(output, token_ids)
         for observer in self.observers:
-            observer.on_update(self.scheduler, output, ended)
-        return ended
+            observer.on_update(self.scheduler, output, finished)
+        return finished
+
+    def recover(self) -> None:
+        """As the scheduler's own."""
+        self.scheduler.recover()
+        for observer in self.observers:
+            observer.on_recover(self.scheduler)
 
     def blocks_to_admit(self, request: Request) -> int:
         """As the scheduler's own."""
         return self.scheduler.blocks_to_admit(request)
+
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        """As the scheduler's own."""
+        self.scheduler.schedule_running(output)
+
+    def may_admit(self, output: SchedulerOutput) -> bool:
+        """As the scheduler's own."""
+        return self.scheduler.may_admit(output)
+
+    def schedule_waiting(self, output: SchedulerOutput) -> None:
+        """As the scheduler's own."""
+        self.scheduler.schedule_waiting(output)
 
     def check_size(self, request: Request) -> None:
         """As the scheduler's own."""
@@ -117,7 +141,7 @@ class ObservedScheduler(Scheduler):
 
 
 def observe(scheduler: Scheduler, *observers: Observer) -> Scheduler:
-    """A scheduler that works as `scheduler`, whose calls and attributes it passes on, and tells `observers` of it.
+    """A scheduler that works as `scheduler`, whose calls and attributes it passes on, and notifies `observers`.
 
     Use it in place of `scheduler` from then on: what is called on `scheduler` directly is not seen.
     """
@@ -125,9 +149,12 @@ def observe(scheduler: Scheduler, *observers: Observer) -> Scheduler:
 
 
 class Recorder(Observer):
-    """Makes a `TraceStep` of every step that is scheduled and reported while it watches.
+    """Makes a `TraceStep` of every step that is scheduled and committed while it watches.
 
-    A step's events are those since the step before it was reported; so what happens after the last step is in no step.
+    A step's events are those since the step before it was committed; so what happens after the last step is in none. A
+    step that failed leaves no step, and of its events only those of requests that it finished. Instead, every request
+    that was in the batch or swapped out before it gets an event "preempt" with the reason "the step failed", in the
+    order of the waiting queue.
 
     Args:
         sink: is called with each step as soon as it is over; `list.append`, or what writes a line to a file.
@@ -139,10 +166,11 @@ class Recorder(Observer):
         self._clock = clock
         self._num_steps = 0
         self._seen: set[RequestId] = set()  # unfinished requests that have been in a batch
-        self._out: set[RequestId] = set()  # of those, the ones that have lost their place
-        self._swapped: set[RequestId] = set()  # of those, the ones whose blocks are on the host
+        self._out: set[RequestId] = set()  # of those, the ones that have lost their batch slot
+        self._swapped: set[RequestId] = set()  # of those, the ones whose blocks are in CPU swap space
         self._events: list[TraceEvent] = []
-        self._open: TraceStep | None = None  # scheduled, and not reported yet
+        self._moves = slice(0, 0)  # of `_events`, those that the last schedule brought
+        self._open: TraceStep | None = None  # scheduled, and not committed yet
 
     def on_add(self, scheduler: Scheduler, request: Request) -> None:
         """Note the arrival, for the next step."""
@@ -153,11 +181,11 @@ class Recorder(Observer):
         self._events.append(TraceEvent("refuse", request.request_id, str(error)))
 
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
-        """Note the end: of the step that is being computed, or of the next."""
+        """Note the end, for the step that is being computed, or for the next."""
         self._note_end(request.request_id, request.finish_reason)
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Begin a step. One that was begun and never reported is forgotten: its work is ordered again."""
+        """Begin a step."""
         self._note_moves(output)
         entries = (
             TraceEntry(
@@ -182,15 +210,39 @@ class Recorder(Observer):
             events=(),
         )
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
+    def on_recover(self, scheduler: Scheduler) -> None:
+        """Forget the step that failed; its batch has lost its slots, and what was swapped out is lost too."""
+        self._open = None
+        moves, start = self._events[self._moves], self._moves.start
+        del self._events[self._moves]
+        self._moves = slice(0, 0)
+        finished = {event.request_id for event in self._events[start:] if event.kind == "finish"}
+        undo: dict[str, Callable[[RequestId], None]] = {
+            "admit": self._seen.discard,
+            "resume": self._out.add,
+            "preempt": self._out.discard,
+            "swap_out": self._swapped.discard,
+            "swap_in": self._swapped.add,
+        }
+        for move in reversed(moves):
+            if move.request_id not in finished:
+                undo[move.kind](move.request_id)
+        lost = (self._seen - self._out) | self._swapped
+        for request_id in scheduler.waiting:
+            if request_id in lost:
+                self._events.append(TraceEvent("preempt", request_id, "the step failed"))
+        self._out |= lost
+        self._swapped.clear()
+
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
         """The step is over: hand it to the sink."""
-        for request in ended:
+        for request in finished:
             self._note_end(request.request_id, request.finish_reason)
         if self._open is None:  # scheduled before anybody watched
             return
         seconds = 1.0 if self._clock is None else self._now() - self._open.time
         step = replace(self._open, seconds=seconds, events=tuple(self._events))
-        self._open, self._events = None, []
+        self._open, self._events, self._moves = None, [], slice(0, 0)
         self._num_steps += 1
         self._sink(step)
 
@@ -198,7 +250,8 @@ class Recorder(Observer):
         return float(self._num_steps) if self._clock is None else self._clock()
 
     def _note_moves(self, output: SchedulerOutput) -> None:
-        """Who left the batch, who joined it."""
+        """Which requests left the batch, which joined it."""
+        start = len(self._events)
         for request_id in output.preempted:
             self._out.add(request_id)
             self._events.append(TraceEvent("preempt", request_id))
@@ -215,6 +268,7 @@ class Recorder(Observer):
             if request_id in output.swapped_in:
                 self._swapped.discard(request_id)
                 self._events.append(TraceEvent("swap_in", request_id))
+        self._moves = slice(start, len(self._events))
         for request_id in output.finished:
             self._note_end(request_id, RequestStatus.FINISHED_CAPACITY.finish_reason)
 

@@ -1,4 +1,4 @@
-"""What one call of `schedule()` decided: the work order of one step, for whoever runs the model."""
+"""What one call of `schedule()` decided: the work of one step, for whatever runs the model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class SchedulerOutput:
             decode that is 1; for one that has just been admitted, its whole prompt (and, after a preemption by
             recompute, what it had generated).
         scheduled: the same requests, in the same order.
-        preempted: ids of those that lost their place in the batch, in the order in which they lost it.
-        swapped_out: of those, the ones whose blocks move to the host: id → pairs (block, host block) to copy.
+        preempted: ids of requests that lost their batch slot, in the order in which they lost it.
+        swapped_out: of those, the ones whose blocks move to CPU swap space: id → pairs (block, host block) to copy.
         swapped_in: id → pairs (host block, block) to copy back.
         blocks_to_copy: pairs (source block, target block) to copy on the device (phase 8).
-        finished: ids of requests that ended in this call, without a token: capacity.
+        finished: ids of requests that this call finished without a token: FINISHED_CAPACITY.
     """
 
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
@@ -30,6 +30,11 @@ class SchedulerOutput:
     swapped_in: dict[RequestId, list[tuple[int, int]]] = field(default_factory=dict)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     finished: list[RequestId] = field(default_factory=list)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to carry out: tokens to compute, or blocks to copy."""
+        return bool(self.scheduled or self.swapped_out)  # the other copies are made for requests that compute
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -13,11 +13,12 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -25,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minicache import __version__
-from minicache.engine.answers import Chunk, Prompt
+from minicache.engine.answers import Chunk, Prompt, check_prompt_length, prompt_token_ids
 from minicache.engine.async_engine import AnswerStream, AsyncEngine
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
@@ -53,6 +54,9 @@ from minicache.server.streaming import ClientLeftError, EventStream, sse_event, 
 
 logger = logging.getLogger("minicache")
 
+Conversation = list[dict[str, str]]
+"""The messages of a chat, each with "role" and "content": a prompt, for a tokenizer with a chat template."""
+
 MAX_BODY_NBYTES = 4 * 2**20
 BODY_SECONDS = 30.0
 """So long a body may take to come. Who sends half of one would otherwise hold its connection, and the server's end."""
@@ -78,6 +82,8 @@ class Served:
         metrics: counts.
         stopping: is set when the server is to stop.
         reading: the time limits of bodies that have not come yet.
+        tokenizing: the thread in which texts become token ids: neither the event loop nor the engine waits for a long
+            one. One thread, since a tokenizer need not bear several.
         created: when it began, in seconds since 1970.
     """
 
@@ -86,6 +92,7 @@ class Served:
     metrics: Metrics
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     reading: set[asyncio.Timeout] = field(default_factory=set)
+    tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "minicache-tokenizer"))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def stop(self) -> None:
@@ -129,6 +136,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with served.engine:
             yield
+        served.tokenizing.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
         title="minicache",
@@ -179,7 +187,7 @@ def _openai_routes(served: Served) -> APIRouter:
     card = ModelCard(
         id=served.model,
         created=served.created,
-        max_model_len=served.engine.llm.scheduler.max_model_len or served.engine.llm.model.config.max_seq_len,
+        max_model_len=served.engine.llm.max_model_len,
     )
 
     @router.get("/models")
@@ -200,7 +208,7 @@ def _openai_routes(served: Served) -> APIRouter:
         body.refuse_unsupported()
         shape = CompletionShape(served.model, served.engine.llm.tokenizer, usage=body.wants_usage_chunk())
         params = body.sampling_params(16 if body.max_tokens is None else body.max_tokens)
-        return await _answer(served, body, request, shape, body.prompts(), params, body.logprobs)
+        return await _answer(served, body, request, shape, body.prompts(), "prompt", params, body.logprobs)
 
     @router.post("/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
@@ -211,7 +219,7 @@ def _openai_routes(served: Served) -> APIRouter:
         limit = body.token_limit()
         params = body.sampling_params(card.max_model_len if limit is None else limit)
         prompt = _chat_prompt(served.engine.llm, body.messages)
-        return await _answer(served, body, request, shape, [prompt], params, body.num_logprobs())
+        return await _answer(served, body, request, shape, [prompt], "messages", params, body.num_logprobs())
 
     return router
 
@@ -222,20 +230,39 @@ def _check_model(served: Served, model: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _chat_prompt(llm: LLM, messages: Sequence[ChatMessage]) -> Prompt:
-    """A conversation as a prompt: by the model's chat template; without one, as the messages' texts one after another.
+def _chat_prompt(llm: LLM, messages: Sequence[ChatMessage]) -> str | Conversation:
+    """A conversation as a prompt: for the model's chat template; without one, the messages' texts one after another.
 
     MiniGPT has no template: it knows no roles, and goes on from where the texts end.
     """
-    turns = [{"role": message.role, "content": message.text()} for message in messages]
-    apply_chat_template = getattr(llm.tokenizer, "apply_chat_template", None)
-    if apply_chat_template is None:
-        return " ".join(turn["content"] for turn in turns)
-    try:
-        token_ids: list[int] = apply_chat_template(turns)
-    except ValueError as error:
-        raise ApiError(400, str(error), param="messages") from error
-    return token_ids
+    conversation = [{"role": message.role, "content": message.text()} for message in messages]
+    if hasattr(llm.tokenizer, "apply_chat_template"):
+        return conversation
+    return " ".join(message["content"] for message in conversation)
+
+
+async def _tokenize(served: Served, prompts: Sequence[Prompt | Conversation]) -> list[list[int]]:
+    """Prompts as token ids. What cannot fit is refused before it is tokenised, the rest tokenised in a thread.
+
+    Raises:
+        Exception: as `new_answers` of the prompts; ValueError: a chat template refuses its messages.
+    """
+    llm = served.engine.llm
+    for prompt in prompts:
+        text = "".join(each["content"] for each in prompt) if _is_conversation(prompt) else prompt
+        check_prompt_length(cast(Prompt, text), llm.max_model_len, llm.tokenizer)
+
+    def token_ids(prompt: Prompt | Conversation) -> list[int]:
+        if _is_conversation(prompt):
+            prompt = cast(Any, llm.tokenizer).apply_chat_template(prompt)
+        return prompt_token_ids(cast(Prompt, prompt), llm.model.config.vocab_size, llm.max_model_len, llm.tokenizer)
+
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(served.tokenizing, lambda: [token_ids(prompt) for prompt in prompts])
+
+
+def _is_conversation(prompt: Prompt | Conversation) -> TypeGuard[Conversation]:
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
 
 
 async def _answer(
@@ -243,16 +270,20 @@ async def _answer(
     body: CompletionRequest | ChatRequest,
     request: Request,
     shape: Shape,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt | Conversation],
+    param: str,
     params: SamplingParams,
     num_logprobs: int | None,
 ) -> Response:
-    """Begin a request, and answer it in one body or in events. If the client leaves, it is aborted."""
+    """Begin a request, and answer it in one body or in events. If the client leaves, it is aborted.
+
+    `param` is the field that the prompts came in.
+    """
     options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
     if num_logprobs is not None:
         options["num_logprobs"] = num_logprobs
     with ExitStack() as stack:  # if one of several prompts is refused, the others are aborted
-        streams = await _begin(served, prompts, params, options, stack)
+        streams = await _begin(served, prompts, param, params, options, stack)
         if body.stream:
             pieces = _pieces(served, shape, streams, params.n, body.wants_usage_chunk())
             return EventStream(pieces, stack.pop_all().close)
@@ -264,26 +295,36 @@ async def _answer(
 
 
 async def _begin(
-    served: Served, prompts: Sequence[Prompt], params: SamplingParams, options: dict[str, Any], stack: ExitStack
+    served: Served,
+    prompts: Sequence[Prompt | Conversation],
+    param: str,
+    params: SamplingParams,
+    options: dict[str, Any],
+    stack: ExitStack,
 ) -> list[AnswerStream]:
-    """Have all prompts answered. They are asked for at once, so that they do not wait one step each to be taken."""
-    most = served.engine.max_places
-    if (num_answers := len(prompts) * params.n) > most:  # 429 would have the client come back for ever
-        raise ApiError(400, f"{num_answers} answers asked for: at most {most} can be under way", param="n")
+    """Have all prompts answered. They are asked for at once, so that they do not wait one step each to be taken.
 
-    async def begin(prompt: Prompt) -> AnswerStream:
-        return stack.enter_context(await _begin_one(served, prompt, params, options))
+    A request that finds no admission slots is refused before its prompts are tokenised.
+    """
+    with _refusals(served, "n"):
+        served.engine.check_admission(len(prompts) * params.n)
 
-    begun = await asyncio.gather(*map(begin, prompts), return_exceptions=True)
-    streams = [each for each in begun if isinstance(each, AnswerStream)]
-    if refused := [each for each in begun if isinstance(each, BaseException)]:
-        raise refused[0]
+    async def begin(token_ids: Prompt) -> AnswerStream:
+        return stack.enter_context(await served.engine.add_request(token_ids, params, **options))
+
+    with _refusals(served, param):
+        begun = await asyncio.gather(*map(begin, await _tokenize(served, prompts)), return_exceptions=True)
+        streams = [each for each in begun if isinstance(each, AnswerStream)]
+        if refused := [each for each in begun if isinstance(each, BaseException)]:
+            raise refused[0]
     return streams
 
 
-async def _begin_one(served: Served, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> AnswerStream:
+@contextmanager
+def _refusals(served: Served, param: str) -> Iterator[None]:
+    """What the engine raises of a request, counted, or with the field of the request that is to blame."""
     try:
-        return await served.engine.add_request(prompt, params, **options)
+        yield
     except QueueFullError:
         served.metrics.count_refused("queue_full")
         raise
@@ -291,9 +332,9 @@ async def _begin_one(served: Served, prompt: Prompt, params: SamplingParams, opt
         served.metrics.count_refused("stopping")
         raise
     except RequestTooLargeError as error:
-        raise ApiError(400, str(error), param="prompt", code="context_length_exceeded") from error
+        raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
     except (MinicacheError, ValueError, TypeError, IndexError) as error:
-        raise ApiError(400, str(error)) from error
+        raise ApiError(400, str(error), param=param) from error
 
 
 async def _pieces(

@@ -199,6 +199,11 @@ class LiveView(Observer):
             self._note_end(scheduler, request, now)
         self._draw_if_idle(scheduler)
 
+    def on_recover(self, scheduler: Scheduler) -> None:
+        """A step failed: it is none of those that are shown, and nothing is swapped out any more."""
+        self._open = None
+        self._swapped = set()
+
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
         """A stop string ended it, or its client left."""
         self._note_end(scheduler, request, perf_counter())

@@ -350,6 +350,11 @@ class Metrics(Observer):
                 self._end(request, now)
             self._note_state(scheduler)
 
+    def on_recover(self, scheduler: Scheduler) -> None:
+        """A step failed, and nothing runs. Its requests do not count as preempted: that would mean lack of memory."""
+        with self._lock:
+            self._note_state(scheduler)
+
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
         """A request was ended from outside."""
         with self._lock:

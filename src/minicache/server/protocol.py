@@ -17,6 +17,7 @@ from minicache.engine.sampling import SamplingParams
 MAX_N = 128
 MAX_PROMPTS = 256
 MAX_STOP = 16
+MAX_PARTS = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
 MAX_MESSAGE = 500
@@ -185,7 +186,7 @@ class ChatMessage(BaseModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
     def text(self) -> str:
         """Its text.

@@ -17,18 +17,27 @@ from minicache.server.app import Served
 
 _GRACE = 3  # seconds beyond the drain, for clients that do not read what they were sent
 _MAX_HEAD_NBYTES = 64 * 2**10
+HEAD_SECONDS = 10.0
+"""How long a connection may take to send the head of a request, from when it was opened or the next head began."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP by way of httptools, with two things mended.
+    """uvicorn's HTTP by way of httptools, with three things mended.
 
-    httptools keeps as many headers as anybody sends: here, 64 KiB of them. And if a client that has sent a second
-    request behind its first leaves, uvicorn tells the second only: here, all that are unanswered.
+    httptools keeps as many headers as a client sends: here, 64 KiB of them. uvicorn waits for ever for the rest of a
+    head: here, HEAD_SECONDS. And if a client leaves that has sent a second request behind its first, uvicorn tells the
+    second only: here, all that are unanswered.
     """
 
     _num_head_nbytes = 0
     _is_in_head = True
     _unanswered: tuple[RequestResponseCycle, ...] = ()
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
         """Some bytes have come. Those of a head that came in one piece with its first byte are not counted."""
@@ -36,6 +45,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._is_in_head and self._num_head_nbytes > _MAX_HEAD_NBYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
+        # Empty lines behind a response are no head yet, but they stop uvicorn's timer for idle connections.
+        if self._is_in_head or (self.cycle is not None and self.cycle.response_complete):
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -45,6 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its head is complete."""
         self._is_in_head = False
+        self._stop_head_timer()
         super().on_headers_complete()
         cycles = dict.fromkeys((*self._unanswered, self.cycle))  # the last is not new if this was an upgrade
         self._unanswered = tuple(each for each in cycles if each is not None and not each.response_complete)
@@ -52,10 +65,28 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has left."""
         super().connection_lost(exc)
+        self._stop_head_timer()
         for cycle in self._unanswered:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        """Close the connection; but not while an answer is still being sent on it."""
+        self._head_timer = None
+        if all(cycle.response_complete for cycle in self._unanswered):
+            self.transport.close()
+        else:
+            self._start_head_timer()
 
 
 class Server(uvicorn.Server):

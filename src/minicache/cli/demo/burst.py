@@ -1,20 +1,21 @@
 """The demo's third part: what a scheduler is for. A burst of requests, served by static and by continuous batching.
 
-All requests arrive at once and want answers of different lengths. Both schedulers have the same seats and the same
-memory. The grids are drawn from the traces of the two runs: a row a request, a column a step.
+All requests arrive at once and want answers of different lengths. Both schedulers have the same batch slots and the
+same memory. The grids are drawn from the traces of the two runs: a row a request, a column a step.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from minicache.model import MiniGPT
     from minicache.trace import TraceStep
 
-NUM_SEATS = 3
+MAX_NUM_SEQS = 3
+NUM_TURNS = 3
 ANSWER_LENS = (8, 60, 21, 14, 44, 9, 30, 12, 52, 17)
-"""Tokens that each request of the burst asks for: nobody's batch is of one length."""
+"""Tokens that each request of the burst asks for: no batch is of one length."""
 
 STAGES = ("static", "continuous")
 
@@ -58,8 +60,8 @@ class Run:
 
     @property
     def busy_share(self) -> float:
-        """Seats that computed a token, of all seats of all steps."""
-        return sum(len(step.batch) for step in self.steps) / (NUM_SEATS * len(self.steps))
+        """Batch slots that computed a token, of all slots of all steps."""
+        return sum(len(step.batch) for step in self.steps) / (MAX_NUM_SEQS * len(self.steps))
 
     @property
     def finish_steps(self) -> list[int]:
@@ -74,22 +76,43 @@ def show(model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], out: Path, 
         MinicacheError: the schedulers disagree about a token.
     """
     prompts = [texts[index % len(texts)] for index in range(len(ANSWER_LENS))]
-    runs = {stage: _serve(model, tokenizer, prompts, stage) for stage in STAGES}
-    if runs["static"].token_ids != runs["continuous"].token_ids:
-        raise MinicacheError("the scheduler changed the tokens. That is a bug: please report it.")
+    runs = _best_of_turns(model, tokenizer, prompts, console)
     console.print(
         f"{len(prompts)} requests arrive at once and ask for {min(ANSWER_LENS)} to {max(ANSWER_LENS)} tokens; "
-        f"{NUM_SEATS} seats in the batch.",
+        f"{MAX_NUM_SEQS} batch slots.",
         soft_wrap=True,
     )
     for stage, run in runs.items():
         console.print(_grid(stage, run, console.width, most_steps=max(len(run.steps) for run in runs.values())))
     console.print(_legend())
     console.print(_totals(runs))
+    console.print(f"[bold]{verdict(runs)}[/]")
     console.print(_simulated())
     console.print(f"Plot: [bold]{_save_plot(runs, out)}[/]", soft_wrap=True)
     for stage, run in runs.items():
         console.print(f"Trace, for a trace viewer: [bold]{_save_trace(stage, run, out)}[/]", soft_wrap=True)
+
+
+def _best_of_turns(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], console: Console) -> dict[str, Run]:
+    """The schedulers take turns; of each, its quickest run: a busy moment of the machine decides nothing."""
+    turns = [stage for _ in range(NUM_TURNS) for stage in STAGES]
+    best: dict[str, Run] = {}
+    for stage in track(turns, description="Serving the burst", console=console, transient=True):
+        run = _serve(model, tokenizer, prompts, stage)
+        if any(run.token_ids != other.token_ids for other in best.values()):
+            raise MinicacheError("the scheduler changed the tokens. That is a bug: please report it.")
+        best[stage] = min(run, best.get(stage, run), key=lambda each: each.seconds)
+    return best
+
+
+def verdict(runs: Mapping[str, Run]) -> str:
+    """What the totals show: the steps follow from the answers' lengths, the time from the machine too."""
+    static, continuous = (runs[stage] for stage in STAGES)
+    steps = f"Same tokens, in {len(continuous.steps)} steps instead of {len(static.steps)}"
+    speed_up = static.seconds / continuous.seconds
+    if round(speed_up, 1) > 1:
+        return f"{steps}, {speed_up:.1f} times as fast."
+    return f"{steps}, but in no less time ({speed_up:.1f} ×), which depends on what else the machine was doing."
 
 
 def _serve(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], stage: str) -> Run:
@@ -100,7 +123,7 @@ def _serve(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], stage: str)
     steps: list[TraceStep] = []
     start = time.perf_counter()
     recorder = Recorder(steps.append, clock=lambda: time.perf_counter() - start)
-    llm = LLM(model, tokenizer=tokenizer, scheduler=stage, max_num_seqs=NUM_SEATS, observers=[recorder])
+    llm = LLM(model, tokenizer=tokenizer, scheduler=stage, max_num_seqs=MAX_NUM_SEQS, observers=[recorder])
     params = [
         SamplingParams(max_tokens=length, temperature=1.0, seed=index, ignore_eos=True)
         for index, length in enumerate(ANSWER_LENS)
@@ -159,8 +182,10 @@ def _legend() -> Text:
 
 
 def _totals(runs: dict[str, Run]) -> Table:
-    table = Table(caption="busy seats: of all seats of all steps, those that computed a token")
-    for heading in ("", "steps", "busy seats", "mean steps to the end", "seconds", "tokens / s"):
+    table = Table(
+        caption="the best of three runs · busy slots: batch slots that computed a token, of those of all steps"
+    )
+    for heading in ("", "steps", "busy slots", "mean steps to the end", "seconds", "tokens / s"):
         table.add_column(heading, justify="right" if heading else "left")
     for stage, run in runs.items():
         table.add_row(

@@ -73,6 +73,7 @@ def show(
     console.print(lengths, soft_wrap=True)
     runs = {"dense": dense, "paged": paged}
     console.print(_totals(runs))
+    console.print(f"[bold]{verdict(dense.reserved / paged.reserved)}[/]")
     console.print(f"Plot: [bold]{_save_plot(runs, out)}[/]", soft_wrap=True)
 
 
@@ -141,6 +142,13 @@ def _decode_all(
             break
         run.taken.append(sum(cache.nbytes for cache in caches))
         run.used.append(sum(cache.nbytes_used for cache in caches))
+
+
+def verdict(saving: float) -> str:
+    """What the totals show: `saving` is the dense caches' memory over that of the paged ones."""
+    if round(saving, 1) > 1:
+        return f"Same tokens, with {saving:.1f} times less memory reserved."
+    return f"Same tokens, but no memory was saved ({saving:.1f} ×): texts this short do not fill their blocks."
 
 
 def _totals(runs: dict[str, Run]) -> Table:

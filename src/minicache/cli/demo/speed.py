@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -49,7 +50,9 @@ def show(
     by_position = {way: _median_by_position(prompts, way_runs) for way, way_runs in runs.items()}
     console.print(_completions(tokenizer, prompts, runs["KV cache"]))
     console.print(Text.from_ansi(_terminal_plot(by_position, console.width)))
-    console.print(_totals(model, prompts, runs, by_position))
+    seconds = {way: sum(sum(run.seconds) for run in way_runs) for way, way_runs in runs.items()}
+    console.print(_totals(model, prompts, runs, seconds, by_position))
+    console.print(f"[bold]{verdict(seconds['recompute'] / seconds['KV cache'])}[/]")
     console.print(f"Plot: [bold]{_save_plot(by_position, out)}[/]", soft_wrap=True)
 
 
@@ -66,19 +69,18 @@ def _decode_all(model: MiniGPT, prompts: list[list[int]], max_seq_len: int, cons
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     columns = (TextColumn("{task.description:<9}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        for way in WAYS:
-            bar = progress.add_task(way, total=sum(max_seq_len - len(prompt) for prompt in prompts))
-            for prompt in prompts:
-                cache.reset()
-                way_cache = cache if way == "KV cache" else None
-                run = Run([], [])
-                for token, seconds in timed(
-                    decode(model, torch.tensor([prompt]), max_seq_len - len(prompt), cache=way_cache)
-                ):
-                    run.token_ids.append(int(token))
-                    run.seconds.append(seconds)
-                    progress.advance(bar)
-                runs[way].append(run)
+        bars = {way: progress.add_task(way, total=sum(max_seq_len - len(ids) for ids in prompts)) for way in WAYS}
+        for prompt, way in product(prompts, WAYS):  # in turns: a busy moment of the machine meets both
+            cache.reset()
+            way_cache = cache if way == "KV cache" else None
+            run = Run([], [])
+            for token, seconds in timed(
+                decode(model, torch.tensor([prompt]), max_seq_len - len(prompt), cache=way_cache)
+            ):
+                run.token_ids.append(int(token))
+                run.seconds.append(seconds)
+                progress.advance(bars[way])
+            runs[way].append(run)
     return runs
 
 
@@ -103,8 +105,19 @@ def _completions(tokenizer: Tokenizer, prompts: list[list[int]], runs: list[Run]
     return table
 
 
+def verdict(speed_up: float) -> str:
+    """What the totals show: `speed_up` is the seconds of recomputation over those with the cache."""
+    if round(speed_up, 1) > 1:
+        return f"Same tokens, computed {speed_up:.1f} times as fast."
+    return f"Same tokens, but no time was saved ({speed_up:.1f} ×): a cache pays when texts are longer."
+
+
 def _totals(
-    model: MiniGPT, prompts: list[list[int]], runs: dict[str, list[Run]], by_position: dict[str, dict[int, float]]
+    model: MiniGPT,
+    prompts: list[list[int]],
+    runs: dict[str, list[Run]],
+    seconds: dict[str, float],
+    by_position: dict[str, dict[int, float]],
 ) -> Table:
     """Seconds, positions that the model computed, cache bytes and the speed-up, a row a way."""
     from minicache.arithmetic.arithmetic import kv_bytes_per_token
@@ -117,7 +130,6 @@ def _totals(
         "recompute": sum(p * n + n * (n - 1) // 2 for p, n in lengths),
         "KV cache": sum(p + n - 1 for p, n in lengths),
     }
-    seconds = {way: sum(sum(run.seconds) for run in way_runs) for way, way_runs in runs.items()}
     table = Table(caption="positions: how many the model computed · KV bytes: what one token leaves in the cache")
     for heading in ("", "seconds", f"ms, token {last}", "positions", "KV bytes", "speed-up"):
         table.add_column(heading, justify="right" if heading else "left")

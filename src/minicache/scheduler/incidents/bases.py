@@ -6,75 +6,77 @@ of `PagedScheduler`. The habits are those of mistral.rs' paged scheduler, which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Unpack
 
 from minicache.request import Request, RequestId, RequestStatus
+from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler
+from minicache.scheduler.queue import PriorityKey
 
 WAITING_PASSES: Final = 64
-"""How often `EngineScheduler` passes over the head of its line before it makes room for it by force."""
+"""How often `EngineScheduler` passes over the head of its queue before it makes room for it by force."""
 
 
 class EngineScheduler(PagedScheduler):
-    """Does not let the head of the line wait for ever: after 64 passes it evicts the newest of the batch for it.
+    """Does not let the head of the queue wait for ever: after 64 passes it evicts the newest of the batch for it.
 
-    Two things differ from `PagedScheduler`. A request whose prompt is larger than the whole pool is let in, and ends as
-    FINISHED_CAPACITY when its turn comes. And the request at the head of the line that has been looked at more than
-    WAITING_PASSES times, and was too large for the free blocks each time, gets the places of the newest of the batch,
-    one after the other, until it fits.
+    Two things differ from `PagedScheduler`. A request whose prompt is larger than the whole pool is accepted, and
+    finished as FINISHED_CAPACITY when its turn comes. And a head of the queue that was too large for the free blocks
+    more than WAITING_PASSES times gets the batch slots of the newest requests, one after the other, until it fits.
 
     Arguments, attributes and errors are `PagedScheduler`'s.
     """
 
     def __init__(self, **options: Unpack[PagedOptions]) -> None:
         super().__init__(**options)
-        self._passes: dict[RequestId, int] = {}  # of those at the head of the line, how often they were passed over
+        self._passes: dict[RequestId, int] = {}  # of those that have been the head, how often they were passed over
 
     def check_size(self, request: Request) -> None:
-        """As `Scheduler.check_size`, but a request that is too large for the pool is let in."""
+        """As `Scheduler.check_size`, but a request that is too large for the pool is accepted."""
         if self.blocks_to_admit(request) <= self.pool.num_blocks:
             super().check_size(request)
 
-    def admit(self, output: SchedulerOutput) -> None:
-        """Take requests from the head of the line while there are a seat, tokens in the step, and free blocks.
+    def schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Admit requests from the head of the queue while there are a batch slot, token budget, and free blocks.
 
-        Whoever can never fit is ended (`give_up`). After a request for which others were evicted nobody else is
+        A request that can never fit is finished (`give_up`). After one for which others were evicted no other is
         admitted in this step.
 
         Args:
-            output: the step so far; what is admitted is added to it.
+            output: the step so far, to which admitted requests are added.
         """
-        while self.has_seat() and (request := self.head()):
+        while self.has_slot() and (request := self.head()):
             if self.can_allocate(request) is AllocStatus.NEVER:
                 self.give_up(request, output)
                 continue
             if not self.has_budget(request, output) or not self.make_way(request, output):
                 return
-            self.seat(request, output)
+            self.admit(request, output)
             if output.preempted:
                 return
 
-    def has_seat(self) -> bool:
+    def has_slot(self) -> bool:
         """Whether the batch may take one request more: it has at most max_num_seqs."""
         return len(self.running) < self.max_num_seqs
 
     def has_budget(self, request: Request, output: SchedulerOutput) -> bool:
         """Whether the step has tokens left for all that `request` computes when it is admitted.
 
-        One that has outgrown max_num_batched_tokens since it came is taken as the only one that the step admits, where
-        a token is left.
+        One that has outgrown max_num_batched_tokens since it came is admitted where a token is left, as the only one
+        admitted in its step.
         """
-        num_new = request.num_tokens - request.num_computed_tokens
-        budget = self.max_num_batched_tokens - output.total_num_scheduled_tokens
+        num_new = self.num_new_tokens(request)
         first = all(request.num_computed_tokens for request in output.scheduled)
-        return num_new <= budget or (num_new > self.max_num_batched_tokens and first and budget > 0)
+        outgrown = num_new > self.max_num_batched_tokens and first and self.token_budget > 0
+        return num_new <= self.token_budget or outgrown
 
     def make_way(self, request: Request, output: SchedulerOutput) -> bool:
-        """Have the blocks for the head of the line, by force if it has waited too long.
+        """Have the blocks for the head of the queue, by force if it has waited too long.
 
         Args:
-            request: the head of the line. The pool is large enough for it.
+            request: the head of the queue. The pool is large enough for it.
             output: the step so far.
 
         Returns:
@@ -91,33 +93,29 @@ class EngineScheduler(PagedScheduler):
         return self._passes[request.request_id] > WAITING_PASSES
 
     def evict_newest(self, output: SchedulerOutput) -> None:
-        """Preempt the newest of the batch, to the head of the line; what it was to compute in this step is called off.
+        """Preempt the newest of the batch, which becomes the head of the queue; it computes nothing in this step.
 
         Raises:
             IndexError: the batch is empty.
         """
         victim = self.running[-1]
-        call_off(victim, output)
+        unschedule(self, victim, output)
         self.preempt(victim, output)
 
-    def seat(self, request: Request, output: SchedulerOutput) -> None:
-        """Move `request` from the line into the batch: its blocks are taken, and the step computes its tokens.
+    def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
+        """As `PagedScheduler.admit`; and the request has waited: its passes are counted from 0 the next time.
 
         Args:
-            request: its blocks are free. It was the head of the line; if others were evicted for it, they stand
-                before it now.
-            output: the step so far.
+            request: in `waiting`. Its blocks are free. It was the head of the queue; if others were evicted for it,
+                they are ahead of it now.
+            output: the step so far, to which it is added.
+            found: as for `PagedScheduler.admit`.
         """
-        del self.waiting[request.request_id]
-        self.enter(request, output)
-
-    def enter(self, request: Request, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.enter`; and the request has waited: its passes are counted from 0 the next time."""
         self._passes.pop(request.request_id, None)
-        super().enter(request, output)
+        super().admit(request, output, found)
 
     def give_up(self, request: Request, output: SchedulerOutput) -> None:
-        """End a request of the line that the whole pool is too small for, as FINISHED_CAPACITY."""
+        """Finish a waiting request that the whole pool is too small for, as FINISHED_CAPACITY."""
         self.finish_request(request.request_id, RequestStatus.FINISHED_CAPACITY)
         output.finished.append(request.request_id)
 
@@ -127,32 +125,64 @@ class EngineScheduler(PagedScheduler):
         return super().finish_request(request_id, status)
 
 
-class PhasedScheduler(PagedScheduler):
-    """Keeps prompts and decodes apart: a step is all prompts if anybody can be admitted, and all decodes if not.
+class DequeScheduler(PagedScheduler):
+    """Keeps queue and batch as deques: a victim goes to the front of the queue, an admitted request to the batch's end.
+
+    While every victim is the newest of the batch, that is the order of arrival. With other victims it is not.
 
     Arguments, attributes and errors are `PagedScheduler`'s.
     """
 
-    def schedule(self) -> SchedulerOutput:
-        """Whoever can be admitted computes its prompt, and nobody else computes; if nobody can, the batch decodes.
+    first_come = False
 
-        Of those that could compute, `choose` says who does. The others lose their places, and their blocks.
+    def __init__(self, **options: Unpack[PagedOptions]) -> None:
+        super().__init__(**options)
+        self._num_victims = 0
+        self._fronts: dict[RequestId, int] = {}  # of victims that wait: the later ones ahead of the earlier
 
-        Returns:
-            The step's work.
+    def priority_key(self, request: Request) -> PriorityKey:
+        """What `waiting` is ordered by: victims, the last one first, then arrival."""
+        return (self._fronts.get(request.request_id, request.arrival_index),)
+
+    def preempt(self, request: Request, output: SchedulerOutput) -> None:
+        """As `PagedScheduler.preempt`; the request goes to the front of the queue."""
+        self._num_victims += 1
+        self._fronts[request.request_id] = -self._num_victims
+        super().preempt(request, output)
+
+    def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
+        """As `PagedScheduler.admit`; the request goes to the end of the batch."""
+        super().admit(request, output, found)
+        self._fronts.pop(request.request_id, None)
+        self.running.remove(request)
+        self.running.append(request)
+
+
+class PhasedScheduler(DequeScheduler):
+    """Keeps prompts and decodes apart: a step is all prompts if any request can be admitted, and all decodes if not.
+
+    Arguments, attributes and errors are `PagedScheduler`'s.
+    """
+
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        """Admit what can be admitted; only if nothing can, schedule the batch as `PagedScheduler.schedule_running`.
+
+        Of the requests that could compute, `choose` says which do. The others lose their batch slots and their blocks.
+
+        Args:
+            output: the step so far, in which nothing is scheduled yet.
         """
-        output = SchedulerOutput()
-        num_seated = self.num_running
-        self.admit(output)
-        if output.scheduled:
-            self.leave_out(self.running[num_seated:], output)
-        else:
-            self.leave_out(self.running, output)
-            self.grow_batch(output)
-        return self.issue(output)
+        self.schedule_waiting(output)
+        self.leave_out(list(output.scheduled or self.running), output)
+        if not output.scheduled:
+            super().schedule_running(output)
+
+    def may_admit(self, output: SchedulerOutput) -> bool:
+        """Whether waiting requests may join the batch now: no, `schedule_running` has admitted them already."""
+        return False
 
     def choose(self, candidates: list[Request]) -> list[Request]:
-        """Who computes in this step, of those that could: all of them.
+        """Which requests compute in this step, of those that could: all of them.
 
         Args:
             candidates: at least one: those just admitted, or the whole batch.
@@ -165,82 +195,69 @@ class PhasedScheduler(PagedScheduler):
     def leave_out(self, candidates: list[Request], output: SchedulerOutput) -> None:
         """Preempt those of `candidates` that `choose` does not choose."""
         chosen = {request.request_id for request in self.choose(candidates)} if candidates else set()
-        for request in candidates[::-1]:  # the newest first, so that the oldest comes to the head of the line
+        for request in candidates[::-1]:
             if request.request_id not in chosen:
-                call_off(request, output)
+                unschedule(self, request, output)
                 self.running.remove(request)
-                self.running.append(request)
+                self.running.append(request)  # `preempt` takes the last
                 self.preempt(request, output)
 
 
 class ForkingScheduler(PagedScheduler):
-    """Lets a request have twins: they share all blocks, and a shared block is copied before it is written.
+    """Lets a request be forked: its child shares all its blocks, and a shared block is copied before it is written.
 
     Arguments, attributes and errors are `PagedScheduler`'s.
     """
 
-    def fork_request(self, request_id: RequestId, new_id: RequestId) -> Request:
-        """Add a twin of a request in the batch: the same tokens, in the same blocks, an id and a future of its own.
+    def fork_request(self, request_id: RequestId, child_id: RequestId) -> Request:
+        """Give a request of the batch a child: the same tokens, in the same blocks, an id and a future of its own.
 
         To be called between two steps: not while the tokens of one are awaited.
 
         Args:
-            request_id: who is forked. It is in the batch and has at least one generated token.
-            new_id: names the twin.
+            request_id: the parent. It is in the batch and has at least one generated token.
+            child_id: names the child.
 
         Returns:
-            The twin. It is in the batch, at its end.
+            The child. It is in the batch, at its end.
 
         Raises:
-            ValueError: nobody of that name is decoding, the batch is full, or `new_id` is taken. Nothing has changed.
+            ValueError: no request of that id is decoding, the batch is full, or `child_id` is taken. Nothing has
+                changed.
         """
         parent = next((each for each in self.running if each.request_id == request_id), None)
         if parent is None or not parent.output_token_ids:
             raise ValueError(f"request {request_id!r} is not in decode: only such a request can be forked")
         if len(self.running) >= self.max_num_seqs:
             raise ValueError(f"the batch has {self.max_num_seqs} requests already: raise max_num_seqs")
-        twin = parent.twin(new_id)
-        self.add_request(twin)
-        del self.waiting[new_id]
+        child = parent.child(child_id)
+        self.register(child)
         self.pool.share(parent.block_ids)
-        twin.block_ids = parent.block_ids.copy()
-        twin.output_token_ids = parent.output_token_ids.copy()
-        twin.num_computed_tokens = parent.num_computed_tokens
-        twin.status = RequestStatus.RUNNING
-        self.running.append(twin)
-        return twin
-
-    def grow_batch(self, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.grow_batch`; and where a request writes into a shared block, it gets a copy of its own.
-
-        Args:
-            output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for every copy.
-        """
-        turn = 0
-        while turn < len(self.running):
-            request = self.running[turn]
-            if not self.make_room(request, self.blocks_missing(request), output):
-                return
-            request.block_ids += self.pool.allocate(super().blocks_missing(request))
-            if self.writes_shared(request):
-                self.copy_block(request, output)
-            self.order(request, output)
-            turn += 1
+        child.block_ids = parent.block_ids.copy()
+        child.output_token_ids = parent.output_token_ids.copy()
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.status = RequestStatus.RUNNING
+        self.running.append(child)
+        return child
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request in the batch must get before its next tokens are computed, a copy's block included."""
+        """Blocks that a request must still get before its next tokens are computed, a copy's block included."""
         return super().blocks_missing(request) + self.writes_shared(request)
 
-    def make_room(self, request: Request, missing: int, output: SchedulerOutput) -> bool:
-        """As `PagedScheduler.make_room`, but who lost its twin to it is asked anew: it may need no copy any more."""
-        while self.blocks_missing(request) > self.pool.num_free:
-            victim = self.running[-1]
-            if victim is request and len(self.running) == 1:
-                return super().make_room(request, missing, output)  # which ends it: the pool is too small for it
-            self.preempt(victim, output)
-            if victim is request:
-                return False
-        return True
+    def grow(self, request: Request, output: SchedulerOutput) -> None:
+        """As `PagedScheduler.grow`, for the blocks behind those that it has. `schedule_tokens` takes a copy's block."""
+        request.block_ids += self.pool.allocate(super().blocks_missing(request))
+
+    def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
+        """As `Scheduler.schedule_tokens`; and a shared block that the request writes into is copied first.
+
+        Args:
+            request: of the batch, and not in the step yet.
+            output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for the copy.
+        """
+        if self.writes_shared(request):
+            self.copy_block(request, output)
+        super().schedule_tokens(request, output)
 
     def writes_shared(self, request: Request) -> bool:
         """Whether the request's next token goes into a block that another request reads too."""
@@ -260,8 +277,8 @@ class ForkingScheduler(PagedScheduler):
         output.blocks_to_copy.append((source, target))
 
 
-def call_off(request: Request, output: SchedulerOutput) -> None:
-    """Take what `request` was to compute out of the step."""
+def unschedule(scheduler: Scheduler, request: Request, output: SchedulerOutput) -> None:
+    """Take what `request` was to compute out of the step, if it is in it."""
     if request.request_id in output.num_scheduled_tokens:
-        del output.num_scheduled_tokens[request.request_id]
+        scheduler.token_budget += output.num_scheduled_tokens.pop(request.request_id)
         output.scheduled.remove(request)

@@ -14,7 +14,7 @@ from minicache.scheduler.incidents.bases import EngineScheduler
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that fills all of its seats, and fail on one that leaves a seat empty, or has too many.
+    """Pass on a scheduler that fills all of its batch slots, and fail on one that leaves one empty, or has too many.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
@@ -22,19 +22,19 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that. Give the pool room to spare.
 
     Raises:
-        AssertionError: of more requests than seats, which all fit, never max_num_seqs are in the batch together, or
-            more than so many are; with one seat nobody is served. The message says how many were.
+        AssertionError: of more requests than batch slots, which all fit, never max_num_seqs are in the batch together,
+            or more than that are; with one slot no request is served. The message says how many were.
     """
-    for num_seats in (1, 4):
-        scheduler = create(num_blocks=64, block_size=16, max_num_seqs=num_seats)
-        tally = drive(scheduler, [Request(number, [1] * 10, 8) for number in range(num_seats + 2)], max_steps=100)
+    for num_slots in (1, 4):
+        scheduler = create(num_blocks=64, block_size=16, max_num_seqs=num_slots)
+        tally = drive(scheduler, [Request(number, [1] * 10, 8) for number in range(num_slots + 2)], max_steps=100)
         most = max(tally.batch_sizes)
-        assert most == num_seats, f"{num_seats} seats, and at most {most} requests in the batch"
+        assert most == num_slots, f"{num_slots} batch slots, and at most {most} requests in the batch"
 
 
 class FixedCapScheduler(EngineScheduler):
-    """Incident 1, fixed: max_num_seqs requests in the batch when as many want to be."""
+    """Incident 1, fixed: max_num_seqs requests in the batch whenever that many could be."""
 
-    def has_seat(self) -> bool:
+    def has_slot(self) -> bool:
         """Whether the batch may take one request more: it holds at most max_num_seqs, and may hold as many."""
         return len(self.running) < self.max_num_seqs

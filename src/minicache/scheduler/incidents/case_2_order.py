@@ -15,7 +15,7 @@ from minicache.scheduler.paged import PagedScheduler
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that serves first who came first, and fail on one that makes the oldest pay for the newest.
+    """Pass on a scheduler that serves in the order of arrival, and fail on one that preempts the oldest for the newest.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
@@ -23,19 +23,19 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that.
 
     Raises:
-        AssertionError: of two equal requests for which there is too little memory together, the one that came first
-            does not end first. The message says which one did.
+        AssertionError: of two equal requests for which there is too little memory together, the one that arrived first
+            does not finish first. The message says which one did.
     """
     scheduler = create(num_blocks=10, block_size=16)
     tally = drive(scheduler, [Request(number, [1] * 80, 20) for number in range(2)], max_steps=200)
-    assert list(tally.finished) == [0, 1], f"requests 0 and 1 came in this order, and ended as {list(tally.finished)}"
+    assert list(tally.finished) == [0, 1], f"requests 0 and 1 arrived in this order, finished as {list(tally.finished)}"
 
 
 class FixedOrderScheduler(PagedScheduler):
     """Incident 2, fixed: the oldest gets its blocks first, and the newest is preempted first."""
 
-    def grow_batch(self, output: SchedulerOutput) -> None:
-        """Put the batch into the order of arrival (`arrival_index`), then do as `PagedScheduler.grow_batch`.
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        """Put the batch into the order of arrival (`arrival_index`), then do as `PagedScheduler.schedule_running`.
 
         That gives blocks from the front of `running`, and takes them away at its back.
 
@@ -43,4 +43,4 @@ class FixedOrderScheduler(PagedScheduler):
             output: the step so far.
         """
         self.running.sort(key=lambda request: request.arrival_index)
-        super().grow_batch(output)
+        super().schedule_running(output)

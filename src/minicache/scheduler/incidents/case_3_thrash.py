@@ -1,4 +1,4 @@
-"""Incident 3, the thrash: only the shortest bucket runs, and everybody else is preempted. Expose it, and fix it.
+"""Incident 3, the thrash: only the shortest bucket runs, and all others are preempted. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.ThrashScheduler`.
 """
@@ -35,12 +35,12 @@ class FixedThrashScheduler(PhasedScheduler):
     """Incident 3, fixed: requests of different lengths share a step."""
 
     def choose(self, candidates: list[Request]) -> list[Request]:
-        """Who computes in this step: whoever could. Block tables make requests of any lengths one batch.
+        """Which requests compute in this step: all that could. Block tables make requests of any lengths one batch.
 
         Args:
             candidates: those that could: just admitted with their prompts, or the whole batch in decode.
 
         Returns:
-            Those that do, at least one. Whoever is left out is preempted, and its blocks are freed.
+            Those that do, at least one. A request that is left out is preempted, and its blocks are freed.
         """
         return candidates

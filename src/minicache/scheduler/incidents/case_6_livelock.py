@@ -15,46 +15,44 @@ from minicache.scheduler.paged import AllocStatus, PagedScheduler
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that gets through requests of two groups, and fail on one that turns in a circle.
+    """Pass on a scheduler that gets through requests of two groups, and fail on one that loops for ever.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
             `create_scheduler`. Its batches hold requests of one `group`. Right ones may let a request of the batch's
-            group pass one of another group, or let all wait behind it; they may keep a watermark, or preempt by swap:
+            group bypass one of another group, or let all wait behind it; they may keep a watermark, or preempt by swap:
             test none of that.
 
     Raises:
         LivelockError: `schedule()` would never have returned. The broken scheduler raises it in place of that; there
             is no need to catch it.
-        AssertionError: a request never ends.
+        AssertionError: a request never finishes.
     """
     requests = [Request(0, [1] * 10, 5, group="text"), Request(1, [1] * 10, 5, group="image")]
     tally = drive(create(num_blocks=64, block_size=16), requests, max_steps=100)
-    assert set(tally.finished) == {0, 1}, f"of requests 0 and 1, {list(tally.finished)} ended within 100 steps"
+    assert set(tally.finished) == {0, 1}, f"of requests 0 and 1, {list(tally.finished)} finished within 100 steps"
 
 
 class FixedLivelockScheduler(PagedScheduler):
-    """Incident 6, fixed: a request that does not fit the batch keeps its place, and is looked at once a pass."""
+    """Incident 6, fixed: a request that cannot join the batch keeps its position, and is looked at once a step."""
 
-    def admit(self, output: SchedulerOutput) -> None:
-        """Admit those of the batch's group while there are a seat, tokens in the step, and free blocks.
+    def schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Admit requests of the batch's group while there are a batch slot, token budget, and free blocks.
 
         A batch holds requests of one group, that of its first. Those of another group are deferred: they keep their
-        places in the line, and whoever stands behind them may be admitted. At the first of the batch's group that
-        finds no blocks (`can_allocate`) or no tokens in the step, admission ends. An empty batch takes a request of
-        any number of tokens. `enter` gives one that has just left the line its blocks and its place.
+        positions in `waiting`, and requests behind them may be admitted. At the first of the batch's group that
+        lacks blocks (`can_allocate`) or `token_budget` for its `num_new_tokens`, admission ends. An empty batch takes
+        a request of any number of tokens.
 
         Args:
-            output: the step so far; what is admitted is added to it.
+            output: the step so far, to which admitted requests are added.
         """
         for request in list(self.waiting.values()):
             if len(self.running) >= self.max_num_seqs:
                 return
             if self.running and self.running[0].group != request.group:
                 continue
-            num_new = request.num_tokens - request.num_computed_tokens
-            budget = self.max_num_batched_tokens - output.total_num_scheduled_tokens
-            if (num_new > budget and self.running) or self.can_allocate(request) is not AllocStatus.OK:
+            too_long = self.num_new_tokens(request) > self.token_budget
+            if (too_long and self.running) or self.can_allocate(request) is not AllocStatus.OK:
                 return
-            del self.waiting[request.request_id]
-            self.enter(request, output)
+            self.admit(request, output)

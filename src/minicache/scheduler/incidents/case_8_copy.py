@@ -1,4 +1,4 @@
-"""Incident 8, the copy: copy-on-write takes a block that nobody had counted. Expose it, and fix it.
+"""Incident 8, the copy: copy-on-write takes a block that was not counted. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.UnbudgetedCopyScheduler`.
 """
@@ -17,18 +17,18 @@ def expose(create: Callable[..., ForkingScheduler]) -> None:
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
-            `create_scheduler`. It has `fork_request(request_id, new_id)`, which wants a request that has generated a
-            token. Right ones may keep a watermark, or preempt by swap: test neither.
+            `create_scheduler`. It has `fork_request(request_id, child_id)`, which wants a request that has generated
+            a token. Right ones may keep a watermark, or preempt by swap: test neither.
 
     Raises:
         OutOfBlocksError: the scheduler ran out of blocks in the middle of a step. There is no need to catch it.
-        AssertionError: a request or its twin ends without its tokens, or never.
+        AssertionError: a request or its child finishes without its tokens, or never.
     """
     scheduler = create(num_blocks=2, block_size=16)
     scheduler.add_request(Request("parent", [1] * 20, 5))
     output = scheduler.schedule()
     scheduler.update_from_output(output, {"parent": 0})
-    requests = [*scheduler.running, scheduler.fork_request("parent", "twin")]
+    requests = [*scheduler.running, scheduler.fork_request("parent", "child")]
     drive(scheduler, max_steps=100)
     for request in requests:
         assert request.status is RequestStatus.FINISHED_LENGTH, f"the pool is large enough for {request!r}"
@@ -38,11 +38,9 @@ class FixedCopyScheduler(ForkingScheduler):
     """Incident 8, fixed: the block of a copy is counted before any block is taken."""
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request in the batch must get before its next tokens are computed, a copy's block included.
+        """Blocks that a request must still get before its next tokens are computed, a copy's block included.
 
-        `writes_shared` says whether its next token goes into a block that a twin reads too: that block is copied.
-
-        Args:
-            request: of the batch.
+        `writes_shared` says whether its next token goes into a block that its parent or child reads too: that block is
+        copied.
         """
         return -(-request.num_tokens // self.pool.block_size) - len(request.block_ids) + self.writes_shared(request)

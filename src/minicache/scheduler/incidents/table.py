@@ -36,7 +36,7 @@ class Workload:
     Attributes:
         options: arguments of the scheduler.
         requests: of each, in the order of arrival: id, prompt tokens, max_tokens, group. All arrive before step 0.
-        fork: (id, new id): forked when it has its first token; None forks nobody.
+        fork: (id, child's id): forked when it has its first token. None: no fork.
         max_steps: where a run is given up.
     """
 
@@ -89,17 +89,17 @@ class Counters:
     """What a run of a workload comes to.
 
     Attributes:
-        num_steps: steps in which a token was computed or a request ended.
+        num_steps: steps in which a token was computed or a request finished.
         max_batch_size: the most requests that computed in one step.
-        num_generated_tokens: tokens that requests got.
+        num_generated_tokens: tokens that requests have generated.
         num_prefill_tokens: tokens computed for requests of which nothing was in the cache.
-        num_preemptions: how often a request lost its place.
-        first_preempted: who lost its place first, "" if nobody did.
+        num_preemptions: how often a request lost its batch slot.
+        first_preempted: the request that lost its batch slot first, "" if none did.
         num_unbacked_tokens: tokens that were computed, at most in one step, without a block to put them in.
-        num_idle_blocks: blocks that requests in the line held, at most.
-        num_capacity: requests that ended as FINISHED_CAPACITY and would have fitted into the empty pool.
-        num_unfinished: requests that did not end within max_steps, or before the error.
-        finished: who ended, in this order.
+        num_idle_blocks: blocks that waiting requests held, at most.
+        num_capacity: requests that finished as FINISHED_CAPACITY and would have fitted into the empty pool.
+        num_unfinished: requests that did not finish within max_steps, or before the error.
+        finished: the finished requests, in this order.
         error: the type of the error that a step ended in, "" if none did.
     """
 
@@ -172,8 +172,8 @@ class _Counting(Observer):
         num_idle = sum(len(request.block_ids) for request in scheduler.waiting.values())
         counters.num_idle_blocks = max(counters.num_idle_blocks, num_idle)
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        self.counters.finished += [str(request.request_id) for request in ended]
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        self.counters.finished += [str(request.request_id) for request in finished]
         if self.fork is not None and isinstance(scheduler, ForkingScheduler):
             self.requests.append(scheduler.fork_request(*self.fork))
             self.fork = None
@@ -184,7 +184,7 @@ INCIDENTS: Final[tuple[Incident, ...]] = (
         number=1,
         name="The cap",
         slug="cap",
-        what="A batch holds at most N − 1 requests; with one seat, nobody is ever served.",
+        what="A batch holds at most N − 1 requests; with one batch slot, no request is ever served.",
         broken=broken.CapScheduler,
         fixed=FixedCapScheduler,
         base=EngineScheduler,
@@ -208,7 +208,7 @@ INCIDENTS: Final[tuple[Incident, ...]] = (
         number=3,
         name="Bucket thrash",
         slug="thrash",
-        what="Only the shortest length bucket runs; everybody else is preempted, and computed from its first token on.",
+        what="Only the shortest length bucket runs; all others are preempted, and computed from their first token on.",
         broken=broken.ThrashScheduler,
         fixed=FixedThrashScheduler,
         base=PhasedScheduler,
@@ -218,9 +218,9 @@ INCIDENTS: Final[tuple[Incident, ...]] = (
     ),
     Incident(
         number=4,
-        name="The victim in the head's seat",
+        name="The victim in the head's slot",
         slug="victim",
-        what="Who is preempted for the head of the line becomes the head itself, and gets the seat, without blocks.",
+        what="The request preempted for the head of the queue becomes the head, and gets the slot without blocks.",
         broken=broken.VictimHeadScheduler,
         fixed=FixedVictimScheduler,
         base=EngineScheduler,
@@ -244,7 +244,7 @@ INCIDENTS: Final[tuple[Incident, ...]] = (
         number=6,
         name="The livelock",
         slug="livelock",
-        what="A request that does not fit the batch is put back onto the queue that is being drained.",
+        what="A request that cannot join the batch is put back onto the queue that is being drained.",
         broken=broken.LivelockScheduler,
         fixed=FixedLivelockScheduler,
         base=PagedScheduler,
@@ -256,7 +256,7 @@ INCIDENTS: Final[tuple[Incident, ...]] = (
         number=7,
         name="Given up after one victim",
         slug="feasible",
-        what="One request is evicted for the head of the line; if that is not enough, the head is ended as too large.",
+        what="One request is evicted for the head of the queue; if that is not enough, the head is given up.",
         broken=broken.OneVictimScheduler,
         fixed=FixedFeasibleScheduler,
         base=EngineScheduler,
@@ -268,13 +268,13 @@ INCIDENTS: Final[tuple[Incident, ...]] = (
     ),
     Incident(
         number=8,
-        name="The copy that nobody had budgeted",
+        name="The unbudgeted copy",
         slug="copy",
         what="A shared block must be copied before it is written; the copy's block was not counted, and there is none.",
         broken=broken.UnbudgetedCopyScheduler,
         fixed=FixedCopyScheduler,
         base=ForkingScheduler,
-        workload=Workload({"num_blocks": 2}, (("parent", 20, 5, "text"),), fork=("parent", "twin")),
+        workload=Workload({"num_blocks": 2}, (("parent", 20, 5, "text"),), fork=("parent", "child")),
         counter="error",
         source="mistral.rs, paged_attention/block_engine.rs, can_append_token_to_seq",
     ),

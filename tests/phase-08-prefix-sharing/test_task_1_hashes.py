@@ -1,4 +1,4 @@
-"""Phase 8, task 1: a name for what a block holds. Whoever has the same name reads the same keys and values."""
+"""Phase 8, task 1: a hash of what a block holds. Blocks with the same hash have the same keys and values."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ VOCAB_SIZE = 151_936  # Qwen's
 
 
 def chain(token_ids, *extra_keys, block_size=4):
-    """The names of a sequence's full blocks."""
-    names = [call(root_hash, *extra_keys).value]
+    """The hashes of a sequence's full blocks."""
+    digests = [call(root_hash, *extra_keys).value]
     for end in range(block_size, len(token_ids) + 1, block_size):
-        names.append(call(block_hash, names[-1], token_ids[end - block_size : end]).value)
-    return names[1:]
+        digests.append(call(block_hash, digests[-1], token_ids[end - block_size : end]).value)
+    return digests[1:]
 
 
 def in_common(one, other):
-    """How many blocks a sequence can share with another, by their names."""
+    """How many blocks a sequence can share with another, by their hashes."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-# What a name is
+# What a hash is
 
 
 @pytest.mark.parametrize("keys", [(), (None, None), ("tenant a", None)])
 def test_a_root_is_32_bytes(keys):
     """As many as SHA-256 gives, for any number of keys."""
-    name = call(root_hash, *keys).value
-    that("its type and length", (type(name), len(name))).gives((bytes, 32))
+    digest = call(root_hash, *keys).value
+    that("its type and length", (type(digest), len(digest))).gives((bytes, 32))
 
 
-def test_a_name_is_32_bytes():
+def test_a_hash_is_32_bytes():
     """As many as SHA-256 gives."""
-    name = call(block_hash, bytes(32), [1, 2, 3, 4]).value
-    that("its type and length", (type(name), len(name))).gives((bytes, 32))
+    digest = call(block_hash, bytes(32), [1, 2, 3, 4]).value
+    that("its type and length", (type(digest), len(digest))).gives((bytes, 32))
 
 
 def test_the_same_again():
-    """The same tokens after the same beginning have the same name, as often as you ask, in a list or in a tuple."""
+    """The same tokens after the same beginning have the same hash, as often as you ask, in a list or in a tuple."""
     root = call(root_hash, "a", None).value
     call(root_hash, "a", None).gives(root)
-    name = call(block_hash, root, [5, 6, 7]).value
-    call(block_hash, root, [5, 6, 7]).gives(name)
-    call(block_hash, root, (5, 6, 7)).gives(name)
+    digest = call(block_hash, root, [5, 6, 7]).value
+    call(block_hash, root, [5, 6, 7]).gives(digest)
+    call(block_hash, root, (5, 6, 7)).gives(digest)
 
 
 def test_equal_keys_that_are_two_objects():
@@ -67,8 +67,8 @@ def test_equal_keys_that_are_two_objects():
 
 
 def test_the_same_in_another_process():
-    """What one server has cached, another may look for: a name hangs on nothing but what it names."""
-    name = call(block_hash, call(root_hash, "tenant a", "adapter").value, [5, 6, 7]).value
+    """What one server has cached, another may look for: a hash depends on nothing but what is hashed."""
+    digest = call(block_hash, call(root_hash, "tenant a", "adapter").value, [5, 6, 7]).value
     file = sys.modules[root_hash.__module__].__file__
     told = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, file],
@@ -77,7 +77,7 @@ def test_the_same_in_another_process():
         text=True,
         check=True,
     )
-    that("the name of the same block in another process", told.stdout.strip()).gives(name.hex())
+    that("the hash of the same block in another process", told.stdout.strip()).gives(digest.hex())
 
 
 ELSEWHERE = """
@@ -92,9 +92,9 @@ print(prefix.block_hash(prefix.root_hash("tenant a", "adapter"), [5, 6, 7]).hex(
 
 
 def test_any_token_of_any_vocabulary():
-    """Token ids do not end at 255, nor at 65,535, nor at any number of bytes: each of these blocks has its own name."""
+    """Token ids do not end at 255, nor at 65,535, nor at any number of bytes: each of these blocks has its own hash."""
     blocks = [[0], [255], [256], [65_535], [65_536], [VOCAB_SIZE - 1], [2**31], [2**64], [2**64 + 1]]
-    that("different names of 9 blocks", len({call(block_hash, bytes(32), block).value for block in blocks})).gives(9)
+    that("different hashes of 9 blocks", len({call(block_hash, bytes(32), block).value for block in blocks})).gives(9)
 
 
 # What it covers: the block
@@ -116,9 +116,9 @@ def test_any_token_of_any_vocabulary():
         ([65_536 + 5], [5]),
     ],
 )
-def test_other_tokens_have_another_name(one, other):
+def test_other_tokens_have_another_hash(one, other):
     """Which tokens, how many, and in which order."""
-    that(f"{one} and {other} have the same name", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
+    that(f"{one} and {other} have the same hash", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
         False
     )
 
@@ -126,25 +126,25 @@ def test_other_tokens_have_another_name(one, other):
 def test_a_collision_that_somebody_looked_for():
     """Python's hash() takes these two blocks for the same. Who may choose the tokens may look for such pairs."""
     one, other = [0, 5], [2**61 - 1, 5]
-    that(f"{one} and {other} have the same name", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
+    that(f"{one} and {other} have the same hash", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
         False
     )
 
 
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=4), min_size=2, max_size=8, unique_by=tuple))
-def test_different_blocks_have_different_names(blocks):
+def test_different_blocks_have_different_hashes(blocks):
     """Any blocks that differ."""
-    that(f"different names of {blocks}", len({block_hash(bytes(32), each) for each in blocks})).gives(len(blocks))
+    that(f"different hashes of {blocks}", len({block_hash(bytes(32), each) for each in blocks})).gives(len(blocks))
 
 
 def test_twenty_thousand_blocks():
-    """No two of 20,000 random blocks have one name. Among names of 32 bits such a pair would be no wonder."""
+    """No two of 20,000 random blocks have one hash. Among hashes of 32 bits such a pair would be no surprise."""
     rng = random.Random(0)
     blocks = {tuple(rng.randrange(VOCAB_SIZE) for _ in range(4)) for _ in range(20_000)}
-    names = {block_hash(bytes(32), block) for block in blocks}
-    that("different names", len(names)).gives(len(blocks))
-    that("different last bytes", len({name[-1] for name in names})).gives(256)
+    digests = {block_hash(bytes(32), block) for block in blocks}
+    that("different hashes", len(digests)).gives(len(blocks))
+    that("different last bytes", len({digest[-1] for digest in digests})).gives(256)
 
 
 # What it covers: all before the block
@@ -158,26 +158,26 @@ def test_the_same_tokens_after_another_beginning():
 
 def test_the_same_block_twice_in_a_row():
     """The same four tokens, once at position 0 and once at position 4, are two blocks."""
-    that("different names in 1 1 1 1, 1 1 1 1, 1 1 1 1", len(set(chain([1] * 12)))).gives(3)
+    that("different hashes in 1 1 1 1, 1 1 1 1, 1 1 1 1", len(set(chain([1] * 12)))).gives(3)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 2), max_size=14), st.lists(st.integers(0, 2), max_size=14))
-def test_as_many_names_as_blocks_in_common(one, other):
-    """Two sequences have so many names in common as they have whole blocks in common, from the first token on."""
+def test_as_many_hashes_as_blocks_in_common(one, other):
+    """Two sequences have as many hashes in common as whole blocks, from the first token on."""
     ends = [end for end in range(2, min(len(one), len(other)) + 1, 2) if one[:end] == other[:end]]
     got = in_common(chain(one, block_size=2), chain(other, block_size=2))
     that(f"blocks of 2 that {one} and {other} have in common", got).gives(len(ends))
     shared = len({*chain(one, block_size=2)} & {*chain(other, block_size=2)})
-    that("names that they have in common anywhere", shared).gives(len(ends))
+    that("hashes that they have in common anywhere", shared).gives(len(ends))
 
 
 @pytest.mark.parametrize("place", range(32))
 def test_every_byte_of_the_parent(place):
-    """Two beginnings whose names differ in one byte are two beginnings."""
+    """Two parents whose hashes differ in one byte are two parents."""
     other = bytes(place) + b"x" + bytes(31 - place)
     same = block_hash(bytes(32), [1, 2]) == block_hash(other, [1, 2])
-    that(f"parents that differ in byte {place} give one name", same).gives(False)
+    that(f"parents that differ in byte {place} give one hash", same).gives(False)
 
 
 # What it covers besides tokens
@@ -191,11 +191,11 @@ def test_a_tenant_who_guesses():
     """
     secret = [4, 8, 1, 5, 1, 6, 2, 3, 4, 2, 0, 7]
     cached = {*chain(secret, "tenant a", None)}
-    found = sum(name in cached for name in chain(secret, "tenant b", None))
+    found = sum(digest in cached for digest in chain(secret, "tenant b", None))
     that("blocks of tenant a that tenant b finds, who guessed the whole prompt", found).gives(0)
-    found = sum(name in cached for name in chain(secret))
+    found = sum(digest in cached for digest in chain(secret))
     that("blocks that somebody without keys finds", found).gives(0)
-    found = sum(name in cached for name in chain(secret, "tenant a", None))
+    found = sum(digest in cached for digest in chain(secret, "tenant a", None))
     that("blocks that tenant a finds, who sends it again", found).gives(3)
 
 

@@ -1,4 +1,4 @@
-"""Phase 5, task 2: record what a step computed, end who is done, and take everything back from who leaves."""
+"""Phase 5, task 2: commit what a step computed, finish requests, take back what they hold, and recover."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from minicache.course.checks import call, that
 from minicache.request import RequestStatus
 
-ENDS = [status for status in RequestStatus if status.is_finished]
+FINISHED = [status for status in RequestStatus if status.is_finished]
 
 
 def batch_of(scheduler, *requests):
@@ -24,7 +24,7 @@ def ids_of(requests):
 
 
 def answers(scheduler, request, tokens):
-    """Report `tokens`, one a step, until the request has ended: how many were reported."""
+    """Commit `tokens`, one a step, until the request has finished: how many were committed."""
     for count, token in enumerate(tokens, start=1):
         scheduler.update_from_output(scheduler.schedule(), {request.request_id: token})
         if request.status.is_finished:
@@ -35,8 +35,8 @@ def answers(scheduler, request, tokens):
 # A token each
 
 
-def test_a_prompt_is_computed_and_a_token_comes(plain, request_of):
-    """After the step that computes 3 prompt tokens, 3 are computed, and the model's token is the output."""
+def test_a_prompt_is_computed_and_a_token_generated(plain, request_of):
+    """After the step that computes 3 prompt tokens, 3 are computed, and the generated token is the output."""
     scheduler = plain()
     request = request_of("a", 3)
     output = batch_of(scheduler, request)
@@ -48,7 +48,7 @@ def test_a_prompt_is_computed_and_a_token_comes(plain, request_of):
 
 
 def test_decode_goes_on_token_by_token(plain, request_of):
-    """Each later step computes one token, the newest, and brings the next."""
+    """Each later step computes one token, the newest, and generates the next."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=9)
     scheduler.add_request(request)
@@ -59,8 +59,8 @@ def test_decode_goes_on_token_by_token(plain, request_of):
     that("output_token_ids", request.output_token_ids).gives([40, 41, 0, 43])
 
 
-def test_everybody_gets_the_token_that_is_theirs(plain, request_of):
-    """The tokens are found by id, in whatever order they are reported."""
+def test_tokens_are_found_by_id(plain, request_of):
+    """Each request gets its own token, in whatever order they are given."""
     scheduler = plain()
     requests = [request_of(request_id) for request_id in ("a", 5, "c")]
     output = batch_of(scheduler, *requests)
@@ -69,7 +69,7 @@ def test_everybody_gets_the_token_that_is_theirs(plain, request_of):
 
 
 def test_a_prompt_in_parts(plain, request_of):
-    """10 prompt tokens, 4 a step: what is reported before the last of them is computed is ignored."""
+    """10 prompt tokens, 4 a step: a token given before the last of them is computed is ignored."""
     scheduler = plain(chunk=4)
     request = request_of("a", 10)
     scheduler.add_request(request)
@@ -79,7 +79,7 @@ def test_a_prompt_in_parts(plain, request_of):
     that("output_token_ids", request.output_token_ids).gives([91])
 
 
-def test_a_stop_token_in_the_middle_of_a_prompt_ends_nothing(plain, request_of):
+def test_a_stop_token_in_the_middle_of_a_prompt_is_ignored(plain, request_of):
     """A token for a request still in its prompt is ignored, a stop token too."""
     scheduler = plain(chunk=4)
     request = request_of("a", 6, stop_token_ids=[9], max_tokens=1)
@@ -89,16 +89,16 @@ def test_a_stop_token_in_the_middle_of_a_prompt_ends_nothing(plain, request_of):
     that("output_token_ids", request.output_token_ids).gives([])
 
 
-# Who is done
+# Finished requests
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_max_tokens(plain, request_of, max_tokens):
-    """A request ends with its max_tokens-th token, not before and not after: FINISHED_LENGTH, "length"."""
+    """A request finishes with its max_tokens-th token, not before and not after: FINISHED_LENGTH, "length"."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=max_tokens)
     scheduler.add_request(request)
-    that("tokens until it ended", answers(scheduler, request, [7] * 20)).gives(max_tokens)
+    that("tokens until it finished", answers(scheduler, request, [7] * 20)).gives(max_tokens)
     that("output_token_ids", request.output_token_ids).gives([7] * max_tokens)
     that("its status", request.status.name).gives("FINISHED_LENGTH")
     that("finish_reason", request.finish_reason).gives("length")
@@ -106,97 +106,97 @@ def test_max_tokens(plain, request_of, max_tokens):
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_output_tokens"), [(9, 1), (8, 2), (3, 7)])
 def test_max_model_len(plain, request_of, num_prompt_tokens, num_output_tokens):
-    """With max_model_len 10, prompt and output together end at 10 tokens: FINISHED_LENGTH."""
+    """With max_model_len 10, prompt and output together are 10 tokens at most: FINISHED_LENGTH."""
     scheduler = plain(max_model_len=10)
     request = request_of("a", num_prompt_tokens, max_tokens=50)
     scheduler.add_request(request)
-    that("tokens until it ended", answers(scheduler, request, [7] * 20)).gives(num_output_tokens)
+    that("tokens until it finished", answers(scheduler, request, [7] * 20)).gives(num_output_tokens)
     that("its status", request.status.name).gives("FINISHED_LENGTH")
 
 
-def test_a_stop_token_ends_it_and_stays(plain, request_of):
+def test_a_stop_token_finishes_a_request_and_stays(plain, request_of):
     """The stop token is the last of the output: FINISHED_STOPPED, "stop"."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=10, stop_token_ids=[50, 51])
     scheduler.add_request(request)
-    that("tokens until it ended", answers(scheduler, request, [1, 2, 51, 4])).gives(3)
+    that("tokens until it finished", answers(scheduler, request, [1, 2, 51, 4])).gives(3)
     that("output_token_ids", request.output_token_ids).gives([1, 2, 51])
     that("its status", request.status.name).gives("FINISHED_STOPPED")
     that("finish_reason", request.finish_reason).gives("stop")
 
 
-def test_a_stop_token_as_the_last_that_there_may_be(plain, request_of):
+def test_a_stop_token_as_the_last_token(plain, request_of):
     """A request whose max_tokens-th token is a stop token has stopped: "stop", not "length"."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=2, stop_token_ids=[50])
     scheduler.add_request(request)
-    that("tokens until it ended", answers(scheduler, request, [1, 50])).gives(2)
+    that("tokens until it finished", answers(scheduler, request, [1, 50])).gives(2)
     that("finish_reason", request.finish_reason).gives("stop")
 
 
 def test_ignore_eos(plain, request_of):
-    """With ignore_eos, stop tokens end nothing: the request goes on to max_tokens."""
+    """With ignore_eos, stop tokens mean nothing: the request goes on to max_tokens."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=4, stop_token_ids=[50], ignore_eos=True)
     scheduler.add_request(request)
-    that("tokens until it ended", answers(scheduler, request, [50, 50, 50, 50, 50])).gives(4)
+    that("tokens until it finished", answers(scheduler, request, [50, 50, 50, 50, 50])).gives(4)
     that("finish_reason", request.finish_reason).gives("length")
 
 
-def test_a_stop_token_in_the_prompt_ends_nothing(plain, request_of):
-    """Only generated tokens end a request: its prompt may hold its stop token."""
+def test_a_stop_token_in_the_prompt_means_nothing(plain, request_of):
+    """Only generated tokens finish a request: its prompt may hold its stop token."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=4, stop_token_ids=[1, 2, 3])
     scheduler.add_request(request)
-    that("tokens until it ended", answers(scheduler, request, [9, 2])).gives(2)
+    that("tokens until it finished", answers(scheduler, request, [9, 2])).gives(2)
 
 
-def test_who_ends_leaves_and_who_stays_keeps_order(plain, request_of):
-    """Of a, b, c, d, two end in one step: they come back in batch order, the other two stay in theirs."""
+def test_finished_requests_leave_and_the_others_keep_their_order(plain, request_of):
+    """Of a, b, c, d, two finish in one step: they are returned in batch order, the other two keep theirs."""
     scheduler = plain()
     requests = [request_of(request_id, stop_token_ids=[9]) for request_id in "dacb"]
     output = batch_of(scheduler, *requests)
-    ended = call(scheduler.update_from_output, output, {"a": 9, "b": 9, "c": 1, "d": 1}).value
-    that("those that have ended", ids_of(ended)).gives(["a", "b"])
+    finished = call(scheduler.update_from_output, output, {"a": 9, "b": 9, "c": 1, "d": 1}).value
+    that("those that have finished", ids_of(finished)).gives(["a", "b"])
     that("the batch", ids_of(scheduler.running)).gives(["d", "c"])
     that("num_running", scheduler.num_running).gives(2)
     that("has_unfinished", scheduler.has_unfinished).gives(True)
     call(scheduler.check).gives(None)
 
 
-def test_when_all_have_ended_nothing_is_left(plain, request_of):
-    """After the last one: nobody runs, nothing is unfinished, all blocks are free."""
+def test_when_all_have_finished_nothing_is_left(plain, request_of):
+    """After the last one: nothing runs, nothing is unfinished, all blocks are free."""
     scheduler = plain()
     requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
-    ended = call(scheduler.update_from_output, batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3}).value
-    that("those that have ended", ids_of(ended)).gives(["a", "b", "c"])
+    finished = call(scheduler.update_from_output, batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3}).value
+    that("those that have finished", ids_of(finished)).gives(["a", "b", "c"])
     that("num_running", scheduler.num_running).gives(0)
     that("has_unfinished", scheduler.has_unfinished).gives(False)
     that("used blocks", scheduler.pool.num_used).gives(0)
     that("their blocks", [request.block_ids for request in requests]).gives([[], [], []])
 
 
-def test_those_who_wait_are_not_touched(plain, request_of):
-    """A request that came after schedule() waits on, and gets no token."""
+def test_waiting_requests_are_not_touched(plain, request_of):
+    """A request that arrived after schedule() goes on waiting, and gets no token."""
     scheduler = plain()
     output = batch_of(scheduler, request_of("a", max_tokens=1))
     late = request_of("b")
     scheduler.add_request(late)
     scheduler.update_from_output(output, {"a": 1})
-    that("the line", list(scheduler.waiting)).gives(["b"])
+    that("the waiting queue", list(scheduler.waiting)).gives(["b"])
     that("has_unfinished", scheduler.has_unfinished).gives(True)
     that("its output_token_ids", late.output_token_ids).gives([])
 
 
-def test_an_id_is_free_again_when_its_request_has_ended(plain, request_of):
-    """Once a has ended, another request may be called a."""
+def test_an_id_is_free_again_when_its_request_has_finished(plain, request_of):
+    """Once a has finished, another request may have the id a."""
     scheduler = plain()
     scheduler.update_from_output(batch_of(scheduler, request_of("a", max_tokens=1)), {"a": 1})
     call(scheduler.add_request, request_of("a")).gives(None)
 
 
-def test_numbers_go_on_when_requests_have_ended(plain, request_of):
-    """a and b come, a ends, c comes: c is number 2, as the third that came; then nobody is left, and d is number 3."""
+def test_numbers_go_on_when_requests_have_finished(plain, request_of):
+    """a and b arrive, a finishes, c arrives: c is number 2, the third to arrive; then all finish, and d is number 3."""
     scheduler = plain()
     requests = [request_of(request_id, stop_token_ids=[9]) for request_id in "abcd"]
     for request in requests[:2]:
@@ -206,7 +206,7 @@ def test_numbers_go_on_when_requests_have_ended(plain, request_of):
     that("arrival_index of a, b, c", [request.arrival_index for request in requests[:3]]).gives([0, 1, 2])
     scheduler.update_from_output(scheduler.schedule(), {"b": 9, "c": 9})
     scheduler.add_request(requests[3])
-    that("arrival_index of d, who comes when all have ended", requests[3].arrival_index).gives(3)
+    that("arrival_index of d, which arrives when all have finished", requests[3].arrival_index).gives(3)
 
 
 # The blocks
@@ -233,8 +233,8 @@ def test_nothing_to_release(plain, request_of):
     that("free blocks", scheduler.pool.num_free).gives(5)
 
 
-def test_a_list_of_blocks_that_was_read_before(plain, request_of):
-    """Blocks are given back once: one that is released and whose blocks somebody else has is left alone."""
+def test_blocks_are_released_once(plain, request_of):
+    """A request that was released, and whose blocks another one has now, is left alone."""
     scheduler = plain(num_blocks=3)
     request = request_of("a", 8, max_tokens=4)
     batch_of(scheduler, request)
@@ -245,7 +245,7 @@ def test_a_list_of_blocks_that_was_read_before(plain, request_of):
 
 
 def test_a_stage_may_have_more_to_give_back(plain, request_of):
-    """Whoever ends is released through release(), which a later stage extends: once each, not those who stay."""
+    """A finished request gives its blocks back through release(), which a later stage extends: once, and it alone."""
     scheduler = plain()
     requests = [request_of(request_id, stop_token_ids=[9]) for request_id in "abcd"]
     output = batch_of(scheduler, *requests)
@@ -255,10 +255,10 @@ def test_a_stage_may_have_more_to_give_back(plain, request_of):
     that("released", scheduler.released).gives(["c", "a", "d", "b"])
 
 
-# Ended from outside
+# Finished from outside
 
 
-@pytest.mark.parametrize("status", ENDS, ids=lambda status: status.name)
+@pytest.mark.parametrize("status", FINISHED, ids=lambda status: status.name)
 def test_finish_a_request_that_runs(plain, request_of, status):
     """It leaves the batch with that status and keeps its tokens; the others keep their order."""
     scheduler = plain()
@@ -273,31 +273,31 @@ def test_finish_a_request_that_runs(plain, request_of, status):
 
 
 def test_finish_a_request_that_waits(plain, request_of):
-    """It leaves the line, from the middle too; the others keep their places."""
+    """It leaves the queue, from the middle too; the others keep their positions."""
     scheduler = plain()
     for request_id in "abc":
         scheduler.add_request(request_of(request_id))
     call(scheduler.finish_request, "b", RequestStatus.FINISHED_STOPPED).gives(True)
-    that("the line", list(scheduler.waiting)).gives(["a", "c"])
+    that("the waiting queue", list(scheduler.waiting)).gives(["a", "c"])
     call(scheduler.finish_request, "a", RequestStatus.FINISHED_STOPPED).gives(True)
-    that("the line", list(scheduler.waiting)).gives(["c"])
+    that("the waiting queue", list(scheduler.waiting)).gives(["c"])
     call(scheduler.check).gives(None)
 
 
-def test_finish_nobody(plain, request_of, state_of):
-    """An id that nobody has, or whose request has ended before: False, and nothing changes."""
+def test_finish_an_unknown_request(plain, request_of, state_of):
+    """An id that no request has, or whose request has finished before: False, and nothing changes."""
     scheduler = plain()
     scheduler.update_from_output(batch_of(scheduler, request_of("a"), request_of("b", max_tokens=1)), {"a": 1, "b": 1})
     before = state_of(scheduler)
-    for request_id in ("nobody", "b"):
+    for request_id in ("unknown", "b"):
         call(scheduler.finish_request, request_id, RequestStatus.FINISHED_ABORTED).gives(False)
         call(scheduler.abort_request, request_id).gives(False)
     that("what is to be seen afterwards", state_of(scheduler)).gives(before)
 
 
 @pytest.mark.parametrize("status", [each for each in RequestStatus if not each.is_finished], ids=lambda each: each.name)
-def test_finish_without_an_end(plain, request_of, state_of, status):
-    """WAITING, RUNNING and SWAPPED are no ends: ValueError, and nothing changes."""
+def test_finish_with_a_status_that_is_no_end(plain, request_of, state_of, status):
+    """WAITING, RUNNING and SWAPPED are not FINISHED ones: ValueError, and nothing changes."""
     scheduler = plain()
     batch_of(scheduler, request_of("a"))
     scheduler.add_request(request_of("b"))
@@ -323,7 +323,7 @@ def test_abort(plain, request_of):
 
 
 def test_an_abort_is_a_finish(plain, request_of):
-    """abort_request ends through finish_request, so that who watches one sees both."""
+    """abort_request calls finish_request, so an observer of one sees both."""
     scheduler = plain()
     scheduler.add_request(request_of("a"))
     seen = []
@@ -332,22 +332,22 @@ def test_an_abort_is_a_finish(plain, request_of):
     that("what finish_request was called with", seen).gives([("a", "FINISHED_ABORTED")])
 
 
-def test_an_abort_between_schedule_and_report(plain, request_of):
-    """Who was ended while the model ran is passed over: no token is needed, and none is taken."""
+def test_an_abort_between_schedule_and_commit(plain, request_of):
+    """A request that was finished while the model ran is passed over: it needs no token, and takes none."""
     for tokens in ({"a": 1, "c": 3}, {"a": 1, "b": 2, "c": 3}):
         scheduler = plain()
         requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
         output = batch_of(scheduler, *requests)
         scheduler.abort_request("b")
-        ended = call(scheduler.update_from_output, output, tokens).value
-        that("those that have ended with the step", ids_of(ended)).gives(["a", "c"])
+        finished = call(scheduler.update_from_output, output, tokens).value
+        that("those that have finished with the step", ids_of(finished)).gives(["a", "c"])
         that("output of b", requests[1].output_token_ids).gives([])
         that("finish_reason of b", requests[1].finish_reason).gives("abort")
         that("used blocks", scheduler.pool.num_used).gives(0)
 
 
 def test_a_new_request_does_not_get_the_old_ones_token(plain, request_of):
-    """a is aborted while the model runs, and another a comes: the token that is reported is not for it."""
+    """a is aborted while the model runs, and another a comes: the token of the step is not for it."""
     scheduler = plain()
     output = batch_of(scheduler, request_of("a"))
     scheduler.abort_request("a")
@@ -356,20 +356,20 @@ def test_a_new_request_does_not_get_the_old_ones_token(plain, request_of):
     call(scheduler.update_from_output, output, {"a": 1}).gives([])
     that("its output_token_ids", new.output_token_ids).gives([])
     that("its num_computed_tokens", new.num_computed_tokens).gives(0)
-    that("the line", list(scheduler.waiting)).gives(["a"])
+    that("the waiting queue", list(scheduler.waiting)).gives(["a"])
 
 
-# Reports that are refused
+# Commits that are refused
 
 
 def refuses(scheduler, state_of, output, tokens, error):
-    """The report raises `error` and changes nothing."""
+    """The commit raises `error` and changes nothing."""
     before = state_of(scheduler)
     call(scheduler.update_from_output, output, tokens).raises(error)
     that(f"what is to be seen after {tokens} was refused", state_of(scheduler)).gives(before)
 
 
-def test_a_step_is_reported_once(plain, request_of, state_of):
+def test_a_step_is_committed_once(plain, request_of, state_of):
     """The same output again: ValueError, and no second token."""
     scheduler = plain()
     output = batch_of(scheduler, request_of("a"))
@@ -378,7 +378,7 @@ def test_a_step_is_reported_once(plain, request_of, state_of):
 
 
 def test_a_later_schedule_takes_its_place(plain, request_of, state_of):
-    """schedule() twice, because the model failed: only the second output can be reported."""
+    """schedule() twice, because the model failed: only the second output can be committed."""
     scheduler = plain()
     first = batch_of(scheduler, request_of("a"))
     second = scheduler.schedule()
@@ -387,18 +387,18 @@ def test_a_later_schedule_takes_its_place(plain, request_of, state_of):
 
 
 def test_the_output_of_another_scheduler(plain, request_of, state_of):
-    """What another scheduler has issued: ValueError, even if it looks the same."""
+    """What another scheduler has returned: ValueError, even if it looks the same."""
     scheduler, other = plain(), plain()
     batch_of(scheduler, request_of("a"))
     refuses(scheduler, state_of, batch_of(other, request_of("a")), {"a": 1}, ValueError)
 
 
-REPORTS = [
+COMMITS = [
     pytest.param({}, ValueError, id="none"),
     pytest.param({"a": 1, "b": 2}, ValueError, id="one is missing, the last"),
     pytest.param({"b": 2, "c": 3}, ValueError, id="one is missing, the first"),
     pytest.param({"a": 1, "b": 2, "c": 3, "d": 4}, ValueError, id="one too many"),
-    pytest.param({"a": 1, "b": 2, "d": 4}, ValueError, id="a stranger in place of the last"),
+    pytest.param({"a": 1, "b": 2, "d": 4}, ValueError, id="an unknown one in place of the last"),
     pytest.param({"a": 1, "b": 2, "c": -1}, ValueError, id="a negative one, the last"),
     pytest.param({"a": -7, "b": 2, "c": 3}, ValueError, id="a negative one, the first"),
     pytest.param({"a": 1, "b": 2, "c": 3.0}, TypeError, id="a float"),
@@ -409,43 +409,160 @@ REPORTS = [
 ]
 
 
-@pytest.mark.parametrize(("tokens", "error"), REPORTS)
-def test_a_report_is_all_or_nothing(plain, request_of, state_of, tokens, error):
-    """A token missing, negative, a stranger's: ValueError; no int: TypeError. Nothing changes; a right one works."""
+@pytest.mark.parametrize(("tokens", "error"), COMMITS)
+def test_a_commit_is_all_or_nothing(plain, request_of, state_of, tokens, error):
+    """A token missing, negative, for an unknown id: ValueError; no int: TypeError. Then a correct commit works."""
     scheduler = plain()
     requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
     output = batch_of(scheduler, *requests)
     refuses(scheduler, state_of, output, tokens, error)
-    ended = call(scheduler.update_from_output, output, {"a": 1, "b": 2, "c": 3}).value
-    that("those that end with the report that is right", ids_of(ended)).gives(["a", "b", "c"])
+    finished = call(scheduler.update_from_output, output, {"a": 1, "b": 2, "c": 3}).value
+    that("those that finish with the correct commit", ids_of(finished)).gives(["a", "b", "c"])
+
+
+# A step that failed
+
+
+def test_restart(plain, request_of):
+    """restart(request): its blocks are free, none of its tokens is computed, it is WAITING; its output stays."""
+    scheduler = plain()
+    request = request_of("a", 5)
+    scheduler.update_from_output(batch_of(scheduler, request), {"a": 7})
+    scheduler.running.clear()
+    call(scheduler.restart, request).gives(None)
+    that("its status", request.status.name).gives("WAITING")
+    that("its num_computed_tokens", request.num_computed_tokens).gives(0)
+    that("its output_token_ids", request.output_token_ids).gives([7])
+    that("its blocks", request.block_ids).gives([])
+    that("used blocks", scheduler.pool.num_used).gives(0)
+    that("released, through release()", scheduler.released).gives(["a"])
+
+
+def test_recover(plain, request_of):
+    """The whole batch waits again, with nothing computed and no block; what was generated stays."""
+    scheduler = plain()
+    requests = [request_of(request_id) for request_id in "abc"]
+    scheduler.update_from_output(batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3})
+    scheduler.schedule()
+    call(scheduler.recover).gives(None)
+    that("the waiting queue", list(scheduler.waiting)).gives(["a", "b", "c"])
+    that("the batch", ids_of(scheduler.running)).gives([])
+    that("their status", [request.status.name for request in requests]).gives(["WAITING"] * 3)
+    that("num_computed_tokens", [request.num_computed_tokens for request in requests]).gives([0, 0, 0])
+    that("their outputs", [request.output_token_ids for request in requests]).gives([[1], [2], [3]])
+    that("their blocks", [request.block_ids for request in requests]).gives([[], [], []])
+    that("used blocks", scheduler.pool.num_used).gives(0)
+    that("num_preemptions", [request.num_preemptions for request in requests]).gives([1, 1, 1])
+    call(scheduler.check).gives(None)
+
+
+def test_everything_is_computed_again(plain, request_of):
+    """After recover(), a request of 3 prompt tokens and 2 generated ones computes 5, and then goes on."""
+    scheduler = plain()
+    request = request_of("a", 3, max_tokens=4)
+    scheduler.add_request(request)
+    for token in (40, 41):
+        scheduler.update_from_output(scheduler.schedule(), {"a": token})
+    scheduler.schedule()
+    scheduler.recover()
+    output = scheduler.schedule()
+    that("tokens of the next step", output.num_scheduled_tokens).gives({"a": 5})
+    call(scheduler.update_from_output, output, {"a": 42}).gives([])
+    output = scheduler.schedule()
+    that("tokens of the step after it", output.num_scheduled_tokens).gives({"a": 1})
+    that("those that finish", ids_of(scheduler.update_from_output(output, {"a": 43}))).gives(["a"])
+    that("output_token_ids", request.output_token_ids).gives([40, 41, 42, 43])
+
+
+def test_recovered_requests_wait_before_later_arrivals(plain, request_of):
+    """a and b run, c arrives while the model fails: the queue is a, b, c, and nothing is counted for c."""
+    scheduler = plain()
+    batch_of(scheduler, request_of("a"), request_of("b"))
+    late = request_of("c")
+    scheduler.add_request(late)
+    scheduler.recover()
+    that("the waiting queue", list(scheduler.waiting)).gives(["a", "b", "c"])
+    that("num_preemptions of c", late.num_preemptions).gives(0)
+
+
+def test_a_failed_step_cannot_be_committed(plain, request_of, state_of):
+    """After recover(), the tokens of the failed step are refused: ValueError."""
+    scheduler = plain()
+    output = batch_of(scheduler, request_of("a"))
+    scheduler.recover()
+    refuses(scheduler, state_of, output, {"a": 1}, ValueError)
+
+
+def test_what_a_waiting_request_holds_is_taken_back(plain, request_of):
+    """From phase 6 on, a request waits with computed tokens, SWAPPED. What was copied is not to be trusted either."""
+    scheduler = plain()
+    request = request_of("a", 5)
+    scheduler.add_request(request)
+    request.status = RequestStatus.SWAPPED
+    request.num_computed_tokens = 5
+    scheduler.recover()
+    that("its status", request.status.name).gives("WAITING")
+    that("its num_computed_tokens", request.num_computed_tokens).gives(0)
+    that("released, through release()", scheduler.released).gives(["a"])
+    that("the waiting queue", list(scheduler.waiting)).gives(["a"])
+
+
+def test_a_step_that_was_never_committed_has_failed(plain, request_of):
+    """schedule() calls recover() if the step before was never committed, and only then."""
+    scheduler = plain()
+    seen, recover = [], scheduler.recover
+
+    def watched():
+        seen.append("recover")
+        recover()
+
+    scheduler.recover = watched
+    output = batch_of(scheduler, request_of("a"))
+    scheduler.update_from_output(output, {"a": 1})
+    scheduler.schedule()
+    that("calls of recover() after a committed step", seen).gives([])
+    output = scheduler.schedule()
+    that("calls of recover() after one that was not", seen).gives(["recover"])
+    that("tokens of the next step", output.num_scheduled_tokens).gives({"a": 4})
+
+
+def test_nothing_to_recover(plain):
+    """recover() without a request, or between two steps, does no harm."""
+    scheduler = plain()
+    call(scheduler.recover).gives(None)
+    that("has_unfinished", scheduler.has_unfinished).gives(False)
 
 
 # All together
 
 
 def test_many_steps(plain, request_of):
-    """Requests come, end and are aborted for 200 steps: each has the tokens that it should, and no block is lost."""
+    """Requests arrive, finish, are aborted; steps fail: each has the tokens that it should, and no block is lost."""
     rng = random.Random(5)
     scheduler = plain(num_blocks=400)
-    requests, due = {}, {}  # id → request; id → the output that it should have
-    for step in range(200):
+    requests, expected = {}, {}  # id → request; id → the output that it should have
+    for step in range(300):
         if step < 150 and rng.random() < 0.4:
             request = request_of(step, rng.randint(1, 6), rng.randint(1, 8), stop_token_ids=[0])
-            requests[step], due[step] = request, []
+            requests[step], expected[step] = request, []
             scheduler.add_request(request)
         output = scheduler.schedule()
+        if rng.random() < 0.1:
+            call(scheduler.recover).gives(None)
+            call(scheduler.check).gives(None)
+            continue
         if rng.random() < 0.1 and scheduler.running:
             scheduler.abort_request(rng.choice(scheduler.running).request_id)
         tokens = {request.request_id: rng.randint(0, 9) for request in output.scheduled}
-        expected_to_end = []
+        expected_to_finish = []
         for request in output.scheduled:
-            mine = due[request.request_id]
+            mine = expected[request.request_id]
             if request.finish_reason != "abort":
                 mine.append(tokens[request.request_id])
                 if mine[-1] == 0 or len(mine) == request.max_tokens:
-                    expected_to_end.append(request.request_id)
-        ended = call(scheduler.update_from_output, output, tokens).value
-        that(f"those that end in step {step}", ids_of(ended)).gives(expected_to_end)
+                    expected_to_finish.append(request.request_id)
+        finished = call(scheduler.update_from_output, output, tokens).value
+        that(f"those that finish in step {step}", ids_of(finished)).gives(expected_to_finish)
         call(scheduler.check).gives(None)
-    that("all outputs", {each: request.output_token_ids for each, request in requests.items()}).gives(due)
+    that("all outputs", {each: request.output_token_ids for each, request in requests.items()}).gives(expected)
     that("used blocks in the end", scheduler.pool.num_used).gives(0)

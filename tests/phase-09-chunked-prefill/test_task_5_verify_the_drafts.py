@@ -1,4 +1,4 @@
-"""Phase 9, task 5: the model checks all guesses in one pass, and the tokens are those of greedy decoding."""
+"""Phase 9, task 5: one forward pass verifies all draft tokens, and the tokens are those of greedy decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from minicache.cache.paged import PagedKVCache
 from minicache.course.checks import call, that
 from minicache.engine.decoding import decode
-from minicache.engine.speculative import NgramDrafter, SpeculationStats, num_agreed, speculative_decode
+from minicache.engine.speculative import NgramDrafter, SpeculationStats, num_accepted, speculative_decode
 from minicache.errors import CacheOverflowError
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
@@ -45,8 +45,8 @@ def answer_to(prompt, num_new):
 class RuleModel:
     """A model of two layers that follows `rule` at each position, for what its cache holds: token ids as keys.
 
-    A row of a wrong guess that stays in the cache, or a right one that is missing, changes all tokens after it.
-    `shown` has the tokens of each pass, `held` how many the cache had before it.
+    An entry of a rejected draft token that stays in the cache, or an accepted one that is missing, changes all tokens
+    after it. `shown` has the tokens of each pass, `held` how many the cache had before it.
     """
 
     def __init__(self):
@@ -66,7 +66,7 @@ class RuleModel:
 
 
 class Knows:
-    """Guesses right, but for the places in `wrong`: of prompt and answer together, from 0. `asked` has what it saw."""
+    """Proposes the right tokens, except at the positions in `wrong`, from 0. `asked` has what it was called with."""
 
     def __init__(self, text, wrong=(), most=10**6):
         self.text, self.wrong, self.most, self.asked = text, wrong, most, []
@@ -91,7 +91,7 @@ def run(model, prompt, num_new, *, cache, drafter, **options):
 
 
 def speculated(num_new, *, prompt=PROMPT, wrong=(), most=10**6, num_drafts=4, cache=None):
-    """Decode with a drafter that knows. The model, the drafter and the stats; the tokens are right already."""
+    """Decode with a drafter that knows the answer. Returns model, drafter and stats; the tokens have been checked."""
     __tracebackhide__ = True
     text = prompt + answer_to(prompt, num_new + 8)
     model, drafter, stats = RuleModel(), Knows(text, wrong, most), SpeculationStats()
@@ -101,11 +101,11 @@ def speculated(num_new, *, prompt=PROMPT, wrong=(), most=10**6, num_drafts=4, ca
     return model, drafter, stats
 
 
-# How many agree
+# How many are accepted
 
 
 @pytest.mark.parametrize(
-    ("drafts", "picked", "agreed"),
+    ("drafts", "picked", "accepted"),
     [
         ([], [1], 0),
         ([1], [1, 2], 1),
@@ -119,12 +119,12 @@ def speculated(num_new, *, prompt=PROMPT, wrong=(), most=10**6, num_drafts=4, ca
         ([0], [0, 0], 1),
     ],
 )
-def test_up_to_the_first_difference(drafts, picked, agreed):
-    """Guesses count from the first on, up to the one that the model did not pick; what agrees behind it does not."""
-    call(num_agreed, drafts, picked).gives(agreed)
+def test_up_to_the_first_difference(drafts, picked, accepted):
+    """Draft tokens count up to the first that the model did not pick; none behind it is accepted."""
+    call(num_accepted, drafts, picked).gives(accepted)
 
 
-# Passes: what is shown, and what the cache holds
+# Forward passes: what the model runs on, and what the cache holds
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_up_to_the_first_difference(drafts, picked, agreed):
         (5, 0, [3, 1, 1, 1, 1]),
     ],
 )
-def test_all_guesses_are_right(num_new, num_drafts, rows):
-    """The prompt's pass gives a token; each pass after it one more than it has guesses, and none past the end."""
+def test_all_drafts_are_accepted(num_new, num_drafts, rows):
+    """The prompt's pass yields one token; each pass after it one more than it has draft tokens, none past the end."""
     model, _, stats = speculated(num_new, num_drafts=num_drafts)
     that("tokens shown in each pass", list(map(len, model.shown))).gives(rows)
     that("tokens in the cache before each pass", model.held).gives([sum(rows[:place]) for place in range(len(rows))])
@@ -156,16 +156,16 @@ def test_all_guesses_are_right(num_new, num_drafts, rows):
 @pytest.mark.parametrize(
     ("num_new", "num_drafts", "rows"), [(6, 4, [3, 5, 4, 3, 2, 1]), (4, 1, [3, 2, 2, 1]), (3, 9, [3, 2, 1])]
 )
-def test_all_guesses_are_wrong(num_new, num_drafts, rows):
-    """Each pass gives one token, the model's own, as without guesses; no row of a guess stays in the cache."""
+def test_no_draft_is_accepted(num_new, num_drafts, rows):
+    """Each pass yields one token, the model's own, as without drafts; no entry of a draft token stays in the cache."""
     model, _, stats = speculated(num_new, num_drafts=num_drafts, wrong=range(1000))
     that("tokens shown in each pass", list(map(len, model.shown))).gives(rows)
     that("tokens in the cache before each pass", model.held).gives([0, *range(3, num_new + 2)])
     that("the stats", stats).gives(SpeculationStats(num_new, num_new, sum(rows[1:]) - len(rows[1:]), 0))
 
 
-def test_some_are_wrong():
-    """12 tokens, 4 guesses a pass; the 3rd token, the 4th and the 9th of the answer are guessed wrong."""
+def test_some_are_rejected():
+    """12 tokens, 4 draft tokens a pass; those for the 3rd, 4th and 9th token of the answer are wrong."""
     answer = answer_to(PROMPT, 12)
     model, _, stats = speculated(12, wrong=[3 + 2, 3 + 3, 3 + 8])
     first = [len(shown) for shown in model.shown]
@@ -177,8 +177,8 @@ def test_some_are_wrong():
     that("the stats", stats).gives(SpeculationStats(5, 12, 4 + 4 + 4 + 2, 1 + 0 + 4 + 2))
 
 
-def test_what_the_model_is_shown():
-    """First the prompt, as [1, P] int64; then the newest token and the guesses, right ones and wrong ones."""
+def test_what_the_model_runs_on():
+    """First the prompt, as [1, P] int64; then the newest token and the draft tokens, right ones and wrong ones."""
     shown, answer = [], answer_to(PROMPT, 5)
 
     class Spy(RuleModel):
@@ -194,29 +194,56 @@ def test_what_the_model_is_shown():
 
 
 def test_what_the_drafter_is_asked():
-    """Prompt and answer so far, the newest token included; and no more tokens than there is room for in the answer."""
+    """Prompt and output so far, the newest token included; and for at most num_drafts tokens."""
     answer = answer_to(PROMPT, 9)
     _, drafter, _ = speculated(9, wrong=[3 + 3])
     asked = [(tokens, most) for tokens, most in drafter.asked if most]
     that("the texts", [tokens for tokens, _ in asked]).gives([PROMPT + answer[:1], PROMPT + answer[:4]])
-    that("the most that it may guess", [most for _, most in asked]).gives([4, 4])
+    that("the most that it may propose", [most for _, most in asked]).gives([4, 4])
+
+
+@pytest.mark.parametrize(("num_new", "asked"), [(2, []), (3, [1]), (6, [4]), (7, [4]), (9, [4, 2]), (12, [4, 4])])
+def test_no_more_is_asked_for_than_the_answer_has_room_for(num_new, asked):
+    """A pass yields one token more than it accepts: with n tokens left at most n − 1 are asked for."""
+    _, drafter, _ = speculated(num_new)
+    that("draft tokens asked for", [most for _, most in drafter.asked if most]).gives(asked)
+
+
+@pytest.mark.parametrize(("room", "asked"), [(1, []), (2, [1]), (5, [4]), (6, [4]), (9, [4, 3])])
+def test_no_more_is_asked_for_than_the_cache_has_room_for(room, asked):
+    """Room for so many entries behind the prompt, one of which is the newest token's."""
+    answer = answer_to(PROMPT, 30)
+    drafter = Knows(PROMPT + answer)
+    tokens = speculative_decode(RuleModel(), torch.tensor([PROMPT]), 30, cache=a_cache(3 + room), drafter=drafter)
+    that("tokens", [int(next(tokens)) for _ in range(room + 1)]).gives(answer[: room + 1])
+    that("draft tokens asked for", [most for _, most in drafter.asked if most]).gives(asked)
+
+
+def test_the_drafter_sees_all_of_a_long_text():
+    """A prompt of 200 tokens and 50 of output: each call has every one of them, however old."""
+    prompt = [(7 * place + 3) % VOCAB for place in range(200)]
+    _, drafter, _ = speculated(50, prompt=prompt, wrong=range(0, 300, 7), cache=a_cache(250))
+    text = prompt + answer_to(prompt, 50)
+    for tokens, _ in drafter.asked:
+        that(f"what it sees of a text of {len(tokens)} tokens", tokens).gives(text[: len(tokens)])
+    that("the fewest tokens that it saw", min(len(tokens) for tokens, _ in drafter.asked)).gives(201)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_fewer_guesses_than_asked_for(most):
-    """A drafter may have fewer guesses, or none: then a pass is a decode step."""
+def test_fewer_drafts_than_asked_for(most):
+    """A drafter may propose fewer tokens, or none: then a pass is a decode step."""
     model, _, stats = speculated(10, most=most)
     that("the longest pass after the prompt", max(map(len, model.shown[1:]))).gives(1 + most)
     that("passes", stats.num_passes).gives({0: 10, 1: 6, 2: 4}[most])
 
 
-def test_now_and_then_a_guess():
-    """Guesses at every third place only: the text that the drafter sees has every token, whoever found it."""
+def test_drafts_now_and_then():
+    """Draft tokens in some passes only: the text that the drafter sees has every token all the same."""
 
     class Seldom(Knows):
         def draft(self, token_ids, num_tokens):
-            guess = super().draft(token_ids, num_tokens)
-            return guess if len(token_ids) % 3 == 0 else []
+            drafts = super().draft(token_ids, num_tokens)
+            return drafts if len(token_ids) % 3 == 0 else []
 
     answer = answer_to(PROMPT, 20)
     drafter = Seldom(PROMPT + answer)
@@ -231,25 +258,25 @@ def test_now_and_then_a_guess():
 @pytest.mark.parametrize("num_new", [0, 1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("wrong", [(), range(1000)], ids=["right", "wrong"])
 def test_it_stops_in_time(num_new, wrong):
-    """N tokens, and P + N − 1 rows; for 0 tokens the model is not asked at all."""
+    """N tokens, and P + N − 1 KV entries; for 0 tokens the model is not called."""
     cache = a_cache()
     model, _, stats = speculated(num_new, wrong=wrong, cache=cache)
     that("tokens in the cache", cache.num_tokens).gives(num_new and 3 + num_new - 1)
-    that("whether the model was asked", bool(model.shown)).gives(num_new > 0)
+    that("whether the model was called", bool(model.shown)).gives(num_new > 0)
     that("tokens in the stats", stats.num_tokens).gives(num_new)
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 5, 6, 7, 12])
 @pytest.mark.parametrize("wrong", [(), range(1000), (5, 7)], ids=["right", "wrong", "mixed"])
 def test_a_cache_of_just_the_right_size(num_new, wrong):
-    """Room for P + N − 1 rows: that is enough, whatever is guessed."""
+    """Room for P + N − 1 KV entries: that is enough, whatever is proposed."""
     speculated(num_new, wrong=wrong, cache=a_cache(3 + num_new - 1))
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 4, 5, 6, 9])
 @pytest.mark.parametrize("wrong", [(), range(1000), (5, 7)], ids=["right", "wrong", "mixed"])
 def test_a_cache_that_ends(room, wrong):
-    """Room for R rows behind the prompt: R + 1 tokens come, as in decode, the last of which is never stored."""
+    """Room for R entries behind the prompt: R + 1 tokens are yielded, as in decode; the last is never stored."""
     answer = answer_to(PROMPT, 30)
     model, found, cache, drafter = RuleModel(), [], a_cache(3 + room), Knows(PROMPT + answer, wrong)
 
@@ -260,8 +287,8 @@ def test_a_cache_that_ends(room, wrong):
     call(collect).raises(CacheOverflowError)
     that("tokens that came before", found).gives(answer[: room + 1])
     that("the most that was in the cache", cache.num_tokens).gives(3 + room)
-    that("fewer than 0 guesses asked for", [most for _, most in drafter.asked if most < 0]).gives([])
-    if not wrong:  # 5 rows a pass, then what is left, then the one row that is too many
+    that("calls for fewer than 0 draft tokens", [most for _, most in drafter.asked if most < 0]).gives([])
+    if not wrong:  # 5 entries a pass, then what is left, then the one that is too many
         rows = [3] + [5] * (room // 5) + [room % 5] * (room % 5 > 0) + [1]
         that("tokens shown in each pass", list(map(len, model.shown))).gives(rows)
 
@@ -272,7 +299,7 @@ def test_a_prompt_that_is_too_long():
 
 
 def test_one_token_at_a_time():
-    """Each is an int64 tensor [1], and comes before the next pass is made; the cache has no wrong row at any time."""
+    """Each is an int64 tensor [1], yielded before the next pass; the cache never has an entry of a rejected token."""
     answer, model, cache, stats = answer_to(PROMPT, 12), RuleModel(), a_cache(), SpeculationStats()
     drafter = Knows(PROMPT + answer, wrong=[5, 6, 9])
     tokens = speculative_decode(model, torch.tensor([PROMPT]), 12, cache=cache, drafter=drafter, stats=stats)
@@ -286,8 +313,8 @@ def test_one_token_at_a_time():
     that("passes made before each token", passes).gives([1, 2, 2, 3, 4, 4, 4, 5, 5, 5, 5, 5])
 
 
-def test_whoever_leaves_early():
-    """Three tokens are taken of a pass of five. The cache holds prompt and answer, and three tokens are counted."""
+def test_a_caller_that_leaves_early():
+    """Three tokens are taken of a pass of five. The cache holds prompt and output, and three tokens are counted."""
     answer, model, cache, stats = answer_to(PROMPT, 12), RuleModel(), a_cache(), SpeculationStats()
     tokens = speculative_decode(
         model, torch.tensor([PROMPT]), 12, cache=cache, drafter=Knows(PROMPT + answer), num_drafts=4, stats=stats
@@ -300,7 +327,7 @@ def test_whoever_leaves_early():
 
 
 def test_stats_go_on():
-    """Given again, they count on; without stats nothing is asked for."""
+    """Given again, they count on; they may be left out."""
     stats = SpeculationStats()
     for _ in range(2):
         drafter = Knows(PROMPT + answer_to(PROMPT, 6))
@@ -323,7 +350,7 @@ def test_stats_go_on():
     ],
 )
 def test_what_is_refused(arguments, error):
-    """At the first step, and before the model is asked."""
+    """At the first step, and before the model is called."""
     model = RuleModel()
     options = {"model": model, "prompt": PROMPT, "num_new": 4, "cache": a_cache(), "drafter": Knows([])} | arguments
     call(run, **options).raises(error)
@@ -331,7 +358,7 @@ def test_what_is_refused(arguments, error):
 
 
 def test_prompts_of_another_shape():
-    """One prompt, [1, P]: not two, and not a bare row. The model is not asked."""
+    """One prompt, [1, P]: not two, and not [P]. The model is not called."""
     for shape in ([2, 3], [3]):
         model, prompt = RuleModel(), torch.ones(shape, dtype=torch.int64)
         tokens = speculative_decode(model, prompt, 4, cache=a_cache(), drafter=Knows([]))
@@ -340,7 +367,7 @@ def test_prompts_of_another_shape():
 
 
 def test_caches_that_are_refused():
-    """A cache of two sequences, or one that holds tokens. The model is not asked."""
+    """A cache of two sequences, or one that holds tokens. The model is not called."""
     model, used = RuleModel(), a_cache()
     call(run, model, PROMPT, 4, cache=a_cache(batch_size=2), drafter=Knows([])).raises(ValueError)
     that("passes of the model", len(model.shown)).gives(0)
@@ -350,7 +377,7 @@ def test_caches_that_are_refused():
     that("tokens in the cache", used.num_tokens).gives(3)
 
 
-# The same tokens, whoever guesses
+# The same tokens, whatever is proposed
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 5, 16])
@@ -368,8 +395,8 @@ def test_prompts_of_any_length(length, block_size):
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_mistakes(num_drafts, seed):
-    """Guesses that are wrong in any places: the tokens are right, and each is counted once."""
+def test_random_drafts(num_drafts, seed):
+    """Draft tokens that are wrong at random positions: the tokens are right, and each is counted once."""
     rng = random.Random(seed)
     wrong = {place for place in range(60) if rng.random() < rng.choice([0.1, 0.5])}
     _, _, stats = speculated(rng.randint(10, 40), num_drafts=num_drafts, wrong=wrong)
@@ -387,7 +414,7 @@ def minigpt():
     [("Later my sister", 1), ("Did the children read the book yesterday? Yes, they", 3)],
 )
 def test_with_minigpt(minigpt, text, max_ngram):
-    """MiniGPT and the drafter of task 4: the tokens of `minicache.engine.decoding.decode`, which has no cache here."""
+    """MiniGPT and the drafter of task 4: the tokens of `minicache.engine.decoding.decode`, without a cache here."""
     prompt, config = Tokenizer().encode(text), minigpt.config
     expected = [int(token) for token in decode(minigpt, torch.tensor([prompt]), 30)]
     cache = PagedKVCache(config.num_layers, 1, config.num_kv_heads, config.max_seq_len, config.head_dim, block_size=4)

@@ -1,0 +1,160 @@
+"""Phase 9, task 4: draft tokens from the text, what followed its last few tokens before."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from minicache.course.checks import call, that
+from minicache.engine.speculative import NgramDrafter
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_ngram", "num_tokens", "drafts"),
+    [
+        ([1, 2, 3, 1, 2], 3, 4, [3, 1, 2]),  # "1 2" occurs at the beginning
+        ([1, 2, 3, 1, 2], 3, 2, [3, 1]),
+        ([1, 2, 3, 1, 2], 3, 1, [3]),
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3], 3, 4, [4, 5, 6, 7]),
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3], 3, 9, [4, 5, 6, 7, 1, 2, 3]),
+    ],
+)
+def test_what_followed(tokens, max_ngram, num_tokens, drafts):
+    """The ending occurs once before: as many tokens as are asked for, or as there are behind that occurrence."""
+    call(NgramDrafter(max_ngram).draft, tokens, num_tokens).gives(drafts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_ngram", "drafts"),
+    [
+        ([5, 2, 8, 1, 2, 9, 3, 2, 4, 1, 2], 3, [9, 3]),  # "1 2" decides, though "2" occurs later, before 4
+        ([5, 2, 8, 1, 2, 9, 3, 2, 4, 1, 2], 1, [4, 1]),  # "2" alone: the latest occurrence
+        ([6, 1, 2, 7, 7, 1, 2, 8, 6, 1, 2], 3, [7, 7]),  # "6 1 2" decides, though "1 2" occurs later
+        ([6, 1, 2, 7, 7, 1, 2, 8, 6, 1, 2], 2, [8, 6]),
+        ([6, 1, 2, 7, 5, 1, 2, 8, 5, 1, 2], 4, [8, 5]),
+    ],
+)
+def test_the_longest_ending_first(tokens, max_ngram, drafts):
+    """Endings of max_ngram tokens are looked for first, then shorter ones. A longer one is worth more than a later."""
+    call(NgramDrafter(max_ngram).draft, tokens, 2).gives(drafts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [([2, 8, 2, 9, 2], [9, 2]), ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]), ([1, 2, 0, 9, 1, 2, 5, 8, 1, 2], [5, 8, 1, 2])],
+)
+def test_the_latest_of_several_occurrences(tokens, drafts):
+    """The ending occurs twice: what followed it last is likelier to follow again."""
+    call(NgramDrafter().draft, tokens, 4).gives(drafts)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_few_tokens_behind_it_are_few_draft_tokens(num_tokens):
+    """The latest occurrence of "1 2" has two tokens behind it. That an earlier one has more does not count."""
+    call(NgramDrafter(2).draft, [1, 2, 9, 9, 9, 9, 1, 2, 1, 2], num_tokens).gives([1, 2][:num_tokens])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [([4, 4], [4]), ([4, 4, 4], [4]), ([4] * 9, [4]), ([1, 4, 1, 4, 1], [4, 1]), ([7, 1, 4, 1, 4, 1, 4], [1, 4])],
+)
+def test_an_occurrence_may_overlap_the_ending(tokens, drafts):
+    """In 4 4 4 the ending 4 4 occurs one token earlier; the ending itself is no earlier occurrence."""
+    call(NgramDrafter().draft, tokens, 5).gives(drafts)
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3], [7], [], list(range(50))])
+def test_nothing_to_propose(tokens):
+    """The last token occurs nowhere else: nothing is proposed. Nor for a text of one token, or of none."""
+    call(NgramDrafter().draft, tokens, 4).gives([])
+
+
+@pytest.mark.parametrize("max_ngram", [1, 2, 3, 4, 5, 50])
+def test_a_short_text(max_ngram):
+    """Two tokens have no earlier occurrence of an ending of two. A text may be shorter than max_ngram."""
+    call(NgramDrafter(max_ngram).draft, [3, 3], 4).gives([3])
+    call(NgramDrafter(max_ngram).draft, [3, 5, 3], 4).gives([5, 3])
+    call(NgramDrafter(max_ngram).draft, [3, 5], 4).gives([])
+
+
+def test_the_first_token_counts():
+    """The occurrence may be at the very beginning of the text, for an ending of every length."""
+    for length in (1, 2, 3):
+        start = list(range(length))
+        call(NgramDrafter().draft, [*start, 9, *start], 1).gives([9])
+
+
+def test_nothing_is_asked_for():
+    """At most 0 tokens: none."""
+    call(NgramDrafter().draft, [1, 2, 3, 1, 2], 0).gives([])
+
+
+def test_the_text_stays_as_it_is():
+    """A tuple is a text too, and a list that is searched has not changed; what is returned is a list of its own."""
+    tokens = [1, 2, 3, 1, 2]
+    call(NgramDrafter().draft, tuple(tokens), 4).gives([3, 1, 2])
+    drafts = call(NgramDrafter().draft, tokens, 4).value
+    drafts.append(5)
+    that("the text", tokens).gives([1, 2, 3, 1, 2])
+
+
+def test_asked_again():
+    """The same drafter for several texts: it remembers none of them."""
+    drafter = NgramDrafter()
+    call(drafter.draft, [1, 2, 3, 1, 2], 1).gives([3])
+    call(drafter.draft, [1, 2, 4, 1, 2], 1).gives([4])
+    call(drafter.draft, [1, 2], 1).gives([])
+
+
+def by_the_rule(tokens, max_ngram, num_tokens):
+    """All occurrences of all lengths, and the best of them: longest, then latest."""
+    occurrences = [
+        (length, start)
+        for length in range(1, max_ngram + 1)
+        for start in range(len(tokens) - length)
+        if all(tokens[start + i] == tokens[len(tokens) - length + i] for i in range(length))
+    ]
+    if not occurrences:
+        return []
+    length, start = max(occurrences)
+    return tokens[start + length :][:num_tokens]
+
+
+@pytest.mark.parametrize("num_words", [1, 2, 4, 9])
+def test_random_texts(num_words):
+    """Texts of a few different tokens, of all lengths, against the rule written in another way."""
+    rng = random.Random(num_words)
+    for _ in range(100):
+        tokens = [rng.randrange(num_words) for _ in range(rng.randint(0, 30))]
+        max_ngram, num_tokens = rng.randint(1, 5), rng.randint(0, 6)
+        call(NgramDrafter(max_ngram).draft, tokens, num_tokens).gives(by_the_rule(tokens, max_ngram, num_tokens))
+
+
+def test_a_long_text():
+    """All of 20,000 tokens is searched: the ending occurs at its beginning."""
+    tokens = [*range(19_997), 0, 1, 2]
+    call(NgramDrafter().draft, tokens, 3).gives([3, 4, 5])
+
+
+@pytest.mark.parametrize("tokens", [[1, 23, 9, 12, 3], [23, 9, 3], [11, 9, 1], [1, 2, 9, 12]])
+def test_tokens_are_numbers_not_digits(tokens):
+    """1 23 and 12 3 are written with the same digits, and are different tokens: nothing occurs twice here."""
+    call(NgramDrafter().draft, tokens, 4).gives([])
+
+
+def cpu_seconds(num_tokens):
+    """The least of three searches through a text in which nothing occurs twice."""
+    tokens, seconds = list(range(num_tokens)), []
+    for _ in range(3):
+        start = time.process_time()
+        call(NgramDrafter().draft, tokens, 4).gives([])
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def test_time_in_proportion_to_the_text():
+    """Eight times as many tokens take about eight times as long; searched in quadratic time they take 64 times."""
+    short, long = cpu_seconds(4_000), cpu_seconds(32_000)
+    that(f"whether {1e3 * long:.1f} ms are less than 30 times {1e3 * short:.1f} ms", long < 30 * short).gives(True)

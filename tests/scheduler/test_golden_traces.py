@@ -1,0 +1,63 @@
+"""The schedules of vLLM 0.33's own scheduler, step for step: `golden/README.md` says what they are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minicache.request import Request
+from minicache.scheduler import create_scheduler
+
+GOLDEN = Path(__file__).parent / "golden"
+OPTIONS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "prefix_caching")
+
+
+def cases() -> list[Any]:
+    """Each workload in each of the two modes."""
+    return [
+        pytest.param(workload, mode, id=f"{name}-{workload['seed']}-{workload['prefix_caching']}-{mode}")
+        for name in ("first_come", "unusual")
+        for workload in json.loads(gzip.decompress((GOLDEN / f"{name}.json.gz").read_bytes()))
+        for mode in workload["steps"]
+    ]
+
+
+def prompt(request: int, prefix: int, length: int) -> list[int]:
+    return [p % 500 if p < prefix else (request * 7919 + p * 31 + 1) % 30000 + 500 for p in range(length)]
+
+
+def schedule_of(workload: dict[str, Any], *, reserve_full_prompt: bool, most: int) -> list[Any]:
+    """Of each step the scheduled tokens and the preempted requests; of at most so many steps."""
+    scheduler = create_scheduler(
+        "chunked", reserve_full_prompt=reserve_full_prompt, **{name: workload[name] for name in OPTIONS}
+    )
+    coming = sorted((step, number) for number, (_, _, _, step) in enumerate(workload["requests"]))
+    steps: list[Any] = []
+    while (coming or scheduler.has_unfinished) and len(steps) < most:
+        while coming and coming[0][0] <= len(steps):
+            arrival, number = coming.pop(0)
+            prefix, length, max_tokens, _ = workload["requests"][number]
+            scheduler.add_request(
+                Request(str(number), prompt(number, prefix, length), max_tokens, arrival_time=arrival + number * 1e-6)
+            )
+        output = scheduler.schedule()
+        steps.append([dict(output.num_scheduled_tokens), output.preempted])
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 7))
+        scheduler.check()
+    return steps
+
+
+@pytest.mark.parametrize(("workload", "mode"), cases())
+def test_every_step_is_the_one_that_vllm_schedules(workload, mode):
+    expected = workload["steps"][mode]
+    got = schedule_of(workload, reserve_full_prompt=mode == "full_prompt_must_fit", most=len(expected) + 1)
+    for step, (theirs, ours) in enumerate(zip_longest(expected, got)):
+        assert ours == theirs, (
+            f"step {step} of {len(expected)}\nexpected {theirs}\n     got {ours}\n"
+            f"workload { {name: workload[name] for name in OPTIONS} }, {mode}\nrequests {workload['requests']}"
+        )

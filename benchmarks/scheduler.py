@@ -1,6 +1,6 @@
 """What it costs to decide a step: `schedule()` and `update_from_output()`, without a model.
 
-Every stage decodes with 1, 64, 256 and 1,024 requests in the batch, all seats taken, and nobody or 100,000 requests
+Every stage decodes with 1, 64, 256 and 1,024 requests in the batch, all batch slots taken, and 0 or 100,000 requests
 waiting. In each step every request computes one token; every sixteenth, those of `paged` and `fair` take a block, and
 the requests are staggered so that each step has its share of them. The batches of one stage take turns. Times are of
 one step, minimum and median over the steps. One thread.
@@ -23,7 +23,7 @@ from minicache.scheduler import SCHEDULERS, Scheduler, create_scheduler
 RUNNING = (1, 64, 256, 1024)
 WAITING = (0, 100_000)
 STEPS, PROMPT, BLOCK_SIZE = 200, 100, 16
-MAX_TOKENS = STEPS + 2  # nobody ends: one token comes with the prompt, and one is left at the end
+MAX_TOKENS = STEPS + 2  # none finishes: one token comes with the prompt, and one is left at the end
 TOKEN = 5
 
 
@@ -47,7 +47,7 @@ def measure(stage: str) -> list[dict[str, Any]]:
 
 
 def decoding(stage: str, running: int, waiting: int) -> Scheduler:
-    """A scheduler whose seats are taken by requests in decode, and its line by others."""
+    """A scheduler whose batch is full of requests in decode, with others waiting."""
     longest = PROMPT + BLOCK_SIZE + MAX_TOKENS
     scheduler = create_scheduler(
         stage,
@@ -66,7 +66,7 @@ def decoding(stage: str, running: int, waiting: int) -> Scheduler:
 
 
 def one_step(scheduler: Scheduler) -> tuple[float, float]:
-    """Seconds that one step took to schedule, and to report."""
+    """Seconds that one step took to schedule, and to commit."""
     start = time.perf_counter()
     output = scheduler.schedule()
     scheduled = time.perf_counter()
@@ -89,14 +89,14 @@ def microseconds(times: list[tuple[float, float]], running: int) -> dict[str, fl
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the pages state: microseconds of a step by batch and stage, and what the line and a larger batch change."""
+    """What the pages state: µs of a step by batch and stage, and what a long queue and a larger batch change."""
     step = {(row["stage"], row["running"], row["waiting"]): row["step"] for row in rows}
-    nobody, many = WAITING
+    none, many = WAITING
     return {
-        "step": {stage: {str(running): step[stage, running, nobody] for running in RUNNING} for stage in SCHEDULERS},
+        "step": {stage: {str(running): step[stage, running, none] for running in RUNNING} for stage in SCHEDULERS},
         "slowest_at_256": max(step[stage, 256, waiting] for stage in SCHEDULERS for waiting in WAITING),
-        "line_over_no_line_at_256": {stage: step[stage, 256, many] / step[stage, 256, nobody] for stage in SCHEDULERS},
-        "1024_over_256": {stage: step[stage, 1024, nobody] / step[stage, 256, nobody] for stage in SCHEDULERS},
+        "long_queue_over_none_at_256": {stage: step[stage, 256, many] / step[stage, 256, none] for stage in SCHEDULERS},
+        "1024_over_256": {stage: step[stage, 1024, none] / step[stage, 256, none] for stage in SCHEDULERS},
     }
 
 

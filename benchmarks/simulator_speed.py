@@ -62,8 +62,8 @@ def timed(count: int) -> dict[str, Any]:
     simulation = ServingSimulation(scheduler, RooflineCost(LLAMA_3_8B, H100), arrivals, skip_quiet=True)
     at_a_tenth: list[float] = []
 
-    def progress(num_ended: int) -> None:
-        if not at_a_tenth and num_ended >= count / 10:
+    def progress(num_done: int) -> None:
+        if not at_a_tenth and num_done >= count / 10:
             at_a_tenth.append(peak_mib())
 
     start = time.perf_counter()

@@ -2,7 +2,7 @@
 # # Phase 5: continuous batching at work
 #
 # What do two schedulers do with the same requests, what is it worth on a clock, and what does a request's random
-# generator have to do with its company? Here you watch them, count and measure.
+# generator have to do with the rest of its batch? Here you watch them, count and measure.
 #
 # Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-05-continuous-batching/`, then
 # restart the kernel and run all cells. A function that you have not written yet says so where it is first called.
@@ -75,7 +75,7 @@ def check(answer, right):
 # %% [markdown]
 # ## 1. Two grids
 #
-# Six requests, three seats. `run` serves them without a model and keeps the trace; `show` draws it: a row for each
+# Six requests, three batch slots. `run` serves them without a model and keeps the trace; `show` draws it: a row for each
 # request, a column for each step.
 
 # %% alt="Two grids of six requests against steps. Static batching: D, E and F wait for 8 steps, and the last ends after 14. Continuous batching: D waits for 3 steps, E and F for 5, and the last ends after 11."
@@ -107,59 +107,59 @@ for ax, name in zip(both, STAGES, strict=True):
     steps, tally = run(name, SIX, max_num_seqs=3)
     show(ax, steps, tally)
     used = sum(tally.batch_sizes) / (3 * tally.num_steps)
-    ax.set_title(f"{name}: {tally.num_steps} steps, {used:.0%} of the seats used", loc="left")
+    ax.set_title(f"{name}: {tally.num_steps} steps, {used:.0%} of the slots used", loc="left")
 roles = {"prompt": "prefill", "generated": "decode", "end": "last token", "free": "waits"}
 both[0].legend(handles=[Patch(color=color(role), label=label) for role, label in roles.items()], ncols=2, frameon=False)
 both[1].set_xlabel("step")
 plt.show()
 
 # %% [markdown]
-# **Question 1.** With two seats instead of three, how many steps does static batching take? The batches are then A B,
+# **Question 1.** With two slots instead of three, how many steps does static batching take? The batches are then A B,
 # C D, E F, with 3, 8, 5, 2, 4 and 6 tokens.
 #
-# **Question 2.** And continuous batching, with two seats? Draw the grid on paper first.
+# **Question 2.** And continuous batching, with two slots? Draw the grid on paper first.
 
 # %%
-static_steps_with_two_seats = None
-continuous_steps_with_two_seats = None
+static_steps_with_two_slots = None
+continuous_steps_with_two_slots = None
 
 # %%
-check(static_steps_with_two_seats, run("static", SIX, max_num_seqs=2)[1].num_steps)
-check(continuous_steps_with_two_seats, run("continuous", SIX, max_num_seqs=2)[1].num_steps)
+check(static_steps_with_two_slots, run("static", SIX, max_num_seqs=2)[1].num_steps)
+check(continuous_steps_with_two_slots, run("continuous", SIX, max_num_seqs=2)[1].num_steps)
 
 # %% [markdown]
 # ## 2. The share that a batch uses
 #
-# Static batching uses mean / longest of its seats. Here are 256 answers whose lengths spread as chats do, all of them
-# there from the start, with more and more seats.
+# Static batching uses mean / longest of its slots. Here are 256 answers whose lengths spread as chats do, all of them
+# there from the start, with more and more slots.
 
-# %% alt="Share of the seats used against the number of seats, from 1 to 64. Static batching falls from 100 per cent to below 20. Continuous batching stays close to 100 per cent until the seats are so many that a few long answers are left at the end."
+# %% alt="Share of the slots used against the number of slots, from 1 to 64. Static batching falls from 100 per cent to below 20. Continuous batching stays close to 100 per cent until the slots are so many that a few long answers are left at the end."
 workload = replace(ALPACA, output=LengthDistribution.from_mean(40, ALPACA.output.cv), max_model_len=400)
 lengths = {
     each.request_id: (each.num_prompt_tokens, each.num_output_tokens) for each in generate(workload, 256, seed=0)
 }
-seats = [2**power for power in range(7)]
-ax = axes("seats", "share of the seats used")
+slots = [2**power for power in range(7)]
+ax = axes("slots", "share of the slots used")
 num_steps = {}
 for name, role in STAGES.items():
     shares = []
-    for count in seats:
+    for count in slots:
         _, tally = run(name, lengths, max_num_seqs=count)
         num_steps[name, count] = tally.num_steps
         shares.append(sum(tally.batch_sizes) / (count * tally.num_steps))
-    ax.plot(seats, shares, "o-", color=color(role), label=name)
+    ax.plot(slots, shares, "o-", color=color(role), label=name)
 ax.set_xscale("log", base=2)
-ax.set_xticks(seats, [str(count) for count in seats])
+ax.set_xticks(slots, [str(count) for count in slots])
 ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 ax.set_ylim(0, 1.05)
 ax.legend(frameon=False)
 plt.show()
 for count in (8, 32, 64):
-    print(f"{count} seats: {num_steps['static', count]:,} and {num_steps['continuous', count]:,} steps")
+    print(f"{count} slots: {num_steps['static', count]:,} and {num_steps['continuous', count]:,} steps")
 
 # %% [markdown]
-# **Question 3.** These answers have `total` tokens. What is the smallest number of steps in which 32 seats could
-# generate them, whoever schedules?
+# **Question 3.** These answers have `total` tokens. What is the smallest number of steps in which 32 slots could
+# generate them, whatever the scheduler?
 
 # %%
 total = sum(output for _, output in lengths.values())
@@ -172,7 +172,7 @@ check(smallest_number_of_steps, -(-total // 32))
 # %% [markdown]
 # ## 3. A load that rises
 #
-# Poisson arrivals on eight seats. Up to which rate does a server keep up? Latency is counted in steps, from arrival to
+# Poisson arrivals on eight slots. Up to which rate does a server keep up? Latency is counted in steps, from arrival to
 # the last token, and averaged over 250 requests.
 
 # %% alt="Mean latency in steps against the arrival rate. Static batching rises steeply from a rate of about 0.1 requests a step on, continuous batching only beyond 0.2."
@@ -199,14 +199,14 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# **Question 4.** The answers have 40 tokens on average (a little less, for the limit cuts the longest). Were no seat
-# ever idle, up to about which rate could eight seats keep up? One digit behind the point.
+# **Question 4.** The answers have 40 tokens on average (a little less, for the limit cuts the longest). Were no slot
+# ever idle, up to about which rate could eight slots keep up? One digit behind the point.
 
 # %%
-rate_that_eight_seats_can_bear = None
+rate_that_eight_slots_can_bear = None
 
 # %%
-check(rate_that_eight_seats_can_bear, round(8 / 40, 1))
+check(rate_that_eight_slots_can_bear, round(8 / 40, 1))
 
 # %% [markdown]
 # ## 4. On a clock
@@ -250,11 +250,11 @@ for prompt, output, static, continuous in zip(prompts, outputs, answers["static"
 print("Alone, in static batches, in continuous ones: the same tokens for all 32.")
 
 # %% [markdown]
-# ## 5. How many seats?
+# ## 5. How many slots?
 #
-# The same 32 requests with 1 to 32 seats. More seats make fewer steps, and each step slower: by how much?
+# The same 32 requests with 1 to 32 slots. More slots make fewer steps, and each step slower: by how much?
 
-# %% alt="Two plots against the number of seats, from 1 to 32. Left: tokens a second rise steeply at first and then flatten. Right: milliseconds of a step of decodes rise slowly, far less than in proportion to the seats."
+# %% alt="Two plots against the number of slots, from 1 to 32. Left: tokens a second rise steeply at first and then flatten. Right: milliseconds of a step of decodes rise slowly, far less than in proportion to the slots."
 counts = [1, 2, 4, 8, 16, 32]
 throughputs, milliseconds = [], []
 for count in counts:
@@ -265,26 +265,26 @@ for count in counts:
 
 _, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.2), layout="constrained")
 left.plot(counts, throughputs, "o-", color=color("generated"))
-left.set(xlabel="seats", ylabel="tokens a second", ylim=(0, None))
+left.set(xlabel="slots", ylabel="tokens a second", ylim=(0, None))
 right.plot(counts, milliseconds, "o-", color=color("end"))
-right.set(xlabel="seats", ylabel="ms a step of decodes, median", ylim=(0, None))
+right.set(xlabel="slots", ylabel="ms a step of decodes, median", ylim=(0, None))
 for ax in (left, right):
     ax.grid(alpha=0.3)
 plt.show()
 for count, throughput, duration in zip(counts, throughputs, milliseconds, strict=True):
-    print(f"seats {count:2}: {throughput:6,.0f} tokens a second, {duration:.2f} ms a step of decodes")
+    print(f"slots {count:2}: {throughput:6,.0f} tokens a second, {duration:.2f} ms a step of decodes")
 
 # %% [markdown]
 # Where both curves bend depends on your machine. MiniGPT is so small that a step is mostly calls, which a batch shares;
 # in a large model it is mostly weights, which a batch shares too.
 #
-# **Question 5.** With one seat, how many steps do the 32 requests take?
+# **Question 5.** With one slot, how many steps do the 32 requests take?
 
 # %%
-steps_with_one_seat = None
+steps_with_one_slot = None
 
 # %%
-check(steps_with_one_seat, sum(outputs))
+check(steps_with_one_slot, sum(outputs))
 
 # %% [markdown]
 # ## 6. What a token is drawn from
@@ -339,7 +339,7 @@ ruled_out = (probabilities == 0).nonzero().flatten().tolist()
 assert not any(drawn[token] for token in ruled_out)
 
 # %% [markdown]
-# ## 7. A seed, in company
+# ## 7. A seed, alone and in a batch
 #
 # One request with a seed: alone, and among 15 others that draw too, at two places in the batch.
 
@@ -352,7 +352,7 @@ first = llm.generate(["Yesterday I"] + ["Tomorrow she will"] * 15, [mine, *other
 last = llm.generate(["Tomorrow she will"] * 15 + ["Yesterday I"], [*others, mine])[-1]
 print("Yesterday I" + alone.text)
 assert alone.token_ids == first.token_ids == last.token_ids
-print("The same, alone and in company.")
+print("The same, alone and in a batch.")
 
 # %% [markdown]
 # **Question 7.** The request's generator is moved on once for each of its tokens. The 15 others draw 10, 13, 16, …, 52

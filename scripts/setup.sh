@@ -36,11 +36,12 @@ if [ ! -x .venv/bin/pip ]; then
   On Debian and Ubuntu that is a package of its own: apt install $(basename "$python")-venv"
 fi
 
-echo "Installing from constraints.txt (torch is the large one: a few minutes the first time)"
+echo "Installing torch, the largest part (a few minutes the first time)"
 .venv/bin/pip install --disable-pip-version-check -c constraints.txt "$(grep '^torch==' constraints.txt)" ||
   fail "$(grep '^torch==' constraints.txt) could not be installed for $(.venv/bin/python --version) on $(uname -sm).
   pip's own message stands above. Usual reasons: no network; a Python newer than torch's wheels (try 3.11 or 3.12);
   a 32-bit or otherwise unsupported machine. docs/en/setup.md says how to get the small CPU-only build."
+echo "Installing minicache and everything else from constraints.txt"
 .venv/bin/pip install --disable-pip-version-check -c constraints.txt -e ".[dev]" ||
   fail "a package could not be installed: pip's own message stands above."
 touch .venv/.installed

@@ -5,6 +5,8 @@ And one width of terminal, whoever runs the tests: a console takes it when it is
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 
 from hypothesis import HealthCheck, Phase, settings
@@ -20,3 +22,10 @@ settings.register_profile(
 settings.load_profile("minicache")
 
 os.environ["COLUMNS"] = "120"
+
+atexit.register(gc.unfreeze)  # or Triton would speak of leaks when it is unloaded
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded stays: no test need look through all of it for garbage, and pytest looks five times at its end."""
+    gc.freeze()

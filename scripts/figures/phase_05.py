@@ -1,4 +1,4 @@
-"""The figures of phase 5: who sits where in static and continuous batches, who waits, and what a step is made of.
+"""The figures of phase 5: the slots of static and continuous batches, the queue, and what a step is made of.
 
 The grids, queues and latencies are drawn from traces that real schedulers left; `tests/scheduler/` recomputes the
 numbers that the pages state about them from the functions of this module. The distribution is MiniGPT's.
@@ -27,7 +27,7 @@ from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot
 SMALL = TYPE_SIZE * 0.85
 SIX = {"A": (4, 3), "B": (3, 8), "C": (2, 5), "D": (5, 2), "E": (3, 4), "F": (2, 6)}
 """The six requests of the grids: prompt tokens, and tokens that they will generate."""
-SEATS = 3
+SLOTS = 3
 BURST = replace(
     ALPACA,
     name="80 short requests",
@@ -37,7 +37,7 @@ BURST = replace(
     max_model_len=160,
 )
 """Poisson arrivals, 0.18 a step: phase 2's generator, its clock read as steps. Lengths cut so that it stays small."""
-BURST_COUNT, BURST_SEED, BURST_SEATS = 80, 0, 8
+BURST_COUNT, BURST_SEED, BURST_SLOTS = 80, 0, 8
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     draw("static-grid", static_grid, size=(6.0, 2.0))
     draw("static-and-continuous-grid", both_grids, size=(6.0, 3.85))
     draw("requests-over-time", requests_over_time, size=(6.0, 5.6))
-    draw("seats-and-line", seats_and_line, size=(6.0, 2.75))
+    draw("slots-and-queue", slots_and_queue, size=(6.0, 2.75))
     draw("static-rectangles", static_rectangles, size=(6.0, 2.75))
     draw("latency-static-continuous", latencies, size=(6.6, 3.4))
     draw("queue-static-continuous", queues, size=(6.6, 3.2))
@@ -58,43 +58,43 @@ def main() -> None:
 
 
 def run_six(name: str) -> tuple[list[TraceStep], Tally]:
-    """The six requests, all there from the start, under a scheduler with three seats: its trace, and what it cost."""
+    """The six requests, all there from the start, under a scheduler with three slots: its trace, and what it cost."""
     steps: list[TraceStep] = []
-    scheduler = observe(create_scheduler(name, num_blocks=64, max_num_seqs=SEATS), Recorder(steps.append))
+    scheduler = observe(create_scheduler(name, num_blocks=64, max_num_seqs=SLOTS), Recorder(steps.append))
     tally = drive(scheduler, (Request(name, [0] * prompt, output) for name, (prompt, output) in SIX.items()))
     return steps, tally
 
 
 def run_burst(name: str) -> tuple[list[TraceStep], Tally, list[tuple[int, Arrival]]]:
-    """The Poisson arrivals under a scheduler with eight seats: trace, cost, and who came before which step."""
+    """The Poisson arrivals under a scheduler with eight slots: trace, cost, and which arrived before which step."""
     drawn = generate(BURST, BURST_COUNT, BURST_SEED)
     coming = [(int(each.time) - int(drawn[0].time), each) for each in drawn]  # the first comes before step 0
     steps: list[TraceStep] = []
-    scheduler = observe(create_scheduler(name, num_blocks=1024, max_num_seqs=BURST_SEATS), Recorder(steps.append))
+    scheduler = observe(create_scheduler(name, num_blocks=1024, max_num_seqs=BURST_SLOTS), Recorder(steps.append))
     arrivals = [
         (step, Request(each.request_id, [0] * each.num_prompt_tokens, each.num_output_tokens)) for step, each in coming
     ]
     return steps, drive(scheduler, arrivals=arrivals), coming
 
 
-def utilisation(steps: Sequence[TraceStep], num_seats: int) -> float:
-    """The share of seats, over all steps, in which a request computed something."""
-    return sum(len(step.batch) for step in steps) / (num_seats * len(steps))
+def utilisation(steps: Sequence[TraceStep], num_slots: int) -> float:
+    """The share of slots, over all steps, in which a request computed something."""
+    return sum(len(step.batch) for step in steps) / (num_slots * len(steps))
 
 
-def seats_of(steps: Sequence[TraceStep]) -> dict[RequestId, int]:
-    """The seat of each request: the lowest that is free when it is admitted, its own until it ends."""
+def slots_of(steps: Sequence[TraceStep]) -> dict[RequestId, int]:
+    """The slot of each request: the lowest that is free when it is admitted, its own until it has finished."""
     taken: dict[RequestId, int] = {}
-    seats: dict[RequestId, int] = {}
+    slots: dict[RequestId, int] = {}
     for step in steps:
         for entry in step.batch:
             if entry.request_id not in taken:
-                free = next(seat for seat in range(len(taken) + 1) if seat not in taken.values())
-                taken[entry.request_id] = seats[entry.request_id] = free
+                free = next(slot for slot in range(len(taken) + 1) if slot not in taken.values())
+                taken[entry.request_id] = slots[entry.request_id] = free
         for event in step.events:
             if event.kind == "finish":
                 del taken[event.request_id]
-    return seats
+    return slots
 
 
 def role_of(step: TraceStep, request_id: RequestId) -> str | None:
@@ -112,10 +112,10 @@ LEFT = 2.6
 
 
 def static_grid(figure: Figure, scheme: Scheme) -> None:
-    """Three seats under static batching."""
+    """Three slots under static batching."""
     steps, _ = run_six("static")
     diagram = Diagram(figure, scheme, width=LEFT + len(steps) + 0.4, height=5.65)
-    _seat_grid(diagram, steps, 0.9)
+    _slot_grid(diagram, steps, 0.9)
     _step_numbers(diagram, len(steps), 0.4)
     _grid_legend(diagram, 4.6)
 
@@ -127,12 +127,12 @@ def both_grids(figure: Figure, scheme: Scheme) -> None:
     diagram = Diagram(figure, scheme, width=LEFT + len(static) + 0.4, height=10.9)
     _step_numbers(diagram, len(static), 0.4)
     diagram.text(
-        0.2, 1.35, f"static: {len(static)} steps, {utilisation(static, SEATS):.0%} of the seats used", bold=True
+        0.2, 1.35, f"static: {len(static)} steps, {utilisation(static, SLOTS):.0%} of the slots used", bold=True
     )
-    _seat_grid(diagram, static, 1.9)
-    told = f"continuous: {len(continuous)} steps, {utilisation(continuous, SEATS):.0%} of the seats used"
+    _slot_grid(diagram, static, 1.9)
+    told = f"continuous: {len(continuous)} steps, {utilisation(continuous, SLOTS):.0%} of the slots used"
     diagram.text(0.2, 5.75, told, bold=True)
-    _seat_grid(diagram, continuous, 6.3)
+    _slot_grid(diagram, continuous, 6.3)
     saved = len(static) - len(continuous)
     start = LEFT + len(continuous)
     diagram.span(start + 0.1, start + saved - 0.1, 7.4, f"{saved} steps")
@@ -140,19 +140,19 @@ def both_grids(figure: Figure, scheme: Scheme) -> None:
     _grid_legend(diagram, 9.7)
 
 
-def _seat_grid(diagram: Diagram, steps: Sequence[TraceStep], y: float) -> None:
-    """A row for each seat, a cell for each step in it: whose it was, and what it did."""
-    seats = seats_of(steps)
-    for seat in range(SEATS):
-        diagram.text(0.2, y + seat + 0.5, f"seat {seat + 1}")
+def _slot_grid(diagram: Diagram, steps: Sequence[TraceStep], y: float) -> None:
+    """A row for each slot, a cell for each step in it: its request, and what it did."""
+    slots = slots_of(steps)
+    for slot in range(SLOTS):
+        diagram.text(0.2, y + slot + 0.5, f"slot {slot + 1}")
         for column, step in enumerate(steps):
-            here = [entry.request_id for entry in step.batch if seats[entry.request_id] == seat]
+            here = [entry.request_id for entry in step.batch if slots[entry.request_id] == slot]
             label, role = (str(here[0]), role_of(step, here[0])) if here else ("", "wasted")
-            diagram.cell(LEFT + column, y + seat, label, role)
+            diagram.cell(LEFT + column, y + slot, label, role)
 
 
 def requests_over_time(figure: Figure, scheme: Scheme) -> None:
-    """The same runs from the requests' side: who waits, who computes how many tokens."""
+    """The same runs from the requests' side: which wait, which compute how many tokens."""
     static, _ = run_six("static")
     diagram = Diagram(figure, scheme, width=LEFT + len(static) + 0.4, height=16.2)
     _step_numbers(diagram, len(static), 0.4)
@@ -174,14 +174,14 @@ def requests_over_time(figure: Figure, scheme: Scheme) -> None:
     )
 
 
-def seats_and_line(figure: Figure, scheme: Scheme) -> None:
-    """Four steps of the continuous run: who sits where, and who waits."""
+def slots_and_queue(figure: Figure, scheme: Scheme) -> None:
+    """Four steps of the continuous run: the slots, and the queue."""
     steps, _ = run_six("continuous")
-    seats = seats_of(steps)
+    slots = slots_of(steps)
     diagram = Diagram(figure, scheme, width=17, height=7.7)
     left, room = 2.6, 3.7
-    for seat in range(SEATS):
-        diagram.text(0.2, 1.6 + seat, f"seat {seat + 1}")
+    for slot in range(SLOTS):
+        diagram.text(0.2, 1.6 + slot, f"slot {slot + 1}")
     diagram.text(0.2, 5.0, "waits")
     waiting = [request_id for request_id in SIX if request_id not in {"A", "B", "C"}]
     for place, step in enumerate(steps[2:6]):
@@ -190,14 +190,14 @@ def seats_and_line(figure: Figure, scheme: Scheme) -> None:
         for entry in step.batch:
             label = f"{entry.request_id}: {entry.num_new_tokens}"
             role = role_of(step, entry.request_id)
-            diagram.cell(x, 1.1 + seats[entry.request_id], label, role, width=2.7)
+            diagram.cell(x, 1.1 + slots[entry.request_id], label, role, width=2.7)
         admitted = {event.request_id for event in step.events if event.kind == "admit"}
         waiting = [request_id for request_id in waiting if request_id not in admitted]
         assert len(waiting) == step.num_waiting
         for position, request_id in enumerate(waiting):
             diagram.cell(x + position * 0.9, 4.5, request_id, "free", width=0.9)
         if not waiting:
-            diagram.text(x, 5.0, "nobody", fontsize=SMALL)
+            diagram.text(x, 5.0, "none", fontsize=SMALL)
     _legend(diagram, [("prompt", "prefill"), ("generated", "decode"), ("end", "last token"), ("free", "waits")], 6.6)
 
 
@@ -206,8 +206,8 @@ def static_rectangles(figure: Figure, scheme: Scheme) -> None:
     diagram = Diagram(figure, scheme, width=LEFT + 14.4, height=7.7)
     outputs = [output for _, output in SIX.values()]
     for place in range(2):
-        x = LEFT + sum(max(outputs[batch * SEATS : (batch + 1) * SEATS]) for batch in range(place))
-        members = list(SIX)[place * SEATS : (place + 1) * SEATS]
+        x = LEFT + sum(max(outputs[batch * SLOTS : (batch + 1) * SLOTS]) for batch in range(place))
+        members = list(SIX)[place * SLOTS : (place + 1) * SLOTS]
         longest = max(SIX[member][1] for member in members)
         diagram.text(x, 0.5, f"batch {place + 1}", bold=True)
         for row, member in enumerate(members):
@@ -332,10 +332,10 @@ def engine_loop(figure: Figure, scheme: Scheme) -> None:
     """One step of the engine: four calls, and what passes between them."""
     diagram = Diagram(figure, scheme, width=17, height=10.6)
     boxes = {
-        "schedule": (0.3, 2.9, "schedule()", "who, and how many tokens"),
+        "schedule": (0.3, 2.9, "schedule()", "which, and how many tokens"),
         "run": (9.9, 2.9, "run the model", "one flat batch"),
         "sample": (9.9, 7.0, "sample", "one row of logits each"),
-        "update": (0.3, 7.0, "update_from_output()", "append, or end"),
+        "update": (0.3, 7.0, "update_from_output()", "append, or finish"),
     }
     for x, y, title, below in boxes.values():
         diagram.cell(x, y, "", None, width=6.8, height=2.0)
@@ -352,7 +352,7 @@ def engine_loop(figure: Figure, scheme: Scheme) -> None:
     diagram.arrow((3.7, 1.2), (3.7, 2.9))
     diagram.text(3.9, 0.7, "add_request(), at any time", align="center", fontsize=SMALL)
     diagram.arrow((3.7, 9.0), (3.7, 10.0))
-    diagram.text(4.0, 9.9, "those that ended; every new token to its client", fontsize=SMALL)
+    diagram.text(4.0, 9.9, "finished requests; every new token to its client", fontsize=SMALL)
 
 
 def which_tokens_stay(figure: Figure, scheme: Scheme) -> None:

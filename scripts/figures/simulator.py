@@ -71,7 +71,7 @@ def clock(figure: Figure, scheme: Scheme) -> None:
     for arrival in THREE:
         row = arrival.request_id
         axes.plot([arrival.time], [row], marker=">", markersize=9, color=INK[scheme], clip_on=False, zorder=3)
-    axes.text(3.0, 0.5, "nobody is there:\nthe clock jumps", ha="center", va="center", color=INK[scheme], size=SMALL)
+    axes.text(3.0, 0.5, "no request:\nthe clock jumps", ha="center", va="center", color=INK[scheme], size=SMALL)
     axes.set(xlim=(-0.15, 5.3), ylim=(2.6, -0.6), yticks=[0, 1, 2], yticklabels=["A", "B", "C"])
     axes.grid(visible=False, axis="y")
 

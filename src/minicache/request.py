@@ -1,7 +1,7 @@
 """One request: what a client asked for, and how far a server has got with it.
 
 Every scheduler, the engine and the simulator use this one class. What the client asked for never changes; the rest is
-the scheduler's to write and everybody's to read. Pure standard library.
+the scheduler's to write, and may be read by all. Pure standard library.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ class RequestStatus(Enum):
     RUNNING = "running"
     """In the batch, with memory."""
     SWAPPED = "swapped"
-    """In the queue, its keys and values in host blocks: preempted by swap."""
+    """In the queue, its keys and values in CPU swap space: preempted by swap."""
     FINISHED_STOPPED = "finished_stopped"
-    """The model gave one of its stop tokens, or its text ran into a stop string."""
+    """The model generated one of its stop tokens, or its text ran into a stop string."""
     FINISHED_LENGTH = "finished_length"
-    """It has max_tokens tokens, or the model takes no longer sequence."""
+    """It has max_tokens of output, or is as long as the model allows."""
     FINISHED_CAPACITY = "finished_capacity"
-    """It outgrew the whole memory, alone."""
+    """It has outgrown the whole memory."""
     FINISHED_ABORTED = "finished_aborted"
-    """Its client gave it up."""
+    """Its client has left."""
     FINISHED_ERROR = "finished_error"
     """The model gave nothing that a token could be picked from, or the tokenizer could not decode its tokens."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request has ended, in whatever way."""
+        """Whether this is one of the FINISHED ones."""
         return self in _REASONS
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the request ended: "stop", "length", "capacity", "abort" or "error"; None while it has not."""
+        """Why the request has finished: "stop", "length", "capacity", "abort" or "error"; None if it has not."""
         return _REASONS.get(self)
 
 
@@ -61,14 +61,14 @@ class Request:
     """What a client asked for, and how far it has got.
 
     Args:
-        request_id: names the request; unique among those that a scheduler has not ended.
+        request_id: names the request; unique among the unfinished ones of a scheduler.
         prompt_token_ids: the prompt, at least one token id ≥ 0.
         max_tokens: the most tokens to generate, ≥ 1.
-        stop_token_ids: a generated token out of these ends the request; it stays in the output.
-        ignore_eos: generate max_tokens tokens whatever they are: stop_token_ids end nothing.
-        priority: lower runs first, for a scheduler that looks at it.
-        arrival_time: seconds, on the clock of whoever made the request.
-        group: only requests of one group may share a batch, for a scheduler that looks at it.
+        stop_token_ids: a generated token out of these finishes the request; it stays in the output.
+        ignore_eos: generate max_tokens tokens, whatever they are: stop_token_ids mean nothing.
+        priority: the lower is served first, by a scheduler with priorities.
+        arrival_time: seconds, on any one clock.
+        group: its compatibility class: only requests of one may share a batch, for a scheduler with such classes.
         cache_salt: requests with different salts never share cached blocks (phase 8).
         adapter: the adapter of the weights that computes it, by name (LoRA; Hu et al. 2021); None: the weights as they
             are. What one computes, another cannot share. `LLM` has no adapters.
@@ -80,13 +80,12 @@ class Request:
         num_computed_tokens: tokens whose keys and values are in the cache. A request in decode has one token more: the
             newest, which the next step computes.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache and not computed (phase 8).
-        num_preemptions: how often it has lost its place in the batch.
-        num_outputs_at_admission: tokens of output that it had when it was last admitted, for a scheduler that asks what
-            an admission was worth (phase 9); a fork's is 0.
+        num_preemptions: how often it has lost its batch slot.
+        num_outputs_at_admission: tokens of output that it had when it was last admitted (phase 9); a fork's is 0.
         block_ids: the blocks that hold its keys and values, in order; position p lies in block_ids[p // block_size].
-        host_block_ids: while it is swapped out, the host blocks that hold them.
-        block_hashes: names of its first full blocks, by their contents (phase 8); as many as were asked for so far.
-        fork_index: how many forks its scheduler made before and with it, if it is one (phase 8); else 0.
+        host_block_ids: while it is swapped out, the blocks of the CPU swap space that hold them.
+        block_hashes: the hashes of its first full blocks (phase 8), as many as were needed so far.
+        fork_index: n for the n-th fork of its scheduler (phase 8); 0 if it is none.
 
     Raises:
         TypeError: an argument has the wrong type; an id that cannot be a dict's key, or a group, a salt or an adapter
@@ -195,7 +194,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended: "stop", "length", "capacity", "abort" or "error"; None while it has not."""
+        """Why it has finished: "stop", "length", "capacity", "abort" or "error"; None if it has not."""
         return self.status.finish_reason
 
     def token_ids(self, start: int, stop: int) -> list[int]:

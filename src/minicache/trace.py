@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 from minicache.request import RequestId
 
 EventKind = Literal["arrive", "refuse", "admit", "resume", "preempt", "swap_out", "swap_in", "finish"]
-"""`admit` is the first time in the batch, `resume` any later one. `preempt` is said of every request that loses its
-place, `swap_out` beside it where its blocks move to the host; `swap_in` likewise beside `resume`."""
+"""`admit` is the first time in the batch, `resume` any later one. There is a `preempt` for every request that loses its
+batch slot, followed by a `swap_out` if its blocks move to CPU swap space; likewise `swap_in` after `resume`. For a step
+that failed there is a `preempt` with a reason for every request of the batch and every one that is swapped out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class TraceEvent:
     Attributes:
         kind: what.
         request_id: to whom.
-        reason: of `finish` its finish_reason, of `refuse` the message; else None.
+        reason: of `finish` its finish_reason, of `refuse` the message, of `preempt` "the step failed" if it has; else
+            None.
     """
 
     kind: EventKind

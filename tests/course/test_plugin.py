@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 
 import pytest
 
@@ -14,20 +13,18 @@ from minicache.course.server import PLUGINS
 from .conftest import COLOR, NBYTES, Toys
 
 
-def run(
-    toys: Toys, *arguments: str, folder: str = "tests/phase-00-toys", plugins: Mapping[str, str] = PLUGINS
-) -> tuple[int, str]:
+def run(toys: Toys, *arguments: str, folder: str = "tests/phase-00-toys", autoload: bool = False) -> tuple[int, str]:
     """Exit status and output of pytest in the small course, without the plugins that are nothing to it."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments, folder]
-    done = subprocess.run(
-        command, cwd=toys.workspace.root, env=os.environ | plugins, capture_output=True, text=True, check=False
-    )
+    chosen = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": ",".join(PLUGINS)}
+    environment, root = os.environ | ({} if autoload else chosen), toys.workspace.root
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_the_reference_is_graded_by_default(toys: Toys) -> None:
     toys.write(color="broken\n", nbytes="broken\n")
-    status, output = run(toys, plugins={})  # as pytest finds them: this is where it has to find ours
+    status, output = run(toys, autoload=True)  # as pytest finds them: this is where it has to find ours
     assert status == 0
     assert "grading the reference" in output
     assert "4 passed" in output

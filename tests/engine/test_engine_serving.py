@@ -7,8 +7,11 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from minicache.cache.dense import KVCache
 from minicache.engine.llm import LLM, Completion
+from minicache.engine.runner import lay_out
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import CheckpointError, InvariantError, OutOfBlocksError, RequestTooLargeError, UnknownWordError
 from minicache.model import MiniGPT, MiniGPTConfig
@@ -338,6 +341,42 @@ def test_the_default_memory(model):
     large = a_model(hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=512, max_seq_len=2000)
     assert LLM(large).scheduler.pool.num_blocks == 2000 // 16
     assert LLM(model, cache="dense").storage is None
+
+
+def test_a_dense_cache_has_room_for_what_a_request_can_reach(monkeypatch, model, prompts):
+    """For its prompt and answer, but never for more than max_model_len."""
+    made = []
+
+    class Noting(KVCache):
+        def __init__(self, *sizes, **options):
+            super().__init__(*sizes, **options)
+            made.append(self.max_seq_len)
+
+    monkeypatch.setattr("minicache.engine.runner.KVCache", Noting)
+    llm = LLM(model, cache="dense", max_model_len=64)
+    llm.generate([prompts[0]], SamplingParams(max_tokens=400, ignore_eos=True))
+    llm.generate([prompts[0]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert made == [64, len(prompts[0]) + 3]
+
+
+# A model that is given
+
+
+def test_a_model_that_is_given_is_left_as_it_was(tmp_path):
+    """Its weights can still be saved: the engine does not lay them out in another order under its owner's hands."""
+    model = a_model()
+    before = {name: (weight.clone(), weight.stride()) for name, weight in model.state_dict().items()}
+    assert LLM(model).model is model
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        assert weight.equal(before[name][0])
+        assert weight.stride() == before[name][1]
+
+
+def test_sixteen_bits_are_not_laid_out_in_another_order():
+    """For so few rows a CPU takes 16-bit weights faster as they are."""
+    for dtype in (torch.bfloat16, torch.float16):
+        assert all(weight.is_contiguous() for weight in lay_out(a_model().to(dtype)).parameters())
 
 
 # A prefix cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minicache import kernels
-from minicache.kernels import optional, plain
+from minicache.kernels import oracle, plain
 
 BLOCKS, SIZE, HEADS, DIM = 5, 4, 2, 8
 
@@ -51,9 +51,11 @@ def test_nothing_is_imported_before_it_is_needed():
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_cpu_tensors_take_pytorch(backend):
     given = decoded()
-    assert kernels.paged_decode_attention(**given, backend=backend).equal(plain.paged_decode_attention(**given))
+    got = kernels.paged_decode_attention(**given, backend=backend)
+    torch.testing.assert_close(got, plain.paged_decode_attention(**given))
     given = prefilled()
-    assert kernels.paged_prefill_attention(**given, backend=backend).equal(plain.paged_prefill_attention(**given))
+    got = kernels.paged_prefill_attention(**given, backend=backend)
+    torch.testing.assert_close(got, plain.paged_prefill_attention(**given))
     given, same = stored(), stored()
     same |= {name: given[name].clone() for name in given}
     kernels.store_kv(**given, backend=backend)
@@ -71,21 +73,50 @@ def test_cpu_tensors_take_pytorch(backend):
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
         {"k_scale": 0.5},
         {"v_scale": torch.tensor([0.5, 2.0])},
-        {"sliding_window": 2},
         {"softcap": 5.0},
     ],
     ids=lambda option: next(iter(option)),
 )
-def test_an_option_takes_the_twin_that_has_it(option):
-    """Each option has an effect, and it is the one of the fp32 twin."""
+def test_an_option_takes_the_oracle_that_has_it(option):
+    """Each option has an effect, and it is the oracle's."""
     given = decoded()
     got = kernels.paged_decode_attention(**given, **option)
-    assert got.equal(optional.paged_decode_attention(**given, **option))
+    assert got.equal(oracle.paged_decode_attention(**given, **option))
     assert not torch.allclose(got, plain.paged_decode_attention(**given), atol=1e-4)
     given = prefilled()
     got = kernels.paged_prefill_attention(**given, **option)
-    assert got.equal(optional.paged_prefill_attention(**given, **option))
+    assert got.equal(oracle.paged_prefill_attention(**given, **option))
     assert not torch.allclose(got, plain.paged_prefill_attention(**given), atol=1e-4)
+
+
+def test_one_metadata_serves_all_layers():
+    """With it a layer gets what the functions give that are told everything at each call."""
+    for given, attend in ((decoded(), kernels.paged_decode_attention), (prefilled(), kernels.paged_prefill_attention)):
+        starts = given.get("query_start_loc")
+        metadata = kernels.AttentionMetadata(given["block_tables"], given["context_lens"], starts)
+        for window in (None, 2, None, 100):
+            for _ in range(2):
+                given["k_cache"], given["v_cache"] = caches()
+                got = kernels.paged_attention(
+                    given["q"], given["k_cache"], given["v_cache"], metadata, sliding_window=window
+                )
+                assert got.equal(attend(**given, sliding_window=window))
+
+
+def test_metadata_is_no_reason_to_take_any_query():
+    given = decoded()
+    metadata = kernels.AttentionMetadata(given["block_tables"], given["context_lens"])
+    paged = (given["k_cache"], given["v_cache"], metadata)
+    for q, error in (
+        (given["q"].half(), TypeError),
+        (given["q"][..., 1:], ValueError),
+        (given["q"][:, 1:], ValueError),
+    ):
+        with pytest.raises(error):
+            kernels.paged_attention(q, *paged)
+    for window, error in ((0, ValueError), (2.0, TypeError)):
+        with pytest.raises(error):
+            kernels.paged_attention(given["q"], *paged, sliding_window=window)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 64])
@@ -205,7 +236,7 @@ def test_prefill_refuses(changes, error):
         kernels.paged_prefill_attention(**prefilled(**changes))
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "optional"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "oracle"])
 def test_a_cache_may_be_a_slice_of_a_wider_tensor(options):
     """Keys and values in one tensor, `[num_blocks, 2, block_size, H_kv, d]`, are read where they lie."""
     pytest.importorskip("triton")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Rows = Callable[..., Tensor]
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def numbered() -> Rows:
 
 @pytest.fixture(scope="session")
 def by_hand() -> Attention:
-    """Causal attention one head, one query and one key at a time, in double precision."""
+    """Causal attention one head, one query and one key at a time, in double precision, through a window if asked."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         batch, num_heads, num_new, head_dim = q.shape
         group, num_tokens = num_heads // k.shape[1], k.shape[2]
         out = torch.zeros(batch, num_heads, num_new, head_dim, dtype=torch.float64)
@@ -41,11 +41,12 @@ def by_hand() -> Attention:
             for h in range(num_heads):
                 keys, values = k[b, h // group].double(), v[b, h // group].double()
                 for t in range(num_new):
-                    seen = num_tokens - num_new + t + 1
-                    scores = [float(q[b, h, t].double() @ keys[s]) / math.sqrt(head_dim) for s in range(seen)]
+                    end = num_tokens - num_new + t + 1
+                    seen = range(0 if window is None else max(0, end - window), end)
+                    scores = [float(q[b, h, t].double() @ keys[s]) / math.sqrt(head_dim) for s in seen]
                     weights = [math.exp(score - max(scores)) for score in scores]
-                    for s in range(seen):
-                        out[b, h, t] += weights[s] / sum(weights) * values[s]
+                    for s, weight in zip(seen, weights, strict=True):
+                        out[b, h, t] += weight / sum(weights) * values[s]
         return out.to(q.dtype)
 
     return attention

@@ -90,6 +90,14 @@ def test_the_new_tokens_are_the_last_ones(num_new):
     call(causal_attention, q[:, :, -num_new:], k, v).is_close(everything[:, :, -num_new:])
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 11, 12, 100])
+@pytest.mark.parametrize(("num_new", "num_tokens"), [(1, 12), (4, 12), (12, 12), (7, 9)], ids="{}".format)
+def test_a_window_hides_what_lies_further_back(by_hand, window, num_new, num_tokens):
+    """With window=W each query sees itself and the W − 1 tokens before it. One longer than the text hides nothing."""
+    q, k, v = torch.randn(2, 4, num_new, 8), torch.randn(2, 2, num_tokens, 8), torch.randn(2, 2, num_tokens, 8)
+    call(causal_attention, q, k, v, window=window).is_close(by_hand(q, k, v, window))
+
+
 @pytest.mark.parametrize("num_before", [0, 3], ids="{} tokens before".format)
 def test_large_scores_do_not_overflow(by_hand, num_before):
     """Scores of several thousand are no problem: no infinity, no NaN."""
@@ -140,3 +148,9 @@ def test_views_are_welcome_and_stay_as_they_are(by_hand):
 def test_shapes_that_do_not_fit_are_refused(q, k, v):
     """Shapes that do not fit together raise ValueError; broadcasting must not hide them."""
     call(causal_attention, torch.randn(q), torch.randn(k), torch.randn(v)).raises(ValueError)
+
+
+@pytest.mark.parametrize(("window", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError)], ids=str)
+def test_windows_that_are_none(window, error):
+    """A window below 1 is a ValueError, one that is no int a TypeError."""
+    call(causal_attention, *(torch.randn(1, 1, 3, 4) for _ in range(3)), window=window).raises(error)

@@ -88,6 +88,16 @@ def test_fewer_queries_than_the_pass_had_tokens(by_hand):
     call(cache.attend, 0, q[:, :, -1:]).is_close(by_hand(q, k, v)[:, :, -1:])
 
 
+@pytest.mark.parametrize("window", [1, 3, 8, 20])
+def test_through_a_window(by_hand, window):
+    """A layer's window reaches over what earlier passes left: a prompt, a chunk and single tokens see W tokens each."""
+    q, k, v = torch.randn(2, 4, 12, 4), torch.randn(2, 2, 12, 4), torch.randn(2, 2, 12, 4)
+    expected, cache = by_hand(q, k, v, window), KVCache(1, 2, 2, 12, 4)
+    for now in (slice(0, 6), slice(6, 7), slice(7, 11), slice(11, 12)):
+        call(cache.append, 0, k[:, :, now], v[:, :, now]).gives(None)
+        call(cache.attend, 0, q[:, :, now], window=window).is_close(expected[:, :, now], atol=1e-5)
+
+
 def test_attending_changes_nothing():
     """attend can be repeated: the cache reads as before, and the result is the same."""
     cache = KVCache(1, 1, 2, 8, 4)

@@ -126,9 +126,13 @@ def test_each_sequence_reads_its_own_tokens(block_size, counts):
     block_size=st.integers(1, 5),
     group=st.sampled_from([1, 2, 3, 5, 8]),
     counts=st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1, 1, 2, 5])), min_size=1, max_size=4),
+    windows=st.lists(st.sampled_from([None, None, 1, 3, 20]), min_size=LAYERS, max_size=LAYERS),
 )
-def test_each_token_attends_to_its_own_sequence(by_hand, block_size, group, counts):
-    """Prompts, chunks and single tokens in one step: each gets causal attention over its own sequence."""
+def test_each_token_attends_to_its_own_sequence(by_hand, block_size, group, counts, windows):
+    """Prompts, chunks and single tokens in one step: each gets causal attention over its own sequence.
+
+    Through the window that a layer has, which may be another than the layer's before.
+    """
     pool, storage = a_storage(100, block_size)
     tables = [BlockTable(pool) for _ in counts]
     held = fill(storage, tables, [before for before, _ in counts])
@@ -139,8 +143,10 @@ def test_each_token_attends_to_its_own_sequence(by_hand, block_size, group, coun
     for layer in range(LAYERS):
         k = torch.cat(new, dim=2) + layer
         call(step.append, layer, k, -k).gives(None)
-        expected = [by_hand(q[i], k + layer, -k - layer) for i, k in enumerate(everything)]
-        got = call(step.attend, layer, torch.cat(q, dim=2)).value
+        window = windows[layer]
+        expected = [by_hand(q[i], k + layer, -k - layer, window) for i, k in enumerate(everything)]
+        options = {} if window is None else {"window": window}
+        got = call(step.attend, layer, torch.cat(q, dim=2), **options).value
         that(f"attend({layer}, q) with new tokens {[n for _, n in counts]}", got).is_close(torch.cat(expected, dim=2))
 
 

@@ -315,7 +315,7 @@ def test_a_request_that_can_never_be_admitted_is_refused(request_of):
 
 
 def by_hand(requests, slots, budget, num_blocks):
-    """{id: tokens} of each step, from the rule: fill a batch; its prompts, then a token each until the longest is done."""
+    """{id: tokens} of each step, from the rule: fill a batch; prompts, then a token each until the last is done."""
     queue, steps = list(requests), []
     while queue:
         batch, tokens, blocks = [], 0, 0

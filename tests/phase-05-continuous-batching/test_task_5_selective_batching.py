@@ -45,15 +45,16 @@ def filled(lengths):
     return caches, held
 
 
-def by_hand(q, k, v):
+def by_hand(q, k, v, window=1000):
     """Causal attention of the last T of S tokens, score by score; query heads share key heads in groups."""
     group, (num_new, num_all) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     out = torch.empty_like(q)
     for head in range(q.shape[1]):
         for t in range(num_new):
-            seen = num_all - num_new + t + 1
-            scores = k[0, head // group, :seen] @ q[0, head, t] / math.sqrt(q.shape[3])
-            out[0, head, t] = scores.softmax(dim=0) @ v[0, head // group, :seen]
+            end = num_all - num_new + t + 1
+            seen = slice(max(0, end - window), end)
+            scores = k[0, head // group, seen] @ q[0, head, t] / math.sqrt(q.shape[3])
+            out[0, head, t] = scores.softmax(dim=0) @ v[0, head // group, seen]
     return out
 
 
@@ -108,6 +109,19 @@ def test_each_token_attends_to_its_own_sequence(group, lengths, counts):
             all_k = torch.cat([before, new], dim=2) + layer
             expected.append(by_hand(its_q, all_k, -all_k))
         call(step.attend, layer, q).is_close(torch.cat(expected, dim=2))
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 100])
+def test_each_token_attends_through_the_layers_window(window):
+    """Each sequence's tokens see the last `window` tokens of their own, whatever the others' lengths."""
+    caches, held = filled([4, 0, 9])
+    step, k, q = SelectiveStep(caches, [1, 5, 2]), rows(8), torch.randn(1, HEADS, 8, HEAD_DIM)
+    call(step.append, 0, k, -k).gives(None)
+    expected = []
+    for before, new, its_q in zip(held, k.split([1, 5, 2], dim=2), q.split([1, 5, 2], dim=2), strict=True):
+        all_k = torch.cat([before, new], dim=2)
+        expected.append(by_hand(its_q, all_k, -all_k, window))
+    call(step.attend, 0, q, window=window).is_close(torch.cat(expected, dim=2))
 
 
 # MiniGPT, through a step

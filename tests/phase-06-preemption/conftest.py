@@ -1,9 +1,10 @@
-"""What the tests of phase 6 share: a scheduler, requests, a step. A loop that never ends costs its test ten seconds."""
+"""What the tests of phase 6 share: a scheduler, requests, a step. An endless loop costs its test ten seconds."""
 
 from __future__ import annotations
 
 import pytest
 
+from minicache.course.checks import call
 from minicache.request import Request
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
@@ -17,7 +18,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def a_request():
-    """`a_request(id, num_prompt, max_tokens=100, generated=0)`: a new request, or one that was preempted long ago."""
+    """`a_request(id, num_prompt, max_tokens=100)`: a new request, with a prompt of so many tokens."""
 
     def create(request_id, num_prompt, max_tokens=100, **options):
         return Request(request_id, [1] * num_prompt, max_tokens, **options)
@@ -27,7 +28,7 @@ def a_request():
 
 @pytest.fixture(scope="session")
 def paged():
-    """`paged(requests, num_blocks=…)`: a PagedScheduler whose line they stand in, with blocks of 4 unless told."""
+    """`paged(requests, num_blocks=…)`: a PagedScheduler in whose queue they wait, with blocks of 4 by default."""
 
     def create(requests=(), *, cls=PagedScheduler, block_size=4, **options):
         scheduler = cls(block_size=block_size, **options)
@@ -40,11 +41,15 @@ def paged():
 
 @pytest.fixture(scope="session")
 def admit():
-    """`admit(scheduler)`: what `scheduler.admit` adds to an empty step."""
+    """`admit(scheduler, others=0)`: what `schedule_waiting` adds to a step in which others compute so many tokens."""
 
-    def admitted(scheduler):
+    def admitted(scheduler, others=0):
         output = SchedulerOutput()
-        scheduler.admit(output)
+        if others:
+            output.num_scheduled_tokens["others"] = others
+            output.scheduled.append(Request("others", [1] * others, 1))
+        scheduler.token_budget = scheduler.max_num_batched_tokens - others
+        call(scheduler.schedule_waiting, output).gives(None)
         return output
 
     return admitted
@@ -52,7 +57,7 @@ def admit():
 
 @pytest.fixture(scope="session")
 def a_step():
-    """`a_step(scheduler)`: schedules a step, reports token 7 for everybody in it, and returns its output."""
+    """`a_step(scheduler)`: schedules a step, commits it with token 7 for each of its requests; the step's output."""
 
     def step(scheduler):
         output = scheduler.schedule()

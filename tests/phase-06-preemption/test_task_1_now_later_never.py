@@ -1,4 +1,4 @@
-"""Phase 6, task 1: can a request's blocks be had now, later, or never?"""
+"""Phase 6, task 1: can a request's blocks be allocated now, later, or never?"""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from minicache.scheduler.paged import AllocStatus, PagedScheduler
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 
 
-def seat(scheduler, request):
+def put_into_batch(scheduler, request):
     """Put a request into the batch by hand, without blocks."""
-    scheduler.waiting.pop(request.request_id, None)
     request.status = RequestStatus.RUNNING
     scheduler.running.append(request)
 
@@ -38,18 +37,18 @@ def test_blocks_for_the_tokens_that_it_has(paged, a_request, num_prompt, generat
 
 @pytest.mark.parametrize("max_tokens", [1, 100, 10**6])
 def test_nothing_is_reserved(paged, a_request, max_tokens):
-    """max_tokens does not matter: what may come later is not paid for now."""
+    """max_tokens does not matter: no block is allocated for tokens that may come later."""
     call(paged(num_blocks=50).blocks_to_admit, a_request("r", 9, max_tokens)).gives(3)
 
 
 def test_more_is_accepted_than_with_reservation(paged, a_request):
-    """A prompt of 8 with an answer of up to 1000: too large for reservation in 10 blocks, welcome to paging."""
+    """A prompt of 8 with up to 1000 generated tokens in 10 blocks: reservation refuses it, paging does not."""
     options = {"num_blocks": 10, "block_size": 4}
     call(ContinuousBatchScheduler(**options).add_request, a_request("r", 8, 1000)).raises(RequestTooLargeError)
     call(paged(**options).add_request, a_request("r", 8, 1000)).gives(None)
 
 
-def test_what_can_never_fit_is_refused_at_the_door(paged, a_request):
+def test_what_can_never_fit_is_refused_by_add_request(paged, a_request):
     """5 blocks of 16: a prompt of 100 tokens is refused with RequestTooLargeError, the next one, of 10, is not."""
     scheduler = paged(num_blocks=5, block_size=16)
     call(scheduler.add_request, a_request(0, 100)).raises(RequestTooLargeError)
@@ -108,19 +107,19 @@ def test_asking_takes_nothing(paged, a_request):
     ],
 )
 def test_the_watermark_stays_free(paged, a_request, watermark, num_prompt, status):
-    """Beside a batch, an admission leaves ⌊watermark · 10⌋ blocks free: room for the batch to grow into."""
+    """With a request in the batch, an admission leaves ⌊watermark · 10⌋ blocks free for it to grow into."""
     scheduler = paged(num_blocks=10, watermark=watermark)
-    seat(scheduler, a_request("in the batch", 8))
+    put_into_batch(scheduler, a_request("in the batch", 8))
     scheduler.pool.allocate(2)
     call(scheduler.can_allocate, a_request("r", num_prompt)).gives(status)
 
 
 @pytest.mark.parametrize("watermark", [0.1, 0.5, 0.99])
-def test_the_watermark_holds_nobody_back_from_an_empty_batch(paged, a_request, watermark):
-    """A request as large as the pool must run some day. Beside an empty batch the watermark asks for nothing."""
+def test_the_watermark_delays_no_admission_into_an_empty_batch(paged, a_request, watermark):
+    """A request as large as the pool must run at some point. With an empty batch the watermark asks for nothing."""
     scheduler, request = paged(num_blocks=10, watermark=watermark), a_request("r", 40)
     call(scheduler.can_allocate, request).gives(OK)
-    seat(scheduler, a_request("in the batch", 1))
+    put_into_batch(scheduler, a_request("in the batch", 1))
     scheduler.pool.allocate(1)
     call(scheduler.can_allocate, request).gives(LATER)
 
@@ -130,7 +129,7 @@ def test_the_watermark_makes_nothing_impossible(paged, a_request, running):
     """NEVER is about the whole pool, whatever the watermark: 40 tokens fit into 10 blocks of 4, 41 do not."""
     scheduler = paged(num_blocks=10, watermark=0.5)
     if running:
-        seat(scheduler, a_request("in the batch", 1))
+        put_into_batch(scheduler, a_request("in the batch", 1))
     call(scheduler.can_allocate, a_request("r", 41)).gives(NEVER)
     call(scheduler.can_allocate, a_request("r", 40)).gives(LATER if running else OK)
 
@@ -149,7 +148,7 @@ def test_any_pool(paged, a_request, num_blocks, block_size, used, num_tokens, pe
     scheduler = paged(num_blocks=num_blocks, block_size=block_size, watermark=percent / 100)
     scheduler.pool.allocate(min(used, num_blocks))
     if running:
-        seat(scheduler, a_request("in the batch", 1))
+        put_into_batch(scheduler, a_request("in the batch", 1))
     request = a_request("r", num_tokens[0])
     request.output_token_ids += [7] * num_tokens[1]
     needed = len(range(0, sum(num_tokens), block_size))
@@ -161,10 +160,10 @@ def test_any_pool(paged, a_request, num_blocks, block_size, used, num_tokens, pe
 
 
 def test_blocks_to_take_may_be_fewer(paged, a_request):
-    """`blocks_to_take` says how many free blocks it takes: where it says 2 of 3, two free ones are enough."""
+    """`blocks_to_take` is how many must be free: in a stage where it gives 2 of 3, two free ones are enough."""
 
     class Sharing(PagedScheduler):
-        def blocks_to_take(self, request):
+        def blocks_to_take(self, request, found=()):
             return self.blocks_to_admit(request) - 1
 
     scheduler = paged(cls=Sharing, num_blocks=5)
@@ -172,3 +171,16 @@ def test_blocks_to_take_may_be_fewer(paged, a_request):
     call(scheduler.can_allocate, a_request("r", 12)).gives(OK)
     call(scheduler.can_allocate, a_request("r", 13)).gives(LATER)
     call(scheduler.can_allocate, a_request("r", 21)).gives(NEVER)
+
+
+def test_found_blocks_that_are_in_use_are_not_taken(paged, a_request):
+    """Of 5 blocks, 3 are in use. A request of 3 blocks has found one of these: it needs 2 more, and 2 are free.
+
+    A found block that is free does not help: it is one of the free ones.
+    """
+    scheduler = paged(num_blocks=5)
+    used, request = scheduler.pool.allocate(3), a_request("r", 12)
+    call(scheduler.can_allocate, request).gives(LATER)
+    call(scheduler.can_allocate, request, used[:1]).gives(OK)
+    call(scheduler.can_allocate, request, [4]).gives(LATER)
+    call(scheduler.can_allocate, a_request("large", 21), used).gives(NEVER)

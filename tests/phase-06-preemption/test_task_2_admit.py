@@ -1,4 +1,4 @@
-"""Phase 6, task 2: who is admitted, and what he gets."""
+"""Phase 6, task 2: which requests are admitted, and what an admission is."""
 
 from __future__ import annotations
 
@@ -21,56 +21,71 @@ def come_back(request, generated):
     return request
 
 
-def busy(num_tokens):
-    """A step in which somebody else computes so many tokens."""
-    return SchedulerOutput(num_scheduled_tokens={"somebody": num_tokens}, scheduled=[None])
-
-
 # What an admission is
 
 
-def test_everybody_who_fits(paged, a_request, admit):
-    """Three prompts of 4, 5 and 9 tokens: each gets its blocks, its place in the batch, and its prompt to compute."""
+def test_all_that_fit(paged, a_request, admit):
+    """Three prompts of 4, 5 and 9 tokens: each gets its blocks, a batch slot, and its prompt to compute."""
     requests = [a_request("a", 4), a_request("b", 5), a_request("c", 9)]
     scheduler = paged(requests, num_blocks=10)
     output = admit(scheduler)
     that("num_scheduled_tokens", list(output.num_scheduled_tokens.items())).gives([("a", 4), ("b", 5), ("c", 9)])
     that("scheduled", ids(output.scheduled)).gives(["a", "b", "c"])
     that("the batch", ids(scheduler.running)).gives(["a", "b", "c"])
-    that("the line", list(scheduler.waiting)).gives([])
+    that("the queue", list(scheduler.waiting)).gives([])
     that("their blocks", [request.block_ids for request in requests]).gives([[0], [1, 2], [3, 4, 5]])
     that("their status", {request.status for request in requests} == {RequestStatus.RUNNING}).gives(True)
     that("free blocks", scheduler.pool.num_free).gives(4)
-    that("computed tokens, before the step is reported", [each.num_computed_tokens for each in requests]).gives([0] * 3)
+    that("computed tokens, before the step is committed", [each.num_computed_tokens for each in requests]).gives(
+        [0] * 3
+    )
 
 
-def test_nobody_waits(paged, admit):
-    """With an empty line nothing happens."""
+def test_an_empty_queue(paged, admit):
+    """With an empty queue nothing happens."""
     that("num_scheduled_tokens", admit(paged(num_blocks=10)).num_scheduled_tokens).gives({})
 
 
-def test_newcomers_stand_behind_the_batch(paged, a_request, admit):
-    """Who is admitted later stands behind those who are in the batch, and behind what the step has already."""
+def test_an_admitted_request_stands_behind_the_batch(paged, a_request, admit):
+    """A request that is admitted later stands behind those in the batch, and behind what the step has already."""
     scheduler = paged([a_request("a", 4)], num_blocks=10)
     admit(scheduler)
     scheduler.add_request(a_request("b", 4))
     output = SchedulerOutput(num_scheduled_tokens={"a": 1}, scheduled=list(scheduler.running))
-    call(scheduler.admit, output).gives(None)
+    call(scheduler.schedule_waiting, output).gives(None)
     that("the batch", ids(scheduler.running)).gives(["a", "b"])
     that("num_scheduled_tokens", list(output.num_scheduled_tokens.items())).gives([("a", 1), ("b", 4)])
     that("scheduled", ids(output.scheduled)).gives(["a", "b"])
 
 
-def test_enter_alone(paged, a_request):
-    """enter gives one request its blocks, its place and its tokens; taking it out of the line is admit's."""
-    scheduler, request, output = paged(num_blocks=10), a_request("r", 6), SchedulerOutput()
-    call(scheduler.enter, request, output).gives(None)
+def test_admit_alone(paged, a_request):
+    """admit takes one request out of the queue, and gives it its blocks, a batch slot, and its tokens to compute."""
+    request = a_request("r", 6)
+    scheduler, output = paged([request], num_blocks=10), SchedulerOutput()
+    call(scheduler.admit, request, output).gives(None)
     seen = request.block_ids, request.status.name, ids(scheduler.running), output.num_scheduled_tokens
     that("blocks, status, batch and step", seen).gives(([0, 1], "RUNNING", ["r"], {"r": 6}))
-    that("the line", list(scheduler.waiting)).gives([])
+    that("the queue", list(scheduler.waiting)).gives([])
 
 
-# Who has to wait
+@pytest.mark.parametrize("status", ["WAITING", "SWAPPED"])
+def test_admit_copies_the_blocks_of_a_swapped_request_back(paged, a_request, status):
+    """Only for a request that was SWAPPED `swap_in` is called, once, when it is RUNNING and has its new blocks."""
+    seen = []
+
+    class Noting(PagedScheduler):
+        def swap_in(self, request, output):
+            seen.append((request.request_id, request.status.name, list(request.block_ids)))
+
+    request = a_request("r", 6)
+    scheduler = paged([request], cls=Noting, num_blocks=10)
+    request.status = RequestStatus[status]
+    call(scheduler.admit, request, SchedulerOutput()).gives(None)
+    expected = [("r", "RUNNING", [0, 1])] if status == "SWAPPED" else []
+    that(f"calls of swap_in for a request that is {status}: (id, status, blocks)", seen).gives(expected)
+
+
+# Which have to wait
 
 
 def test_no_blocks(paged, a_request, admit):
@@ -78,9 +93,9 @@ def test_no_blocks(paged, a_request, admit):
     scheduler = paged([a_request(n, size) for n, size in enumerate([8, 8, 8, 4])], num_blocks=5)
     output = admit(scheduler)
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 8, 1: 8})
-    that("the line", list(scheduler.waiting)).gives([2, 3])
+    that("the queue", list(scheduler.waiting)).gives([2, 3])
     that("free blocks", scheduler.pool.num_free).gives(1)
-    that("blocks of those who wait", [each.block_ids for each in scheduler.waiting.values()]).gives([[], []])
+    that("blocks of the waiting ones", [each.block_ids for each in scheduler.waiting.values()]).gives([[], []])
 
 
 def test_the_last_block(paged, a_request, admit):
@@ -89,35 +104,41 @@ def test_the_last_block(paged, a_request, admit):
     that("num_scheduled_tokens", admit(scheduler).num_scheduled_tokens).gives({0: 8, 1: 8, 2: 8})
 
 
-def test_no_seat(paged, a_request, admit):
+def test_no_batch_slot(paged, a_request, admit):
     """At most max_num_seqs run, whatever is free otherwise; 1 admits one."""
-    for seats in (1, 2):
-        scheduler = paged([a_request(n, 4) for n in range(4)], num_blocks=10, max_num_seqs=seats)
+    for slots in (1, 2):
+        scheduler = paged([a_request(n, 4) for n in range(4)], num_blocks=10, max_num_seqs=slots)
         admit(scheduler)
-        that(f"the batch with max_num_seqs {seats}", ids(scheduler.running)).gives(list(range(seats)))
+        that(f"the batch with max_num_seqs {slots}", ids(scheduler.running)).gives(list(range(slots)))
         that("admitted into a full batch", admit(scheduler).num_scheduled_tokens).gives({})
 
 
 @pytest.mark.parametrize(("others", "admitted"), [(0, [0, 1]), (2, [0, 1]), (3, [0]), (11, [0]), (12, []), (20, [])])
-def test_no_tokens_left(paged, a_request, others, admitted):
-    """20 tokens a step, prompts of 9, 9 and 1: what the step has already counts, and nobody overtakes."""
+def test_no_tokens_left(paged, a_request, admit, others, admitted):
+    """20 tokens a step, prompts of 9, 9 and 9: what the step has already counts, and none is bypassed."""
     scheduler = paged([a_request(0, 9), a_request(1, 9), a_request(2, 9)], num_blocks=50, max_num_batched_tokens=20)
-    output = busy(others)
-    scheduler.admit(output)
+    admit(scheduler, others)
     that(f"admitted beside {others} tokens", ids(scheduler.running)).gives(admitted)
 
 
-def test_a_small_one_does_not_slip_past(paged, a_request):
+def test_a_small_one_does_not_slip_past(paged, a_request, admit):
     """12 tokens are left, the head has 13, the one behind it 1: both wait."""
     scheduler = paged([a_request(0, 13), a_request(1, 1)], num_blocks=50, max_num_batched_tokens=20)
-    scheduler.admit(busy(8))
+    admit(scheduler, 8)
     that("the batch", ids(scheduler.running)).gives([])
+
+
+def test_an_admission_is_charged_to_the_budget(paged, a_request, admit):
+    """20 tokens a step, of which 3 are spent: a prompt of 9 leaves 8."""
+    scheduler = paged([a_request(0, 9), a_request(1, 9)], num_blocks=50, max_num_batched_tokens=20)
+    admit(scheduler, 3)
+    that("token_budget", scheduler.token_budget).gives(8)
 
 
 def test_the_watermark_is_kept(paged, a_request, admit):
     """10 blocks, watermark 0.4. The first may take 8 blocks of an empty batch; the second, of 1, waits: 4 must be free.
 
-    A batch that leaves 6 free takes 2 more, and no third.
+    If the batch leaves 6 free, 2 more are admitted, and no third.
     """
     scheduler = paged([a_request(0, 32), a_request(1, 4)], num_blocks=10, watermark=0.4)
     that("admitted after 8 blocks", admit(scheduler).num_scheduled_tokens).gives({0: 32})
@@ -125,7 +146,49 @@ def test_the_watermark_is_kept(paged, a_request, admit):
     that("admitted after 4 blocks", admit(scheduler).num_scheduled_tokens).gives({0: 16, 1: 4, 2: 4})
 
 
-# Who comes back
+# A head that can never be admitted
+
+
+def test_a_head_that_has_outgrown_the_pool_is_finished(paged, a_request, admit):
+    """3 blocks of 4. While it waits, a request comes to have 13 tokens: no batch will ever have room for it.
+
+    It is finished as FINISHED_CAPACITY, and `output.finished` names it. The next head is admitted in the same step.
+    """
+    large = a_request("large", 8)
+    scheduler = paged([large, a_request("next", 8)], num_blocks=3)
+    come_back(large, 5)
+    output = admit(scheduler)
+    that("finished", output.finished).gives(["large"])
+    seen = large.status.name, large.output_token_ids, large.block_ids, scheduler.has_unfinished
+    that("its status, output and blocks, and has_unfinished", seen).gives(("FINISHED_CAPACITY", [7] * 5, [], True))
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"next": 8})
+    that("the queue", list(scheduler.waiting)).gives([])
+
+
+def test_a_queue_of_such_heads(paged, a_request, admit):
+    """Two of them, before and behind one that fits: all three leave the queue in one step."""
+    requests = [a_request(n, 8) for n in range(3)]
+    scheduler = paged(requests, num_blocks=3)
+    for request in (requests[0], requests[2]):
+        come_back(request, 5)
+    output = admit(scheduler)
+    that("finished, and admitted", (output.finished, list(output.num_scheduled_tokens))).gives(([0, 2], [1]))
+    that("the queue, and has_unfinished", (list(scheduler.waiting), scheduler.has_unfinished)).gives(([], True))
+
+
+def test_what_just_fits_into_the_pool_waits(paged, a_request, admit):
+    """12 tokens fill 3 blocks of 4: LATER while a block is in use, and admitted when it is free."""
+    request = a_request("r", 8)
+    scheduler = paged([request], num_blocks=3)
+    come_back(request, 4)
+    taken = scheduler.pool.allocate(1)
+    output = admit(scheduler)
+    that("finished, admitted", (output.finished, output.num_scheduled_tokens)).gives(([], {}))
+    scheduler.pool.free(taken)
+    that("admitted when all are free", admit(scheduler).num_scheduled_tokens).gives({"r": 12})
+
+
+# Requests that come back
 
 
 def test_prompt_and_answer_are_computed_again(paged, a_request, admit):
@@ -139,7 +202,7 @@ def test_prompt_and_answer_are_computed_again(paged, a_request, admit):
 
 
 def outgrown(paged, a_request, *before, **options):
-    """20 tokens a step; in the line `before`, a request of 15 + 10 tokens, and one of 2."""
+    """20 tokens a step; in the queue `before`, a request of 15 + 10 tokens, and one of 2."""
     grown = a_request("grown", 15)
     scheduler = paged([*before, grown, a_request("small", 2)], num_blocks=50, max_num_batched_tokens=20, **options)
     come_back(grown, 10)
@@ -147,19 +210,18 @@ def outgrown(paged, a_request, *before, **options):
 
 
 @pytest.mark.parametrize("others", [0, 1, 19])
-def test_one_that_has_outgrown_every_step(paged, a_request, others):
-    """25 tokens, 20 a step: it would wait for ever. So it is admitted, and nobody else in that step."""
+def test_one_that_has_outgrown_every_step(paged, a_request, admit, others):
+    """25 tokens, 20 a step: it would wait for ever. So it is admitted, and no other in that step."""
     scheduler = outgrown(paged, a_request)
-    output = busy(others)
-    scheduler.admit(output)
+    output = admit(scheduler, others)
     that("the batch", ids(scheduler.running)).gives(["grown"])
     that("its tokens", output.num_scheduled_tokens["grown"]).gives(25)
 
 
-def test_where_no_token_is_left_it_waits(paged, a_request):
+def test_where_no_token_is_left_it_waits(paged, a_request, admit):
     """20 requests decode, 20 tokens a step: a 21st would make every step to come too large."""
     scheduler = outgrown(paged, a_request)
-    scheduler.admit(busy(20))
+    admit(scheduler, 20)
     that("the batch", ids(scheduler.running)).gives([])
 
 
@@ -170,8 +232,8 @@ def test_it_is_the_only_one_admitted(paged, a_request, admit):
     that("num_scheduled_tokens, next", admit(scheduler).num_scheduled_tokens).gives({"grown": 25})
 
 
-def test_it_needs_a_seat_and_blocks_as_others_do(paged, a_request, admit):
-    """Having outgrown the step gives nobody blocks that are used, or a seat."""
+def test_it_needs_blocks_as_others_do(paged, a_request, admit):
+    """Having outgrown the step gives a request no blocks that are in use."""
     scheduler = outgrown(paged, a_request)
     taken = scheduler.pool.allocate(44)
     that("with 6 free blocks for 7", admit(scheduler).num_scheduled_tokens).gives({})
@@ -179,14 +241,14 @@ def test_it_needs_a_seat_and_blocks_as_others_do(paged, a_request, admit):
     that("with 7", admit(scheduler).num_scheduled_tokens).gives({"grown": 25})
 
 
-def test_exactly_a_step(paged, a_request):
+def test_exactly_a_step(paged, a_request, admit):
     """20 tokens of 20 are no exception: such a request fits into a step, and waits for one that is empty."""
     request = a_request("r", 15)
     scheduler = paged([request], num_blocks=50, max_num_batched_tokens=20)
     come_back(request, 5)
-    scheduler.admit(busy(1))
+    admit(scheduler, 1)
     that("admitted beside 1 token", ids(scheduler.running)).gives([])
-    scheduler.admit(busy(0))
+    admit(scheduler)
     that("admitted alone", ids(scheduler.running)).gives(["r"])
 
 
@@ -205,15 +267,14 @@ def swapped(request, generated):
     return request
 
 
-def test_one_that_was_swapped_out_computes_one_token(paged, a_request):
+def test_one_that_was_swapped_out_computes_one_token(paged, a_request, admit):
     """15 + 4 tokens, of which 18 are computed, and 20 a step: it fits beside 19 tokens of others, and not beside 20."""
     request = a_request("r", 15)
     scheduler = paged([request], cls=Copies, num_blocks=50, max_num_batched_tokens=20)
     swapped(request, 4)
-    scheduler.admit(busy(20))
+    admit(scheduler, 20)
     that("admitted beside 20 tokens", ids(scheduler.running)).gives([])
-    output = busy(19)
-    scheduler.admit(output)
+    output = admit(scheduler, 19)
     that("admitted beside 19 tokens", ids(scheduler.running)).gives(["r"])
     that("its tokens", output.num_scheduled_tokens["r"]).gives(1)
 
@@ -229,21 +290,26 @@ def test_a_long_one_that_was_swapped_out_has_outgrown_nothing(paged, a_request, 
 # What later stages rely on
 
 
-@pytest.mark.parametrize("status", [AllocStatus.LATER, AllocStatus.NEVER])
-def test_can_allocate_has_to_say_ok(paged, a_request, admit, status):
-    """A stage whose can_allocate says LATER, or NEVER, of request 1: it is not admitted, nor who stands behind it."""
+@pytest.mark.parametrize(
+    ("status", "admitted", "queue"), [(AllocStatus.LATER, [0], [1, 2]), (AllocStatus.NEVER, [0, 2], [])]
+)
+def test_can_allocate_decides(paged, a_request, admit, status, admitted, queue):
+    """A stage whose can_allocate gives LATER for request 1: it waits, and so does 2. NEVER: it is finished."""
 
     class Picky(PagedScheduler):
-        def can_allocate(self, request):
-            return status if request.request_id == 1 else super().can_allocate(request)
+        def can_allocate(self, request, found=()):
+            return status if request.request_id == 1 else super().can_allocate(request, found)
 
     scheduler = paged([a_request(n, 4) for n in range(3)], cls=Picky, num_blocks=10)
-    that(f"num_scheduled_tokens where 1 is told {status.name}", admit(scheduler).num_scheduled_tokens).gives({0: 4})
-    that("the line", list(scheduler.waiting)).gives([1, 2])
+    output = admit(scheduler)
+    seen = list(output.num_scheduled_tokens), list(scheduler.waiting), output.finished
+    that(f"admitted, waiting and finished, where 1 gets {status.name}", seen).gives(
+        (admitted, queue, [1] if status is AllocStatus.NEVER else [])
+    )
 
 
-def test_head_says_who_is_next(paged, a_request, admit):
-    """admit asks `head` whom to admit, wherever he stands in the line, and stops when it says None."""
+def test_head_decides_which_is_next(paged, a_request, admit):
+    """schedule_waiting admits what `head` gives, wherever that stands in the queue, and stops when it gives None."""
 
     class EvenOnly(PagedScheduler):
         def head(self):
@@ -251,24 +317,53 @@ def test_head_says_who_is_next(paged, a_request, admit):
 
     scheduler = paged([a_request(n, 4) for n in (1, 2, 3, 4)], cls=EvenOnly, num_blocks=10)
     that("num_scheduled_tokens", admit(scheduler).num_scheduled_tokens).gives({2: 4, 4: 4})
-    that("the line", list(scheduler.waiting)).gives([1, 3])
+    that("the queue", list(scheduler.waiting)).gives([1, 3])
 
 
-def test_enter_is_asked_once_for_each(paged, a_request, admit):
-    """admit gives everybody over to `enter`, who has left the line by then."""
+def test_admit_is_called_once_for_each(paged, a_request, admit):
+    """schedule_waiting gives every request to `admit`, which takes it out of the queue."""
     seen = []
 
     class Noting(PagedScheduler):
-        def enter(self, request, output):
+        def admit(self, request, output, found=()):
             seen.append((request.request_id, request.request_id in self.waiting, request in self.running))
-            super().enter(request, output)
+            super().admit(request, output, found)
 
     admit(paged([a_request(n, 4) for n in range(3)], cls=Noting, num_blocks=2))
-    that("(id, in the line, in the batch) at enter", seen).gives([(0, False, False), (1, False, False)])
+    that("(id, in the queue, in the batch) at admit", seen).gives([(0, True, False), (1, True, False)])
+
+
+def test_a_prefix_is_looked_for_once_and_passed_on(paged, a_request, admit):
+    """find_prefix is called once for each head; can_allocate, num_new_tokens and admit get what it has found."""
+    seen = []
+
+    class Finds(PagedScheduler):
+        def find_prefix(self, request):
+            seen.append(("find_prefix", request.request_id))
+            return [f"found for {request.request_id}"]
+
+        def can_allocate(self, request, found=()):
+            seen.append(("can_allocate", *found))
+            return super().can_allocate(request)
+
+        def num_new_tokens(self, request, found=()):
+            seen.append(("num_new_tokens", *found))
+            return super().num_new_tokens(request)
+
+        def admit(self, request, output, found=()):
+            seen.append(("admit", *found))
+            super().admit(request, output)
+
+    admit(paged([a_request(n, 4) for n in range(2)], cls=Finds, num_blocks=2))
+    looked = [what for name, what in seen if name == "find_prefix"]
+    that("calls of find_prefix", looked).gives([0, 1])
+    for name in ("can_allocate", "num_new_tokens", "admit"):
+        got = [tuple(what) for called, *what in seen if called == name]
+        that(f"`found` in the calls of {name}", got).gives([("found for 0",), ("found for 1",)])
 
 
 def test_blocks_to_admit_may_be_more(paged, a_request, admit):
-    """A stage that wants a block more for everybody gets it."""
+    """A stage that allocates a block more for every request."""
 
     class Generous(PagedScheduler):
         def blocks_to_admit(self, request):
@@ -281,23 +376,22 @@ def test_blocks_to_admit_may_be_more(paged, a_request, admit):
 
 
 def test_num_new_tokens_may_be_fewer(paged, a_request, admit):
-    """`num_new_tokens` says what a step has to compute: where it says 4 of 9, a step of 4 tokens has room."""
+    """`num_new_tokens` is what a step has to compute: in a stage where it is 4 of 9, 4 tokens of budget are enough."""
 
     class Knowing(PagedScheduler):
-        def num_new_tokens(self, request):
+        def num_new_tokens(self, request, found=()):
             return 4
 
-    scheduler = paged([], cls=Knowing, num_blocks=10, max_num_batched_tokens=9)
-    scheduler.add_request(a_request("a", 9))
-    output = busy(5)
-    call(scheduler.admit, output).gives(None)
+    scheduler = paged([a_request("a", 9)], cls=Knowing, num_blocks=10, max_num_batched_tokens=9)
+    admit(scheduler, 5)
     that("the batch", ids(scheduler.running)).gives(["a"])
 
 
 def test_blocks_that_it_has_already_stay_in_front(paged, a_request):
-    """`enter` adds what is lacking: a request that was given 2 of its 3 blocks gets one more, behind them."""
-    scheduler, request = paged(num_blocks=10), a_request("a", 9)
+    """`admit` adds what is missing: a request that has 2 of its 3 blocks gets one more, behind them."""
+    request = a_request("a", 9)
+    scheduler = paged([request], num_blocks=10)
     request.block_ids = scheduler.pool.allocate(2)
-    call(scheduler.enter, request, SchedulerOutput()).gives(None)
+    call(scheduler.admit, request, SchedulerOutput()).gives(None)
     that("its blocks", request.block_ids).gives([0, 1, 2])
     that("free blocks", scheduler.pool.num_free).gives(7)

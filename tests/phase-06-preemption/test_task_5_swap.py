@@ -1,4 +1,4 @@
-"""Phase 6, task 5: a victim's blocks move to the host, and back."""
+"""Phase 6, task 5: a victim's blocks move to CPU swap space, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def swapping(paged, requests=(), num_host_blocks=20, **options):
 
 
 def two_of_80(paged, a_request, **options):
-    """Two prompts of 80 tokens in 10 blocks of 16, 20 tokens to generate each: in step 1 the second has to go."""
+    """Two prompts of 80 tokens in 10 blocks of 16, 20 tokens to generate each: in step 1 the second is preempted."""
     requests = [a_request(n, 80, 20) for n in range(2)]
     return requests, swapping(paged, requests, num_blocks=10, block_size=16, **options)
 
@@ -39,13 +39,13 @@ def test_blocks_are_paired_with_host_blocks(paged, a_request, a_step):
 
 
 def test_what_a_swapped_request_is(paged, a_request, a_step):
-    """SWAPPED, at the head of the line, without blocks; its computed and generated tokens stay."""
+    """SWAPPED, at the head of the queue, without blocks; its computed and generated tokens stay."""
     requests, scheduler = two_of_80(paged, a_request)
     a_step(scheduler)
     a_step(scheduler)
     request = requests[1]
     that("status", request.status.name).gives("SWAPPED")
-    that("the line", list(scheduler.waiting)).gives([1])
+    that("the queue", list(scheduler.waiting)).gives([1])
     that("its blocks", request.block_ids).gives([])
     that("num_computed_tokens", request.num_computed_tokens).gives(80)
     that("generated tokens", request.output_token_ids).gives([7])
@@ -78,7 +78,30 @@ def test_swap_out_alone(paged, a_request, a_step):
     that("used blocks, used host blocks", (scheduler.pool.num_used, scheduler.host_pool.num_used)).gives((0, 2))
 
 
+def test_two_victims_in_one_step(paged, a_request, a_step):
+    """Both are swapped out, and `swapped_out` has the pairs of both."""
+    scheduler = swapping(paged, [a_request(n, 4) for n in range(4)], num_blocks=4)
+    a_step(scheduler)
+    output = a_step(scheduler)
+    that("preempted", output.preempted).gives([3, 2])
+    that("swapped_out", output.swapped_out).gives({3: [(3, 0)], 2: [(2, 1)]})
+    that("host blocks of 2 and 3", [each.host_block_ids for each in scheduler.waiting.values()]).gives([[1], [0]])
+
+
 # In
+
+
+def test_two_that_come_back_in_one_step(paged, a_request, a_step):
+    """When 0 and 1 have left, 2 and 3 are swapped in, and `swapped_in` has the pairs of both."""
+    scheduler = swapping(paged, [a_request(n, 4) for n in range(4)], num_blocks=4)
+    a_step(scheduler)
+    a_step(scheduler)
+    for request_id in (0, 1):
+        scheduler.abort_request(request_id)
+    output = a_step(scheduler)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({2: 1, 3: 1})
+    blocks = [each.block_ids for each in scheduler.running]
+    that("swapped_in", output.swapped_in).gives({2: [(1, blocks[0][0])], 3: [(0, blocks[1][0])]})
 
 
 def test_one_token_to_compute(paged, a_request, a_step):
@@ -99,7 +122,7 @@ def test_one_token_to_compute(paged, a_request, a_step):
 
 
 def test_swap_in_alone(paged, a_request):
-    """The pairs are host block to block, in order; spare blocks behind them get nothing; the host's are free."""
+    """The pairs are host block to block, in order; blocks behind them get nothing; the host blocks are free."""
     scheduler, request, output = swapping(paged, num_blocks=10), a_request("r", 8), SchedulerOutput()
     scheduler.host_pool.allocate(3)
     request.host_block_ids = scheduler.host_pool.allocate(2)
@@ -110,8 +133,8 @@ def test_swap_in_alone(paged, a_request):
     that("its host blocks, used ones", (request.host_block_ids, scheduler.host_pool.num_used)).gives(([], 3))
 
 
-def test_the_host_lends_its_blocks_again_and_again(paged, a_request):
-    """Host blocks that came back are lent to the next victim: two of them carry many more than two over and back."""
+def test_host_blocks_are_used_again_and_again(paged, a_request):
+    """Host blocks that were given back take the next victim's: two of them carry many more than two over and back."""
     requests = [a_request(n, 4, 9) for n in range(12)]
     scheduler = swapping(paged, requests, num_blocks=6, num_host_blocks=2)
     tally = drive(scheduler, max_steps=200)
@@ -121,16 +144,16 @@ def test_the_host_lends_its_blocks_again_and_again(paged, a_request):
 
 
 def test_release_host(paged, a_request):
-    """The host's blocks go back, the last one first, and the request has none."""
+    """The host blocks go back, the last one first, and the request has none."""
     scheduler, request = swapping(paged, num_blocks=4, num_host_blocks=3), a_request("r", 8)
     request.host_block_ids = scheduler.host_pool.allocate(3)
     call(scheduler.release_host, request).gives(None)
     that("its host blocks", request.host_block_ids).gives([])
-    that("the host's line of free blocks", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
+    that("the free host blocks, in order", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
 
 
 def test_swap_in_asks_release_host(paged, a_request):
-    """A stage that keeps its host blocks in another way is told that they come back: release_host(request), once."""
+    """A stage that keeps its host blocks in another way is called when they come back: release_host(request), once."""
     seen = []
 
     class Noting(PagedScheduler):
@@ -149,7 +172,7 @@ def test_swap_in_asks_release_host(paged, a_request):
 
 
 @pytest.mark.parametrize(("num_host_blocks", "status"), [(5, "SWAPPED"), (4, "WAITING"), (1, "WAITING")])
-def test_where_the_host_has_no_room_it_is_recomputed(paged, a_request, a_step, num_host_blocks, status):
+def test_without_room_in_swap_space_it_is_recomputed(paged, a_request, a_step, num_host_blocks, status):
     """5 blocks to swap: with 5 host blocks it is swapped, with fewer it is recomputed. Never a part of it."""
     requests, scheduler = two_of_80(paged, a_request, num_host_blocks=num_host_blocks)
     a_step(scheduler)
@@ -163,7 +186,7 @@ def test_where_the_host_has_no_room_it_is_recomputed(paged, a_request, a_step, n
 
 
 def test_one_swapped_one_recomputed(paged, a_request, a_step):
-    """Two victims, host room for one: the first to leave takes it, the other is recomputed. Their order stays."""
+    """Two victims, one host block: the first victim takes it, the other is recomputed. Their order stays."""
     requests = [a_request(n, 4, 5) for n in range(4)]
     scheduler = swapping(paged, requests, num_blocks=4, num_host_blocks=1)
     a_step(scheduler)
@@ -171,13 +194,13 @@ def test_one_swapped_one_recomputed(paged, a_request, a_step):
     that("preempted", output.preempted).gives([3, 2])
     that("swapped_out", output.swapped_out).gives({3: [(3, 0)]})
     that("status of 2 and 3", [requests[2].status.name, requests[3].status.name]).gives(["WAITING", "SWAPPED"])
-    that("the line: who was swapped out overtakes nobody", list(scheduler.waiting)).gives([2, 3])
+    that("the queue: a swapped-out request bypasses none", list(scheduler.waiting)).gives([2, 3])
     steps = [dict(a_step(scheduler).num_scheduled_tokens) for _ in range(4)]
     that("steps 2 … 5: 2 computes its 5 tokens again, 3 only its newest", steps[3]).gives({2: 5, 3: 1})
 
 
 def test_nothing_computed_nothing_to_swap(paged, a_request):
-    """A request whose first step was never reported has nothing in its blocks: it is recomputed."""
+    """A request whose first step is not committed yet has nothing in its blocks: it is recomputed."""
     request = a_request("r", 8)
     scheduler = swapping(paged, [request], num_blocks=4)
     scheduler.schedule()
@@ -187,8 +210,26 @@ def test_nothing_computed_nothing_to_swap(paged, a_request):
     that("status, swapped_out, used host blocks", seen).gives(("WAITING", {}, 0))
 
 
+@pytest.mark.parametrize("num_computed", [1, 4, 7])
+def test_what_is_computed_is_swapped_without_any_output(paged, a_request, num_computed):
+    """A prompt of 8 of which a part is computed, and no token generated (phase 9's chunks): it is swapped all the same.
+
+    What counts is whether it has computed tokens.
+    """
+    request = a_request("r", 8)
+    scheduler = swapping(paged, [request], num_blocks=4)
+    scheduler.schedule()
+    request.num_computed_tokens = num_computed
+    output = SchedulerOutput()
+    call(scheduler.preempt, request, output).gives(None)
+    num_blocks = -(-num_computed // 4)
+    seen = request.status.name, output.swapped_out, request.num_computed_tokens
+    pairs = [(n, n) for n in range(num_blocks)]
+    that("status, swapped_out, computed tokens", seen).gives(("SWAPPED", {"r": pairs}, num_computed))
+
+
 def test_recompute_swaps_nothing(paged, a_request, a_step):
-    """With preemption="recompute" nothing is swapped, however large the host."""
+    """With preemption="recompute" nothing is swapped, however large the swap space."""
     requests = [a_request(n, 80, 20) for n in range(2)]
     scheduler = paged(requests, num_blocks=10, block_size=16, preemption="recompute", num_host_blocks=50)
     tally = drive(scheduler, max_steps=100)
@@ -196,7 +237,7 @@ def test_recompute_swaps_nothing(paged, a_request, a_step):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_policy_changes_nobodys_turn(paged, a_request, seed):
+def test_the_policy_changes_no_batch(paged, a_request, seed):
     """Where tokens are no limit, swap and recompute run the same requests in the same steps; only the costs differ."""
     runs = []
     for preemption in ("swap", "recompute"):
@@ -205,7 +246,7 @@ def test_the_policy_changes_nobodys_turn(paged, a_request, seed):
         scheduler = paged(requests, num_blocks=rng.randint(4, 8), preemption=preemption, num_host_blocks=99)
         runs.append(drive(scheduler, max_steps=500))
     swap, recompute = runs
-    that("who computes in each step", swap.order).gives(recompute.order)
+    that("the requests of each step", swap.order).gives(recompute.order)
     that("tokens computed again by swap", swap.num_recomputed_tokens).gives(0)
     if recompute.num_preemptions:
         that("tokens computed again by recompute", recompute.num_recomputed_tokens > 0).gives(True)
@@ -216,19 +257,19 @@ def test_the_policy_changes_nobodys_turn(paged, a_request, seed):
 
 
 def test_a_swapped_request_that_is_aborted(paged, a_request, a_step):
-    """Its client leaves: its host blocks are free, the batch's blocks are not touched, and nobody waits."""
+    """Its client leaves: its host blocks are free, the batch's blocks are not touched, and the queue is empty."""
     requests, scheduler = two_of_80(paged, a_request)
     a_step(scheduler)
     a_step(scheduler)
     call(scheduler.abort_request, 1).gives(True)
     seen = requests[1].finish_reason, requests[1].host_block_ids, list(scheduler.waiting)
-    that("why it ended, its host blocks, the line", seen).gives(("abort", [], []))
+    that("its finish reason and host blocks, the queue", seen).gives(("abort", [], []))
     counts = scheduler.pool.num_free, scheduler.host_pool.num_free
     that("free blocks, free host blocks", counts).gives((4, 20))
 
 
 def test_it_may_be_aborted_in_the_step_that_brings_it_back(paged, a_request, a_step):
-    """Between schedule and report: its blocks are free, and the host's are not freed a second time."""
+    """Between schedule and commit: its blocks are free, and the host blocks are not freed a second time."""
     requests, scheduler = two_of_80(paged, a_request)
     for _ in range(20):
         a_step(scheduler)
@@ -238,6 +279,24 @@ def test_it_may_be_aborted_in_the_step_that_brings_it_back(paged, a_request, a_s
     counts = scheduler.pool.num_used, scheduler.host_pool.num_used, scheduler.has_unfinished
     that("used blocks, used host blocks, has_unfinished", counts).gives((0, 0, False))
     that("tokens generated", len(requests[1].output_token_ids)).gives(1)
+
+
+def test_a_step_that_failed_empties_the_swap_space(paged, a_request, a_step):
+    """While 1 is swapped out, a step fails: what lies in swap space is given up, and both are computed again.
+
+    `recover` is given, and frees host blocks by `release_host`.
+    """
+    requests, scheduler = two_of_80(paged, a_request)
+    a_step(scheduler)
+    a_step(scheduler)
+    scheduler.schedule()
+    call(scheduler.recover).gives(None)
+    that("free blocks, free host blocks", (scheduler.pool.num_free, scheduler.host_pool.num_free)).gives((10, 20))
+    that("their status", [each.status.name for each in requests]).gives(["WAITING", "WAITING"])
+    that("their computed tokens", [each.num_computed_tokens for each in requests]).gives([0, 0])
+    that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([2, 1])
+    output = call(scheduler.schedule).value
+    that("the next step", (output.num_scheduled_tokens, output.swapped_in)).gives(({0: 82}, {}))
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -268,5 +327,7 @@ def test_small_pools_and_small_hosts(paged, a_request, a_step, seed):
         that("and no host block twice", len(set(hosted))).gives(len(hosted))
         that(f"used blocks after step {step}", scheduler.pool.num_used).gives(len(held))
         swapped = [each.status is RequestStatus.SWAPPED for each in requests]
-        that("who has host blocks is SWAPPED", [bool(each.host_block_ids) for each in requests]).gives(swapped)
+        that(
+            "whether each has host blocks, exactly if it is SWAPPED", [bool(each.host_block_ids) for each in requests]
+        ).gives(swapped)
     that("unfinished at the end", scheduler.has_unfinished).gives(False)

@@ -92,7 +92,7 @@ def a_setup(seed):
 
 
 def a_run(seed, *observers):
-    """A random run of a right stage, with aborts, and steps that are never reported: what was done in each step."""
+    """A random run of a right stage, with aborts, and steps that fail: what was done in each step."""
     name, options, requests, rng = a_setup(seed)
     scheduler = observe(create_scheduler(name, **options), *observers)
     steps, coming = [], list(requests)
@@ -102,22 +102,24 @@ def a_run(seed, *observers):
         if rng.random() < 0.05:
             scheduler.abort_request(rng.randrange(10))
         output = scheduler.schedule()
-        if rng.random() < 0.05:
+        if rng.random() < 0.1:
+            if rng.random() < 0.5:
+                scheduler.recover()
             output = scheduler.schedule()
         if rng.random() < 0.05:
             scheduler.abort_request(rng.randrange(10))
         tokens = {request_id: rng.randrange(10) for request_id in output.num_scheduled_tokens}
-        ended = scheduler.update_from_output(output, tokens)
-        steps.append((tokens, output.preempted, [each.request_id for each in ended]))
+        finished = scheduler.update_from_output(output, tokens)
+        steps.append((tokens, output.preempted, [each.request_id for each in finished]))
         assert len(steps) < 1000
     return steps
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_right_schedulers_pass(seed):
-    """Static, continuous, paged and fair runs with preemptions, swaps, aborts and lost steps: not a word, and no touch.
+    """Static, continuous, paged and fair runs with preemptions, swaps, aborts and failed steps: no error.
 
-    The run is the same with the auditor and without.
+    And no interference: the run is the same with the auditor and without.
     """
     name, options, _, _ = a_setup(seed)
     whose = ", made from your PagedScheduler" if name in ("paged", "fair") else ""
@@ -141,20 +143,20 @@ def test_the_end_of_the_pool_passes():
     """A request that ends for want of memory, and the next one that takes its place in the same step."""
     scheduler = PagedScheduler(num_blocks=3, block_size=4)
     tally, _ = passes(scheduler, requests_of((12, 50), (9, 2)), what="a request that outgrows the pool")
-    that("who ended when", tally.finished).gives({0: 1, 1: 2})
+    that("when each finished", tally.finished).gives({0: 1, 1: 2})
 
 
-def test_a_step_that_only_ends_a_request_passes():
-    """No token is scheduled, somebody waits, and a request ends: that is progress too."""
+def test_a_step_that_only_finishes_a_request_passes():
+    """No token is scheduled, one waits, and another is finished: that is progress too."""
 
     class Careful(PagedScheduler):
-        def admit(self, output):
+        def schedule_waiting(self, output):
             if not output.finished:
-                super().admit(output)
+                super().schedule_waiting(output)
 
     scheduler = Careful(num_blocks=3, block_size=4)
-    tally, _ = passes(scheduler, requests_of((12, 50), (9, 2)), what="a step that only ends a request")
-    that("who ended when", tally.finished).gives({0: 1, 1: 3})
+    tally, _ = passes(scheduler, requests_of((12, 50), (9, 2)), what="a step that only finishes a request")
+    that("when each finished", tally.finished).gives({0: 1, 1: 3})
 
 
 def test_an_auditor_may_come_late():
@@ -171,31 +173,30 @@ def test_an_auditor_may_come_late():
     that("it has audited steps", auditor.step > 10).gives(True)
 
 
-def test_a_block_with_two_owners_passes():
-    """Two requests share a block, the pool counts two owners, and two list it: that is right, and one used block."""
+def test_a_block_with_two_references_passes():
+    """Two requests share a block, the pool counts two references, and two list it: one used block, and right."""
 
     class Shares(PagedScheduler):
-        def enter(self, request, output):
-            super().enter(request, output)
+        def admit(self, request, output, found=()):
+            super().admit(request, output, found)
             if len(self.running) == 2:
                 self.pool.free(request.block_ids[:1])
                 request.block_ids[0] = self.running[0].block_ids[0]
                 self.pool.share(request.block_ids[:1])
 
     tally, _ = passes(Shares(num_blocks=10, block_size=4), requests_of((8, 3), (8, 3)), what="a shared block")
-    that("who ended when", tally.finished).gives({0: 2, 1: 2})
+    that("when each finished", tally.finished).gives({0: 2, 1: 2})
 
 
 def test_a_prompt_in_pieces_passes():
     """A step that has reached max_num_batched_tokens may compute a part of a prompt. It brings no token of output."""
 
     class InPieces(PagedScheduler):
-        def admit(self, output):
+        def schedule_waiting(self, output):
             while (request := self.head()) and output.total_num_scheduled_tokens < self.max_num_batched_tokens:
-                del self.waiting[request.request_id]
-                self.enter(request, output)
+                self.admit(request, output)
 
-        def order(self, request, output):
+        def schedule_tokens(self, request, output):
             left = self.max_num_batched_tokens - output.total_num_scheduled_tokens
             output.num_scheduled_tokens[request.request_id] = min(
                 left, request.num_tokens - request.num_computed_tokens
@@ -217,7 +218,7 @@ class ByFours(Broken):
     def largest_chunk(self, num_tokens):
         return min(num_tokens, 4)
 
-    def order(self, request, output):
+    def schedule_tokens(self, request, output):
         left = request.num_tokens - request.num_computed_tokens
         output.num_scheduled_tokens[request.request_id] = min(left, self.chunk)
         output.scheduled.append(request)
@@ -233,11 +234,11 @@ def test_an_end_by_max_model_len_passes():
     """Prompts of 5, 9 tokens wanted, and max_model_len is 8: they end with 3, and had cause to."""
     scheduler = PagedScheduler(num_blocks=10, block_size=4, max_model_len=8)
     tally, _ = passes(scheduler, requests_of((5, 9), (5, 9)), what="two that end at max_model_len")
-    that("who ended when", tally.finished).gives({0: 2, 1: 2})
+    that("when each finished", tally.finished).gives({0: 2, 1: 2})
 
 
-def test_an_id_with_a_new_owner_passes():
-    """Between schedule and report a request is aborted, and another comes with its id: it was not in the step."""
+def test_an_id_that_is_used_again_passes():
+    """Between schedule and commit a request is aborted, and another comes with its id: it was not in the step."""
     scheduler = observe(PagedScheduler(num_blocks=10, block_size=4), Auditor())
     scheduler.add_request(Request("r", [1] * 4, 9))
     output = call(scheduler.schedule).value
@@ -245,15 +246,17 @@ def test_an_id_with_a_new_owner_passes():
     scheduler.add_request(Request("r", [1] * 4, 1))
     call(scheduler.update_from_output, output, {"r": 0}).gives([])
     output = call(scheduler.schedule).value
-    that("who ended with its own step", len(call(scheduler.update_from_output, output, {"r": 0}).value)).gives(1)
+    that(
+        "how many finish with its own step", len(call(scheduler.update_from_output, output, {"r": 0}).value)
+    ).gives(1)
 
 
 def test_an_end_beside_a_victim_passes():
-    """In one step two are preempted and then the oldest is ended: its blocks are free now, and were not."""
+    """In one step two are preempted and then the oldest is finished: its blocks are free now, and were not."""
 
     class Deadline(PagedScheduler):
-        def grow_batch(self, output):
-            super().grow_batch(output)
+        def schedule_running(self, output):
+            super().schedule_running(output)
             if output.preempted:
                 oldest = self.running[0]
                 output.scheduled.remove(oldest)
@@ -270,95 +273,101 @@ def test_an_end_beside_a_victim_passes():
 
 
 class LosesVictims(Broken):
-    """Who is preempted is in the batch no more, and not in the line either."""
+    """A preempted request is no longer in the batch, and not in the queue either."""
 
-    def line_up(self, request, *, first=False):
-        if not first:
-            super().line_up(request)
+    def preempt(self, request, output):
+        super().preempt(request, output)
+        self.waiting.remove(request)
 
 
 class KeepsTheStatus(Broken):
-    """Who is admitted is WAITING still."""
+    """An admitted request is still WAITING."""
 
-    def enter(self, request, output):
-        super().enter(request, output)
+    def admit(self, request, output, found=()):
+        super().admit(request, output, found)
         request.status = RequestStatus.WAITING
 
 
-class RunsInTheLine(Broken):
-    """Who is preempted is RUNNING still."""
+class RunsInTheQueue(Broken):
+    """A preempted request is still RUNNING."""
 
     def preempt(self, request, output):
         super().preempt(request, output)
         request.status = RequestStatus.RUNNING
 
 
-class SeatsTwice(Broken):
-    """Who is admitted has two places in the batch."""
+class AdmitsTwice(Broken):
+    """An admitted request is in the batch twice."""
 
-    def enter(self, request, output):
-        super().enter(request, output)
+    def admit(self, request, output, found=()):
+        super().admit(request, output, found)
         self.running.append(request)
 
 
-class SeatsAndQueues(Broken):
-    """Who is admitted stays in the line."""
+class AdmitsAndQueues(Broken):
+    """An admitted request stays in the queue."""
 
-    def enter(self, request, output):
-        super().enter(request, output)
-        self.waiting[request.request_id] = request
+    def admit(self, request, output, found=()):
+        super().admit(request, output, found)
+        self.waiting.add(request)
 
 
-class SeatsAStranger(Broken):
+class AdmitsAStranger(Broken):
     """In the batch there is one that was never added."""
 
-    def issue(self, output):
+    def schedule(self):
+        output = super().schedule()
         self.running.append(Request("stranger", [1], 1))
         self.running[-1].status = RequestStatus.RUNNING
-        return super().issue(output)
+        return output
 
 
-class SeatsACopy(Broken):
+class AdmitsACopy(Broken):
     """In the batch stands a copy of the request: the same id, and not the same request."""
 
-    def enter(self, request, output):
-        super().enter(request, output)
+    def admit(self, request, output, found=()):
+        super().admit(request, output, found)
         self.running[-1] = copy.copy(request)
 
 
 class QueuesACopy(Broken):
-    """In the line stands a copy of the one that was preempted."""
+    """In the queue stands a copy of the request that was preempted."""
 
-    def line_up(self, request, *, first=False):
-        super().line_up(copy.copy(request) if first else request, first=first)
+    def preempt(self, request, output):
+        super().preempt(request, output)
+        self.waiting.remove(request)
+        self.waiting.add(copy.copy(request))
 
 
 class EndsUnsaid(Broken):
-    """Who ends for want of memory is in no list of the step."""
+    """A request that is finished for lack of memory is in no list of the step."""
 
-    def issue(self, output):
+    def schedule(self):
+        output = super().schedule()
         output.finished.clear()
-        return super().issue(output)
+        return output
 
 
-class EndsNobody(Broken):
-    """An id that nobody has is said to have ended."""
+class FinishesNone(Broken):
+    """An id that no request has is listed as finished."""
 
-    def issue(self, output):
-        output.finished.append("nobody")
-        return super().issue(output)
+    def schedule(self):
+        output = super().schedule()
+        output.finished.append("none")
+        return output
 
 
 class EndsInName(Broken):
-    """One of the batch is said to have ended, and goes on."""
+    """A request of the batch is listed as finished, and goes on."""
 
-    def issue(self, output):
+    def schedule(self):
+        output = super().schedule()
         output.finished.append(self.running[0].request_id)
-        return super().issue(output)
+        return output
 
 
 class EndsWithoutAnEnd(Broken):
-    """Who ends for want of memory leaves, gives everything back, and is WAITING."""
+    """A request that is finished for lack of memory leaves, gives everything back, and is WAITING."""
 
     def finish_request(self, request_id, status):
         request = next(each for each in self.running if each.request_id == request_id)
@@ -370,7 +379,7 @@ class EndsWithoutAnEnd(Broken):
 class GivesUpEarly(Broken):
     """A request that the pool is large enough for ends for want of memory, after one victim."""
 
-    def make_room(self, request, missing, output):
+    def make_room(self, request, output):
         self.preempt(self.running[-1], output)
         self.finish_request(request.request_id, RequestStatus.FINISHED_CAPACITY)
         output.finished.append(request.request_id)
@@ -378,7 +387,7 @@ class GivesUpEarly(Broken):
 
 
 class CallsItLength(Broken):
-    """Who ends for want of memory is said to have all its tokens."""
+    """A request that is finished for lack of memory is FINISHED_LENGTH."""
 
     def finish_request(self, request_id, status):
         return super().finish_request(request_id, RequestStatus.FINISHED_LENGTH)
@@ -389,14 +398,14 @@ class CallsItLength(Broken):
     [
         (LosesVictims, FOUR, "step 1, places"),
         (KeepsTheStatus, FOUR, "step 0, places"),
-        (RunsInTheLine, FOUR, "step 1, places"),
-        (SeatsTwice, FOUR, "step 0, places"),
-        (SeatsAndQueues, FOUR, "step 0, places"),
-        (SeatsAStranger, FOUR, "step 0, places"),
-        (SeatsACopy, FOUR, "step 0, places"),
+        (RunsInTheQueue, FOUR, "step 1, places"),
+        (AdmitsTwice, FOUR, "step 0, places"),
+        (AdmitsAndQueues, FOUR, "step 0, places"),
+        (AdmitsAStranger, FOUR, "step 0, places"),
+        (AdmitsACopy, FOUR, "step 0, places"),
         (QueuesACopy, FOUR, "step 1, places"),
         (EndsUnsaid, [(16, 9)], "step 1, places"),
-        (EndsNobody, FOUR, "step 0, end"),
+        (FinishesNone, FOUR, "step 0, end"),
         (EndsInName, FOUR, "step 0, end"),
         (EndsWithoutAnEnd, [(16, 9)], "step 1, end"),
         (GivesUpEarly, FOUR, "step 1, end"),
@@ -405,16 +414,17 @@ class CallsItLength(Broken):
     ],
 )
 def test_places_and_ends(cls, sizes, says):
-    """In 4 blocks of 4: somebody is lost, seated twice, not himself, or has ended without cause."""
+    """In 4 blocks of 4: a request is lost, in the batch twice, a copy, or finished without cause."""
     expose(cls, says, sizes)
 
 
 def test_a_copy_that_waits():
-    """Not the request that was added stands in the line, but a copy: its client would wait for ever."""
+    """Not the request that was added stands in the queue, but a copy: its client would wait for ever."""
 
     class TakesACopy(Broken):
-        def line_up(self, request, *, first=False):
-            super().line_up(copy.copy(request), first=first)
+        def add_request(self, request):
+            self.register(request)
+            self.waiting.add(copy.copy(request))
 
     scheduler = observe(TakesACopy(num_blocks=4, block_size=4), Auditor())
     call(scheduler.add_request, Request("r", [1] * 4, 9)).raises(InvariantError, saying="step 0, places")
@@ -431,21 +441,21 @@ def lying(name, lie):
     [
         pytest.param("num_running", lambda count: count + 1, id="one too many in the batch"),
         pytest.param("num_running", lambda count: count - 1, id="one too few in the batch"),
-        pytest.param("num_waiting", lambda count: count + 1, id="one too many in the line"),
-        pytest.param("num_waiting", lambda count: count - 1, id="one too few in the line"),
-        pytest.param("has_unfinished", lambda left: not left, id="nobody unfinished"),
+        pytest.param("num_waiting", lambda count: count + 1, id="one too many in the queue"),
+        pytest.param("num_waiting", lambda count: count - 1, id="one too few in the queue"),
+        pytest.param("has_unfinished", lambda left: not left, id="none unfinished"),
     ],
 )
 def test_counts_that_lie(name, lie):
-    """One in the batch and one in the line; num_running, num_waiting or has_unfinished says something else."""
+    """One in the batch and one in the queue; num_running, num_waiting or has_unfinished is wrong."""
     scheduler = observe(lying(name, lie)(num_blocks=4, block_size=4, max_num_seqs=1), Auditor())
     for request in requests_of((4, 9), (4, 9)):
         scheduler.add_request(request)
     call(scheduler.schedule).raises(InvariantError, saying="step 0, places")
 
 
-def test_the_last_one_has_ended_and_it_is_not_said():
-    """has_unfinished is True when nobody is left: a server would ask for steps for ever."""
+def test_has_unfinished_when_none_is_left():
+    """has_unfinished is True when no request is left: a server would ask for steps for ever."""
     expose(lying("has_unfinished", lambda left: True), "step 1, places", [(4, 2)])
 
 
@@ -482,37 +492,114 @@ class KeepsHostBlocks(Broken):
             super().release_host(request)
 
 
-class KeepsSeats(Broken):
+class KeepsTheSlot(Broken):
     def finish_request(self, request_id, status):
-        seats = list(self.running)
+        batch = list(self.running)
         done = super().finish_request(request_id, status)
-        self.running = seats
+        self.running = batch
         return done
 
 
-class KeepsPlaces(Broken):
+class KeepsItQueued(Broken):
     def finish_request(self, request_id, status):
-        places = self.waiting.copy()
+        request = self.waiting[request_id]
         done = super().finish_request(request_id, status)
-        self.waiting = places
+        self.waiting.add(request)
         return done
 
 
 @pytest.mark.parametrize(
-    ("cls", "request_id"), [(KeepsBlocks, 0), (KeepsHostBlocks, 3), (KeepsSeats, 0), (KeepsPlaces, 3)]
+    ("cls", "request_id"), [(KeepsBlocks, 0), (KeepsHostBlocks, 3), (KeepsTheSlot, 0), (KeepsItQueued, 3)]
 )
 def test_an_abort_that_leaves_something_behind(cls, request_id):
-    """After step 1, 0 in the batch or 3 on the host is aborted, and keeps its blocks, its seat or its place."""
+    """After step 1, 0 in the batch or 3 on the host is aborted, and keeps its blocks, its slot or its place."""
     scheduler = observe(cls(num_blocks=4, block_size=4, **SWAP), Auditor())
     drive(scheduler, requests_of(*FOUR), max_steps=2)
     call(scheduler.abort_request, request_id).raises(InvariantError, saying="step 1, end")
+
+
+# Rule "recovery", which was written for you
+
+
+class KeepsTheBatch(Broken):
+    """Recovers nothing: its batch goes on."""
+
+    def recover(self):
+        self.outstanding = None
+
+
+class KeepsComputedTokens(Broken):
+    """Frees the blocks, and counts their tokens as computed."""
+
+    def restart(self, request):
+        self.release(request)
+        request.status = RequestStatus.WAITING
+
+
+class LosesTheOutput(Broken):
+    """Requests begin from their prompts, and would generate what their clients have read already."""
+
+    def restart(self, request):
+        super().restart(request)
+        request.output_token_ids.clear()
+
+
+class CountsNoPreemption(Broken):
+    def recover(self):
+        counts = [(request, request.num_preemptions) for request in self.running]
+        super().recover()
+        for request, count in counts:
+            request.num_preemptions = count
+
+
+class CountsThoseThatWait(Broken):
+    def recover(self):
+        for request in self.waiting.values():
+            request.num_preemptions += 1
+        super().recover()
+
+
+class KeepsTheSwapSpace(Broken):
+    """What was swapped out stays there, though the copy may not have been made."""
+
+    def restart(self, request):
+        if request.status is not RequestStatus.SWAPPED:
+            super().restart(request)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [KeepsTheBatch, KeepsComputedTokens, LosesTheOutput, CountsNoPreemption, CountsThoseThatWait, KeepsTheSwapSpace],
+)
+@pytest.mark.parametrize("explicit", [True, False], ids=["recover()", "schedule() again"])
+def test_recoveries(cls, explicit):
+    """In 4 blocks of 4, with 0 and 1 in the batch and 2 and 3 in swap space, step 2 fails."""
+    scheduler = observe(cls(num_blocks=4, block_size=4, **SWAP), Auditor())
+    drive(scheduler, requests_of(*FOUR), max_steps=2)
+    scheduler.schedule()
+    again = scheduler.recover if explicit else scheduler.schedule
+    call(again).raises(InvariantError, saying="step 2, recovery")
+
+
+@pytest.mark.parametrize("where", ["blocks", "host blocks"])
+def test_a_recovery_that_loses_a_block(where):
+    """After it nothing is in use, and the pool, or the host's, counts a block as used."""
+
+    class Loses(Broken):
+        def recover(self):
+            super().recover()
+            (self.pool if where == "blocks" else self.host_pool).allocate(1)
+
+    scheduler = observe(Loses(num_blocks=4, block_size=4, **SWAP), Auditor())
+    drive(scheduler, requests_of(*FOUR), max_steps=2)
+    call(scheduler.recover).raises(InvariantError, saying="step 1, blocks")
 
 
 # Rule "blocks"
 
 
 def test_a_block_that_is_lost():
-    """Who ends takes its blocks along: with the report of step 2 the pool has fewer than it says."""
+    """A finished request takes its blocks along: at the commit of step 2 they are used, and none lists them."""
 
     class KeepsBlocks(Broken):
         def release(self, request):
@@ -522,11 +609,11 @@ def test_a_block_that_is_lost():
 
 
 def test_a_block_with_two_tables():
-    """The second request is given the first one's block: one owner is counted, and two list it."""
+    """The second request is given the first one's block: one reference is counted, and two list it."""
 
     class GivesTwice(Broken):
-        def enter(self, request, output):
-            super().enter(request, output)
+        def admit(self, request, output, found=()):
+            super().admit(request, output, found)
             if len(self.running) == 2:
                 self.pool.free(request.block_ids)
                 request.block_ids = list(self.running[0].block_ids)
@@ -538,8 +625,8 @@ def test_a_block_twice_in_one_table():
     """A request lists one of its blocks twice: two of its positions would share their rows."""
 
     class ListsTwice(Broken):
-        def enter(self, request, output):
-            super().enter(request, output)
+        def admit(self, request, output, found=()):
+            super().admit(request, output, found)
             request.block_ids[1] = request.block_ids[0]
 
     expose(ListsTwice, "step 0, blocks", [(8, 9)])
@@ -550,8 +637,8 @@ def test_a_block_that_does_not_exist(block_id):
     """Of 4 blocks, block 4 and block −1: InvariantError, not the pool's IndexError."""
 
     class Invents(Broken):
-        def enter(self, request, output):
-            super().enter(request, output)
+        def admit(self, request, output, found=()):
+            super().admit(request, output, found)
             request.block_ids[-1] = block_id
 
     expose(Invents, "step 0, blocks", [(8, 9)])
@@ -568,7 +655,7 @@ def test_a_host_block_that_is_lost():
 
 
 def test_host_blocks_without_a_host():
-    """With recompute there is no host pool: nobody can have host blocks."""
+    """With recompute there is no host pool: no request can have host blocks."""
 
     class Dreams(Broken):
         def preempt(self, request, output):
@@ -580,7 +667,7 @@ def test_host_blocks_without_a_host():
 
 @pytest.mark.parametrize(("off", "name"), [(1, "num_free"), (-1, "num_free"), (1, "num_used")])
 def test_a_pool_that_lies(off, name):
-    """Its owners are right, and num_free or num_used is one too many or too few."""
+    """Its references are right, and num_free or num_used is one too many or too few."""
 
     class Liar(Broken):
         def __init__(self, **options):
@@ -593,12 +680,12 @@ def test_a_pool_that_lies(off, name):
 
 
 @pytest.mark.parametrize("where", ["blocks", "host blocks"])
-def test_a_block_with_an_owner_too_many(where):
-    """Two owners are counted, and one request lists it: when that one leaves, the block stays used for ever."""
+def test_a_block_with_a_reference_too_many(where):
+    """Two references are counted, and one request lists it: when that one leaves, the block stays used for ever."""
 
     class OwnsTwice(Broken):
-        def enter(self, request, output):
-            super().enter(request, output)
+        def admit(self, request, output, found=()):
+            super().admit(request, output, found)
             if where == "blocks":
                 self.pool.share(request.block_ids[:1])
 
@@ -628,11 +715,11 @@ def test_a_block_at_the_wrong_token(off, step):
 
 
 def test_a_token_without_a_slot_is_seen_before_it_is_computed():
-    """The step that needs the block is stopped when it is scheduled: after the report the row would be lost."""
+    """The step that needs the block is stopped when it is scheduled: after the commit its KV entry would be lost."""
 
     class NeverGrows(Broken):
         def blocks_missing(self, request):
-            return 0
+            return 0 if request.block_ids else super().blocks_missing(request)
 
     scheduler = observe(NeverGrows(num_blocks=10, block_size=4), Auditor())
     scheduler.add_request(Request("r", [1] * 4, 9))
@@ -642,16 +729,16 @@ def test_a_token_without_a_slot_is_seen_before_it_is_computed():
 
 
 def test_a_victim_that_keeps_its_blocks():
-    """It waits, and its blocks are as used as before: memory for nobody."""
+    """It waits, and its blocks are as used as before: memory that no request can use."""
 
     class Keeps(Broken):
         def release(self, request):
             if request.status.is_finished:
                 super().release(request)
 
-        def make_room(self, request, missing, output):
+        def make_room(self, request, output):
             super().preempt(self.running[-1], output)
-            return missing <= self.pool.num_free
+            return self.blocks_missing(request) <= self.pool.num_free
 
     expose(Keeps, "step 1, holdings", [(4, 9), (4, 9)], num_blocks=2)
 
@@ -693,7 +780,7 @@ def test_a_number_of_host_blocks_that_is_wrong(off):
 
 
 def test_host_blocks_of_the_batch():
-    """Back in the batch, and still with host blocks: they are everybody's."""
+    """Back in the batch, and still with host blocks, though they were given back."""
 
     class NeverFrees(Broken):
         def swap_in(self, request, output):
@@ -732,36 +819,51 @@ def test_host_blocks_of_one_that_is_recomputed():
 
 
 def test_the_oldest_is_preempted():
-    """Who came first has to go, and those who came later go on."""
+    """The first arrival is preempted, and later ones go on."""
 
     class PreemptsTheOldest(Broken):
-        def grow_batch(self, output):
+        def schedule_running(self, output):
             if self.running and self.blocks_missing(self.running[-1]) > self.pool.num_free:
                 self.running.append(self.running.pop(0))
                 self.preempt(self.running[-1], output)
-            super().grow_batch(output)
+            super().schedule_running(output)
 
     expose(PreemptsTheOldest, "step 1, order", [(2, 9), (4, 9)], num_blocks=2)
 
 
 def test_a_victim_behind_newcomers():
-    """A victim goes to the end of the line, behind one that came later."""
+    """A victim stands behind a request that arrived later."""
 
-    class Forgets(Broken):
-        def line_up(self, request, *, first=False):
-            super().line_up(request)
+    class NewRequestsFirst(Broken):
+        def priority_key(self, request):
+            return request.num_preemptions, request.arrival_index
 
-    expose(Forgets, "step 1, order", [*FOUR, (8, 9)])
+    expose(NewRequestsFirst, "step 1, order", [*FOUR, (8, 9)])
 
 
 def test_a_newcomer_that_overtakes():
-    """The shortest of the line is admitted first."""
+    """The shortest of the queue is admitted first."""
 
     class ShortestFirst(Broken):
         def head(self):
             return min(self.waiting.values(), key=lambda request: request.num_tokens, default=None)
 
     expose(ShortestFirst, "order: ", [(8, 9), (4, 9)], max_num_seqs=1)
+
+
+def test_two_with_one_number():
+    """Asked alone: two requests with the same arrival_index, in the batch or in the queue, have no order."""
+    auditor, scheduler = Auditor(), PagedScheduler(num_blocks=4, block_size=4)
+    call(drive, observe(scheduler, auditor), requests_of(*FOUR), max_steps=2)
+    that("the batch and the queue", ([each.request_id for each in scheduler.running], list(scheduler.waiting))).gives(
+        ([0, 1], [2, 3])
+    )
+    call(auditor.check_order, scheduler).gives(None)
+    batch, queue = scheduler.running, list(scheduler.waiting.values())
+    for former, later in (batch, queue):
+        number, later.arrival_index = later.arrival_index, former.arrival_index
+        call(auditor.check_order, scheduler).raises(InvariantError, saying="order")
+        later.arrival_index = number
 
 
 def test_an_order_of_its_own():
@@ -775,7 +877,7 @@ def test_an_order_of_its_own():
 
     scheduler = ShortestFirst(num_blocks=4, block_size=4, max_num_seqs=1)
     tally, _ = passes(scheduler, requests_of((8, 2), (4, 2)), what="a scheduler that is not first_come")
-    that("who ended, in order", list(tally.finished)).gives([1, 0])
+    that("finished, in order", list(tally.finished)).gives([1, 0])
 
 
 # Rule "work"
@@ -785,10 +887,9 @@ def test_too_many_tokens():
     """Two prompts of 4 in a step of at most 7 tokens."""
 
     class Generous(Broken):
-        def admit(self, output):
-            self.max_num_batched_tokens += 1
-            super().admit(output)
-            self.max_num_batched_tokens -= 1
+        def schedule_waiting(self, output):
+            self.token_budget += 1
+            super().schedule_waiting(output)
 
     expose(Generous, "step 0, work", max_num_batched_tokens=7)
 
@@ -797,33 +898,33 @@ def test_too_many_requests():
     """Four in a batch of at most three."""
 
     class Crowded(Broken):
-        def admit(self, output):
+        def schedule_waiting(self, output):
             self.max_num_seqs += 1
-            super().admit(output)
+            super().schedule_waiting(output)
             self.max_num_seqs -= 1
 
     expose(Crowded, "step 0, work", max_num_seqs=3)
 
 
 def test_nothing_happens():
-    """One seat, and nobody is admitted because one of it is kept free: the line waits for ever."""
+    """One batch slot, and none is admitted because one is kept free: the queue waits for ever."""
 
-    class OneSeatLess(Broken):
-        def admit(self, output):
+    class OneSlotLess(Broken):
+        def schedule_waiting(self, output):
             self.max_num_seqs -= 1
-            super().admit(output)
+            super().schedule_waiting(output)
             self.max_num_seqs += 1
 
-    expose(OneSeatLess, "step 0, work", max_num_seqs=1)
+    expose(OneSlotLess, "step 0, work", max_num_seqs=1)
 
 
-def test_somebody_in_the_batch_is_left_out():
+def test_a_request_of_the_batch_is_left_out():
     """In the batch, with blocks, and never computed again."""
 
     class LeavesOut(Broken):
-        def order(self, request, output):
+        def schedule_tokens(self, request, output):
             if request.request_id != 1 or not request.output_token_ids:
-                super().order(request, output)
+                super().schedule_tokens(request, output)
 
     expose(LeavesOut, "step 1, work", num_blocks=20)
 
@@ -832,8 +933,8 @@ def test_a_prompt_without_its_answer():
     """A victim comes back, and only its prompt is computed again: what it had generated is not in the cache."""
 
     class PromptOnly(Broken):
-        def order(self, request, output):
-            super().order(request, output)
+        def schedule_tokens(self, request, output):
+            super().schedule_tokens(request, output)
             if not request.num_computed_tokens:
                 output.num_scheduled_tokens[request.request_id] = request.num_prompt_tokens
 
@@ -845,8 +946,8 @@ def test_a_number_of_tokens_that_is_not_there(num_new):
     """A request in decode has one token to compute, not none, and not two."""
 
     class Miscounts(Broken):
-        def order(self, request, output):
-            super().order(request, output)
+        def schedule_tokens(self, request, output):
+            super().schedule_tokens(request, output)
             if request.num_computed_tokens == 5:
                 output.num_scheduled_tokens[request.request_id] = num_new
 
@@ -861,24 +962,26 @@ def test_another_number_than_the_limit_for_each_request(chunk):
 
 
 def test_two_lists_that_disagree():
-    """`scheduled` in another order than `num_scheduled_tokens`: everybody would get somebody else's tokens."""
+    """`scheduled` in another order than `num_scheduled_tokens`: requests would get each other's tokens."""
 
     class Reversed(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             output.scheduled.reverse()
-            return super().issue(output)
+            return output
 
     expose(Reversed, "step 0, work")
 
 
-def test_somebody_without_a_place():
-    """Work for a request that is still in the line, and has no blocks."""
+def test_work_for_a_waiting_request():
+    """Work for a request that is still in the queue, and has no blocks."""
 
     class WorksAhead(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             if request := self.head():
-                self.order(request, output)
-            return super().issue(output)
+                self.schedule_tokens(request, output)
+            return output
 
     expose(WorksAhead, "step 0, work", max_num_seqs=2)
 
@@ -887,23 +990,24 @@ def test_too_many_requests_of_which_some_have_nothing_to_do():
     """A batch of three where two may be. The step is full with two of them, and max_num_seqs is about the batch."""
 
     class Crowded(Broken):
-        def admit(self, output):
-            self.max_num_seqs, self.max_num_batched_tokens = 3, 12
-            super().admit(output)
-            self.max_num_seqs, self.max_num_batched_tokens = 2, 8
+        def schedule_waiting(self, output):
+            self.max_num_seqs, self.token_budget = 3, 12
+            super().schedule_waiting(output)
+            self.max_num_seqs = 2
             if len(output.scheduled) > 2:
                 del output.num_scheduled_tokens[output.scheduled.pop().request_id]
 
     expose(Crowded, "step 0, work", max_num_seqs=2, max_num_batched_tokens=8)
 
 
-def test_somebody_who_bears_the_name_of_another():
+def test_a_copy_in_the_step():
     """`scheduled` has a copy of a request of the batch: the same id, and not the same request."""
 
     class Clones(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             output.scheduled[:] = map(copy.copy, output.scheduled)
-            return super().issue(output)
+            return output
 
     expose(Clones, "step 0, work")
 
@@ -936,13 +1040,14 @@ def test_the_one_excuse(tokens, excused):
 # Rule "victims"
 
 
-def test_a_victim_nobody_speaks_of():
+def test_a_victim_that_is_not_listed():
     """It has left the batch, and `preempted` does not say so."""
 
     class Silent(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             output.preempted.clear()
-            return super().issue(output)
+            return output
 
     expose(Silent, "step 1, victims")
 
@@ -951,10 +1056,11 @@ def test_a_victim_that_did_not_leave():
     """`preempted` names one that is in the batch."""
 
     class CriesWolf(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             if self.running[0].output_token_ids:
                 output.preempted.append(self.running[-1].request_id)
-            return super().issue(output)
+            return output
 
     expose(CriesWolf, "step 1, victims", num_blocks=20)
 
@@ -963,15 +1069,16 @@ def test_victims_in_the_wrong_order():
     """The last one is named first: that is how they left."""
 
     class Sorts(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             output.preempted.sort()
-            return super().issue(output)
+            return output
 
     expose(Sorts, "step 1, victims")
 
 
 def test_a_newer_one_stays():
-    """It has an order of its own, so rule "order" is silent; but victims are the last of the batch for everybody."""
+    """It has an order of its own, so rule "order" is silent; but victims are the last of the batch in every stage."""
 
     class TakesTheMiddle(Broken):
         first_come = False
@@ -987,10 +1094,10 @@ def test_memory_was_not_short():
     """Two requests, room for both, and one of them is sent away: it could have stayed."""
 
     class Thrashes(Broken):
-        def grow_batch(self, output):
+        def schedule_running(self, output):
             if len(self.running) > 1:
                 self.preempt(self.running[-1], output)
-            super().grow_batch(output)
+            super().schedule_running(output)
 
     expose(Thrashes, "step 1, victims", [(4, 9), (4, 9)], num_blocks=20)
 
@@ -1000,12 +1107,12 @@ def test_one_victim_too_many(newest, num_blocks):
     """One block was missing, and two requests had to go. It is the one named last who could have stayed."""
 
     class Overdoes(Broken):
-        def make_room(self, request, missing, output):
+        def make_room(self, request, output):
             self.preempt(self.running[-1], output)
-            return super().make_room(request, missing, output)
+            return super().make_room(request, output)
 
-        def grow_batch(self, output):
-            super().grow_batch(output)
+        def schedule_running(self, output):
+            super().schedule_running(output)
             if output.preempted and len(self.running) > 1:
                 victim = self.running[-1]
                 output.scheduled.remove(victim)
@@ -1015,8 +1122,8 @@ def test_one_victim_too_many(newest, num_blocks):
     expose(Overdoes, "step 1, victims", [(4, 9), (2, 9), (newest, 9)], num_blocks=num_blocks)
 
 
-def test_somebody_is_admitted_beside():
-    """Memory is short, somebody has to go, and a newcomer gets his place in the same step."""
+def test_one_is_admitted_beside():
+    """Memory is short, a request is preempted, and a new one gets its slot in the same step."""
 
     class RobsPeter(Broken):
         first_come = False
@@ -1027,7 +1134,7 @@ def test_somebody_is_admitted_beside():
         def schedule(self):
             output = super().schedule()
             if output.preempted:
-                self.admit(output)
+                self.schedule_waiting(output)
             return output
 
     scheduler = observe(RobsPeter(num_blocks=6, block_size=4), Auditor())
@@ -1058,13 +1165,14 @@ def test_an_answer_that_is_lost():
     expose(StartsOver, "step 1, victims")
 
 
-def test_a_preemption_of_somebody_who_stayed():
+def test_a_preemption_of_one_that_stayed():
     """num_preemptions grows, and the request is in the batch."""
 
     class CountsAll(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             self.running[0].num_preemptions += 1
-            return super().issue(output)
+            return output
 
     expose(CountsAll, "step 0, victims")
 
@@ -1073,9 +1181,10 @@ def test_an_answer_from_nowhere():
     """While others are scheduled, one that waits gets a token."""
 
     class Invents(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             self.waiting[2].output_token_ids.append(0)
-            return super().issue(output)
+            return output
 
     expose(Invents, "step 0, victims", max_num_seqs=2)
 
@@ -1084,11 +1193,12 @@ def test_a_row_that_is_lost_on_the_host():
     """A request that stays swapped out has a token fewer computed than before. Its blocks are as many."""
 
     class Forgets(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             for request in self.waiting.values():
                 if request.status is RequestStatus.SWAPPED and request.request_id not in output.swapped_out:
                     request.num_computed_tokens -= 1
-            return super().issue(output)
+            return output
 
     expose(Forgets, "step 2, victims", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
 
@@ -1100,22 +1210,24 @@ def test_pairs_in_another_order():
     """The right pairs, the last one first: they are to stand in the order of the request's tokens."""
 
     class Reverses(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             for pairs in output.swapped_out.values():
                 pairs.reverse()
-            return super().issue(output)
+            return output
 
     expose(Reverses, "step 1, swaps", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
 
 
-@pytest.mark.parametrize("who", [0, "nobody"])
-def test_a_way_back_of_somebody_who_was_not_away(who):
+@pytest.mark.parametrize("which", [0, "none"])
+def test_a_way_back_of_one_that_was_not_away(which):
     """swapped_in names one that was never swapped out, or that is not there at all."""
 
     class Dreams(Broken):
-        def issue(self, output):
-            output.swapped_in[who] = [(0, 0)]
-            return super().issue(output)
+        def schedule(self):
+            output = super().schedule()
+            output.swapped_in[which] = [(0, 0)]
+            return output
 
     expose(Dreams, "step 0, swaps", num_blocks=20, **SWAP)
 
@@ -1144,7 +1256,7 @@ def test_the_wrong_pairs():
     expose(Mixes, "step 1, swaps", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
 
 
-def test_blocks_of_somebody_else():
+def test_blocks_of_another_request():
     """The pairs name the blocks of another request."""
 
     class CopiesOther(Broken):
@@ -1156,13 +1268,14 @@ def test_blocks_of_somebody_else():
     expose(CopiesOther, "step 1, swaps", **SWAP)
 
 
-def test_a_swap_nobody_speaks_of():
+def test_a_swap_that_is_not_listed():
     """Swapped out, and not said: nothing would be copied."""
 
     class Silent(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             output.swapped_out.clear()
-            return super().issue(output)
+            return output
 
     expose(Silent, "step 1, swaps", **SWAP)
 
@@ -1171,9 +1284,10 @@ def test_a_swap_that_was_none():
     """swapped_out names a victim that is recomputed."""
 
     class Boasts(Broken):
-        def issue(self, output):
+        def schedule(self):
+            output = super().schedule()
             output.swapped_out |= {request_id: [(0, 0)] for request_id in output.preempted}
-            return super().issue(output)
+            return output
 
     expose(Boasts, "step 1, swaps", preemption="swap", num_host_blocks=1, sizes=[(4, 9), (8, 9)], num_blocks=3)
 
@@ -1212,19 +1326,19 @@ def test_host_blocks_that_move():
 # Rule "tokens"
 
 
-def reporting(before=lambda request: None, after=lambda request: None, returns=lambda ended: ended):
-    """A broken scheduler that does something to each request of a step before, or after, the report."""
+def committing(before=lambda request: None, after=lambda request: None, returns=lambda finished: finished):
+    """A broken scheduler that does something to each request of a step before, or after, the commit."""
 
-    class Reports(Broken):
+    class Commits(Broken):
         def update_from_output(self, output, token_ids):
             for request in output.scheduled:
                 before(request)
-            ended = super().update_from_output(output, token_ids)
+            finished = super().update_from_output(output, token_ids)
             for request in output.scheduled:
                 after(request)
-            return returns(ended)
+            return returns(finished)
 
-    return Reports
+    return Commits
 
 
 def add(name, number):
@@ -1234,20 +1348,22 @@ def add(name, number):
 @pytest.mark.parametrize(
     ("cls", "step"),
     [
-        pytest.param(reporting(after=lambda request: request.output_token_ids.append(0)), 0, id="a token twice"),
-        pytest.param(reporting(after=lambda request: request.output_token_ids.pop()), 0, id="a token lost"),
-        pytest.param(reporting(after=add("num_computed_tokens", -1)), 0, id="a row too few"),
-        pytest.param(reporting(after=add("num_computed_tokens", 1)), 0, id="a row too many"),
-        pytest.param(reporting(add("max_tokens", 1), add("max_tokens", -1)), 2, id="one goes on past max_tokens"),
-        pytest.param(reporting(add("max_tokens", -1), add("max_tokens", 1)), 1, id="one ends a token early"),
-        pytest.param(reporting(returns=lambda ended: []), 2, id="nobody is told who ended"),
-        pytest.param(reporting(returns=lambda ended: ended[::-1]), 2, id="who ended, in the wrong order"),
-        pytest.param(reporting(returns=lambda ended: ended * 2), 2, id="who ended, twice"),
-        pytest.param(reporting(returns=lambda ended: [*map(copy.copy, ended)]), 2, id="copies of those who ended"),
+        pytest.param(committing(after=lambda request: request.output_token_ids.append(0)), 0, id="a token twice"),
+        pytest.param(committing(after=lambda request: request.output_token_ids.pop()), 0, id="a token lost"),
+        pytest.param(committing(after=add("num_computed_tokens", -1)), 0, id="a computed token too few"),
+        pytest.param(committing(after=add("num_computed_tokens", 1)), 0, id="a computed token too many"),
+        pytest.param(committing(add("max_tokens", 1), add("max_tokens", -1)), 2, id="one goes on past max_tokens"),
+        pytest.param(committing(add("max_tokens", -1), add("max_tokens", 1)), 1, id="one ends a token early"),
+        pytest.param(committing(returns=lambda finished: []), 2, id="finished requests are not returned"),
+        pytest.param(committing(returns=lambda finished: finished[::-1]), 2, id="finished requests in the wrong order"),
+        pytest.param(committing(returns=lambda finished: finished * 2), 2, id="finished requests twice"),
+        pytest.param(
+            committing(returns=lambda finished: [*map(copy.copy, finished)]), 2, id="copies of finished requests"
+        ),
     ],
 )
-def test_reports(cls, step):
-    """Two prompts of 5 with 3 tokens each, ample memory: what the report does wrong is seen at once."""
+def test_commits(cls, step):
+    """Two prompts of 5 with 3 tokens each, ample memory: what the commit does wrong is seen at once."""
     expose(cls, f"step {step}, tokens", [(5, 3), (5, 3)], num_blocks=20)
 
 
@@ -1260,34 +1376,34 @@ def test_max_model_len(off, step):
     class Miscounts(Broken):
         def update_from_output(self, output, token_ids):
             self.max_model_len += off
-            ended = super().update_from_output(output, token_ids)
+            finished = super().update_from_output(output, token_ids)
             self.max_model_len -= off
-            return ended
+            return finished
 
     expose(Miscounts, f"step {step}, tokens", [(5, 9), (5, 9)], num_blocks=20, max_model_len=8)
 
 
 def test_tokens_for_a_copy():
-    """Between schedule and report the requests of the step are exchanged for copies: these get the tokens."""
+    """Between schedule and commit the requests of the step are exchanged for copies: these get the tokens."""
 
-    class ReportsCopies(Broken):
+    class CommitsCopies(Broken):
         def update_from_output(self, output, token_ids):
             output.scheduled[:] = map(copy.deepcopy, output.scheduled)
             return super().update_from_output(output, token_ids)
 
-    expose(ReportsCopies, "step 0, tokens")
+    expose(CommitsCopies, "step 0, tokens")
 
 
-def test_somebody_elses_tokens():
-    """A report that moves a request which was not in the step."""
+def test_tokens_for_a_waiting_request():
+    """A commit that moves a request which was not in the step."""
 
-    class MovesTheLine(Broken):
+    class MovesTheQueue(Broken):
         def update_from_output(self, output, token_ids):
             for request in self.waiting.values():
                 request.output_token_ids.append(0)
             return super().update_from_output(output, token_ids)
 
-    expose(MovesTheLine, "step 0, tokens", max_num_seqs=2)
+    expose(MovesTheQueue, "step 0, tokens", max_num_seqs=2)
 
 
 def test_a_stop_token_that_is_passed_over():
@@ -1298,17 +1414,17 @@ def test_a_stop_token_that_is_passed_over():
             stops = [(request, request.stop_token_ids) for request in output.scheduled]
             for request, _ in stops:
                 request.stop_token_ids = frozenset()
-            ended = super().update_from_output(output, token_ids)
+            finished = super().update_from_output(output, token_ids)
             for request, ids in stops:
                 request.stop_token_ids = ids
-            return ended
+            return finished
 
     expose(Deaf, "step 0, tokens", [(5, 3)], token=3, request_options={"stop_token_ids": [3]})
 
 
 def test_a_stop_token_that_was_to_be_ignored():
     """ignore_eos is set, token 3 comes, and the request ends."""
-    cls = reporting(
+    cls = committing(
         before=lambda request: setattr(request, "ignore_eos", False),
         after=lambda request: setattr(request, "ignore_eos", True),
     )
@@ -1321,9 +1437,9 @@ def test_a_reason_that_is_not_the_reason():
 
     class Renames(Broken):
         def update_from_output(self, output, token_ids):
-            ended = super().update_from_output(output, token_ids)
-            for request in ended:
+            finished = super().update_from_output(output, token_ids)
+            for request in finished:
                 request.status = RequestStatus.FINISHED_STOPPED
-            return ended
+            return finished
 
     expose(Renames, "step 2, tokens", [(5, 3)])

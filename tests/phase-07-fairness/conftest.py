@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from minicache.scheduler.incidents.bases import EngineScheduler, ForkingSchedule
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.queue import RequestQueue
 
 MAX_STEPS = 5000
 """More than any exposing test needs. One that loops while `has_unfinished` never comes back from a broken scheduler."""
@@ -44,17 +46,17 @@ def bounded(kind, **usual):
 
 
 class SweepingScheduler(EngineScheduler):
-    """Right: ends all that can never fit before it admits anybody."""
+    """Right: gives up all that can never fit before it admits any other."""
 
-    def admit(self, output):
+    def schedule_waiting(self, output):
         for request in list(self.waiting.values()):
             if self.blocks_to_admit(request) > self.pool.num_blocks:
                 self.give_up(request, output)
-        super().admit(output)
+        super().schedule_waiting(output)
 
 
 class StoppingScheduler(PagedScheduler):
-    """Right: batches of one group, and nobody passes a request of another group."""
+    """Right: batches of one group, and none bypasses a request of another group."""
 
     def head(self):
         request = super().head()
@@ -62,7 +64,7 @@ class StoppingScheduler(PagedScheduler):
 
 
 class PassingScheduler(PagedScheduler):
-    """Right: batches of one group, and those of the batch's group pass those of another."""
+    """Right: batches of one group, and those of the batch's group bypass those of another."""
 
     def head(self):
         group = self.running[0].group if self.running else None
@@ -72,23 +74,24 @@ class PassingScheduler(PagedScheduler):
 class NewestFirstScheduler(PagedScheduler):
     """Right: names the newest first in its output. The work of a step may be carried out in any order."""
 
-    def issue(self, output):
+    def schedule(self):
+        output = super().schedule()
         output.scheduled.reverse()
         output.num_scheduled_tokens = dict(reversed(output.num_scheduled_tokens.items()))
-        return super().issue(output)
+        return output
 
 
 class HalfCapScheduler(EngineScheduler):
-    """Incident 1 with another cap: half of the seats stay empty, and one seat is none."""
+    """Incident 1 with another cap: half of the slots stay empty, and one slot is none."""
 
-    def has_seat(self):
+    def has_slot(self):
         return len(self.running) < self.max_num_seqs // 2
 
 
 class OverfullScheduler(EngineScheduler):
     """Incident 1 the other way round: a batch of N + 1."""
 
-    def has_seat(self):
+    def has_slot(self):
         return len(self.running) <= self.max_num_seqs
 
 
@@ -142,16 +145,47 @@ def said(error):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call():
-    """Say what went wrong when admission takes a request out of the line that is not there."""
+def pytest_runtest_call(item):
+    """Say so where the fault is in the waiting queue, or in a head() that names a request which does not wait."""
     try:
         return (yield)
-    except KeyError as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if last.name != "admit":
+    except Exception as error:
+        if is_not_written(error) or "test_task_9_" in item.nodeid:
             raise
-        got = f"a request that is not in `waiting`: {told(error)}"
-        raise CheckFailed("head(), which admission asks who is next", got, "one of those that wait") from error
+        if fault := queue_fault():
+            called = "RequestQueue, of task 9, in which this scheduler keeps its waiting requests"
+            raise CheckFailed(called, fault, "what a sorted list gives: mend task 9 first") from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, KeyError) and (last.name, Path(last.filename).name) == ("remove", "queue.py"):
+            got = f"a request that is not in `waiting`: {told(error)}"
+            raise CheckFailed("head(), whose request is admitted next", got, "one of those that wait") from error
+        raise
+
+
+def queue_fault():
+    """What a RequestQueue does wrong in 300 random moves, in words; None: nothing."""
+    rng, queue, inside = random.Random(0), RequestQueue(lambda each: (each.priority, each.arrival_index)), []
+    for number in range(300):
+        if inside and rng.random() < 0.5:
+            request = inside.pop(rng.randrange(len(inside)))
+            move, change = f"remove({request.request_id})", queue.remove
+        else:
+            request = Request(number, [1], 1, priority=rng.randint(0, 9), group=rng.choice("ab"))
+            request.arrival_index = number
+            inside.append(request)
+            move, change = f"add({number})", queue.add
+        try:
+            change(request)
+            found = [queue.first(), queue.first("a"), queue.oldest()]
+        except Exception as error:
+            return f"after {move}: {told(error)}"
+        best = sorted(inside, key=lambda each: (each.priority, each.arrival_index))
+        of_a = [each for each in best if each.group == "a"]
+        oldest = min(inside, key=lambda each: each.arrival_index, default=None)
+        for name, got, right in zip(("first()", "first('a')", "oldest()"), found, (best, of_a, [oldest]), strict=True):
+            if got is not (right[0] if right else None):
+                return f"after {move}, {name} gives {got!r}, not {right[0] if right else None!r}"
+    return None
 
 
 class Room:
@@ -195,7 +229,7 @@ class Room:
         return bounded(fix)
 
     def run(self, scheduler, requests=(), *, auditor=False, arrivals=(), max_steps=2000):
-        """Drive a scheduler, watched at every step, until all requests have ended. The tally."""
+        """Drive a scheduler, watched at every step, until all requests have finished. The tally."""
         __tracebackhide__ = True
         requests, arrivals = list(requests), list(arrivals)
         observers = [Watch(), *([Auditor()] if auditor else [])]
@@ -204,11 +238,11 @@ class Room:
         except (MinicacheError, OutOfSteps) as error:
             raise CheckFailed(f"a run of {type(scheduler).__name__}", told(error), "every request served") from error
         left = [each.request_id for each in (*scheduler.running, *scheduler.waiting.values())]
-        that(f"requests that had not ended after {max_steps} steps", left).gives([])
+        that(f"requests that had not finished after {max_steps} steps", left).gives([])
         return tally
 
     def survives(self, create, *, auditor=False, groups=("text",), too_large=False, num_runs=25, preemption=True):
-        """Random load, in pools down to one request's size: everybody gets all tokens, and the books agree."""
+        """Random load, in pools down to one request's size: every request gets all tokens, and the books agree."""
         __tracebackhide__ = True
         for seed in range(num_runs):
             rng = random.Random(seed)
@@ -222,7 +256,7 @@ class Room:
             for request in requests:
                 feasible = request.num_prompt_tokens + request.max_tokens <= 4 * num_blocks
                 wanted = RequestStatus.FINISHED_LENGTH if feasible else RequestStatus.FINISHED_CAPACITY
-                that(f"the end of {request!r}, in a pool of {num_blocks} blocks of 4", request.status).gives(wanted)
+                that(f"the status of {request!r}, in a pool of {num_blocks} blocks of 4", request.status).gives(wanted)
 
 
 def random_request(rng, number, num_blocks, groups, too_large):
@@ -235,7 +269,7 @@ def random_request(rng, number, num_blocks, groups, too_large):
 
 
 class Watch(Observer):
-    """Whoever computes has blocks for it, whoever waits has none, and every step gets somewhere.
+    """Scheduled tokens have blocks, waiting requests have none, and every step schedules or finishes something.
 
     The auditor's rules on blocks and holdings are asked for by name. Its others are for stages of the course: an engine
     of the incident room may admit in the step in which it evicts, or leave some of the batch out of a step.
@@ -252,10 +286,10 @@ class Watch(Observer):
         if scheduler.num_running > scheduler.max_num_seqs:
             raise InvariantError(f"{scheduler.num_running} requests in the batch of {scheduler.max_num_seqs}")
         if not output.scheduled and not output.finished and scheduler.has_unfinished:
-            raise InvariantError(f"a step without a token and without an end, and {scheduler.num_waiting} wait")
+            raise InvariantError(f"a step that schedules and finishes nothing, and {scheduler.num_waiting} wait")
         self.check(scheduler, output)
 
-    def on_update(self, scheduler, output, ended):
+    def on_update(self, scheduler, output, finished):
         self.check(scheduler, SchedulerOutput())
 
     def check(self, scheduler, output):

@@ -1,4 +1,4 @@
-"""Phase 7, task 11: nobody is overtaken for ever."""
+"""Phase 7, task 11: no request is bypassed for ever."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def steps_until_served(scheduler, request, next_rival, limit):
 
 
 def test_under_endless_urgent_requests_a_lowly_one_is_served(request_of):
-    """One seat, and at every step one more urgent request of one token: after 64 of them it is the lowly one's turn."""
+    """One slot, and at every step one more urgent request of one token: after 64 of them the lowly one is admitted."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     lowly = request_of("lowly", 10, 1, priority=9)
     scheduler.add_request(lowly)
@@ -87,7 +87,7 @@ def test_under_endless_texts_an_image_is_served(request_of):
     image = request_of("image", 10, 1, group="image")
     scheduler.add_request(image)
     took = steps_until_served(scheduler, image, lambda number: request_of(number, 10, 5), 1000)
-    # 64 texts of 5 steps in 4 seats, and what is in the batch when the bound is reached has to end.
+    # 64 texts of 5 steps in 4 batch slots, and what is in the batch when the bound is reached has to finish.
     that("whether the image was served within 100 steps", took is not None and took <= 100).gives(True)
 
 
@@ -103,7 +103,7 @@ def test_under_endless_small_ones_a_large_one_is_served(request_of):
 
 
 def test_the_oldest_is_by_arrival_time(request_of):
-    """Who arrived first is said by arrival_time: an old request that was added late is due before a younger one."""
+    """The oldest is the oldest by arrival_time: a request that was added late may be older than one added before it."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     young, old = request_of("young", 10, 1, priority=9, arrival_time=5.0), request_of("old", 10, 1, priority=9)
     scheduler.add_request(young)
@@ -111,6 +111,16 @@ def test_the_oldest_is_by_arrival_time(request_of):
     took = steps_until_served(scheduler, old, lambda number: request_of(number, 10, 1, arrival_time=10.0 + number), 300)
     that("urgent requests that went before the old one", took).gives(STARVATION_BOUND)
     that("tokens of the young one", young.output_token_ids).gives([])
+
+
+def test_one_added_late_is_bypassed_too(request_of):
+    """80 urgent requests are added, then a lowly one that had arrived before them: 64 bypass it, and it is next."""
+    scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
+    for number in range(80):
+        scheduler.add_request(request_of(number, 10, 1, arrival_time=10.0 + number))
+    scheduler.add_request(request_of("old", 10, 1, priority=9))
+    order = [request_id for _ in range(81) for request_id in step(scheduler).num_scheduled_tokens]
+    that("admissions before the old one", order.index("old")).gives(STARVATION_BOUND)
 
 
 def test_the_count_begins_anew(request_of):
@@ -126,8 +136,8 @@ def test_the_count_begins_anew(request_of):
     that("admissions before each of the lowly ones", turns).gives([64, 129, 194])
 
 
-def test_rank_and_groups_hold_below_the_bound(room, request_of):
-    """Fewer than 64 requests in all: priorities, then arrival, in batches of one group, as in tasks 9 and 10."""
+def test_priority_and_groups_decide_below_the_bound(room, request_of):
+    """Fewer than 64 requests in all: priorities, then arrival, in batches of one group, as in task 10."""
     requests = [
         request_of(0, 10, 2, group="a", priority=1),
         request_of(1, 10, 2, group="b", priority=2),
@@ -140,7 +150,7 @@ def test_rank_and_groups_hold_below_the_bound(room, request_of):
 
 
 def test_an_aborted_one_is_not_waited_for(request_of):
-    """The lowly request is due and its client leaves: the urgent ones go on at once, and not one step is idle."""
+    """The bound is reached, and the lowly request aborted: the urgent ones go on at once, and no step is idle."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     scheduler.add_request(request_of("lowly", 10, 1, priority=9))
     for number in range(STARVATION_BOUND):
@@ -152,7 +162,7 @@ def test_an_aborted_one_is_not_waited_for(request_of):
 
 
 def test_an_abort_does_not_set_the_count_back(request_of):
-    """Two lowly ones wait; after 40 overtakes the older is aborted. The other was passed too: 24 more and it is due."""
+    """Two lowly ones wait; after 40 bypasses the older is aborted. The other was bypassed too: it waits for 24 more."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     for name in ("older", "other"):
         scheduler.add_request(request_of(name, 10, 1, priority=9))
@@ -165,14 +175,14 @@ def test_an_abort_does_not_set_the_count_back(request_of):
     that("admissions before the other lowly one", order.index("other")).gives(STARVATION_BOUND)
 
 
-def test_only_overtakes_in_a_row_count(request_of):
-    """40 overtakes, then the lowly one is served, as nobody else is there: the next one is passed 64 times, not 24."""
+def test_only_bypasses_in_a_row_count(request_of):
+    """40 bypasses, then the lowly one is served, as no other is there: the next one is bypassed 64 times, not 24."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     scheduler.add_request(request_of("first", 10, 1, priority=9))
     for number in range(40):
         scheduler.add_request(request_of(number, 10, 1))
         step(scheduler)
-    that("who runs when nobody urgent is there", list(step(scheduler).num_scheduled_tokens)).gives(["first"])
+    that("scheduled when no urgent one is there", list(step(scheduler).num_scheduled_tokens)).gives(["first"])
     second = request_of("second", 10, 1, priority=9)
     scheduler.add_request(second)
     took = steps_until_served(scheduler, second, lambda number: request_of(100 + number, 10, 1), 300)
@@ -189,7 +199,7 @@ def test_seventy_admissions_in_one_step(request_of):
         watched.add_request(request_of(number, 10, 1))
     that("requests in step 0", len(step(watched).scheduled)).gives(81)
     that("the most admissions ahead of an earlier one", admissions.longest).gives(STARVATION_BOUND)
-    that("the place of the lowly one", admissions.order.index("lowly")).gives(STARVATION_BOUND)
+    that("admissions before the lowly one", admissions.order.index("lowly")).gives(STARVATION_BOUND)
 
 
 @settings(max_examples=12, deadline=None)
@@ -201,7 +211,7 @@ def test_seventy_admissions_in_one_step(request_of):
     groups=st.integers(1, 3),
 )
 def test_of_any_65_admissions_one_is_of_the_oldest(seed, num_blocks, max_num_seqs, swap, groups):
-    """Any load that favours the late: of any 65 admissions in a row, at least one is of whom arrived first."""
+    """Any load that favours the late: of any 65 admissions in a row, at least one is of the oldest request."""
     rng = random.Random(seed)
     options = {"preemption": "swap", "num_host_blocks": 6} if swap else {}
     scheduler = FairScheduler(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs, **options)
@@ -223,5 +233,5 @@ def test_of_any_65_admissions_one_is_of_the_oldest(seed, num_blocks, max_num_seq
 
 
 def test_random_load(room):
-    """Any requests of three groups, any pool, both preemptions: everybody is served, and phase 6's auditor agrees."""
+    """Any requests of three groups, any pool, both preemptions: every one is served, and phase 6's auditor agrees."""
     room.survives(FairScheduler, auditor=True, groups=("text", "image", "audio"))

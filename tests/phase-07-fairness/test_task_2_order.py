@@ -13,7 +13,7 @@ def test_expose_fails_on_the_broken_one(room):
 
 
 def test_expose_passes_on_right_ones(room):
-    """Your test passes on schedulers that serve first who came first, whatever else they do."""
+    """Your test passes on schedulers that serve in the order of arrival, whatever else they do."""
     room.passes(expose, 2)
 
 
@@ -27,7 +27,7 @@ def test_the_newest_is_preempted(room, request_of):
     scheduler.update_from_output(output, {0: 0, 1: 0})
     output = scheduler.schedule()
     that("step 1", output.num_scheduled_tokens).gives({0: 1})
-    that("who is preempted in step 1", output.preempted).gives([1])
+    that("preempted in step 1", output.preempted).gives([1])
     scheduler.update_from_output(output, {0: 0})
     tally = room.run(scheduler)
     that("the order in which the requests end", list(tally.finished)).gives([0, 1])
@@ -43,19 +43,19 @@ def test_six_requests_end_as_they_came(room, request_of):
 
 
 def test_arrival_index_says_who_came_first(room, request_of):
-    """Fixed: who was added first came first (`arrival_index`), whatever its arrival_time and its name say."""
+    """Fixed: the one added first arrived first (`arrival_index`), whatever its arrival_time and its name say."""
     scheduler = room.fixed(expose, FixedOrderScheduler)(num_blocks=15)
     for name, time in (("b", 5.0), ("c", 9.0), ("a", 1.0)):
         scheduler.add_request(request_of(name, 80, 20, arrival_time=time))
     output = scheduler.schedule()
     scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
     output = scheduler.schedule()
-    that("who is preempted in step 1", output.preempted).gives(["a"])
-    that("who runs in step 1", sorted(output.num_scheduled_tokens)).gives(["b", "c"])
+    that("preempted in step 1", output.preempted).gives(["a"])
+    that("scheduled in step 1", sorted(output.num_scheduled_tokens)).gives(["b", "c"])
     scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
     that("the order in which they end", list(room.run(scheduler).finished)).gives(["b", "c", "a"])
 
 
 def test_random_load(room):
-    """Fixed: any requests, any pool: everybody is served, and phase 6's auditor agrees at every step."""
+    """Fixed: any requests, any pool: every request is served, and phase 6's auditor agrees at every step."""
     room.survives(room.fixed(expose, FixedOrderScheduler), auditor=True)

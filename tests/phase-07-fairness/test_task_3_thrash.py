@@ -27,7 +27,7 @@ def test_two_lengths_share_every_step(room, request_of):
 
 
 def test_four_lengths_one_of_them_first(room, request_of):
-    """Fixed: a prompt of 100 tokens, then three of 50, 51 and 52: nobody is preempted, nothing is computed twice."""
+    """Fixed: a prompt of 100 tokens, then three of 50, 51 and 52: none is preempted, nothing is computed twice."""
     create = room.fixed(expose, FixedThrashScheduler)
     arrivals = [(step, request_of(step, prompt, 40)) for step, prompt in enumerate([100, 50, 51, 52])]
     tally = room.run(create(num_blocks=64), arrivals=arrivals)
@@ -37,7 +37,7 @@ def test_four_lengths_one_of_them_first(room, request_of):
 
 
 def test_lengths_far_apart(room, request_of):
-    """Fixed: prompts of 10 and 400 tokens are one batch too: nobody is preempted, nothing is computed twice."""
+    """Fixed: prompts of 10 and 400 tokens are one batch too: none is preempted, nothing is computed twice."""
     create = room.fixed(expose, FixedThrashScheduler)
     tally = room.run(create(num_blocks=64), [request_of(0, 10, 40), request_of(1, 400, 40)])
     that("prefill tokens", tally.num_prefill_tokens).gives(410)
@@ -54,5 +54,5 @@ def test_twelve_lengths(room, request_of):
 
 
 def test_random_load(room):
-    """Fixed: any requests, any pool: everybody is served, and the books agree."""
+    """Fixed: any requests, any pool: every request is served, and the books agree."""
     room.survives(room.fixed(expose, FixedThrashScheduler))

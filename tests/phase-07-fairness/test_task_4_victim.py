@@ -1,4 +1,4 @@
-"""Phase 7, task 4: incident 4, the victim in the head's seat."""
+"""Phase 7, task 4: incident 4, the victim in the head's slot."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from minicache.scheduler.incidents.case_4_victim import FixedVictimScheduler, ex
 
 
 def test_expose_fails_on_the_broken_one(room):
-    """Your test fails on the scheduler that gives the seat to the victim."""
+    """Your test fails on the scheduler that gives the batch slot to the victim."""
     room.exposes(expose, VictimHeadScheduler)
 
 
 def test_expose_passes_on_right_ones(room):
-    """Your test passes on schedulers in which only who has blocks computes, whatever else they do."""
+    """Your test passes on schedulers that compute tokens only for requests with blocks, whatever else they do."""
     room.passes(expose, 4)
 
 
-def test_the_seat_goes_to_the_head(room, request_of):
-    """Fixed: after 64 passes the newest is evicted for the head of the line, which runs in that same step."""
+def test_the_slot_goes_to_the_head(room, request_of):
+    """Fixed: after 64 passes the newest is evicted for the head of the queue, which runs in that same step."""
     create = room.fixed(expose, FixedVictimScheduler)
     requests = [request_of("newest", 10, 100), request_of("head", 112, 1)]
     tally = room.run(create(num_blocks=7), requests)
     that("steps of the run before the head's", tally.order.index(["head"])).gives(WAITING_PASSES)
-    that("the order in which the requests end", list(tally.finished)).gives(["head", "newest"])
+    that("the order in which the requests finish", list(tally.finished)).gives(["head", "newest"])
     that("preemptions", tally.num_preemptions).gives(1)
     that("prefill tokens: 10, 112, and 74 again", tally.num_prefill_tokens).gives(196)
 
 
-def test_two_victims_stand_in_their_order(room, request_of):
+def test_two_victims_keep_their_order(room, request_of):
     """Fixed: two are evicted; the head runs, then the victims come back in their order, before one that came later."""
     create = room.fixed(expose, FixedVictimScheduler)
     requests = [request_of(0, 10, 90), request_of(1, 10, 90), request_of("head", 195, 3), request_of("later", 10, 90)]
@@ -40,7 +40,7 @@ def test_two_victims_stand_in_their_order(room, request_of):
     )
 
 
-def test_who_has_been_seated_waits_64_passes_anew(room, request_of):
+def test_an_admitted_one_waits_64_passes_anew(room, request_of):
     """Fixed: two that outgrow 25 blocks do not evict each other at every step: each waits 64 passes every time."""
     create = room.fixed(expose, FixedVictimScheduler)
     requests = [request_of(0, 195, 200), request_of(1, 200, 200)]
@@ -51,5 +51,5 @@ def test_who_has_been_seated_waits_64_passes_anew(room, request_of):
 
 
 def test_random_load(room):
-    """Fixed: any requests, any pool: everybody is served, and the books agree."""
+    """Fixed: any requests, any pool: every request is served, and the books agree."""
     room.survives(room.fixed(expose, FixedVictimScheduler))

@@ -1,4 +1,4 @@
-"""Phase 7, task 8: incident 8, a copy that nobody had budgeted."""
+"""Phase 7, task 8: incident 8, a copy that was not in the budget."""
 
 from __future__ import annotations
 
@@ -35,48 +35,48 @@ def test_what_is_missing(room, request_of):
     scheduler.add_request(parent)
     step(scheduler)
     that("blocks_missing, 6 tokens in 2 blocks", scheduler.blocks_missing(parent)).gives(0)
-    twin = scheduler.fork_request("parent", "twin")
+    child = scheduler.fork_request("parent", "child")
     that("blocks_missing of the parent, 6 tokens in 2 shared blocks", scheduler.blocks_missing(parent)).gives(1)
-    that("blocks_missing of the twin", scheduler.blocks_missing(twin)).gives(1)
+    that("blocks_missing of the child", scheduler.blocks_missing(child)).gives(1)
     that("blocks to copy in the next step", len(step(scheduler).blocks_to_copy)).gives(1)
-    that("blocks_missing once each has its own", [scheduler.blocks_missing(each) for each in (parent, twin)]).gives(
+    that("blocks_missing once each has its own", [scheduler.blocks_missing(each) for each in (parent, child)]).gives(
         [0, 0]
     )
     step(scheduler)
     step(scheduler)
-    that("blocks_missing, 9 tokens in 2 blocks", [scheduler.blocks_missing(each) for each in (parent, twin)]).gives(
+    that("blocks_missing, 9 tokens in 2 blocks", [scheduler.blocks_missing(each) for each in (parent, child)]).gives(
         [1, 1]
     )
 
 
 def test_a_full_last_block_is_not_copied(room, request_of):
-    """Fixed: 8 computed tokens in two full blocks: nobody writes into them, so a new block is missing and no copy."""
+    """Fixed: 8 computed tokens in two full blocks: neither writes into them, so a new block is missing and no copy."""
     scheduler = room.fixed(expose, FixedCopyScheduler)(num_blocks=10, block_size=4)
     parent = request_of("parent", 8, 20)
     scheduler.add_request(parent)
     step(scheduler)
-    scheduler.fork_request("parent", "twin")
+    scheduler.fork_request("parent", "child")
     that("blocks_missing of the parent", scheduler.blocks_missing(parent)).gives(1)
     that("blocks to copy", step(scheduler).blocks_to_copy).gives([])
 
 
-def test_with_no_block_to_spare_the_twin_leaves(room, request_of):
-    """Fixed: 2 blocks, and a parent and its twin share both: the twin is preempted, and then no copy is needed."""
+def test_with_no_block_to_spare_the_child_leaves(room, request_of):
+    """Fixed: 2 blocks, and a parent and its child share both: the child is preempted, and then no copy is needed."""
     scheduler = room.fixed(expose, FixedCopyScheduler)(num_blocks=2)
     parent = request_of("parent", 20, 5)
     scheduler.add_request(parent)
     step(scheduler)
-    twin = scheduler.fork_request("parent", "twin")
+    child = scheduler.fork_request("parent", "child")
     output = step(scheduler)
-    that("who runs", output.num_scheduled_tokens).gives({"parent": 1})
-    that("who is preempted", output.preempted).gives(["twin"])
+    that("scheduled", output.num_scheduled_tokens).gives({"parent": 1})
+    that("preempted", output.preempted).gives(["child"])
     that("blocks to copy", output.blocks_to_copy).gives([])
     room.run(scheduler)
-    that("how they end", [parent.status, twin.status]).gives([RequestStatus.FINISHED_LENGTH] * 2)
+    that("how they finish", [parent.status, child.status]).gives([RequestStatus.FINISHED_LENGTH] * 2)
 
 
 def test_random_forks(room, request_of):
-    """Fixed: requests forked at random in small pools: no step runs out of blocks, and everybody is served."""
+    """Fixed: requests forked at random in small pools: no step runs out of blocks, and every request is served."""
     create = room.fixed(expose, FixedCopyScheduler)
     for seed in range(25):
         rng = random.Random(seed)
@@ -90,5 +90,5 @@ def test_random_forks(room, request_of):
             step(scheduler)
             forkable = [each for each in scheduler.running if each.output_token_ids]
             if forkable and turn < 20 and scheduler.num_running < 6 and rng.random() < 0.4:
-                requests.append(scheduler.fork_request(rng.choice(forkable).request_id, f"twin {turn}"))
-        that("how they end", {request.status.name for request in requests}).gives({"FINISHED_LENGTH"})
+                requests.append(scheduler.fork_request(rng.choice(forkable).request_id, f"child {turn}"))
+        that("how they finish", {request.status.name for request in requests}).gives({"FINISHED_LENGTH"})

@@ -285,7 +285,7 @@ def test_one_beam_is_greedy(seed):
 
 
 def naive(log_probs, k, stops, max_tokens, penalty):
-    """The same rules with texts for beams, every continuation of every beam, and no indices: (score, tokens), the best first."""
+    """The same rules, with texts for beams and all of their continuations: (score, tokens), the best first."""
     texts, ended = [(0.0, [])], []
     for length in range(1, max_tokens + 1):
         hypotheses = [

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache, PagedStorage, RaggedStep
 from minicache.cache.selective import SelectiveStep
-from minicache.cache.windows import WindowedRaggedStep, WindowedSelectiveStep, window_attention
 from minicache.memory.blocks import BlockPool, BlockTable
 from minicache.model import Decoder, DecoderConfig, load_folder
 
@@ -118,9 +116,7 @@ def test_a_step_over_many_sequences_has_windows(save, name, kind):
     got = [[] for _ in steps[0]]
     done = [0, 0, 0]
     for counts in steps:
-        step = (
-            WindowedRaggedStep(storage, tables, counts) if kind == "ragged" else WindowedSelectiveStep(caches, counts)
-        )
+        step = RaggedStep(storage, tables, counts) if kind == "ragged" else SelectiveStep(caches, counts)
         parts = [TOKEN_IDS[1, start : start + count] for start, count in zip(done, counts, strict=True)]
         with torch.no_grad():
             logits = model(torch.cat(parts)[None], step)[0].split(counts)
@@ -129,33 +125,6 @@ def test_a_step_over_many_sequences_has_windows(save, name, kind):
             done[sequence] += count
     for rows, length in zip(got, done, strict=True):
         torch.testing.assert_close(torch.cat(rows), saved.logits(TOKEN_IDS[1:, :length])[0], atol=1e-4, rtol=1e-4)
-
-
-def test_a_step_that_knows_no_windows_is_refused(save):
-    """Rather than attended to without them."""
-    family, options = MODELS["mistral, window"]
-    model = load_folder(save(family, **options).folder)
-    storage = PagedStorage(BlockPool(4, 4), model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
-    cache = KVCache(model.config.num_layers, 1, model.config.num_kv_heads, 64, model.config.head_dim)
-    for step in (RaggedStep(storage, [BlockTable(storage.pool)], [2]), SelectiveStep([cache], [2])):
-        with pytest.raises(TypeError, match=r"sliding window of 7 tokens, and .*Step knows none"):
-            model(TOKEN_IDS[:1, :2], step)
-
-
-# Windows
-
-
-@pytest.mark.parametrize("window", [1, 2, 5, 11, 12, 13, 100])
-@pytest.mark.parametrize(("num_new", "num_tokens"), [(1, 1), (1, 12), (4, 12), (12, 12), (7, 9)])
-def test_window_attention_is_attention_with_a_mask(window, num_new, num_tokens):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 6, num_new, 8), torch.randn(2, 3, num_tokens, 8), torch.randn(2, 3, num_tokens, 8)
-    position = torch.arange(num_tokens - num_new, num_tokens)[:, None] - torch.arange(num_tokens)
-    mask = (position >= 0) & (position < window)
-    expected = F.scaled_dot_product_attention(
-        q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1), attn_mask=mask
-    )
-    torch.testing.assert_close(window_attention(q, k, v, window), expected)
 
 
 # The config

@@ -292,6 +292,26 @@ def test_messages_that_a_template_refuses(speaking, save, add_tokenizer):
         FolderTokenizer(bare).apply_chat_template([{"role": "user", "content": "no"}])
 
 
+# Sixteen bits on a CPU
+
+
+def test_sixteen_bits_that_the_cpu_does_not_compute_in_are_loaded_as_float32(save, monkeypatch, caplog):
+    """It is said once for each model; a dtype that is asked for is taken, and so is one that the CPU computes in."""
+    folder = save("llama", dtype=torch.bfloat16).folder
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False}, raising=False)
+    assert {weight.dtype for weight in LLM(folder, num_blocks=20).model.parameters()} == {torch.float32}
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{folder} holds bfloat16, in which this CPU does not compute: loaded as float32, in twice the memory. "
+        "To keep it, slow as it is, give dtype=torch.bfloat16"
+    ]
+    caplog.clear()
+    asked_for = LLM(folder, num_blocks=20, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    for llm in (asked_for, LLM(folder, num_blocks=20)):
+        assert all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in llm.model.parameters())
+    assert caplog.records == []
+
+
 # What is refused
 
 

@@ -106,7 +106,7 @@ def with_event(kind: Any, request_id: int) -> Callable[[TraceStep], TraceStep]:
         (1, without("preempt"), "step 1, events: swap_out"),
         (1, without("swap_out"), "step 1, counts: num_swapped"),
         (1, with_event("admit", 3), "step 1, events: admit of request 3, which is 'swapped'"),
-        (1, with_event("resume", 3), "step 1, events: somebody is admitted in a step that preempts"),
+        (1, with_event("resume", 3), "step 1, events: a request is admitted in a step that preempts"),
         (1, with_event("finish", 9), "step 1, events: finish of request 9, which is not here"),
         (2, with_event("arrive", 0), "step 2, events: arrive of request 0, which is 'in'"),
         (2, entries(num_computed_tokens=1), "step 2, tokens: request 0"),
@@ -115,7 +115,7 @@ def with_event(kind: Any, request_id: int) -> Callable[[TraceStep], TraceStep]:
         (2, entries(num_new_tokens=1), "step 2, tokens: request 0 computes 2"),
         (2, entries(num_new_tokens=-1), "step 2, tokens: request 0 computes 0"),
         (2, lambda step: replace(step, batch=step.batch[:1]), r"step 2, batch: requests \[1\]"),
-        (2, lambda step: replace(step, batch=step.batch * 2), "step 2, batch: somebody"),
+        (2, lambda step: replace(step, batch=step.batch * 2), "step 2, batch: a request is in it twice"),
         (2, lambda step: replace(step, num_running=3), "step 2, counts: num_running is 3"),
         (2, lambda step: replace(step, num_waiting=1), "step 2, counts: num_waiting is 1"),
         (2, lambda step: replace(step, num_swapped=0), "step 2, counts: num_swapped is 0"),
@@ -124,6 +124,52 @@ def with_event(kind: Any, request_id: int) -> Callable[[TraceStep], TraceStep]:
 def test_a_trace_that_cannot_be(number: int, change: Callable[[TraceStep], TraceStep], says: str) -> None:
     steps = recorded()
     steps[number] = change(steps[number])
+    with pytest.raises(InvariantError, match=says):
+        audit_trace(steps)
+
+
+def of_failed_steps() -> list[TraceStep]:
+    """Steps 2, 5 and 6 fail: while requests are swapped out, when none is, and at once again."""
+    steps: list[TraceStep] = []
+    recorder = Recorder(steps.append)
+    options: dict[str, Any] = {"num_blocks": 4, "block_size": 4, "preemption": "swap", "num_host_blocks": 4}
+    scheduler = observe(create_scheduler("paged", **options), recorder)
+    for request in requests_of(*FOUR):
+        scheduler.add_request(request)
+    for number in range(60):
+        output = scheduler.schedule()
+        if number == 2:
+            scheduler.recover()
+        elif number not in (5, 6):
+            scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    assert not scheduler.has_unfinished
+    return steps
+
+
+def test_steps_that_failed() -> None:
+    steps = of_failed_steps()
+    assert audit_trace(steps, max_num_seqs=4, max_num_batched_tokens=16, first_come=True) == len(steps)
+    lost = [
+        (step.step, event.request_id) for step in steps for event in step.events if event.reason == "the step failed"
+    ]
+    assert lost == [(2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1)]
+    assert [event.kind for event in steps[2].events] == [*4 * ["preempt"], "resume", "resume"]
+    assert {entry.num_computed_tokens for entry in steps[2].batch} == {0}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda event: None, "step 2, events: resume of request 0, which is 'in'"),
+        (lambda event: replace(event, reason=None), "step 2, events: preempt of request 2, which is 'swapped'"),
+        (lambda event: None if event.request_id == 3 else event, "step 2, counts: num_swapped is 0"),
+    ],
+    ids=["it did not fail", "for lack of memory", "not for one that was swapped out"],
+)
+def test_a_failed_step_that_is_not_told(change: Callable[[TraceEvent], TraceEvent | None], says: str) -> None:
+    steps = of_failed_steps()
+    events = [change(event) if event.reason == "the step failed" else event for event in steps[2].events]
+    steps[2] = replace(steps[2], events=tuple(event for event in events if event is not None))
     with pytest.raises(InvariantError, match=says):
         audit_trace(steps)
 

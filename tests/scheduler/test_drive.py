@@ -103,18 +103,17 @@ def test_capacity() -> None:
     assert (tally.num_steps, tally.batch_sizes, tally.finished) == (4, [1, 1, 1, 0], {"a": 3})
 
 
-def test_a_refused_request_is_the_callers_to_handle() -> None:
+def test_who_is_refused_is_the_callers_to_handle() -> None:
     with pytest.raises(RequestTooLargeError):
         drive(create_scheduler("paged", num_blocks=2), [request_of("a", 100)])
 
 
 def test_a_scheduler_that_never_ends() -> None:
-    """A broken one is stopped: its steps did nothing, and no request has finished."""
+    """A broken one is stopped: its steps did nothing, and nobody has finished."""
 
     class Idle(ContinuousBatchScheduler):
-        def schedule(self) -> SchedulerOutput:
-            self.outstanding = SchedulerOutput()
-            return self.outstanding
+        def schedule_waiting(self, output: SchedulerOutput) -> None:
+            pass
 
     tally = drive(Idle(num_blocks=4), [request_of("a")], max_steps=30)
     assert (tally.num_steps, tally.batch_sizes, tally.finished) == (0, [0] * 30, {})

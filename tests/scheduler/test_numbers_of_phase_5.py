@@ -43,9 +43,9 @@ def missing_on(name: str, *stated: str) -> list[str]:
     return [number for number in stated if number not in page(name)]
 
 
-def steps_of(name: str, lengths: list[tuple[int, int]], num_seats: int) -> int:
+def steps_of(name: str, lengths: list[tuple[int, int]], num_slots: int) -> int:
     requests = (Request(index, [0] * prompt, output) for index, (prompt, output) in enumerate(lengths))
-    return drive(create_scheduler(name, num_blocks=4096, max_num_seqs=num_seats), requests, max_steps=100_000).num_steps
+    return drive(create_scheduler(name, num_blocks=4096, max_num_seqs=num_slots), requests, max_steps=100_000).num_steps
 
 
 def test_the_six_requests(figures):
@@ -53,7 +53,7 @@ def test_the_six_requests(figures):
     static, static_tally = figures.run_six("static")
     steps, tally = figures.run_six("continuous")
     used = sum(len(step.batch) for step in steps)
-    shares = [figures.utilisation(trace, figures.SEATS) for trace in (static, steps)]
+    shares = [figures.utilisation(trace, figures.SLOTS) for trace in (static, steps)]
     means = [fmean(end + 1 for end in each.finished.values()) for each in (static_tally, tally)]
     assert not missing_on(
         "theory/02-iteration-level-scheduling.md",
@@ -65,7 +65,7 @@ def test_the_six_requests(figures):
     )
     assert not missing_on(
         "theory/01-why-batches-drain.md",
-        f"{len(static)} steps with three seats are {3 * len(static)} places; {used} hold a token",
+        f"{len(static)} steps with three slots are {3 * len(static)} places; {used} hold a token",
         f"= **{shares[0]:.0%}**".replace("%", " %"),
     )
     rows = []
@@ -97,18 +97,18 @@ def test_the_checks_of_the_first_two_pages(figures):
 
 
 def test_the_share_of_a_static_batch():
-    """The table of seats: mean over longest of 20,480 answers, in batches in the order of arrival."""
+    """The table of slots: mean over longest of 20,480 answers, in batches in the order of arrival."""
     outputs = [[each.num_output_tokens for each in generate(workload, 20_480, 0)] for workload in (SHAREGPT, ALPACA)]
     rows = []
-    for seats in (1, 2, 4, 8, 16, 32, 64, 128):
-        longest = [sum(max(each[at : at + seats]) for at in range(0, len(each), seats)) for each in outputs]
-        shares = [sum(each) / (seats * steps) for each, steps in zip(outputs, longest, strict=True)]
-        rows.append(f"| {seats} | {shares[0]:.0%} | {shares[1]:.0%} |".replace("%", " %"))
+    for slots in (1, 2, 4, 8, 16, 32, 64, 128):
+        longest = [sum(max(each[at : at + slots]) for at in range(0, len(each), slots)) for each in outputs]
+        shares = [sum(each) / (slots * steps) for each, steps in zip(outputs, longest, strict=True)]
+        rows.append(f"| {slots} | {shares[0]:.0%} | {shares[1]:.0%} |".replace("%", " %"))
     assert not missing_on("theory/01-why-batches-drain.md", *rows)
 
 
 def test_the_load(figures):
-    """80 Poisson arrivals on eight seats: every row of the table, and the run with all of them there at once."""
+    """80 Poisson arrivals on eight slots: every row of the table, and the run with all of them there at once."""
     columns = []
     for name in ("static", "continuous"):
         steps, tally, coming = figures.run_burst(name)
@@ -120,7 +120,7 @@ def test_the_load(figures):
         columns.append(
             (
                 str(len(steps)),
-                f"{figures.utilisation(steps, figures.BURST_SEATS):.0%}".replace("%", " %"),
+                f"{figures.utilisation(steps, figures.BURST_SLOTS):.0%}".replace("%", " %"),
                 f"{fmean(first):.1f}",
                 f"{fmean(last):.1f}",
                 str(max(last)),
@@ -129,13 +129,13 @@ def test_the_load(figures):
         )
     lengths = [(each.num_prompt_tokens, each.num_output_tokens) for _, each in coming]
     total = sum(output for _, output in lengths)
-    at_once = [steps_of(name, lengths, figures.BURST_SEATS) for name in ("static", "continuous")]
+    at_once = [steps_of(name, lengths, figures.BURST_SLOTS) for name in ("static", "continuous")]
     mean, longest = fmean(output for _, output in lengths), max(output for _, output in lengths)
     assert not missing_on(
         "theory/02-iteration-level-scheduling.md",
         *(f"| {static} | {continuous} |" for static, continuous in zip(*columns, strict=True)),
         f"have {mean:.0f} tokens on average and {longest} at most",
-        f"0.18 · {mean:.0f} = {0.18 * round(mean):.1f} seats",
+        f"0.18 · {mean:.0f} = {0.18 * round(mean):.1f} slots",
         f"the static scheduler takes {at_once[0]} steps and the continuous one {at_once[1]}",
         f"{total:,} / 8 = {-(-total // 8)}",
     )

@@ -59,8 +59,11 @@ class Listener(Observer):
         computed = [request.num_computed_tokens for request in output.scheduled]
         self.heard.append(("schedule", dict(output.num_scheduled_tokens), computed))
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        self.heard.append(("update", [request.request_id for request in ended], scheduler.num_running))
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        self.heard.append(("update", [request.request_id for request in finished], scheduler.num_running))
+
+    def on_recover(self, scheduler: Scheduler) -> None:
+        self.heard.append(("recover", list(scheduler.waiting), scheduler.num_running))
 
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
         self.heard.append(("finish", request.request_id, request.finish_reason))
@@ -147,6 +150,33 @@ def test_a_refused_report_is_not_told() -> None:
     with pytest.raises(ValueError, match="no token"):
         scheduler.update_from_output(output, {})
     assert [heard[0] for heard in listener.heard] == ["add", "schedule"]
+
+
+@pytest.mark.parametrize("explicit", [True, False], ids=["recover()", "schedule() again"])
+def test_a_recovery_is_told_once(explicit: bool) -> None:
+    listener = Listener()
+    scheduler = observe(create_scheduler("continuous", num_blocks=10), listener)
+    for request_id in "ab":
+        scheduler.add_request(request_of(request_id))
+    step(scheduler)
+    scheduler.schedule()
+    if explicit:
+        scheduler.recover()
+    step(scheduler)
+    assert listener.heard[4:] == [
+        ("schedule", {"a": 1, "b": 1}, [5, 5]),
+        ("recover", ["a", "b"], 0),
+        ("schedule", {"a": 6, "b": 6}, [0, 0]),
+        ("update", [], 2),
+    ]
+
+
+def test_no_recovery_from_a_step_without_work() -> None:
+    listener = Listener()
+    scheduler = observe(create_scheduler("continuous", num_blocks=10), listener)
+    scheduler.schedule()
+    scheduler.schedule()
+    assert [heard[0] for heard in listener.heard] == ["schedule", "schedule"]
 
 
 def test_all_observers_are_told() -> None:
@@ -269,14 +299,51 @@ def test_refused_and_aborted_in_a_trace() -> None:
     ]
 
 
-def test_a_step_that_was_never_reported() -> None:
-    """It is not in the trace; what happened in it is told with the one that took its place."""
+def test_a_step_that_failed_is_not_in_the_trace() -> None:
+    """Its admissions neither: the request is admitted with the step that took its place."""
     scheduler, steps = watched()
     scheduler.add_request(request_of("a"))
     scheduler.schedule()
     step(scheduler)
     assert [(each.step, each.num_tokens) for each in steps] == [(0, 5)]
     assert events_of(steps) == [[("arrive", "a"), ("admit", "a")]]
+
+
+@pytest.mark.parametrize("explicit", [True, False], ids=["recover()", "schedule() again"])
+def test_a_recovery_in_a_trace(explicit: bool) -> None:
+    """Of 4 blocks a, b and c have filled 3, and d waits for a slot. A step that would preempt c fails, and b leaves.
+
+    Those that were in the batch before it are preempted, in the order of the queue. Nothing else of it is told.
+    """
+    scheduler, steps = watched(num_blocks=4, block_size=4, max_num_seqs=3)
+    for request_id, num_prompt in zip("abcd", (4, 4, 8, 4), strict=True):
+        scheduler.add_request(request_of(request_id, num_prompt))
+    step(scheduler)
+    output = scheduler.schedule()
+    assert output.preempted == ["c"]
+    scheduler.abort_request("b")
+    if explicit:
+        scheduler.recover()
+    step(scheduler)
+    failed = "the step failed"
+    assert events_of(steps) == [
+        [*(("arrive", each) for each in "abcd"), *(("admit", each) for each in "abc")],
+        [("finish", "b", "abort"), ("preempt", "a", failed), ("preempt", "c", failed), ("resume", "a")],
+    ]
+    assert steps[1].batch == (TraceEntry("a", 0, 5, 4, 1),)
+    assert steps[1].num_swapped == 0
+
+
+def test_what_a_failed_step_finished_is_told() -> None:
+    """a outgrows the pool, b is admitted in the same step, which fails: a has finished, and b was never admitted."""
+    scheduler, steps = watched(num_blocks=2, block_size=4)
+    for request_id, num_prompt in zip("ab", (8, 4), strict=True):
+        scheduler.add_request(request_of(request_id, num_prompt))
+    step(scheduler)
+    output = scheduler.schedule()
+    assert (output.finished, output.num_scheduled_tokens) == (["a"], {"b": 4})
+    step(scheduler)
+    assert events_of(steps)[1:] == [[("finish", "a", "capacity"), ("admit", "b")]]
 
 
 def test_a_recorder_that_comes_in_the_middle_of_a_step() -> None:

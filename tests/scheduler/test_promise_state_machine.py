@@ -1,9 +1,9 @@
-"""The promise of every stage from `paged` on, under any load.
+"""The guarantees of every stage from `paged` on, under any load.
 
-Each step schedules a token or ends a request; nobody waits for ever; what cannot fit is refused at once, with a typed
-error; and after every step Σ references = Σ table entries, and free + used = total. The machine adds and aborts
-requests in mid-run, schedules steps whose tokens never come, in pools down to one request's size. At the end of each
-run the scheduler is left alone, and has to be done within as many steps as there are tokens left.
+Each step schedules a token or finishes a request; no request waits for ever; what cannot fit is refused at once, with a
+typed error; and after every step Σ references = Σ table entries, and free + used = total. The machine adds and aborts
+requests in mid-run, and lets steps fail, in pools down to one request's size. At the end of each run the scheduler is
+left alone, and has to be done within as many steps as there are tokens left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STOP = 9
 MAX_TOKENS = 12
 
 
-class Promise(RuleBasedStateMachine):
+class Guarantees(RuleBasedStateMachine):
     """One scheduler, and all requests that it was ever given."""
 
     stage = "paged"
@@ -72,7 +72,7 @@ class Promise(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.has_unfinished)
     @rule(which=st.integers(0, 20), status=st.sampled_from(["SWAPPED", "RUNNING", "WAITING"]))
     def abort(self, which: int, status: str) -> None:
-        """Somebody with that status leaves, or if there is none, anybody."""
+        """A request with that status is aborted, or if there is none, any."""
         unfinished = [each for each in self.requests if not each.status.is_finished]
         unfinished = [each for each in unfinished if each.status.name == status] or unfinished
         request = unfinished[which % len(unfinished)]
@@ -82,45 +82,57 @@ class Promise(RuleBasedStateMachine):
 
     @rule()
     def schedule(self) -> None:
-        """A step. If there was one whose tokens have not come, it is forgotten."""
+        """A step. If the one before was never committed, it has failed."""
         unfinished = self.scheduler.has_unfinished
         self.output = self.scheduler.schedule()
         if unfinished:
-            assert self.output.scheduled or self.output.finished, "a step without a token and without an end"
+            assert self.output.scheduled or self.output.finished, "a step that neither computes nor finishes anything"
         limit = self.scheduler.max_num_batched_tokens
         large = [n for n in self.output.num_scheduled_tokens.values() if n > limit]
         assert self.output.total_num_scheduled_tokens - sum(large) <= limit
 
+    @rule()
+    def recover(self) -> None:
+        """A step has failed, or an engine is careful: nothing is computed, nothing is held, and no output is lost."""
+        outputs = [list(each.output_token_ids) for each in self.requests]
+        self.scheduler.recover()
+        self.output = None
+        assert [each.output_token_ids for each in self.requests] == outputs
+        assert self.scheduler.pool.num_used == self.scheduler.num_running == 0
+        left = [each for each in self.requests if not each.status.is_finished]
+        assert all(each.status is RequestStatus.WAITING and not each.num_computed_tokens for each in left)
+        assert set(self.scheduler.waiting) == {each.request_id for each in left}
+
     @precondition(lambda self: self.output is not None)
     @rule(stopped=st.sets(st.integers(0, 40), max_size=2))
-    def report(self, stopped: set[int]) -> None:
+    def commit(self, stopped: set[int]) -> None:
         """The tokens of the step come; some of them are stop tokens."""
         assert self.output is not None
         tokens = {each: STOP if each in stopped else 0 for each in self.output.num_scheduled_tokens}
         awaited = [each for each in self.output.scheduled if not each.status.is_finished]
         had = [len(each.output_token_ids) for each in awaited]
-        ended = self.scheduler.update_from_output(self.output, tokens)
+        finished = self.scheduler.update_from_output(self.output, tokens)
         assert [len(each.output_token_ids) for each in awaited] == [count + 1 for count in had]
-        assert all(each.status.is_finished for each in ended)
+        assert all(each.status.is_finished for each in finished)
         self.output = None
 
     @rule(count=st.integers(1, 20))
     def abort_the_next_victim(self, count: int) -> None:
-        """Run until somebody loses its place; it leaves before the step's tokens come."""
+        """Run until a request is preempted; it is aborted before the step's tokens come."""
         for _ in range(count):
             self.schedule()
             assert self.output is not None
             for request_id in self.output.preempted[:1]:
                 assert self.scheduler.abort_request(request_id)
             self.books_agree()
-            self.report(set())
+            self.commit(set())
 
     @rule(count=st.integers(1, 12))
     def run(self, count: int) -> None:
         for _ in range(count):
             self.schedule()
             self.books_agree()
-            self.report(set())
+            self.commit(set())
             self.books_agree()
 
     @invariant()
@@ -131,17 +143,17 @@ class Promise(RuleBasedStateMachine):
             (getattr(scheduler, "host_pool", None), [each.host_block_ids for each in self.requests]),
         ):
             if pool is not None:
-                owners = Counter(block_id for table in tables for block_id in table)
+                listed = Counter(block_id for table in tables for block_id in table)
                 assert [pool.ref_count(each) for each in range(pool.num_blocks)] == [
-                    owners[each] for each in range(pool.num_blocks)
+                    listed[each] for each in range(pool.num_blocks)
                 ]
                 assert pool.num_free + pool.num_used == pool.num_blocks
-                assert pool.num_used == len(owners)
+                assert pool.num_used == len(listed)
         assert not any(each.block_ids or each.host_block_ids for each in self.requests if each.status.is_finished)
         scheduler.check()
 
     def teardown(self) -> None:
-        """Nobody waits for ever: in every step at least one request gets a token, or ends."""
+        """No request waits for ever: in every step at least one gets a token, or finishes."""
         if not hasattr(self, "scheduler"):
             return
         left = [each for each in self.requests if not each.status.is_finished]
@@ -149,8 +161,8 @@ class Promise(RuleBasedStateMachine):
         for _ in range(steps):
             if self.scheduler.has_unfinished:
                 self.schedule()
-                self.report(set())
-        assert not self.scheduler.has_unfinished, f"{left} have not ended after {steps} steps"
+                self.commit(set())
+        assert not self.scheduler.has_unfinished, f"{left} have not finished after {steps} steps"
         for request in left:
             if request.status is RequestStatus.FINISHED_CAPACITY:  # it has filled the whole pool
                 assert request.num_tokens > self.scheduler.pool.num_blocks * BLOCK_SIZE, request
@@ -160,8 +172,8 @@ class Promise(RuleBasedStateMachine):
                 assert full or len(request.output_token_ids) == request.max_tokens, request
 
 
-class FairPromise(Promise):
-    """The same of `fair`; and of any BOUND + 1 admissions in a row, one is of the oldest that waits.
+class FairGuarantees(Guarantees):
+    """The same for `fair`; and of any BOUND + 1 admissions in a row, one is of the request that arrived first.
 
     With a bound of 64 a run of this machine would never reach it, so it is 2 here.
     """
@@ -172,20 +184,22 @@ class FairPromise(Promise):
     @initialize()
     def tighten(self) -> None:
         fair.STARVATION_BOUND = self.bound  # type: ignore[misc]
-        self.num_overtakes = 0
+        self.num_bypasses = 0
 
     @rule()
     def schedule(self) -> None:
         waiting = dict(self.scheduler.waiting)
+        if self.output is not None and self.output.scheduled:  # it has failed: its batch will wait, too
+            waiting |= {each.request_id: each for each in self.scheduler.running}
         super().schedule()
         assert self.output is not None
         assert len({each.group for each in self.scheduler.running}) <= 1
         for request in self.output.scheduled:
             if waiting.pop(request.request_id, None) is not None:
                 arrived = request.arrival_time, request.arrival_index
-                overtakes = any((each.arrival_time, each.arrival_index) < arrived for each in waiting.values())
-                self.num_overtakes = self.num_overtakes + 1 if overtakes else 0
-                assert self.num_overtakes <= self.bound
+                bypasses = any((each.arrival_time, each.arrival_index) < arrived for each in waiting.values())
+                self.num_bypasses = self.num_bypasses + 1 if bypasses else 0
+                assert self.num_bypasses <= self.bound
 
     def teardown(self) -> None:
         super().teardown()
@@ -198,7 +212,7 @@ QUICK = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestPaged = Promise.TestCase
+TestPaged = Guarantees.TestCase
 TestPaged.settings = QUICK
-TestFair = FairPromise.TestCase
+TestFair = FairGuarantees.TestCase
 TestFair.settings = QUICK

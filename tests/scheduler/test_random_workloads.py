@@ -87,7 +87,9 @@ def serve(work: Workload) -> Scheduler:
         if step in work.aborts and step % 2:
             scheduler.abort_request(work.aborts[step])
         output = scheduler.schedule()
-        if rng.random() < 0.03:
+        if rng.random() < 0.02:
+            if rng.random() < 0.5:
+                scheduler.recover()
             output = scheduler.schedule()  # the model failed
         if step in work.aborts and not step % 2:
             scheduler.abort_request(work.aborts[step])
@@ -97,7 +99,7 @@ def serve(work: Workload) -> Scheduler:
 
 
 def check_answer(work: Workload, request: Request, slots: int) -> None:
-    """Every way to end, from what was asked for."""
+    """Every way to finish, from what was asked for."""
     generated = len(request.output_token_ids)
     longest = request.max_tokens
     if (limit := work.options["max_model_len"]) is not None:
@@ -118,7 +120,7 @@ def check_answer(work: Workload, request: Request, slots: int) -> None:
         case RequestStatus.FINISHED_ABORTED:
             assert request.request_id in work.aborts.values()
         case _:
-            raise AssertionError(f"{request!r} has not ended")
+            raise AssertionError(f"{request!r} has not finished")
 
 
 @pytest.mark.parametrize("seed", range(200))

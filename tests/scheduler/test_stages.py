@@ -34,8 +34,8 @@ def step(scheduler: Scheduler) -> dict[Any, int]:
 
 def state(scheduler: Scheduler, *requests: Request) -> Any:
     """All that can be seen of a scheduler and its requests."""
-    everybody = {id(each): each for each in (*scheduler.waiting.values(), *scheduler.running, *requests)}
-    seen = [{name: repr(getattr(each, name)) for name in Request.__slots__} for each in everybody.values()]
+    requests_seen = {id(each): each for each in (*scheduler.waiting.values(), *scheduler.running, *requests)}
+    seen = [{name: repr(getattr(each, name)) for name in Request.__slots__} for each in requests_seen.values()]
     places = list(scheduler.waiting), [each.request_id for each in scheduler.running]
     return places, scheduler.num_waiting, scheduler.num_running, scheduler.has_unfinished, scheduler.pool.num_free, seen
 
@@ -63,7 +63,7 @@ def test_two_prompts_that_fill_the_pool(stage: str) -> None:
 
 
 @each_stage
-def test_one_seat(stage: str) -> None:
+def test_one_slot(stage: str) -> None:
     """At most 1 request, three of 10 tokens, 3 new each: 9 steps, 000111222."""
     scheduler = create_scheduler(stage, num_blocks=10, max_num_seqs=1)
     tally = drive(scheduler, [request_of(request_id, 10, 3) for request_id in range(3)])
@@ -139,7 +139,7 @@ def test_no_such_stage() -> None:
 
 @each_stage
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 7])
-def test_every_seat_is_taken_and_no_more(stage: str, max_num_seqs: int) -> None:
+def test_every_slot_is_taken_and_no_more(stage: str, max_num_seqs: int) -> None:
     scheduler = create_scheduler(stage, num_blocks=100, max_num_seqs=max_num_seqs)
     for request_id in range(10):
         scheduler.add_request(request_of(request_id))
@@ -217,8 +217,8 @@ def test_stop_tokens(stage: str) -> None:
 
 
 @each_stage
-def test_the_line_keeps_its_order(stage: str) -> None:
-    """Of those who ask for the same, nobody has a first token before somebody who came earlier."""
+def test_the_queue_keeps_its_order(stage: str) -> None:
+    """Of equal requests, none has its first token before one that arrived earlier."""
     rng = random.Random(3)
     arrivals = [(rng.randrange(60), request_of(number, rng.randint(1, 40), rng.randint(1, 30))) for number in range(80)]
     arrivals.sort(key=lambda arrival: arrival[0])
@@ -232,15 +232,15 @@ def test_the_line_keeps_its_order(stage: str) -> None:
 @each_stage
 @pytest.mark.parametrize("seed", range(5))
 def test_a_busy_server_keeps_its_books(stage: str, seed: int) -> None:
-    """Requests come, end, are aborted and superseded at random: limits hold, and the books agree at every step."""
+    """Requests arrive, finish, are aborted, and steps fail at random: limits hold, and the books always agree."""
     rng = random.Random(seed)
     scheduler = create_scheduler(stage, num_blocks=14, block_size=4, max_num_seqs=5, max_num_batched_tokens=60)
     unfinished: dict[int, Request] = {}
-    for turn in range(300):
-        if turn < 200 and rng.random() < 0.5:
-            request = request_of(turn, rng.randint(1, 20), rng.randint(1, 20), stop_token_ids=[STOP])
+    for moment in range(300):
+        if moment < 200 and rng.random() < 0.5:
+            request = request_of(moment, rng.randint(1, 20), rng.randint(1, 20), stop_token_ids=[STOP])
             scheduler.add_request(request)
-            unfinished[turn] = request
+            unfinished[moment] = request
         output = scheduler.schedule()
         scheduler.check()
         if rng.random() < 0.1:
@@ -288,7 +288,7 @@ def test_schedule_twice(stage: str) -> None:
         first = scheduler.schedule()
         second = scheduler.schedule()
         scheduler.check()
-        assert second.num_scheduled_tokens == {each: requests[each].num_prompt_tokens + num_generated for each in (0, 1)}
+        assert second.num_scheduled_tokens == dict.fromkeys((0, 1), requests[0].num_prompt_tokens + num_generated)
         assert [each.num_preemptions for each in requests] == [num_generated + 1] * 2 + [0]
         before = state(scheduler)
         with pytest.raises(ValueError, match="a later schedule"):
@@ -323,7 +323,7 @@ def test_a_step_that_only_swapped_out_may_fail_too() -> None:
     scheduler = SharingScheduler(num_blocks=4, block_size=4, preemption="swap", num_host_blocks=4)
     scheduler.add_request(request_of("parent", 16, 9))
     step(scheduler)
-    child = scheduler.fork_request("parent", "child", [])
+    scheduler.fork_request("parent", "child", [])
     output = scheduler.schedule()  # to preempt the child frees nothing: it shares all its blocks
     assert (output.finished, list(output.swapped_out), output.scheduled) == (["parent"], ["child"], [])
     output = scheduler.schedule()
@@ -354,7 +354,7 @@ def test_commit_twice(stage: str) -> None:
         ({0: True, 1: TOKEN}, TypeError, "must be an int; got bool"),
     ],
 )
-def test_a_bad_report_changes_nothing(stage: str, tokens: dict[int, Any], error: type[Exception], message: str) -> None:
+def test_a_bad_commit_changes_nothing(stage: str, tokens: dict[int, Any], error: type[Exception], message: str) -> None:
     scheduler = create_scheduler(stage, num_blocks=8)
     requests = [request_of(0, max_tokens=1), request_of(1, max_tokens=1)]
     for request in requests:
@@ -409,7 +409,7 @@ def test_a_request_is_added_once(stage: str) -> None:
 
 
 @each_stage
-def test_nobody_of_that_id(stage: str) -> None:
+def test_no_request_of_that_id(stage: str) -> None:
     scheduler = create_scheduler(stage, num_blocks=8)
     scheduler.add_request(request_of("a", max_tokens=1))
     step(scheduler)

@@ -163,7 +163,7 @@ def test_what_the_cost_is_told_is_what_is_in_the_trace(name):
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_one_seat_and_one_step_each_is_an_m_d_1_queue(load):
+def test_one_slot_and_one_step_each_is_an_m_d_1_queue(load):
     """Poisson arrivals, one server, a fixed service: the mean wait is ρ / (2 (1 − ρ)) (Pollaczek, Khinchine)."""
     arrivals = stream(
         replace(small_workload(rate=load), output=LengthDistribution.from_mean(1e-9, 0.1)), 12_000, seed=1
@@ -174,7 +174,7 @@ def test_one_seat_and_one_step_each_is_an_m_d_1_queue(load):
     assert report.busy_seconds / report.makespan == pytest.approx(load, rel=0.03)
 
 
-def test_one_seat_and_unequal_answers_is_an_m_g_1_queue():
+def test_one_slot_and_unequal_answers_is_an_m_g_1_queue():
     """The mean wait is λ E[S²] / (2 (1 − ρ)): the spread of the answers counts, not only their mean."""
     rng, rate = Random(5), 0.2
     times = poisson_arrivals(rate, Random(6))
@@ -269,13 +269,13 @@ def test_progress_is_told_and_ends_with_all():
     assert len(told) > 2
 
 
-def test_a_scheduler_that_orders_nothing_is_an_error_and_no_endless_loop():
+def test_a_scheduler_that_schedules_nothing_is_an_error_and_no_endless_loop():
     class Asleep(PagedScheduler):
         def schedule(self):
             self.outstanding = SchedulerOutput()
             return self.outstanding
 
-    with pytest.raises(InvariantError, match="ordered nothing"):
+    with pytest.raises(InvariantError, match="nothing was scheduled"):
         ServingSimulation(Asleep(num_blocks=4), FixedCost(), burst((3, 3))).run()
 
 

@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +47,8 @@ Image(base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4
 
 @pytest.fixture
 def write(notebooks: ModuleType, tmp_path: Path):
+    import nbformat  # takes two seconds, which no other test's worker should wait for
+
     def write(alt: str = 'alt="one pixel"') -> Path:
         script = tmp_path / "tiny.py"
         script.write_text(SCRIPT.replace("{alt}", alt), encoding="utf-8")

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minicache.errors import require_count
+
 
 class Cache(Protocol):
     """What attention asks of a KV cache. `minicache.cache.dense.KVCache` is one."""
@@ -25,24 +27,27 @@ class Cache(Protocol):
         """Causal attention of `q` `[B, H, T, d]` over everything that `layer` holds, `[B, H, T, d]`."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """Softmax attention of the last T positions over all S positions, none seeing past itself.
 
-    Query row t stands at position S − T + t and sees the positions 0 … S − T + t. Scores are scaled by 1 / √d
-    (Vaswani et al. 2017, §3.2.1). With fewer key/value heads than query heads, query head h reads key/value head
-    h // (H / H_kv) (grouped-query attention, Ainslie et al. 2023).
+    Query row t stands at position S − T + t and sees the positions 0 … S − T + t; with a sliding window of W only the
+    last W of these, itself included (Jiang et al. 2023, §2). Scores are scaled by 1 / √d (Vaswani et al. 2017, §3.2.1).
+    With fewer key/value heads than query heads, query head h reads key/value head h // (H / H_kv) (grouped-query
+    attention, Ainslie et al. 2023).
 
     Args:
         q: queries of the newest T tokens, `[B, H, T, d]`.
         k: keys of all S tokens, `[B, H_kv, S, d]`, with H a multiple of H_kv and S ≥ T.
         v: values of all S tokens, the shape of `k`.
+        window: W ≥ 1, the most positions that a query sees. None: all of them.
 
     Returns:
         `[B, H, T, d]`, the dtype of `q`.
 
     Raises:
+        TypeError: `window` is not an int.
         ValueError: the shapes do not fit together: not four dimensions, other batch or head size, H no multiple of
-            H_kv, `v` unlike `k`, or S < T.
+            H_kv, `v` unlike `k`, or S < T; or `window` is below 1.
     """
     raise NotImplementedError(
         "phase 1, task 1: Causal attention; read docs/en/phase-01-dense-cache/lab/00-attention.md"

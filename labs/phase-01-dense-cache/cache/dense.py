@@ -139,7 +139,7 @@ class KVCache:
             "phase 1, task 3: Append and read; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
         )
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the newest T tokens over everything that `layer` holds.
 
         Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`.
@@ -147,13 +147,15 @@ class KVCache:
         Args:
             layer: 0 … num_layers − 1.
             q: queries `[batch_size, num_heads, T, head_dim]`; num_heads is a multiple of num_kv_heads.
+            window: W ≥ 1, the layer's sliding window: a token sees itself and the W − 1 before it. None: all before it.
 
         Returns:
             `[batch_size, num_heads, T, head_dim]`.
 
         Raises:
             IndexError: there is no such layer.
-            ValueError: shapes do not fit, or T is more than the layer holds.
+            TypeError: `window` is not an int.
+            ValueError: shapes do not fit, T is more than the layer holds, or `window` is below 1.
         """
         raise NotImplementedError(
             "phase 1, task 6: Attend through the cache; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"

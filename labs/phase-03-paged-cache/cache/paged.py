@@ -18,8 +18,8 @@ from torch import Tensor
 
 from minicache import kernels
 from minicache.cache.dense import KVCache
-from minicache.cache.rows import LayerTurns, check_dtype, check_layer, check_rows, check_sizes
-from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError
+from minicache.cache.rows import LayerTurns, check_dtype, check_layer, check_rows
+from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError, require_count
 from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 
 
@@ -52,7 +52,8 @@ class PagedStorage:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_sizes(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        for name, size in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+            require_count(name, size)
         check_dtype(dtype)
         self.pool = pool
         self.num_layers = num_layers
@@ -225,23 +226,24 @@ class PagedKVCache(KVCache):
             "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
         )
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the newest T tokens over everything that `layer` holds, through the block tables.
 
-        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is a decode
-        step and goes to `minicache.kernels.paged_decode_attention`, more to `paged_prefill_attention`.
+        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is decode
+        attention (`minicache.kernels.paged_decode_attention`), more is prefill (`paged_prefill_attention`).
 
         Args:
             layer: 0 … num_layers − 1.
             q: queries `[batch_size, num_heads, T, head_dim]`; num_heads is a multiple of num_kv_heads.
+            window: W ≥ 1, the layer's sliding window: a token sees itself and the W − 1 before it. None: all before it.
 
         Returns:
             `[batch_size, num_heads, T, head_dim]`.
 
         Raises:
             IndexError: there is no such layer.
-            TypeError: `q` is not a tensor, or has another dtype than the cache.
-            ValueError: shapes do not fit, or T is more than the layer holds.
+            TypeError: `q` is not a tensor, or has another dtype than the cache; or `window` is not an int.
+            ValueError: shapes do not fit, T is more than the layer holds, or `window` is below 1.
         """
         raise NotImplementedError(
             "phase 3, task 8: The cache attends; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
@@ -359,20 +361,21 @@ class RaggedStep:
             "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
         )
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the step's tokens, each over its own sequence, through the block tables.
 
         Args:
             layer: 0 … num_layers − 1; it must have its rows.
             q: queries `[1, num_heads, N, d]`; num_heads is a multiple of the storage's num_kv_heads.
+            window: W ≥ 1, the layer's sliding window: a token sees itself and the W − 1 before it. None: all before it.
 
         Returns:
             `[1, num_heads, N, d]`.
 
         Raises:
             IndexError: there is no such layer.
-            TypeError: `q` is not a tensor, or has another dtype than the storage.
-            ValueError: shapes do not fit, or `layer` has not been appended to.
+            TypeError: `q` is not a tensor, or has another dtype than the storage; or `window` is not an int.
+            ValueError: shapes do not fit, `window` is below 1, or `layer` has not been appended to.
         """
         raise NotImplementedError(
             "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"

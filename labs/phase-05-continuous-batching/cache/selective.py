@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from minicache.cache.dense import KVCache
-from minicache.cache.rows import LayerTurns, check_layer, check_rows, check_sizes
-from minicache.errors import CacheOverflowError
+from minicache.cache.rows import LayerTurns, check_layer, check_rows
+from minicache.errors import CacheOverflowError, require_count
 
 
 class SelectiveStep:
@@ -79,19 +79,21 @@ class SelectiveStep:
             "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
         )
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the step's tokens, each over its own sequence.
 
         Args:
             layer: 0 … num_layers − 1; it must have its rows.
             q: queries `[1, num_heads, N, d]`; num_heads is a multiple of the caches' num_kv_heads.
+            window: the layer's sliding window, as each cache's `attend` takes it.
 
         Returns:
             `[1, num_heads, N, d]`.
 
         Raises:
             IndexError: there is no such layer.
-            ValueError: shapes do not fit, or `layer` has not been appended to.
+            TypeError: `window` is not an int.
+            ValueError: shapes do not fit, `window` is below 1, or `layer` has not been appended to.
         """
         raise NotImplementedError(
             "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
@@ -103,7 +105,7 @@ def check_caches(caches: Sequence[KVCache], counts: Sequence[int]) -> None:
     if not caches or len(caches) != len(counts):
         raise ValueError(f"one count for each cache, at least one; got {len(caches)} and {len(counts)}")
     for count in counts:
-        check_sizes(num_new_tokens=count)
+        require_count("num_new_tokens", count)
     if len(set(map(id, caches))) < len(caches):
         raise ValueError("a cache is given twice: a sequence brings its new tokens together")
     kind = _kind(caches[0])

@@ -3,9 +3,9 @@
 """An auditor for any scheduler: after every step, do the books agree with each other, and with the step before?
 
 Phase 6 builds it. `observe(scheduler, Auditor())`, or `LLM(observers=[Auditor()])`, and the first step that breaks a
-rule raises an `InvariantError` that names the step, the rule, and a request or a block. `Scheduler.check()` is what a
-stage says of itself; an auditor asks no stage. It looks at public state only, keeps notes of its own, and compares.
-`minicache.scheduler.audit_trace` does for a trace on disk what can be done of it. Pure standard library.
+rule raises an `InvariantError` that names the step, the rule, and a request or a block. `Scheduler.check()` is a
+stage's own account; an auditor asks no stage. It looks at public state only, keeps notes of its own, and compares.
+`minicache.scheduler.audit_trace` checks a trace on disk for as much as a trace can show. Pure standard library.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NoReturn
 
 from minicache.errors import InvariantError
@@ -29,7 +30,7 @@ class Note:
     """What a request was when the auditor last looked at it.
 
     Attributes:
-        request: the request itself, which has moved on since. The other fields are copies of its own, of then.
+        request: the request itself, which has moved on since. The other fields are copies of what it had then.
         num_output_tokens: how many tokens it had generated.
     """
 
@@ -52,27 +53,28 @@ class Auditor(Observer):
 
     | rule | after | holds |
     |---|---|---|
-    | places | every call | each unfinished request is in the batch or in the line, once, with the status that fits |
-    | blocks | every call | free + used = all, and a block has as many owners as requests list it; the host's likewise |
-    | holdings | every call | who runs has the blocks that it needs, who waits none, who is swapped out host blocks |
-    | order | every call | nobody in the line arrived before anybody in the batch (stages that are `first_come`) |
-    | work | `schedule` | something is done, by at most so many requests and tokens as allowed |
-    | victims | `schedule` | preempted are the newest, for want of memory, and nobody is admitted beside |
+    | places | every call | each unfinished request is in the batch or in the queue, once, with a status that fits |
+    | blocks | every call | free + used = all; a block has as many references as requests list it; host blocks too |
+    | holdings | every call | a running request has the blocks it needs, a waiting one none, a swapped one host blocks |
+    | order | every call | requests stand in the order of arrival, the batch before the queue (`first_come` stages) |
+    | work | `schedule` | the step computes something, within the limits on requests and tokens |
+    | victims | `schedule` | the newest are preempted, for lack of memory, and no request is admitted in that step |
     | swaps | `schedule` | the pairs to copy are the blocks that moved |
-    | tokens | the report | what was scheduled is computed, and one token is appended where all are |
-    | end | an end | who ends had cause to, and gives everything back |
+    | tokens | the commit | what was scheduled is computed, and one token is appended where all are |
+    | end | a finish | a finished request had cause to finish, and holds nothing |
+    | recovery | `recover` | every request waits with nothing computed, and keeps what it has generated |
 
-    Every `check_…` method looks after one rule. It returns None, or calls `fail` with the rule's name and what it saw.
-    It takes time in proportion to the unfinished requests and their blocks, and changes nothing.
+    Every `check_…` method checks one rule. It returns None, or calls `fail` with the rule's name and what it saw. It
+    takes time in proportion to the unfinished requests and their blocks, and changes nothing.
 
     All calls must go through the observed scheduler. An auditor may begin in the middle of a run: then its first call
     is compared with nothing before it.
 
     Attributes:
         step: the number of the last step that was scheduled, from 0; −1 before the first.
-        notes: id → what each unfinished request was after the last call. While `schedule` is audited: before it; while
-            a report is: between the two.
-        batch: the batch, in order, at that same time, without those that have ended since.
+        notes: id → what each unfinished request was after the last call: while `schedule` is audited, before it; while
+            a commit is, between the two.
+        batch: the batch, in order, at that same time, without requests that have finished since.
     """
 
     def __init__(self) -> None:
@@ -87,7 +89,7 @@ class Auditor(Observer):
         """Know the request from now on."""
         self._begin(scheduler)
         if scheduler.waiting.get(request.request_id) is not request:
-            self.fail("places", f"{request!r} was added and is not in the line")
+            self.fail("places", f"{request!r} was added and is not in the queue")
         self.notes[request.request_id] = _note(request)
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
@@ -95,24 +97,31 @@ class Auditor(Observer):
         known = self._begin(scheduler)
         self.step += 1
         if known and (strangers := [each for each in output.finished if each not in self.notes]):
-            self.fail("end", f"{strangers} are said to have ended, and were not unfinished")
-        ended = [self.notes[request_id].request for request_id in output.finished if known]
-        self._check_state(scheduler, ended, output)
+            self.fail("end", f"{strangers} are listed as finished, and were not unfinished")
+        finished = [self.notes[request_id].request for request_id in output.finished if known]
+        self._check_state(scheduler, finished, output)
         if known:
             self.check_work(scheduler, output)
             self.check_victims(scheduler, output)
             self.check_swaps(scheduler, output)
         self._remember(scheduler)
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        """Audit the report of the step."""
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        """Audit the commit of the step."""
         if self._begin(scheduler):
-            self.check_tokens(scheduler, output, ended)
-        self._check_state(scheduler, ended, SchedulerOutput())
+            self.check_tokens(scheduler, output, finished)
+        self._check_state(scheduler, finished, SchedulerOutput())
+        self._remember(scheduler)
+
+    def on_recover(self, scheduler: Scheduler) -> None:
+        """Audit the recovery from a step that failed."""
+        if self._begin(scheduler):
+            self.check_recovery(scheduler)
+        self._check_state(scheduler, (), SchedulerOutput())
         self._remember(scheduler)
 
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
-        """Audit an end from outside."""
+        """Audit a finish from outside."""
         self._begin(scheduler)
         self.check_end(scheduler, request)
         self.notes.pop(request.request_id, None)
@@ -121,7 +130,7 @@ class Auditor(Observer):
     # The rules.
 
     def fail(self, rule: str, message: str) -> NoReturn:
-        """Say that a rule is broken.
+        """Report that a rule is broken.
 
         Raises:
             InvariantError: always; "step 3, blocks: …".
@@ -129,10 +138,10 @@ class Auditor(Observer):
         raise InvariantError(f"step {max(self.step, 0)}, {rule}: {message}")
 
     def check_places(self, scheduler: Scheduler) -> None:
-        """Rule "places": every unfinished request that was added has one place, and the counts say so.
+        """Rule "places": every unfinished request that was added has one place, and the counts agree.
 
-        `running` and `waiting` together hold the requests of `notes`, each once, and nobody else. In the batch all are
-        RUNNING, in the line WAITING or SWAPPED. num_running, num_waiting and has_unfinished agree with that.
+        `running` and `waiting` together hold the requests of `notes`, each once, and no others. In the batch all are
+        RUNNING, in the queue WAITING or SWAPPED. num_running, num_waiting and has_unfinished agree with that.
 
         Raises:
             InvariantError: they do not.
@@ -141,37 +150,37 @@ class Auditor(Observer):
         for request in (*running, *waiting.values()):
             note = self.notes.get(request.request_id)
             if note is None or note.request is not request:
-                self.fail("places", f"{request!r} is in a queue, and was never added or has ended")
+                self.fail("places", f"{request!r} is in batch or queue, and was never added or has finished")
         for request in running:
             if request.status is not RequestStatus.RUNNING:
                 self.fail("places", f"{request!r} is in the batch")
         for request_id, request in waiting.items():
             if request.status not in (RequestStatus.WAITING, RequestStatus.SWAPPED) or request.request_id != request_id:
-                self.fail("places", f"{request!r} is in the line, as {request_id!r}")
+                self.fail("places", f"{request!r} is in the queue, as {request_id!r}")
         places = Counter([request.request_id for request in running] + list(waiting))
         for request_id, note in self.notes.items():
             if places[request_id] != 1:
-                self.fail("places", f"{note.request!r} is {places[request_id]} times in batch and line")
+                self.fail("places", f"{note.request!r} is {places[request_id]} times in batch and queue")
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.has_unfinished
         if counts != (len(running), len(waiting), bool(self.notes)):
             self.fail("places", f"num_running, num_waiting and has_unfinished are {counts}: {places} are there")
 
     def check_end(self, scheduler: Scheduler, request: Request) -> None:
-        """Rule "end": a request that ends has left both queues, holds nothing, and had cause to end.
+        """Rule "end": a finished request is in neither batch nor queue, holds nothing, and had cause to finish.
 
         The cause of FINISHED_CAPACITY is that its tokens need more blocks than the whole pool has; that of
-        FINISHED_LENGTH, that it has max_tokens of output, or max_model_len tokens. Of the others nothing is asked here:
-        they may come from outside.
+        FINISHED_LENGTH, that it has max_tokens of output, or max_model_len tokens. The other statuses may come from
+        outside: nothing is asked of them here.
 
         Raises:
             InvariantError: it has not, or it does.
         """
         status, needed = request.status, blocks_for(request.num_tokens, scheduler.pool.block_size)
         if not status.is_finished:
-            self.fail("end", f"{request!r} is said to have ended")
+            self.fail("end", f"{request!r} has finished without a FINISHED status")
         queued = any(each is request for each in scheduler.running)
         if queued or scheduler.waiting.get(request.request_id) is request:
-            self.fail("end", f"{request!r} is still in the batch or in the line")
+            self.fail("end", f"{request!r} is still in the batch or in the queue")
         if request.block_ids or request.host_block_ids:
             self.fail("end", f"{request!r} keeps blocks {request.block_ids}, host blocks {request.host_block_ids}")
         if status is RequestStatus.FINISHED_CAPACITY and needed <= scheduler.pool.num_blocks:
@@ -182,10 +191,10 @@ class Auditor(Observer):
     def check_blocks(self, scheduler: Scheduler) -> None:
         """Rule "blocks": no block is lost, and none is counted wrong.
 
-        num_free + num_used = num_blocks. Every id in the `block_ids` of a request in the batch or in the line is one of
-        the pool; it stands there as often as the block has owners (`ref_count`), over all requests together; and
-        num_used is the number of different blocks that stand there. The same of `host_block_ids` and the scheduler's
-        `host_pool`, if it has one; where there is none, nobody lists a host block.
+        num_free + num_used = num_blocks. Every id in the `block_ids` of a request in the batch or in the queue is one
+        of the pool; over all these requests together it is listed as often as the block has references (`ref_count`);
+        and num_used is the number of different blocks that are listed. The same holds for `host_block_ids` and the
+        scheduler's `host_pool`, if it has one; without one, no request lists a host block.
 
         Raises:
             InvariantError: they do not. The message names a block, or the counts.
@@ -198,13 +207,12 @@ class Auditor(Observer):
         """Rule "holdings": each request has the blocks that its status asks for.
 
         RUNNING: at least for its computed tokens and those that `output` has it compute; from `PagedScheduler` on, at
-        most for all its tokens (earlier stages reserve more). No host blocks. WAITING: nothing at all, and none of its
-        tokens counts as computed. SWAPPED: no blocks, and host blocks for just its computed tokens, of which there are
-        some.
+        most for all its tokens (earlier stages reserve more). No host blocks. WAITING: no blocks, no host blocks, and
+        no computed tokens. SWAPPED: no blocks, at least one computed token, and host blocks for exactly those.
 
         Args:
             scheduler: the one that is watched.
-            output: the step that was just scheduled; an empty one after a report.
+            output: the step that was just scheduled; an empty one after a commit.
 
         Raises:
             InvariantError: one has more, or fewer.
@@ -214,11 +222,12 @@ class Auditor(Observer):
         )
 
     def check_order(self, scheduler: Scheduler) -> None:
-        """Rule "order": who arrived earlier is ahead.
+        """Rule "order": requests stand in the order of arrival.
 
-        In the batch, and behind it in the line, `arrival_index` grows: so nobody was admitted before somebody who
-        arrived earlier, and nobody preempted before somebody who arrived later. A scheduler that is not `first_come`
-        (phase 7) has an order of its own: it is let be.
+        Through the batch, and on through the waiting queue, `arrival_index` grows from each request to the next; no two
+        have the same. So no request was admitted before one that arrived earlier, and none was preempted before one
+        that arrived later. A scheduler that is not `first_come` (phase 7) has an order of its own, and nothing is
+        checked.
 
         Raises:
             InvariantError: it does not. The message names two requests.
@@ -228,15 +237,15 @@ class Auditor(Observer):
         )
 
     def check_work(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Rule "work": the step is one that can be carried out, keeps to the limits, and gets somewhere.
+        """Rule "work": the step can be carried out, keeps to the limits, and makes progress.
 
         - `scheduled` and the keys of `num_scheduled_tokens` are the same requests in the same order, all of them in the
           batch. The batch has at most max_num_seqs.
-        - Each computes at least one token, and no more than the scheduler's `largest_chunk` of those that it has left
-          to compute: all of them, for a scheduler that sets no limit. It computes no fewer, and everybody in the batch
-          is scheduled, unless the step has reached max_num_batched_tokens.
+        - Each computes at least one token, and at most the scheduler's `largest_chunk` of those that it has left to
+          compute: all of them, for a scheduler that sets no limit. Unless the step has reached max_num_batched_tokens,
+          each computes no fewer than that, and every request of the batch is scheduled.
         - The step has at most max_num_batched_tokens, unless it `has_outgrown_request`.
-        - Progress: if `notes` has anybody, a token is scheduled, or a request has ended.
+        - Progress: if `notes` has any request, a token is scheduled, or a request has finished.
 
         Raises:
             InvariantError: one of these is not so.
@@ -246,15 +255,15 @@ class Auditor(Observer):
         )
 
     def check_victims(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Rule "victims": who lost its place is said to have, had to, and lost nothing else.
+        """Rule "victims": a preempted request is listed, had to be preempted, and lost nothing else.
 
-        - `preempted` are the requests of `batch` that are not in the scheduler's batch any more and have not ended
+        - `preempted` are the requests of `batch` that are no longer in the scheduler's batch and have not finished
           (`output.finished`), each once. They were the last of `batch`, and the last is named first.
-        - If anybody is preempted, nobody is admitted: all that is scheduled `was_running`.
-        - The victim named last had to go: its tokens need more blocks than are free now. (Unless a request has ended in
-          this step: its blocks are free now, and were not.)
-        - In `notes`, a victim has one preemption fewer; everybody else has as many. All have as many output tokens, and
-          as many computed tokens; a victim that is WAITING has none computed now.
+        - If any request is preempted, none is admitted: all that is scheduled `was_running`.
+        - The victim named last had to be preempted: its tokens need more blocks than are free now. (Unless a request
+          has finished in this step: its blocks are free now, and were not.)
+        - A victim has one preemption more than in `notes`, every other request as many. All have as many output tokens,
+          and as many computed tokens; but a victim that is WAITING has none computed.
 
         Raises:
             InvariantError: one of these is not so.
@@ -266,12 +275,12 @@ class Auditor(Observer):
     def check_swaps(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Rule "swaps": what is copied is what moved.
 
-        - `swapped_out` has those that are SWAPPED and in `notes` were not, and nobody else. Its pairs (block, host
+        - `swapped_out` has the requests that are SWAPPED and were not in `notes`, and no others. Its pairs (block, host
           block) are the first of the blocks that the request had in `notes`, one for each of its `host_block_ids`, in
           order.
-        - `swapped_in` has those that were SWAPPED in `notes` and are RUNNING, and nobody else. Its pairs (host block,
-          block) are the host blocks that the request had in `notes`, and the first of its `block_ids`, in order.
-        - Who was SWAPPED and is not RUNNING is SWAPPED still, with the same host blocks.
+        - `swapped_in` has the requests that were SWAPPED in `notes` and are RUNNING, and no others. Its pairs (host
+          block, block) are the host blocks that the request had in `notes`, and the first of its `block_ids`, in order.
+        - A request that was SWAPPED and is not RUNNING is still SWAPPED, with the same host blocks.
 
         Raises:
             InvariantError: one of these is not so.
@@ -280,22 +289,22 @@ class Auditor(Observer):
             "phase 6, task 7: The auditor; read docs/en/phase-06-preemption/lab/02-the-auditor.md"
         )
 
-    def check_tokens(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        """Rule "tokens": the report moved each request by what was scheduled, and ended those that are done.
+    def check_tokens(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        """Rule "tokens": the commit moved each request by what was scheduled, and finished those that are done.
 
         - A request of the step has as many computed tokens more than in `notes` as were scheduled. If these are all the
           tokens that it had, it has one token of output more; else, and if it was not scheduled, as many as before.
-        - All of `scheduled` are requests of `notes`, the same objects, but for those that were ended from outside in
-          between: these are not in `notes` any more.
-        - Who got a token has ended if that is one of its stop tokens, and it does not ignore them, or if it has
-          max_tokens of output, or max_model_len tokens. Nobody else has ended. FINISHED_STOPPED are only those with a
-          stop token.
-        - `ended` are those of `scheduled` that have ended, in that order.
+        - All of `scheduled` are requests of `notes`, the same objects, except those that were finished from outside in
+          between: these are no longer in `notes`.
+        - A request that got a token has finished if that is one of its stop tokens, and it does not ignore them, or if
+          it has max_tokens of output, or max_model_len tokens. No other has finished. FINISHED_STOPPED are only those
+          with a stop token.
+        - `finished` are the requests of `scheduled` that have finished, in that order.
 
         Args:
             scheduler: the one that is watched.
-            output: the step that was reported.
-            ended: what the report returned.
+            output: the step that was committed.
+            finished: what `update_from_output` returned.
 
         Raises:
             InvariantError: one of these is not so.
@@ -303,6 +312,25 @@ class Auditor(Observer):
         raise NotImplementedError(
             "phase 6, task 7: The auditor; read docs/en/phase-06-preemption/lab/02-the-auditor.md"
         )
+
+    def check_recovery(self, scheduler: Scheduler) -> None:
+        """Rule "recovery": after a step that failed, every unfinished request waits, and starts again.
+
+        The batch is empty. Every request of `notes` is WAITING, with no computed tokens and as many output tokens as in
+        `notes`. It has one preemption more if it was RUNNING there, and else as many. With the rules "blocks" and
+        "holdings" it follows that all blocks and host blocks are free.
+
+        Raises:
+            InvariantError: one of these is not so.
+        """
+        if scheduler.running:
+            self.fail("recovery", f"{scheduler.running} are in the batch")
+        for note in self.notes.values():
+            request = note.request
+            expected = 0, note.num_output_tokens, note.num_preemptions + (note.status is RequestStatus.RUNNING)
+            got = request.num_computed_tokens, len(request.output_token_ids), request.num_preemptions
+            if request.status is not RequestStatus.WAITING or got != expected:
+                self.fail("recovery", f"{request!r}: computed, generated, preemptions are {got}, should be {expected}")
 
     # What the rules share.
 
@@ -312,9 +340,9 @@ class Auditor(Observer):
         return note is not None and note.status is RequestStatus.RUNNING
 
     def has_outgrown_request(self, output: SchedulerOutput, budget: int) -> bool:
-        """Whether a step of more than `budget` tokens has the one excuse that there is.
+        """Whether a step of more than `budget` tokens is the one kind that may be so large.
 
-        It has a request that was preempted and has more than `budget` tokens to compute, so that no step would be large
+        It has a request that was preempted and has more than `budget` tokens to compute, so no step would be large
         enough. It is the only one, all the others together have fewer than `budget`, and none of them has just been
         admitted.
         """
@@ -326,7 +354,7 @@ class Auditor(Observer):
         return sum(tokens[each.request_id] for each in others) < budget and all(map(self.was_running, others))
 
     def _begin(self, scheduler: Scheduler) -> bool:
-        """Take note of what is there, if this scheduler has not been watched yet. Whether it has."""
+        """Note what is there, if this scheduler has not been watched yet. Returns whether it has."""
         if self._watched is scheduler:
             return True
         self._watched, self.step = scheduler, -1
@@ -338,9 +366,9 @@ class Auditor(Observer):
         self.batch = list(scheduler.running)
         self.notes = {request.request_id: _note(request) for request in (*self.batch, *scheduler.waiting.values())}
 
-    def _check_state(self, scheduler: Scheduler, ended: Iterable[Request], output: SchedulerOutput) -> None:
-        """The rules that hold after every call, once `ended` have ended."""
-        for request in ended:
+    def _check_state(self, scheduler: Scheduler, finished: Iterable[Request], output: SchedulerOutput) -> None:
+        """The rules that hold after every call, once `finished` have finished."""
+        for request in finished:
             self.check_end(scheduler, request)
             self.notes.pop(request.request_id, None)
         self.check_places(scheduler)

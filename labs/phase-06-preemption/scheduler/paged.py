@@ -1,14 +1,15 @@
 # Phase 6, preemption: your file. It stands in for minicache.scheduler.paged.
 # Write what raises NotImplementedError. `minicache grade 6` grades it, `minicache hint 6.K` helps with task K.
-"""Paged scheduling: memory is taken as tokens come, and taken back when it runs out.
+"""Paged scheduling: memory is allocated as tokens come, and taken back when it runs out.
 
 Phase 6 builds it. Nothing is reserved any more: a request is admitted when its tokens fit, and grows by a block when
-its last one is full. So the batch is larger, and one day there is no free block. Then the newest request leaves the
-batch: its keys and values are computed again later, or wait in the host's memory (Kwon et al. 2023, §4.5).
+its last one is full. So the batch is larger, and at some point no block is free. Then the newest request is preempted:
+its keys and values are computed again later, or wait in CPU swap space (Kwon et al. 2023, §4.5).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Literal, Unpack, get_args
 
@@ -47,12 +48,12 @@ def require_paged_options(preemption: object, num_host_blocks: object, watermark
 
 
 class AllocStatus(Enum):
-    """When a request's blocks can be had."""
+    """When a request's blocks can be allocated."""
 
     OK = "now"
-    """They are free, and enough besides."""
+    """They are free, and the watermark's besides."""
     LATER = "later"
-    """When others have left."""
+    """Once other requests have left."""
     NEVER = "never"
     """The whole pool has fewer."""
 
@@ -61,20 +62,19 @@ class PagedScheduler(ContinuousBatchScheduler):
     """Admits by free blocks, grows requests block by block, and preempts the newest when blocks run out.
 
     The batch is in the order of admission, which is that of arrival: `running[0]` is the oldest and `running[-1]` the
-    newest. Who is preempted goes to the head of the line, so that everybody in the batch arrived before everybody in
-    the line, and the line is in the order of arrival.
+    newest. A preempted request is the newest of the batch and older than every waiting one, so it is the next head.
 
     Args:
         preemption: "recompute" frees a victim's blocks, and computes its tokens again when it comes back; "swap" copies
-            them to host blocks, and back. A victim for which the host pool has no room is recomputed.
-        num_host_blocks: blocks of the host pool, ≥ 0; ≥ 1 for "swap".
+            them to CPU swap space, and back. A victim that finds no room there is recomputed.
+        num_host_blocks: blocks of the CPU swap space, ≥ 0; ≥ 1 for "swap".
         watermark: the part of the pool, 0 ≤ watermark < 1, that an admission must leave free for the batch to grow
-            into, rounded down to whole blocks. It holds nobody back when the batch is empty.
+            into, rounded down to whole blocks. It delays no admission into an empty batch.
         options: `Scheduler`'s. A request that was preempted may have outgrown max_num_batched_tokens: it is then
-            computed in one step all the same, and nobody else is admitted in that step.
+            computed in one step all the same, and no other is admitted in that step.
 
     Attributes:
-        host_pool: the `BlockPool` of the host's memory; None unless preemption is "swap".
+        host_pool: the `BlockPool` of the CPU swap space; None unless preemption is "swap".
 
     Raises:
         TypeError: a number has the wrong type.
@@ -94,20 +94,38 @@ class PagedScheduler(ContinuousBatchScheduler):
         self.host_pool = BlockPool(num_host_blocks, self.pool.block_size) if preemption == "swap" else None
         self._num_watermark_blocks = int(watermark * self.pool.num_blocks)
 
-    def schedule(self) -> SchedulerOutput:
-        """Every request in the batch gets the blocks that it needs (`grow_batch`); then others are admitted (`admit`).
+    # Admission
 
-        Nobody is admitted in a step that preempted somebody: memory is short, and a victim that came back at once would
-        be the next victim.
+    def may_admit(self, output: SchedulerOutput) -> bool:
+        """Whether waiting requests may join the batch in this step: not in one that preempted a request.
 
-        Returns:
-            The step's work: those that were in the batch, in order, then those just admitted. It orders a token, or
-            ends a request, whenever there is an unfinished one. Copies that it orders are made before the model runs;
-            if the tokens of the step never come, they are not ordered again.
+        Memory is short then, and a victim that came back at once would be the next victim.
         """
         raise NotImplementedError(
             "phase 6, task 3: Grow by a block; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
+
+    def schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Admit requests (`admit`) from the `head` of the queue while there are a batch slot, budget, and free blocks.
+
+        A request that `can_allocate` says can NEVER be admitted is finished as FINISHED_CAPACITY, named in
+        `output.finished`, and the next head is looked at. Otherwise the loop stops at the first request that cannot be
+        admitted now: none is bypassed.
+
+        Blocks must be OK by `can_allocate`. The `num_new_tokens` must fit into what is left of the `token_budget`; but
+        a request that has outgrown max_num_batched_tokens, so no step has room for it, is admitted where a token is
+        left, as the only one admitted in its step.
+
+        Args:
+            output: the step so far, to which admitted requests are added.
+        """
+        raise NotImplementedError(
+            "phase 6, task 2: Admit; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
+        )
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the beginning of a waiting request's tokens already: none before phase 8."""
+        return []
 
     def blocks_to_admit(self, request: Request) -> int:
         """Blocks for the tokens that the request has now, prompt and output. None are reserved."""
@@ -115,90 +133,81 @@ class PagedScheduler(ContinuousBatchScheduler):
             "phase 6, task 1: Now, later, never; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
-    def can_allocate(self, request: Request) -> AllocStatus:
-        """Whether the blocks to admit `request` can be had. Takes none.
+    def can_allocate(self, request: Request, found: Sequence[int] = ()) -> AllocStatus:
+        """Whether the blocks to admit `request` can be allocated. Allocates none.
+
+        Args:
+            request: in `waiting`.
+            found: of its tokens, the blocks that `find_prefix` has found.
 
         Returns:
             NEVER: the whole pool has fewer than `blocks_to_admit`, free or not. OK: `blocks_to_take` are free, and the
-            watermark's blocks (⌊watermark · num_blocks⌋) besides; beside an empty batch the watermark asks for none, or
-            a large request could wait for ever for blocks that nobody uses. LATER: neither.
+            watermark's blocks (⌊watermark · num_blocks⌋) besides; with an empty batch the watermark asks for none, or
+            a large request could wait for ever for blocks that no request uses. LATER: neither.
         """
         raise NotImplementedError(
             "phase 6, task 1: Now, later, never; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
-    def blocks_to_take(self, request: Request) -> int:
-        """Free blocks that it takes to admit `request`: `blocks_to_admit`. Fewer once blocks are shared (phase 8)."""
-        return self.blocks_to_admit(request)
+    def blocks_to_take(self, request: Request, found: Sequence[int] = ()) -> int:
+        """Free blocks that must be there to admit `request`: `blocks_to_admit`, less the found ones that are in use.
 
-    def num_new_tokens(self, request: Request) -> int:
-        """Tokens that a step computes in which `request` is admitted: all that are not computed yet."""
-        return request.num_tokens - request.num_computed_tokens
-
-    def admit(self, output: SchedulerOutput) -> None:
-        """Take requests from the head of the line (`head`) while there are a seat, tokens in the step, and free blocks.
-
-        Stops at the first that cannot be had: nobody overtakes it. A request's tokens in this step are its
-        `num_new_tokens`: of a new one its prompt; of one that was preempted by recompute its prompt and all that it had
-        generated; of one that was swapped out, the newest. They must fit into what this step has left of
-        max_num_batched_tokens; but a request that has grown past max_num_batched_tokens itself, so that no step has
-        room for it, is admitted where a token is left, as the only one admitted in its step. Its blocks must be OK by
-        `can_allocate`. Who is admitted leaves the line, and gets the rest from `enter`.
-
-        Args:
-            output: the step so far; what is admitted is added to it.
+        A found block that is free counts like any other: sharing it takes it out of the free list.
         """
-        raise NotImplementedError(
-            "phase 6, task 2: Admit; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
-        )
+        return self.blocks_to_admit(request) - sum(self.pool.ref_count(block_id) > 0 for block_id in found)
 
-    def enter(self, request: Request, output: SchedulerOutput) -> None:
-        """Give `request`, which has just left the line, its blocks and its place at the end of the batch.
+    def num_new_tokens(self, request: Request, found: Sequence[int] = ()) -> int:
+        """Tokens that a step computes in which `request` is admitted: all that are neither computed nor found."""
+        return request.num_tokens - max(request.num_computed_tokens, len(found) * self.pool.block_size)
 
-        It gets as many blocks as it lacks of `blocks_to_admit`, behind those that it has (before phase 8: none). It is
-        RUNNING, and is ordered (`order`). If it was SWAPPED, its host blocks are copied into the first of its blocks
-        (`swap_in`).
+    def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
+        """As `Scheduler.admit`; if the request was SWAPPED, its blocks are copied back (`swap_in`).
 
         Args:
-            request: WAITING or SWAPPED, in neither queue. Its blocks are free.
+            request: WAITING or SWAPPED, in `waiting`. Its blocks are free.
             output: the step so far, to which it is added.
+            found: of its tokens, the blocks that `find_prefix` has found.
         """
         raise NotImplementedError(
             "phase 6, task 2: Admit; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
-    def grow_batch(self, output: SchedulerOutput) -> None:
-        """Order the next tokens of every request in the batch (`order`), and take the blocks that they need.
+    # Growth
 
-        From the oldest to the newest: each takes its `blocks_missing` from the pool, behind those that it has. Where
-        too few are free, `make_room` preempts from the other end. Who is preempted before its turn has none.
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        """Schedule the next tokens of every request in the batch (`schedule_tokens`), with the blocks that they need.
+
+        From the oldest to the newest: each gets its `blocks_missing` from the pool (`grow`). Where too few are free,
+        `make_room` preempts from the other end. A request that is preempted before its turn computes nothing.
 
         Args:
-            output: the step so far, in which nothing is ordered yet.
+            output: the step so far, in which nothing is scheduled yet.
         """
         raise NotImplementedError(
             "phase 6, task 3: Grow by a block; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request in the batch must get before its next tokens are computed.
+        """Blocks that the request must still get before its next tokens are computed. In decode: 1 or 0."""
+        # Asked on every token, so without the calls of `blocks_to_admit` and `num_tokens`.
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        return -(-num_tokens // self.pool.block_size) - len(request.block_ids)
 
-        Those for all its tokens, less those that it has: 1 when its last block is full, else 0.
-        """
+    def grow(self, request: Request, output: SchedulerOutput) -> None:
+        """Give a request of the batch its `blocks_missing`, behind those that it has. They are free."""
         raise NotImplementedError(
             "phase 6, task 3: Grow by a block; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
-    def make_room(self, request: Request, missing: int, output: SchedulerOutput) -> bool:
-        """Preempt the newest of the batch, one after the other, until `missing` blocks are free. None if they are.
+    def make_room(self, request: Request, output: SchedulerOutput) -> bool:
+        """Preempt the newest of the batch, one after the other, until the `blocks_missing` of `request` are free.
 
-        When it is the turn of `request` itself, nobody after it is left. It is preempted too; but if it is alone in the
-        batch, everything that is used is its own, so the whole pool is too small for it: preempted, it would wait for
-        ever. It ends as FINISHED_CAPACITY (`finish_request`), and is named in `output.finished`.
+        When the newest is `request` itself, no request after it is left. It is preempted too; but if it is alone in the
+        batch, every used block is its own, so the whole pool is too small for it: preempted, it would wait for ever. It
+        is finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`.
 
         Args:
             request: of the batch, the one that grows. Those before it have had their turn.
-            missing: blocks that it needs, ≥ 1.
             output: the step so far.
 
         Returns:
@@ -208,24 +217,25 @@ class PagedScheduler(ContinuousBatchScheduler):
             "phase 6, task 4: Preempt by recompute; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
+    # Preemption
+
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """Take the newest request out of the batch, with all its blocks, and put it at the head of the line.
+        """Take the newest request out of the batch, with all its blocks, and put it back into the queue.
 
         It is counted (`num_preemptions`, `output.preempted`). If the policy is swap, it has computed something, and the
-        host pool has room for the blocks of what it has computed, they are swapped out (`swap_out`). Else it is
-        recomputed: its blocks are freed (`release`), none of its tokens counts as computed any more, and it is WAITING.
-        What it has generated stays, in both cases.
+        CPU swap space has room for the blocks of what it has computed, they are swapped out (`swap_out`). Else it is
+        recomputed (`restart`). What it has generated stays, in both cases.
 
         Args:
             request: the last of the batch.
-            output: the step so far, in which it has not been ordered.
+            output: the step so far, in which it has not been scheduled.
         """
         raise NotImplementedError(
             "phase 6, task 4: Preempt by recompute; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
     def swap_out(self, request: Request, num_blocks: int, output: SchedulerOutput) -> None:
-        """Have the first blocks of a request copied to the host, and give all its blocks back: it is SWAPPED.
+        """Have the first blocks of a request copied to CPU swap space, and give all its blocks back: it is SWAPPED.
 
         Its computed tokens stay computed. The pairs (block, host block) go into `output.swapped_out`, in the order of
         the positions, and the host blocks into `host_block_ids`, in the same order.
@@ -245,7 +255,7 @@ class PagedScheduler(ContinuousBatchScheduler):
         The pairs (host block, block) go into `output.swapped_in`, in the order of the positions.
 
         Args:
-            request: SWAPPED, with new blocks: at least as many as it has on the host.
+            request: it was SWAPPED, and has new blocks: at least as many as host blocks.
             output: the step so far.
         """
         raise NotImplementedError(
@@ -265,7 +275,7 @@ class PagedScheduler(ContinuousBatchScheduler):
         )
 
     def check(self) -> None:
-        """As `Scheduler.check`, and the same of the host pool: who is swapped out, and nobody else, holds its blocks.
+        """As `Scheduler.check`, and the same of the host pool: swapped-out requests, and no others, hold its blocks.
 
         Raises:
             InvariantError: the books do not agree.

@@ -2,9 +2,9 @@
 # Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
 """Beam search: several beginnings of an answer are continued side by side, and the likeliest are kept.
 
-Phase 8 builds it, on forks: a beam that goes on in two ways is forked, one that goes on in none is ended, and what they
-have in common is in memory once (Kwon et al. 2023, §4.4). `BeamSearch` decides which beams go on, for one prompt and
-without any engine; `beam_search` has an engine compute what it decides on.
+Phase 8 builds it, on forks: a beam with two continuations is forked, one with none is finished, and what beams have in
+common is in memory once (Kwon et al. 2023, §4.4). `BeamSearch` decides which beams go on, for one prompt and without an
+engine; `beam_search` runs an engine to compute them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from minicache.engine.answers import Prompt, all_end_token_ids, prompt_token_ids
 from minicache.engine.llm import LLM, MAX_IDLE_STEPS
 from minicache.engine.stopping import TextStream
-from minicache.errors import InvariantError, RequestTooLargeError, require_count
+from minicache.errors import InvariantError, require_count
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import SchedulerOutput, SharingScheduler
 
@@ -75,15 +75,15 @@ class Beam:
     text: str = ""
 
 
-class Path(NamedTuple):
-    """A beam that may go on: its tokens so far, and the sum of their log-probabilities."""
+class Hypothesis(NamedTuple):
+    """A beginning of an answer: its tokens so far, and the sum of their log-probabilities."""
 
     token_ids: tuple[int, ...]
     log_prob: float
 
 
 class Step(NamedTuple):
-    """How a beam goes on: whose place it continues, and with which token."""
+    """Where a beam comes from: the index of its parent among the beams before, and its newest token."""
 
     parent: int
     token_id: int
@@ -93,8 +93,8 @@ class BeamSearch:
     """Which beams of one prompt go on. Every decision needs the candidates of all of them.
 
     The rules are those of `transformers`' `generate(num_beams=k)` with early_stopping=False, so that both find the same
-    answers. At each step the k best ways in which the beams can go on become the next beams, and those of the very best
-    ways that end become answers; `advance` says which, and when the search is over.
+    answers. At each step the k likeliest hypotheses that do not end become the next beams, and the likeliest that end
+    become answers; `advance` says which, and when the search is over.
 
     Args:
         params: how to search.
@@ -102,16 +102,16 @@ class BeamSearch:
         max_tokens: the most tokens of an answer: that of the params, or what the model has room for.
 
     Attributes:
-        beams: those that go on, the best first. At first one, without a token. Empty when the search is over.
-        answers: what was found, the best first, at most k.
-        is_over: whether it is.
+        beams: the hypotheses that go on, the best first. At first one, without a token. Empty when the search is over.
+        answers: the answers found so far, the best first, at most k.
+        is_over: whether the search is over.
     """
 
     def __init__(self, params: BeamSearchParams, stop_token_ids: Iterable[int], max_tokens: int) -> None:
         self.params = params
         self.stop_token_ids = frozenset(stop_token_ids)
         self.max_tokens = max_tokens
-        self.beams = [Path((), 0.0)]
+        self.beams = [Hypothesis((), 0.0)]
         self.answers: list[Beam] = []
         self.is_over = False
 
@@ -119,7 +119,7 @@ class BeamSearch:
     def num_candidates(self) -> int:
         """How many of each beam's likeliest next tokens `advance` needs: (1 + stop tokens) · k, at least 2 k.
 
-        So many ways are ranked, of all beams together: even if all that can end among them do, k are left.
+        So many hypotheses are ranked, of all beams together: even if all that can end among them do, k are left.
         """
         raise NotImplementedError(
             "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
@@ -128,11 +128,11 @@ class BeamSearch:
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[Step]:
         """Decide how the beams go on, by one token each.
 
-        Every candidate of every beam is a way to go on; its log-probability is the beam's and the token's together. Of
-        all ways the `num_candidates` likeliest are ranked, the likeliest first. A way ends with a stop token ("stop"),
-        or else because its answer has max_tokens ("length"). If it ends and is among the first k, it is an answer
-        (`keep`), with its last token and its `score`; if it ends and is not, nothing comes of it. The first k that do
-        not end are the next `beams`.
+        Every beam with every one of its candidates is a hypothesis; its log-probability is the beam's and the token's
+        together. The `num_candidates` likeliest of all beams are ranked, the likeliest first. A hypothesis ends with a
+        stop token ("stop"), or else because its answer has max_tokens ("length"). If it ends and is among the first k,
+        it is an answer (`keep`), with its last token and its `score`; if it ends and is not, it is dropped. The first k
+        that do not end are the next `beams`.
 
         The search is over if there are none, or if there are k answers and no beam is better than the worst of them:
         the best beam's `score`, at the length that it has now, is not greater. Then `beams` is empty.
@@ -142,15 +142,14 @@ class BeamSearch:
                 them, or the whole vocabulary if it is smaller.
 
         Returns:
-            For each of the next `beams`, in order, where it comes from: the place of its parent among the beams so far,
-            and its newest token. Empty when the search is over.
+            For each of the next `beams`, in order, where it comes from. Empty when the search is over.
         """
         raise NotImplementedError(
             "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
         )
 
     def give_up(self) -> None:
-        """End the search with what it has: the beams so far count as answers, with reason "capacity"."""
+        """End the search with what it has: the beams so far count as answers, with finish reason "capacity"."""
         for beam in self.beams:
             score = self.score(beam.log_prob, max(1, len(beam.token_ids)))
             self.keep(Beam([*beam.token_ids], score, "capacity"))
@@ -160,15 +159,15 @@ class BeamSearch:
         """What answers are compared by: log_prob / length ^ length_penalty. The greater the better.
 
         Args:
-            log_prob: the sum of its tokens' log-probabilities, ≤ 0.
-            length: how many tokens that are, ≥ 1.
+            log_prob: the sum of an answer's log-probabilities, ≤ 0.
+            length: its number of tokens, ≥ 1.
         """
         raise NotImplementedError(
             "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
         )
 
     def keep(self, answer: Beam) -> None:
-        """Put an answer into its place among `answers`, the best first. Only the k best stay."""
+        """Add an answer to `answers`, which stay sorted, the best first, and of which only the k best stay."""
         raise NotImplementedError(
             "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
         )
@@ -181,8 +180,8 @@ class _Search:
     Attributes:
         prompt: its tokens.
         requests: one for each of `search.beams`.
-        candidates: of each beam, once its logits are there. A beam that was preempted has none when the others do: they
-            then run ahead by tokens that may be thrown away.
+        candidates: of each beam, once its logits are there. While a preempted beam has none, the others run ahead by
+            tokens that may be thrown away.
     """
 
     prompt: list[int]
@@ -201,14 +200,14 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
         params: how to search.
 
     Returns:
-        For each prompt its answers, the best first: beam_width of them, fewer only if there are no more ways.
+        For each prompt its answers, the best first: beam_width of them, fewer only if there are no more hypotheses.
 
     Raises:
         TypeError, ValueError, IndexError, UnknownWordError: as `LLM.generate`; also if the engine has requests.
         RequestTooLargeError: a prompt could never be served, and nothing was begun. Or, with another scheduler than
             "chunked", a beam had to begin anew and is longer than a step (max_num_batched_tokens). Then all requests of
             this call are aborted.
-        InvariantError: the scheduler orders nothing any more.
+        InvariantError: the scheduler schedules nothing any more.
         Exception: what the model raises. All requests of this call are aborted.
     """
     if not isinstance(params, BeamSearchParams):
@@ -218,6 +217,9 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
     run = _Run(llm, params, prompts)
     try:
         run.finish()
+    except BaseException:
+        llm.recover()
+        raise
     finally:
         run.abort()
     return [[run.shown(search, beam) for beam in search.search.answers] for search in run.searches]
@@ -230,18 +232,13 @@ class _Run:
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise TypeError(f"prompts must be a list of texts or of token id lists; got {prompts!r}")
         self.llm = llm
-        self.names = count()
+        self.numbers = count()  # of requests, which are named by them
         self.searches: list[_Search] = []
-        self.whose: dict[RequestId, tuple[_Search, int]] = {}  # unfinished request → its search, and its beam's place
+        self.unfinished: dict[RequestId, tuple[_Search, int]] = {}  # request → its search, and its beam's index
         end = () if params.ignore_eos else all_end_token_ids(llm.model.config, llm.tokenizer)
-        longest = llm.model.config.max_seq_len
-        if llm.scheduler.max_model_len is not None:
-            longest = min(longest, llm.scheduler.max_model_len)
         for prompt in prompts:
-            token_ids = prompt_token_ids(prompt, llm.model.config.vocab_size, llm.tokenizer)
-            room = longest - len(token_ids)
-            if room < 1:
-                raise RequestTooLargeError(f"a prompt of {len(token_ids)} tokens leaves no room for an answer")
+            token_ids = prompt_token_ids(prompt, llm.model.config.vocab_size, llm.max_model_len, llm.tokenizer)
+            room = llm.max_model_len - len(token_ids)
             search = BeamSearch(params, {*params.stop_token_ids, *end}, min(params.max_tokens, room))
             request = self.new_request(token_ids, search.max_tokens)
             llm.scheduler.check_size(request)
@@ -250,29 +247,31 @@ class _Run:
             self.begin(each, 0, each.requests[0])
 
     def new_request(self, token_ids: list[int], max_tokens: int) -> Request:
-        """A request that computes a beam. The search ends it, no token does."""
-        return Request(("beam", next(self.names)), token_ids, max_tokens, ignore_eos=True)
+        """A request that computes a beam. Only the search finishes it: no token does."""
+        return Request(("beam", next(self.numbers)), token_ids, max_tokens, ignore_eos=True)
 
-    def begin(self, each: _Search, place: int, request: Request) -> None:
+    def begin(self, each: _Search, index: int, request: Request) -> None:
         """Have a beam computed by a new request, from its first token on."""
         self.llm.scheduler.add_request(request)
-        self.whose[request.request_id] = each, place
+        self.unfinished[request.request_id] = each, index
 
     def finish(self) -> None:
         """Step until all searches are over."""
         num_idle = 0
-        while self.whose:
+        while self.unfinished:
             num_steps = self.llm.memory.num_steps
             self.step()
             num_idle = 0 if self.llm.memory.num_steps > num_steps else num_idle + 1
             if num_idle > MAX_IDLE_STEPS:
-                raise InvariantError(f"the scheduler orders nothing any more; {len(self.whose)} beams are unfinished")
+                raise InvariantError(
+                    f"the scheduler schedules nothing any more; {len(self.unfinished)} beams are unfinished"
+                )
 
     def step(self) -> None:
-        """One step of the engine, for beams: as `LLM.step`, but which token comes next the searches say together."""
+        """One step of the engine, for beams: as `LLM.step`, but the searches choose the next tokens."""
         output = self.llm.scheduler.schedule()
         self.llm.memory.move_blocks(output)
-        outgrown = [self.whose[request_id][0] for request_id in output.finished]
+        outgrown = [self.unfinished[request_id][0] for request_id in output.finished]
         token_ids: dict[RequestId, int] = {}
         decided: list[tuple[_Search, list[Request], list[Step]]] = []
         if output.scheduled:
@@ -283,9 +282,9 @@ class _Run:
                     length = len(each.search.beams[0].token_ids)
                     steps = each.search.advance(cast("list[list[tuple[int, float]]]", each.candidates))
                     decided.append((each, parents, steps))
-                    for step in reversed(steps):  # so that the first of a parent's children has its place
+                    for step in reversed(steps):  # a parent's request goes on as the first of its children
                         request = parents[step.parent]
-                        # Not if it has run ahead while another beam was out of the batch.
+                        # Not if it has run ahead while another beam was preempted.
                         if request.request_id in token_ids and request.num_tokens == len(each.prompt) + length:
                             token_ids[request.request_id] = step.token_id
         self.llm.scheduler.update_from_output(output, token_ids)
@@ -296,51 +295,51 @@ class _Run:
             self.go_on(each, parents, steps)
 
     def note_candidates(self, output: SchedulerOutput, logits: Tensor, token_ids: dict[RequestId, int]) -> None:
-        """Write down how each beam of the step may go on, and give it its likeliest token for the time being."""
+        """Note the candidates of each beam of the step, and give it its likeliest token for the time being."""
         for row, (request, num_new) in enumerate(
             zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
         ):
-            if request.request_id not in self.whose or request.num_computed_tokens + num_new < request.num_tokens:
+            if request.request_id not in self.unfinished or request.num_computed_tokens + num_new < request.num_tokens:
                 continue
-            each, place = self.whose[request.request_id]
+            each, index = self.unfinished[request.request_id]
             log_probs = torch.log_softmax(logits[row].float(), dim=-1)
             best = log_probs.topk(min(each.search.num_candidates, len(log_probs)))
-            found = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-            token_ids[request.request_id] = found[0][0]
-            if each.candidates[place] is None:
-                each.candidates[place] = found
+            candidates = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            token_ids[request.request_id] = candidates[0][0]
+            if each.candidates[index] is None:
+                each.candidates[index] = candidates
 
     def go_on(self, each: _Search, parents: list[Request], steps: list[Step]) -> None:
         """Have the next beams computed: by their parents' requests, by forks of these, or by new requests."""
         wanted = [[*each.prompt, *beam.token_ids] for beam in each.search.beams]
         claimed: dict[int, Request] = {}  # beam → the parent's request, which goes on as that beam
-        for place, step in enumerate(steps):
+        for index, step in enumerate(steps):
             request = parents[step.parent]
-            mine = request.token_ids(0, request.num_tokens) == wanted[place]
-            if mine and not request.status.is_finished and request not in claimed.values():
-                claimed[place] = request
+            has_its_tokens = request.token_ids(0, request.num_tokens) == wanted[index]
+            if has_its_tokens and not request.status.is_finished and request not in claimed.values():
+                claimed[index] = request
         kept = {step.parent for step in steps}
         for parent, request in enumerate(parents):
             if parent not in kept:
-                self.drop(request)  # before the forks: they need its seat
+                self.drop(request)  # before the forks, which need its batch slot
         each.requests = []
-        for place, step in enumerate(steps):
-            request = claimed.get(place) or self.twin(parents[step.parent], wanted[place], each)
+        for index, step in enumerate(steps):
+            request = claimed.get(index) or self.child(parents[step.parent], wanted[index], each)
             each.requests.append(request)
-            self.whose[request.request_id] = each, place
+            self.unfinished[request.request_id] = each, index
         for request in parents:
             if request not in each.requests:
                 self.drop(request)
         each.candidates = [None] * len(each.requests)
 
-    def twin(self, parent: Request, token_ids: list[int], each: _Search) -> Request:
+    def child(self, parent: Request, token_ids: list[int], each: _Search) -> Request:
         """A request that has these tokens: a fork, if the parent can be forked, else a new one with a long prompt."""
         scheduler: Any = self.llm.scheduler
-        has_seat = scheduler.num_running < scheduler.max_num_seqs
-        if self.llm.forks and has_seat and parent.status is RequestStatus.RUNNING:
-            name: RequestId = ("beam", next(self.names))
+        has_slot = scheduler.num_running < scheduler.max_num_seqs
+        if self.llm.forks and has_slot and parent.status is RequestStatus.RUNNING:
+            child_id: RequestId = ("beam", next(self.numbers))
             return cast(SharingScheduler, scheduler).fork_request(
-                parent.request_id, name, token_ids[parent.num_prompt_tokens :]
+                parent.request_id, child_id, token_ids[parent.num_prompt_tokens :]
             )
         num_left = each.search.max_tokens - (len(token_ids) - len(each.prompt))
         request = self.new_request(token_ids, num_left)
@@ -348,18 +347,18 @@ class _Run:
         return request
 
     def drop(self, request: Request) -> None:
-        """A beam that goes on in no way: its request is ended."""
-        self.whose.pop(request.request_id, None)
+        """Finish the request of a beam that does not go on."""
+        self.unfinished.pop(request.request_id, None)
         self.llm.abort_request(request.request_id)
 
     def end(self, each: _Search) -> None:
-        """A search is over: end what it has."""
+        """Finish the requests of a search that is over."""
         for request in each.requests:
             self.drop(request)
         each.requests = []
 
     def abort(self) -> None:
-        """End all that is unfinished."""
+        """Finish all requests that are unfinished."""
         for each in self.searches:
             self.end(each)
 

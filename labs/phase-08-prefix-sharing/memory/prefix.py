@@ -2,10 +2,10 @@
 # Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
 """Blocks that are found again by what they hold: the prefix cache.
 
-Phase 8 builds it. A full block is named by a hash of its tokens and of everything before them, so that one lookup says
-whether some block holds the keys and values of a prefix. Blocks that nobody uses any more stay in the line of free
-blocks with what they hold, and are found there until they are handed out anew (SGLang's RadixAttention, Zheng et al.
-2024, keeps the same in a tree; the hashes are vLLM's). Pure standard library.
+Phase 8 builds it. The hash of a full block covers its tokens and everything before them, so one lookup tells
+whether a block holds the keys and values of a prefix. Blocks without references stay in the free list with what they
+hold, and are found there until they are allocated for other tokens (SGLang's RadixAttention, Zheng et al. 2024, keeps
+the same in a tree; the hashes are vLLM's). Pure standard library.
 """
 
 from __future__ import annotations
@@ -19,33 +19,32 @@ from minicache.errors import InvariantError, OutOfBlocksError, require_count
 from minicache.memory.blocks import BlockPool
 
 BlockHash = bytes
-"""What names the contents of a full block: 32 bytes."""
+"""The hash of a full block's contents: 32 bytes."""
 
 
 def root_hash(*extra_keys: str | None) -> BlockHash:
     """The parent of a sequence's first block: a hash of everything besides tokens that keys and values depend on.
 
     Two sequences may share blocks only if all their extra keys are equal: the salt of a tenant, the adapter that the
-    weights are changed by. Each block's hash contains its parent's, so what is said here counts for all of them.
+    weights are changed by. Each block's hash covers its parent's, so these keys are part of all of them.
 
     Args:
         extra_keys: any number of strings, in a fixed order; None where there is no such thing. None and "" are
-            different, and ("ab", "c") and ("a", "bc") are. Anybody may choose a salt, with quotes and commas in it.
+            different, and so are ("ab", "c") and ("a", "bc"). A client may choose a salt with quotes and commas in it.
 
     Returns:
         32 bytes: SHA-256's digest. The same keys have the same hash, in every process.
     """
     raise NotImplementedError(
-        "phase 8, task 1: Name a block; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        "phase 8, task 1: Hash a block; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
     )
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of a full block: of its tokens, and of all tokens before them, by way of its parent's hash.
 
-    Keys and values of a token depend on every token before it. So the same 16 tokens after another beginning are
-    another block. SHA-256: that two different prefixes have one hash can be left out of account, even if somebody
-    chooses the tokens with that intent.
+    Keys and values of a token depend on every token before it, so the same 16 tokens after another beginning are
+    another block. With SHA-256, nobody can find two prefixes with the same hash, not even one who chooses the tokens.
 
     Args:
         parent: of the block before, or `root_hash` for the first.
@@ -56,19 +55,19 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
         32 bytes: SHA-256's digest.
     """
     raise NotImplementedError(
-        "phase 8, task 1: Name a block; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        "phase 8, task 1: Hash a block; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
     )
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """How much was found.
+    """How much a prefix cache has found.
 
     Attributes:
-        num_requests: that were admitted, each time they were.
-        num_queried_tokens: that they had.
+        num_requests: admissions. A request that was preempted by recompute and comes back counts again.
+        num_queried_tokens: tokens that the requests had when they were admitted.
         num_hit_tokens: of these, the tokens that were found and not computed.
-        num_evicted_blocks: cached blocks that were handed out for other tokens.
+        num_evicted_blocks: cached blocks that were allocated for other tokens.
     """
 
     num_requests: int = 0
@@ -83,27 +82,29 @@ class PrefixCacheStats:
 
 
 class CachingBlockPool(BlockPool):
-    """A `BlockPool` whose blocks can be named by what they hold, and found by that name.
+    """A `BlockPool` whose blocks can be cached under the hash of their contents, and found by it.
 
-    A cached block is one that has a hash. It may be used or free. A free one waits in the line like every free block;
-    `share` takes it out of the line again, wherever it stands, and `allocate` takes its name away when it hands it out:
-    that is the eviction, and the block that has been free longest goes first. Whoever frees a sequence from its last
-    block to its first therefore loses the end of a prefix before its beginning, without which the end is of no use.
+    A cached block is one that has a hash. It may be used or free. The free list has two ends. `allocate` takes from the
+    front. A block that is freed without a hash goes to the front: nothing is lost by reusing it. One with a hash goes
+    to the back. So cached blocks are evicted last, and among them the one that has been free longest first. A sequence
+    that is freed from its last block to its first therefore loses the end of a prefix before its beginning, without
+    which the end is of no use. `share` takes a cached block out of the free list, wherever it stands; `allocate` drops
+    the hash of a block that it hands out: that is eviction.
 
-    Several blocks may have one hash: two sequences computed the same tokens side by side. They are found one at a time,
-    the one that was cached first.
+    Several blocks may have one hash: two sequences computed the same tokens side by side. The one that was cached first
+    is found.
 
     Everything else is as in `BlockPool`, the arguments and the errors too.
 
     Attributes:
-        num_evicted: cached blocks that were handed out for something else.
+        num_evicted: cached blocks that were allocated for other tokens.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.num_evicted = 0
-        self._free = OrderedDict.fromkeys(range(num_blocks))  # the line: its left end is next, and any may leave it
-        self._num_owners = [0] * num_blocks
+        self._free = OrderedDict.fromkeys(range(num_blocks))  # the left end is next, and any may leave it
+        self._num_references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._blocks_of: dict[BlockHash, dict[int, None]] = {}  # of each hash its blocks, the first to be cached first
 
@@ -114,7 +115,7 @@ class CachingBlockPool(BlockPool):
 
     @property
     def num_used(self) -> int:
-        """Blocks that have an owner. A shared block counts once."""
+        """Blocks that have a reference. A shared block counts once."""
         return self.num_blocks - len(self._free)
 
     @property
@@ -123,12 +124,12 @@ class CachingBlockPool(BlockPool):
         return sum(map(len, self._blocks_of.values()))
 
     def ref_count(self, block_id: int) -> int:
-        """How many owners a block has; as `BlockPool.ref_count`."""
+        """How many references a block has; as `BlockPool.ref_count`."""
         self._check_ids((block_id,))
-        return self._num_owners[block_id]
+        return self._num_references[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, those that have been free longest; as `BlockPool.allocate`.
+        """Take `count` free blocks from the front of the free list; as `BlockPool.allocate`.
 
         Those that are cached lose their hashes: what they held is evicted, and counted (`num_evicted`).
 
@@ -136,7 +137,7 @@ class CachingBlockPool(BlockPool):
             count: ≥ 0.
 
         Returns:
-            Their ids, the one that has been free longest first. Each has one owner.
+            Their ids, in the order of the free list. Each has one reference.
 
         Raises:
             TypeError, ValueError, OutOfBlocksError: as `BlockPool.allocate`. None was taken.
@@ -146,26 +147,27 @@ class CachingBlockPool(BlockPool):
         )
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Give each of these blocks one more owner. A cached block that is free leaves the line for it.
+        """Add a reference to each of these blocks. A cached block that is free leaves the free list for it.
 
-        It keeps its hash, and the others in the line keep their order. An id that is given twice gets two owners more.
+        It keeps its hash, and the others in the list keep their order. An id that is given twice gets two references.
 
         Args:
             block_ids: used blocks, and free ones that are cached.
 
         Raises:
             TypeError, IndexError: as `BlockPool.share`. Nothing has changed.
-            ValueError: a block is free and not cached: nobody knows what it holds. Nothing has changed.
+            ValueError: a block is free and not cached: what it holds is unknown. Nothing has changed.
         """
         raise NotImplementedError(
             "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
         )
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Take one owner away from each of these blocks; as `BlockPool.free`. Cached blocks stay cached.
+        """Drop a reference to each of these blocks; as `BlockPool.free`. Cached blocks stay cached.
 
         Args:
-            block_ids: used blocks. Those that lose their last owner go to the end of the line, in this order.
+            block_ids: used blocks. Those that lose their last reference go to the free list one after the other: to its
+                back if they have a hash, to its front if they have none.
 
         Raises:
             TypeError, IndexError, ValueError: as `BlockPool.free`. Nothing has changed.
@@ -177,12 +179,12 @@ class CachingBlockPool(BlockPool):
     # Finding blocks by what they hold
 
     def cache(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Name used blocks by what they hold. One that has a name already keeps it, whatever is said now.
+        """Cache used blocks under their hashes. One that has a hash already keeps it, whatever is given now.
 
-        That another block has the same name is no reason not to name this one: it is found once the other is gone.
+        A block is cached even if another has the same hash: it is found once the other is gone.
 
         Args:
-            block_ids: full blocks, each with an owner.
+            block_ids: full blocks, each with a reference.
             hashes: one for each, `block_hash` of its tokens.
 
         Raises:
@@ -194,10 +196,10 @@ class CachingBlockPool(BlockPool):
         )
 
     def uncache(self, block_ids: Iterable[int]) -> None:
-        """Take their names away from blocks whose contents are no more, or never came to be. That is no eviction.
+        """Drop the hashes of blocks whose contents are not to be trusted. That is no eviction.
 
-        Owners and the line stay as they are, and so do blocks without a name. A name goes only from these blocks:
-        another that has the same is found by it as before.
+        References and the free list stay as they are, and so do blocks without a hash. Only these blocks lose theirs:
+        another with the same hash is found by it as before.
 
         Args:
             block_ids: any blocks, used or free.
@@ -212,7 +214,7 @@ class CachingBlockPool(BlockPool):
     def find(self, hashes: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest beginning of `hashes` that is cached, one for each hash. They may be used or free.
 
-        Nobody owns them for it: `share` them before anything is allocated, or they may be handed out.
+        They get no reference: `share` them before anything is allocated, or they may be handed out.
 
         Args:
             hashes: of the blocks of a sequence, from its first on.
@@ -226,9 +228,9 @@ class CachingBlockPool(BlockPool):
         )
 
     def reset(self) -> None:
-        """Forget all names: when the weights have changed, no block holds what its name says.
+        """Forget all hashes: the weights have changed, or a failed step has left the contents in doubt.
 
-        The line stays as it is, and nothing counts as evicted.
+        The free list stays as it is, and nothing counts as evicted.
 
         Raises:
             ValueError: a block is used. Nothing has changed.
@@ -243,16 +245,16 @@ class CachingBlockPool(BlockPool):
         Raises:
             InvariantError: the books do not agree. The message names a block.
         """
-        for block_id, owners in enumerate(self._num_owners):
-            if owners < 0 or (block_id in self._free) != (owners == 0):
-                raise InvariantError(f"block {block_id} has {owners} owners; free: {block_id in self._free}")
+        for block_id, references in enumerate(self._num_references):
+            if references < 0 or (block_id in self._free) != (references == 0):
+                raise InvariantError(f"block {block_id} has {references} references; free: {block_id in self._free}")
         if strange := self._free.keys() - set(range(self.num_blocks)):
             raise InvariantError(f"{strange} are among the free blocks, and no blocks of this pool")
-        for name, blocks in self._blocks_of.items():
-            if not blocks or any(self._hash_of[block_id] != name for block_id in blocks):
+        for each, blocks in self._blocks_of.items():
+            if not blocks or any(self._hash_of[block_id] != each for block_id in blocks):
                 raise InvariantError(f"blocks {list(blocks)} are found under a hash that is not theirs")
-        if (named := sum(name is not None for name in self._hash_of)) != self.num_cached:
-            raise InvariantError(f"{named} blocks have a hash, {self.num_cached} can be found")
+        if (hashed := sum(each is not None for each in self._hash_of)) != self.num_cached:
+            raise InvariantError(f"{hashed} blocks have a hash, {self.num_cached} can be found")
 
     def _check_ids(self, block_ids: Iterable[int]) -> None:
         num_blocks = self.num_blocks

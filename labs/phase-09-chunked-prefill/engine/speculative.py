@@ -1,12 +1,13 @@
 # Phase 9, chunked-prefill: your file. It stands in for minicache.engine.speculative.
 # Write what raises NotImplementedError. `minicache grade 9` grades it, `minicache hint 9.K` helps with task K.
-"""Speculative decoding: guess the next tokens cheaply, and have the model check all guesses in one pass.
+"""Speculative decoding: propose the next tokens cheaply, and have the model verify them in one forward pass.
 
-Phase 9 builds its second half. A decode step reads all weights for one token. A step that is given the newest token and
-k guesses behind it reads them once too, and says for each guess what the model itself would have picked there. Guesses
-that agree are tokens; the first that does not is replaced by the model's own, and the rows behind it are cut off the
-cache again. So the tokens are those of greedy decoding, only sooner (Leviathan et al. 2023). The guesses come from the
-text itself: what followed the last few tokens when they stood there before (prompt lookup; Saxena 2023).
+Phase 9 builds its second half. A decode step reads all weights for one token. A forward pass over the newest token and
+k draft tokens behind it reads them once too, and says for each draft token what the model itself picks there. Those
+that the model picks too are accepted; the first that it does not is replaced by the model's own, and the KV entries
+behind it are removed from the cache. So the tokens are those of greedy decoding, in fewer passes (Leviathan et al.
+2023). The draft tokens come from the text itself: what followed the last few tokens at their previous occurrence
+(prompt lookup; Saxena 2023).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from minicache.errors import require_count
 
 
 class Drafter(Protocol):
-    """Who guesses."""
+    """Proposes draft tokens."""
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """Guess what follows `token_ids`: at most `num_tokens` tokens, none if there is no idea."""
+        """Propose what follows `token_ids`: 0 … `num_tokens` tokens."""
 
 
 class NgramDrafter:
-    """Guesses that what followed the last few tokens before follows them again.
+    """Proposes that what followed the last few tokens before follows them again.
 
     Args:
-        max_ngram: how many tokens must have stood there before at best, ≥ 1; fewer are tried, down to one.
+        max_ngram: the longest ending that is looked for, in tokens, ≥ 1; shorter ones are tried, down to one token.
 
     Raises:
         TypeError: `max_ngram` is not an int.
@@ -47,34 +48,35 @@ class NgramDrafter:
         self.max_ngram = max_ngram
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens behind the latest earlier place where the longest ending of `token_ids` stands.
+        """The tokens behind the latest earlier occurrence of the longest ending of `token_ids`.
 
         Endings of max_ngram tokens are looked for first, then shorter ones, down to the last token alone. The first
-        length that stands anywhere before decides, even if few tokens follow there. An earlier place may overlap the
-        ending, but is not the ending itself. Takes time in proportion to the tokens, and changes nothing.
+        length that occurs anywhere earlier decides, even if few tokens follow there. An earlier occurrence may overlap
+        the ending, but is not the ending itself. All of the text is searched, however long. Takes time in proportion to
+        its length, and changes nothing.
 
         Args:
-            token_ids: prompt and answer so far; there may be none.
-            num_tokens: the most to guess, ≥ 0.
+            token_ids: prompt and output so far; there may be none.
+            num_tokens: the most to propose, ≥ 0.
 
         Returns:
             The tokens that follow there, at most num_tokens, and no more than there are: [1, 2, 3, 1, 2] → [3, 1, 2].
-            None if not even the last token stands elsewhere.
+            An empty list if not even the last token occurs earlier.
         """
         raise NotImplementedError(
-            "phase 9, task 4: Guess from the text; read docs/en/phase-09-chunked-prefill/lab/01-guess-and-check.md"
+            "phase 9, task 4: Draft from the text; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
         )
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """How well the guesses did.
+    """How many draft tokens were accepted.
 
     Attributes:
-        num_passes: of the model, the prompt's included.
-        num_tokens: that were generated.
-        num_drafted: tokens that were guessed and checked.
-        num_accepted: of these, the ones that the model agreed with.
+        num_passes: forward passes, the prompt's included.
+        num_tokens: generated tokens.
+        num_drafted: draft tokens that were verified.
+        num_accepted: draft tokens that were accepted.
     """
 
     num_passes: int = 0
@@ -84,29 +86,29 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """The part of the guesses that the model agreed with, 0 … 1; 0 if there were none."""
+        """The part of the draft tokens that was accepted, 0 … 1; 0 if there were none."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens that a pass gave, 1 without speculation; 0 before the first."""
+        """Generated tokens per forward pass, 1 without speculation; 0 before the first."""
         return self.num_tokens / self.num_passes if self.num_passes else 0.0
 
 
-def num_agreed(drafts: Sequence[int], picked: Sequence[int]) -> int:
-    """How many guesses, from the first on, are what the model picked in their places.
+def num_accepted(drafts: Sequence[int], picked: Sequence[int]) -> int:
+    """How many draft tokens, from the first on, are what the model picks in their places.
 
-    Behind the first that is not, nothing counts: the model picked there after a token that is not in the text.
+    Behind the first that is not, none counts: the model picked there after a token that is not in the text.
 
     Args:
-        drafts: the guesses, k of them, k ≥ 0.
-        picked: what the model picked in the place of each of them, and one more behind the last: k + 1 tokens.
+        drafts: the draft tokens, k of them, k ≥ 0.
+        picked: what the model picks in the place of each of them, and one more behind the last: k + 1 tokens.
 
     Returns:
         0 … k.
     """
     raise NotImplementedError(
-        "phase 9, task 5: Check the guesses; read docs/en/phase-09-chunked-prefill/lab/01-guess-and-check.md"
+        "phase 9, task 5: Verify the drafts; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
     )
 
 
@@ -120,26 +122,27 @@ def speculative_decode(
     num_drafts: int = 4,
     stats: SpeculationStats | None = None,
 ) -> Iterator[Tensor]:
-    """Generate greedily (`greedy`), as `minicache.engine.decoding.decode` does, and check guesses on the way.
+    """Generate greedily (`greedy`), as `minicache.engine.decoding.decode` does, and verify draft tokens on the way.
 
-    The first pass is shown the prompt. Each later one is shown the newest token, which no pass has seen yet, and the
-    guesses behind it. So of a pass with k guesses the last k + 1 rows of logits say what the model picks in the place
-    of each guess, and behind the last one. Those that agree (`num_agreed`) are tokens, and what the model picked behind
-    them is one more: a pass gives at least one token, whatever was guessed. Only behind a single token is anything
-    guessed: a prompt of several tokens is shown without guesses.
+    The first forward pass runs on the prompt. Each later one runs on the newest token, which no pass has run on yet,
+    and the draft tokens behind it. So of a pass with k draft tokens the last k + 1 rows of logits say what the model
+    picks in the place of each, and behind the last one. The accepted ones (`num_accepted`) are tokens, and what the
+    model picks behind them is one more: a pass yields at least one token, whatever was proposed. Tokens are proposed
+    only behind a single token: a prompt of several runs without draft tokens.
 
-    Whenever a token is yielded, the cache holds rows of prompt and answer alone, none of a wrong guess. As in `decode`
-    the last token is never shown: N tokens leave P + N − 1 in the cache, which at no time holds more.
+    Whenever a token is yielded, the cache holds KV entries of prompt and output alone, none of a rejected draft token.
+    As in `decode` the model never runs on the last token: N tokens leave P + N − 1 entries in the cache, which at no
+    time holds more.
 
     Args:
         model: called as `model(token_ids, cache)`.
         prompt: token ids `[1, P]` int64, P ≥ 1.
         max_new_tokens: N, how many tokens to generate, ≥ 0. The caller stops earlier by leaving the loop.
-        cache: an empty paged cache of batch size 1: rows of guesses that were wrong are cut off again (`truncate`).
-        drafter: who guesses: `draft` gets prompt and answer so far, the newest token included.
-        num_drafts: the most guesses of one pass, ≥ 0. Fewer where N ends or the cache is full: no more are asked for
-            than the answer and the cache have room for.
-        stats: is counted in, if given, on top of what it says already; a token counts when it is yielded.
+        cache: an empty paged cache of batch size 1, from which rejected draft tokens are removed (`truncate`).
+        drafter: its `draft` gets all of prompt and output so far, the newest token included.
+        num_drafts: the most draft tokens of one pass, ≥ 0. Fewer at the end of the answer or of the cache: the drafter
+            is never asked for more than both have room for.
+        stats: is counted in, if given, on top of what it has already; a token counts when it is yielded.
 
     Yields:
         `[1]` int64, the next token; N times.
@@ -148,9 +151,9 @@ def speculative_decode(
         TypeError: `max_new_tokens` or `num_drafts` is not an int; at the first step, like what follows.
         ValueError: `prompt` is not `[1, P]` with P ≥ 1, N or num_drafts is negative, or the cache is not empty or of
             another batch size. The model has not been called.
-        CacheOverflowError: the cache is full, which is so exactly where `decode` finds it full. The tokens yielded
-            before stay good.
+        CacheOverflowError: the cache is full, exactly where `decode` finds it full. The tokens yielded before are
+            valid.
     """
     raise NotImplementedError(
-        "phase 9, task 5: Check the guesses; read docs/en/phase-09-chunked-prefill/lab/01-guess-and-check.md"
+        "phase 9, task 5: Verify the drafts; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
     )

@@ -1,130 +1,86 @@
 # Phase 9, chunked-prefill: your file. It stands in for minicache.scheduler.chunked.
 # Write what raises NotImplementedError. `minicache grade 9` grades it, `minicache hint 9.K` helps with task K.
-"""Chunked prefill: one budget of tokens a step, and prompts that are computed in pieces beside the decodes.
+"""Chunked prefill: one token budget a step, and prompts that are computed in chunks while other requests decode.
 
 Phase 9 builds it, on the schedulers of phases 7 and 8. There are no two kinds of steps any more: every request has
-computed some of its tokens, and the step lets it catch up, by as many as the budget has left. So a long prompt never
-holds up those who are in decode for longer than one such step takes (Sarathi-Serve: Agrawal et al., OSDI 2024, §4).
-Pure standard library.
+computed some of its tokens, and the step computes as many more as the budget allows. So a long prompt never holds up
+the requests in decode for longer than one such step takes (Sarathi-Serve: Agrawal et al., OSDI 2024, §4). Pure standard
+library.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
-from minicache.errors import RequestTooLargeError, require_count
+from minicache.errors import require_count
 from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.fair import STARVATION_BOUND
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.paged import AllocStatus
-from minicache.scheduler.sharing import FairSharingScheduler, SharingOptions
+from minicache.scheduler.prefix_caching import PrefixCachingOptions
+from minicache.scheduler.queue import arrival_key
+from minicache.scheduler.sharing import FairSharingScheduler
 
 
-class ChunkedOptions(SharingOptions, total=False):
+class ChunkedOptions(PrefixCachingOptions, total=False):
     """The keyword arguments of `ChunkedPrefillScheduler`, which documents them."""
 
     long_prefill_threshold: int
+    reserve_full_prompt: bool
 
 
 class ChunkedPrefillScheduler(FairSharingScheduler):
-    """Spends max_num_batched_tokens a step: first on the batch, in order, then on those who wait.
+    """Spends a token budget of max_num_batched_tokens a step: first on the batch, in order, then on waiting requests.
 
     A request in decode takes one token of it, a request in its prompt as many as it has left to compute, but no more
-    than the budget has left. Who gets only a part of its prompt computed stays in the batch, with the blocks of that
-    part, and goes on in the next step. So a prompt may be longer than max_num_batched_tokens.
+    than the budget has left. A request that gets only a part of its prompt computed stays in the batch, with the blocks
+    of that part, and goes on in the next step. So a prompt may be longer than max_num_batched_tokens.
+
+    **Admission** asks whether the blocks of the whole prompt are free, though only those of its first chunk are
+    allocated. Otherwise every prompt of the queue could get its first chunk in, and the batch would run out of blocks
+    long before one of them has generated a token (vLLM's `scheduler_reserve_full_isl`).
 
     **The bound.** As with `FairScheduler`, of any STARVATION_BOUND + 1 admissions in a row one is of the request that
-    arrived first. There an admission is worth a token; here one may be preempted before its token has come, and begin
-    anew. If that happens for the sake of somebody who came later, it is `due`: nobody else is admitted until it has
-    caught up. But the bound comes first: if the one that arrived first of all that wait is another, and has been
-    overtaken STARVATION_BOUND times, that one is next.
+    arrived first. There an admission is worth a token; here a request may be preempted before it has generated one, and
+    begin anew. If that happens while a later arrival stays in the batch, it is `protected`: no other is admitted until
+    it has generated a token. But the bound comes first: if another request arrived first of all that wait, and has been
+    bypassed STARVATION_BOUND times, that one is next.
 
     Args:
-        long_prefill_threshold: the most tokens of one request in one step, so that several prompts can go on side by
+        long_prefill_threshold: the most tokens of one request in one step, so that several prompts can advance side by
             side; 0: as many as the budget has left.
+        reserve_full_prompt: admit a request only if the blocks of its whole prompt are free. False: those of its first
+            chunk are enough.
         options: `FairSharingScheduler`'s.
 
     Attributes:
         long_prefill_threshold: as given.
-        due: who must catch up before anybody else is admitted; None if nobody must.
+        reserve_full_prompt: as given.
+        protected: the request that must generate a token before any other is admitted; None if there is none.
 
     Raises:
         TypeError, ValueError: as `FairSharingScheduler`.
     """
 
-    def __init__(self, *, long_prefill_threshold: int = 0, **options: Unpack[SharingOptions]) -> None:
+    chunks_prompts = True
+
+    def __init__(
+        self,
+        *,
+        long_prefill_threshold: int = 0,
+        reserve_full_prompt: bool = True,
+        **options: Unpack[PrefixCachingOptions],
+    ) -> None:
         super().__init__(**options)
         require_count("long_prefill_threshold", long_prefill_threshold, at_least=0)
+        if not isinstance(reserve_full_prompt, bool):
+            raise TypeError(f"reserve_full_prompt must be True or False; got {reserve_full_prompt!r}")
         self.long_prefill_threshold = long_prefill_threshold
-        self.due: Request | None = None
-        self._left = self.max_num_batched_tokens  # what the step that is being scheduled may still compute
+        self.reserve_full_prompt = reserve_full_prompt
+        self.protected: Request | None = None
 
-    def check_size(self, request: Request) -> None:
-        """Raise unless the request can be served once it has the server to itself. Changes nothing.
-
-        Its prompt must leave room for one more token within max_model_len, if there is one, and its blocks must not be
-        more than the whole pool. It may be longer than a step.
-
-        Raises:
-            RequestTooLargeError: the message says which limit (max_model_len, or the pool's num_blocks), and what to
-                change.
-        """
-        raise NotImplementedError(
-            "phase 9, task 2: Blocks for a chunk; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
-        )
-
-    def schedule(self) -> SchedulerOutput:
-        """As `PagedScheduler.schedule`, with one budget of max_num_batched_tokens for all that it orders.
-
-        Each step begins with the whole budget (`_left`), whatever became of the one before. And whoever is `due` and
-        has ended, or `has_caught_up`, is due no more.
-        """
-        raise NotImplementedError(
-            "phase 9, task 1: One budget; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
-        )
-
-    def head(self) -> Request | None:
-        """Who may be admitted next.
-
-        Returns:
-            As `FairScheduler.head`, if nobody is `due`, or num_overtakes has reached STARVATION_BOUND: one who is due
-            may be admitted, and preempted, again and again, while one waits that came before it. Else the one who is
-            due, where it waits and is compatible with the batch; None while it is in the batch, or not compatible.
-        """
-        raise NotImplementedError(
-            "phase 9, task 3: Who was overtaken; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
-        )
-
-    def preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """As `FairSharingScheduler.preempt`; and a request that was overtaken before its token came is `due`.
-
-        It is due, in place of whoever was, if all three hold. It had not caught up (`has_caught_up`) when it lost its
-        place: swapped out or to be recomputed, no token came of its admission. Somebody who arrived after it is still
-        in the batch. And of all that wait now, it arrived first.
-
-        Args:
-            request: the last of the batch.
-            output: the step so far, in which it has not been ordered.
-        """
-        raise NotImplementedError(
-            "phase 9, task 3: Who was overtaken; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
-        )
-
-    def has_caught_up(self, request: Request) -> bool:
-        """Whether a request is in the batch, and a token has come since it was admitted (`num_outputs_at_admission`).
-
-        Of one that waits the answer is no, whatever it has on the host. To have little left to compute is not enough:
-        one token short of the end of its prompt, a request may be preempted as at its beginning.
-        """
-        raise NotImplementedError(
-            "phase 9, task 3: Who was overtaken; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
-        )
-
-    def enter(self, request: Request, output: SchedulerOutput) -> None:
-        """As `FairSharingScheduler.enter`; and it is noted how many tokens of output the request has by now."""
-        request.num_outputs_at_admission = len(request.output_token_ids)
-        super().enter(request, output)
+    # One budget
 
     def largest_chunk(self, num_tokens: int) -> int:
         """As `Scheduler.largest_chunk`: at most long_prefill_threshold, unless that is 0."""
@@ -133,7 +89,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     def chunk(self, num_tokens: int) -> int:
         """Of so many tokens that a request has to compute, how many it may in this step.
 
-        At most their `largest_chunk`, and at most what the budget of the step has left (`_left`). Takes nothing of it.
+        At most their `largest_chunk`, and at most what is left of the `token_budget`. Spends nothing.
 
         Args:
             num_tokens: ≥ 0.
@@ -142,37 +98,14 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
             "phase 9, task 1: One budget; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
 
-    def num_new_tokens(self, request: Request) -> int:
-        """Tokens that this step computes if `request` is admitted in it: a `chunk` of those that are left.
-
-        Left are those of `FairSharingScheduler.num_new_tokens`: what is computed or found is not computed again.
-        """
+    def num_new_tokens(self, request: Request, found: Sequence[int] = ()) -> int:
+        """Tokens that this step computes if `request` is admitted: a `chunk` of what is neither computed nor found."""
         raise NotImplementedError(
             "phase 9, task 1: One budget; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
 
-    def blocks_to_admit(self, request: Request) -> int:
-        """Blocks that a request has once it is admitted: up to the end of its first chunk.
-
-        They hold what it need not compute, and behind it the `num_new_tokens` of this step. What it need not compute is
-        what is computed already, if it was swapped out, or else what `find_prefix` finds, in full blocks.
-        """
-        raise NotImplementedError(
-            "phase 9, task 2: Blocks for a chunk; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
-        )
-
-    def can_allocate(self, request: Request) -> AllocStatus:
-        """As `PagedScheduler.can_allocate`, of its `blocks_to_admit`; LATER also if the step has no token left.
-
-        For nobody can be admitted without a token to compute. (`PagedScheduler.admit` does not ask: it admits whoever
-        has no more tokens to compute than the step has left, and a chunk never has more.)
-        """
-        raise NotImplementedError(
-            "phase 9, task 2: Blocks for a chunk; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
-        )
-
-    def order(self, request: Request, output: SchedulerOutput) -> None:
-        """Have the step compute a `chunk` of what the request has left to compute, and take it from the budget.
+    def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
+        """Have the step compute a `chunk` of what the request has left to compute, and charge the `token_budget`.
 
         If the budget has nothing left for it, it is not in this step at all.
 
@@ -185,14 +118,75 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
             "phase 9, task 1: One budget; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
 
-    def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request in the batch must get before its next chunk is computed, copies included.
+    # Blocks for a chunk
 
-        Those up to the end of the chunk, less those that it has, but never below 0: after a step that failed it may
-        have more than this chunk needs. And while `_may_share_tails` is True, as in `SharingScheduler.blocks_missing`,
-        one for each of `written_and_shared`; while it is False nothing is copied (`copy_on_write`), and nothing must be
-        counted. None at all if the step has no token left for it: it writes nothing.
+    def blocks_to_take(self, request: Request, found: Sequence[int] = ()) -> int:
+        """Free blocks that must be there to admit `request`: those of its whole prompt, less the found ones in use.
+
+        Without `reserve_full_prompt`: those up to the end of its first chunk, less the same.
         """
         raise NotImplementedError(
             "phase 9, task 2: Blocks for a chunk; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
+
+    def blocks_missing(self, request: Request) -> int:
+        """Blocks that a request must still get before its next chunk is computed, copies included.
+
+        Those up to the end of the chunk, less those that it has; and while `_may_share_tails` is True, one for each of
+        `written_and_shared`, as in `SharingScheduler.blocks_missing`. None at all if the step has no token left for it:
+        it writes nothing.
+        """
+        raise NotImplementedError(
+            "phase 9, task 2: Blocks for a chunk; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+        )
+
+    # The bound, where an admission is not worth a token
+
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        """As `SharingScheduler.schedule_running`; first, a request that has gained its token is protected no longer."""
+        raise NotImplementedError(
+            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+        )
+
+    def head(self) -> Request | None:
+        """The waiting request that may be admitted next.
+
+        Returns:
+            As `FairScheduler.head`, if no request is `protected`, or num_bypasses has reached STARVATION_BOUND: a
+            protected request may be admitted and preempted again and again while one waits that came before it. Else
+            the protected one, if it waits and is compatible with the batch; None while it is in the batch, or not
+            compatible.
+        """
+        raise NotImplementedError(
+            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+        )
+
+    def preempt(self, request: Request, output: SchedulerOutput) -> None:
+        """As `FairSharingScheduler.preempt`; a request that gains no token because of a later one is protected.
+
+        It becomes `protected`, in place of whichever was, if all three hold. It had not gained a token since its
+        admission (`has_gained_token`). A request that arrived after it is still in the batch. And of all that wait now,
+        it arrived first.
+
+        Args:
+            request: the last of the batch.
+            output: the step so far, in which it has not been scheduled.
+        """
+        raise NotImplementedError(
+            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+        )
+
+    def has_gained_token(self, request: Request) -> bool:
+        """Whether a request is in the batch, and has generated a token since it was admitted.
+
+        To have little left to compute is not enough: one token short of the end of its prompt, a request may be
+        preempted as at its beginning.
+        """
+        raise NotImplementedError(
+            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+        )
+
+    def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
+        """As `FairSharingScheduler.admit`; and it is noted how many tokens of output the request has by now."""
+        request.num_outputs_at_admission = len(request.output_token_ids)
+        super().admit(request, output, found)

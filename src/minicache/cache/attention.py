@@ -12,6 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minicache.errors import require_count
+
+_QUERY_TILE = 256
+"""Queries that attend at a time. A mask for all T of them at once would be a square, gigabytes for a long prompt."""
+
 
 class Cache(Protocol):
     """What attention asks of a KV cache. `minicache.cache.dense.KVCache` is one."""
@@ -23,26 +28,42 @@ class Cache(Protocol):
         """Causal attention of `q` `[B, H, T, d]` over everything that `layer` holds, `[B, H, T, d]`."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """Softmax attention of the last T positions over all S positions, none seeing past itself.
 
-    Query row t stands at position S − T + t and sees the positions 0 … S − T + t. Scores are scaled by 1 / √d
-    (Vaswani et al. 2017, §3.2.1). With fewer key/value heads than query heads, query head h reads key/value head
-    h // (H / H_kv) (grouped-query attention, Ainslie et al. 2023).
+    Query row t stands at position S − T + t and sees the positions 0 … S − T + t; with a sliding window of W only the
+    last W of these, itself included (Jiang et al. 2023, §2). Scores are scaled by 1 / √d (Vaswani et al. 2017, §3.2.1).
+    With fewer key/value heads than query heads, query head h reads key/value head h // (H / H_kv) (grouped-query
+    attention, Ainslie et al. 2023).
 
     Args:
         q: queries of the newest T tokens, `[B, H, T, d]`.
         k: keys of all S tokens, `[B, H_kv, S, d]`, with H a multiple of H_kv and S ≥ T.
         v: values of all S tokens, the shape of `k`.
+        window: W ≥ 1, the most positions that a query sees. None: all of them.
 
     Returns:
         `[B, H, T, d]`, the dtype of `q`.
 
     Raises:
+        TypeError: `window` is not an int.
         ValueError: the shapes do not fit together: not four dimensions, other batch or head size, H no multiple of
-            H_kv, `v` unlike `k`, or S < T.
+            H_kv, `v` unlike `k`, or S < T; or `window` is below 1.
     """
     _check_attention_shapes(q, k, v)
+    if window is not None:
+        require_count("window", window)
+    out = []
+    end = k.shape[2] - q.shape[2]  # the positions before this tile's first query
+    for queries in torch.split(q, _QUERY_TILE, dim=2):
+        start = 0 if window is None else max(0, end - window + 1)
+        end += queries.shape[2]
+        out.append(_attend(queries, k[:, :, start:end], v[:, :, start:end], window))
+    return torch.cat(out, dim=2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """`causal_attention` of one tile of queries, over the positions that the tile sees."""
     batch, num_heads, num_new, head_dim = q.shape
     num_kv_heads, num_tokens = k.shape[1], k.shape[2]
     group = num_heads // num_kv_heads
@@ -51,7 +72,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     visible = None
     if num_new > 1:  # one new token sees everything, and an absent mask is the fast path
         visible = torch.ones(num_new, num_tokens, dtype=torch.bool, device=q.device)
-        visible = visible.tril(diagonal=num_tokens - num_new).repeat(group, 1)
+        visible = visible.tril(diagonal=num_tokens - num_new)
+        if window is not None:
+            visible = visible.triu(diagonal=num_tokens - num_new - window + 1)
+        visible = visible.repeat(group, 1)
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible)
     return out.reshape(batch, num_heads, num_new, head_dim)
 

@@ -162,7 +162,7 @@ class KVCache:
         num_rows = self._num_tokens + (self._step_tokens if layer < self._next_layer else 0)
         return self._k[layer, :, :, :num_rows], self._v[layer, :, :, :num_rows]
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the newest T tokens over everything that `layer` holds.
 
         Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`.
@@ -170,16 +170,18 @@ class KVCache:
         Args:
             layer: 0 … num_layers − 1.
             q: queries `[batch_size, num_heads, T, head_dim]`; num_heads is a multiple of num_kv_heads.
+            window: W ≥ 1, the layer's sliding window: a token sees itself and the W − 1 before it. None: all before it.
 
         Returns:
             `[batch_size, num_heads, T, head_dim]`.
 
         Raises:
             IndexError: there is no such layer.
-            ValueError: shapes do not fit, or T is more than the layer holds.
+            TypeError: `window` is not an int.
+            ValueError: shapes do not fit, T is more than the layer holds, or `window` is below 1.
         """
         k, v = self.read(layer)
-        return causal_attention(q, k, v)
+        return causal_attention(q, k, v, window=window)
 
     def reset(self) -> None:
         """Forget every token and keep the memory: the next append writes position 0 again.

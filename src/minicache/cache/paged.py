@@ -16,8 +16,8 @@ from torch import Tensor
 
 from minicache import kernels
 from minicache.cache.dense import KVCache
-from minicache.cache.rows import LayerTurns, check_dtype, check_layer, check_rows, check_sizes
-from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError
+from minicache.cache.rows import LayerTurns, check_dtype, check_layer, check_rows
+from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError, require_count
 from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 
 
@@ -50,7 +50,8 @@ class PagedStorage:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_sizes(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        for name, size in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+            require_count(name, size)
         check_dtype(dtype)
         self.pool = pool
         self.num_layers = num_layers
@@ -129,14 +130,16 @@ class PagedKVCache(KVCache):
         storage: PagedStorage | None = None,
     ) -> None:
         # Not super().__init__(): that would reserve the memory of a dense cache.
-        check_sizes(
-            num_layers=num_layers,
-            batch_size=batch_size,
-            num_kv_heads=num_kv_heads,
-            max_seq_len=max_seq_len,
-            head_dim=head_dim,
-            block_size=block_size,
-        )
+        sizes = {
+            "num_layers": num_layers,
+            "batch_size": batch_size,
+            "num_kv_heads": num_kv_heads,
+            "max_seq_len": max_seq_len,
+            "head_dim": head_dim,
+            "block_size": block_size,
+        }
+        for name, size in sizes.items():
+            require_count(name, size)
         check_dtype(dtype)
         self._owns_storage = storage is None
         if storage is None:
@@ -250,35 +253,33 @@ class PagedKVCache(KVCache):
         )
         return k, v
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the newest T tokens over everything that `layer` holds, through the block tables.
 
-        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is a decode
-        step and goes to `minicache.kernels.paged_decode_attention`, more to `paged_prefill_attention`.
+        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is decode
+        attention (`minicache.kernels.paged_decode_attention`), more is prefill (`paged_prefill_attention`).
 
         Args:
             layer: 0 … num_layers − 1.
             q: queries `[batch_size, num_heads, T, head_dim]`; num_heads is a multiple of num_kv_heads.
+            window: W ≥ 1, the layer's sliding window: a token sees itself and the W − 1 before it. None: all before it.
 
         Returns:
             `[batch_size, num_heads, T, head_dim]`.
 
         Raises:
             IndexError: there is no such layer.
-            TypeError: `q` is not a tensor, or has another dtype than the cache.
-            ValueError: shapes do not fit, or T is more than the layer holds.
+            TypeError: `q` is not a tensor, or has another dtype than the cache; or `window` is not an int.
+            ValueError: shapes do not fit, T is more than the layer holds, or `window` is below 1.
         """
         num_rows = self._num_rows(layer)
         _check_queries(q, self.batch_size, self.num_kv_heads, self.head_dim)
         num_new = q.shape[2]
         if num_new > num_rows:
             raise ValueError(f"{num_new} new tokens cannot be the last of {num_rows}: append them before attending")
-        paged = (self.storage.k(layer), self.storage.v(layer), self._tables)
-        context_lens = torch.full((self.batch_size,), num_rows, device=self.device)
-        if num_new == 1:
-            return kernels.paged_decode_attention(q[:, :, 0], *paged, context_lens)[:, :, None]
-        starts = torch.arange(0, self.batch_size * num_new + 1, num_new, device=self.device)
-        out = kernels.paged_prefill_attention(q.transpose(1, 2).flatten(0, 1), *paged, context_lens, starts)
+        rows = q.transpose(1, 2).flatten(0, 1)  # [B · T, H, d], sequence after sequence
+        caches, metadata = (self.storage.k(layer), self.storage.v(layer)), self._metadata_of(num_rows, num_new)
+        out = kernels.paged_attention(rows, *caches, metadata, sliding_window=window)
         return out.reshape(self.batch_size, num_new, -1, self.head_dim).transpose(1, 2)
 
     def reset(self) -> None:
@@ -344,6 +345,16 @@ class PagedKVCache(KVCache):
         check_layer(layer, self.num_layers)
         return self.num_tokens + (self._turns.num_new if self._turns.is_ahead(layer) else 0)
 
+    def _metadata_of(self, num_rows: int, num_new: int) -> kernels.AttentionMetadata:
+        """Of the last `num_new` of each sequence's `num_rows` tokens. All layers of a pass share one."""
+        if (num_rows, num_new) not in self._metadata:
+            context_lens = torch.full((self.batch_size,), num_rows, device=self.device)
+            starts = None
+            if num_new > 1:
+                starts = torch.arange(0, self.batch_size * num_new + 1, num_new, device=self.device)
+            self._metadata[num_rows, num_new] = kernels.AttentionMetadata(self._tables, context_lens, starts)
+        return self._metadata[num_rows, num_new]
+
     def _take_slots(self, num_new: int) -> None:
         """Begin a pass of T tokens: take blocks, and prepare what all layers share."""
         if self.num_tokens + num_new > self.max_seq_len:
@@ -358,6 +369,7 @@ class PagedKVCache(KVCache):
     def _follow_tables(self) -> None:
         """Make `_tables`, the tensor that kernels read, say what the block tables say."""
         self._tables = _tensor_of(self.block_tables, self.device)
+        self._metadata: dict[tuple[int, int], kernels.AttentionMetadata] = {}  # by rows and new tokens of a sequence
 
 
 class RaggedStep:
@@ -394,7 +406,7 @@ class RaggedStep:
         if not tables or len(tables) != len(num_new_tokens):
             raise ValueError(f"one count for each table, at least one; got {len(tables)} and {len(num_new_tokens)}")
         for count in num_new_tokens:
-            check_sizes(num_new_tokens=count)
+            require_count("num_new_tokens", count)
         if any(table.pool is not storage.pool for table in tables):
             raise ValueError("a table's blocks are of another pool than the storage's")
         if len(set(map(id, tables))) < len(tables):
@@ -409,7 +421,8 @@ class RaggedStep:
         self.query_start_loc = torch.tensor([0, *accumulate(num_new_tokens)], device=device)
         self.block_tables = _tensor_of(tables, device)
         self._positions = torch.tensor([position for span in spans for position in span], device=device)
-        self._is_decode = max(num_new_tokens) == 1
+        starts = None if max(num_new_tokens) == 1 else self.query_start_loc
+        self._metadata = kernels.AttentionMetadata(self.block_tables, self.context_lens, starts)
         self._turns = LayerTurns(storage.num_layers)
         self._is_over = False
 
@@ -453,30 +466,27 @@ class RaggedStep:
         kernels.store_kv(k, v, self.storage.k(layer), self.storage.v(layer), self.slot_mapping)
         self._is_over = self._turns.advance(k.shape[0])
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the step's tokens, each over its own sequence, through the block tables.
 
         Args:
             layer: 0 … num_layers − 1; it must have its rows.
             q: queries `[1, num_heads, N, d]`; num_heads is a multiple of the storage's num_kv_heads.
+            window: W ≥ 1, the layer's sliding window: a token sees itself and the W − 1 before it. None: all before it.
 
         Returns:
             `[1, num_heads, N, d]`.
 
         Raises:
             IndexError: there is no such layer.
-            TypeError: `q` is not a tensor, or has another dtype than the storage.
-            ValueError: shapes do not fit, or `layer` has not been appended to.
+            TypeError: `q` is not a tensor, or has another dtype than the storage; or `window` is not an int.
+            ValueError: shapes do not fit, `window` is below 1, or `layer` has not been appended to.
         """
         self._check_appended(layer)
         _check_queries(q, 1, self.storage.num_kv_heads, self.storage.head_dim)
         self.positions(q.shape[2])
-        rows = q[0].transpose(0, 1)
-        paged = (self.storage.k(layer), self.storage.v(layer), self.block_tables, self.context_lens)
-        if self._is_decode:
-            out = kernels.paged_decode_attention(rows, *paged)
-        else:
-            out = kernels.paged_prefill_attention(rows, *paged, self.query_start_loc)
+        rows, k_cache, v_cache = q[0].transpose(0, 1), self.storage.k(layer), self.storage.v(layer)
+        out = kernels.paged_attention(rows, k_cache, v_cache, self._metadata, sliding_window=window)
         return out.transpose(0, 1)[None]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:

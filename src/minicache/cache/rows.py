@@ -10,20 +10,6 @@ import torch
 from torch import Tensor
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raise unless every size is an int of at least 1.
-
-    Raises:
-        TypeError: a size is not an int; True, which Python takes for 1, is none.
-        ValueError: a size is below 1.
-    """
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} must be an int; got {size!r}")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1; got {size}")
-
-
 def check_dtype(dtype: torch.dtype) -> None:
     """Raise TypeError unless keys and values can be stored in `dtype`: a floating-point `torch.dtype`."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from minicache.cache.dense import KVCache
-from minicache.cache.rows import LayerTurns, check_layer, check_rows, check_sizes
-from minicache.errors import CacheOverflowError
+from minicache.cache.rows import LayerTurns, check_layer, check_rows
+from minicache.errors import CacheOverflowError, require_count
 
 
 class SelectiveStep:
@@ -89,19 +89,21 @@ class SelectiveStep:
             cache.append(layer, its_k, its_v)
         self._is_over = self._turns.advance(self._num_tokens)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the step's tokens, each over its own sequence.
 
         Args:
             layer: 0 … num_layers − 1; it must have its rows.
             q: queries `[1, num_heads, N, d]`; num_heads is a multiple of the caches' num_kv_heads.
+            window: the layer's sliding window, as each cache's `attend` takes it.
 
         Returns:
             `[1, num_heads, N, d]`.
 
         Raises:
             IndexError: there is no such layer.
-            ValueError: shapes do not fit, or `layer` has not been appended to.
+            TypeError: `window` is not an int.
+            ValueError: shapes do not fit, `window` is below 1, or `layer` has not been appended to.
         """
         check_layer(layer, self._caches[0].num_layers)
         if not (self._is_over or self._turns.is_ahead(layer)):
@@ -110,7 +112,7 @@ class SelectiveStep:
             raise ValueError(f"q must be [1, H, {self._num_tokens}, d]; got {list(q.shape)}")
         self.positions(q.shape[2])
         parts = zip(self._caches, torch.split(q, self._counts, dim=2), strict=True)
-        return torch.cat([cache.attend(layer, its_q) for cache, its_q in parts], dim=2)
+        return torch.cat([cache.attend(layer, its_q, window=window) for cache, its_q in parts], dim=2)
 
 
 def check_caches(caches: Sequence[KVCache], counts: Sequence[int]) -> None:
@@ -118,7 +120,7 @@ def check_caches(caches: Sequence[KVCache], counts: Sequence[int]) -> None:
     if not caches or len(caches) != len(counts):
         raise ValueError(f"one count for each cache, at least one; got {len(caches)} and {len(counts)}")
     for count in counts:
-        check_sizes(num_new_tokens=count)
+        require_count("num_new_tokens", count)
     if len(set(map(id, caches))) < len(caches):
         raise ValueError("a cache is given twice: a sequence brings its new tokens together")
     kind = _kind(caches[0])

@@ -63,11 +63,11 @@ class Machine:
 
 @app.command()
 def simulate(
-    workload: Annotated[WorkloadName, typer.Option(help="Whose requests: lengths, and how they arrive.")] = "sharegpt",
+    workload: Annotated[WorkloadName, typer.Option(help="The requests: lengths, and how they arrive.")] = "sharegpt",
     rate: Annotated[float | None, typer.Option(help="Requests per second; default: the workload's own.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Requests.")] = 1000,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
-    scheduler: Annotated[SchedulerName, typer.Option(help="Who decides; orca-… reserve contiguous memory.")] = "fair",
+    scheduler: Annotated[SchedulerName, typer.Option(help="The stage; orca-… reserve contiguous memory.")] = "fair",
     model: Annotated[ModelName | None, typer.Option(help="A published model; default: opt-13b.")] = None,
     accelerator: Annotated[AcceleratorName | None, typer.Option(help="What runs it; default: a100-40gb.")] = None,
     host: Annotated[
@@ -77,13 +77,13 @@ def simulate(
         int | None, typer.Option(help="Blocks of the cache; default: what the weights leave of the accelerator.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
-    max_num_seqs: Annotated[int, typer.Option(help="The most requests in a batch.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option(help="Batch slots: the most requests in a batch.")] = 256,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="The most tokens of a step; default: 8192, or the longest prompt.")
     ] = None,
     preemption: Annotated[PreemptionName, typer.Option(help="What happens to a victim's blocks.")] = "recompute",
     num_host_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the host, for swap; default: as many as on the device.")
+        int | None, typer.Option(help="Blocks of CPU swap space; default: as many as on the device.")
     ] = None,
     watermark: Annotated[float, typer.Option(help="The part of the blocks that an admission must leave free.")] = 0.0,
     out: Annotated[Path | None, typer.Option(help="A folder for report.json and the plots.")] = None,
@@ -146,7 +146,7 @@ def simulate(
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """What the options lead to that cannot be is told as an error of usage, in one line."""
+    """An error that the options lead to is reported as one of usage, in one line."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -233,7 +233,7 @@ def _run(
     mine: bool,
     console: Console,
 ) -> ServingReport:
-    """Serve everybody, with a progress bar; the trace is written as it comes."""
+    """Serve all requests, with a progress bar; the trace is written as it grows."""
     from minicache.scheduler.audit import Auditor
     from minicache.simulator.serving import ServingSimulation
     from minicache.simulator.workload import stream
@@ -256,13 +256,13 @@ def _run(
             stream(workload, count, seed),
             observers=[Auditor()] if audit else [],
             trace=sink,
-            skip_quiet=not mine,  # a learner's scheduler is asked at every step
+            skip_quiet=not mine,  # a learner's scheduler is called at every step
         )
-        return simulation.run(lambda num_ended: bar.update(task, completed=num_ended))
+        return simulation.run(lambda num_done: bar.update(task, completed=num_done))
 
 
 def _latencies(report: ServingReport, title: str) -> Table:
-    """What the requests felt."""
+    """The latencies of the requests."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
     for heading in ("", "mean", "p50", "p90", "p99", "max"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -285,10 +285,10 @@ def _digits(value: float) -> str:
 def _totals(report: ServingReport) -> Table:
     """What the server did."""
     table = Table(box=None, show_header=False)
-    ended = f"{report.num_finished:,} / {report.num_refused:,} / {report.num_outgrown:,}"
+    done = f"{report.num_finished:,} / {report.num_refused:,} / {report.num_outgrown:,}"
     throughput = f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"
     for name, value in (
-        ("finished / refused / outgrown", ended),
+        ("finished / refused / outgrown", done),
         ("throughput", throughput),
         ("batch size, mean / most", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
         ("memory in use, mean / most", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
@@ -320,7 +320,7 @@ def _save(report: ServingReport, settings: dict[str, Any], title: str, out: Path
 
 
 def _latency(figure: Figure, report: ServingReport) -> None:
-    """Of each request its normalised latency, over when it came."""
+    """Of each request its normalised latency, against its arrival."""
     axes = figure.subplots()
     every = len(report.times) // NUM_POINTS + 1
     arrivals, latencies = list(report.times.arrival)[::every], list(report.times.normalized())[::every]
@@ -329,7 +329,7 @@ def _latency(figure: Figure, report: ServingReport) -> None:
 
 
 def _distributions(figure: Figure, report: ServingReport) -> None:
-    """How many of the requests had to wait no longer than so long, for the first token and for each one after it."""
+    """The share of the requests that waited no longer, for the first token and for each one after it."""
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, values, label in (
         (left, sorted(report.times.first_token), "time to first token in s"),
@@ -343,7 +343,7 @@ def _distributions(figure: Figure, report: ServingReport) -> None:
 
 
 def _over_time(figure: Figure, report: ServingReport) -> None:
-    """The batch, the line, and the memory in use."""
+    """The batch, the waiting queue, and the memory in use."""
     above, below = figure.subplots(2, 1, sharex=True)
     series = report.series
     above.plot(series.time, series.num_running, color=color("generated"), label="in the batch")

@@ -26,10 +26,7 @@ from minicache.course.table import Phase
 from minicache.course.workspace import phase_imports
 from minicache.errors import CourseError
 
-PLUGINS = {
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    "PYTEST_PLUGINS": "minicache.course.plugin,pytest_timeout,_hypothesis_pytestplugin",
-}
+PLUGINS = ("minicache.course.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 """What a run loads, and no other plugin that is installed: looking for those takes longer than most tasks' tests."""
 
 _GRACE = 2.0  # seconds that an aborted child has for its traceback
@@ -87,7 +84,7 @@ class PytestServer:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "minicache.course.server", *self._preload],
-            env=kept | PLUGINS | {"OMP_NUM_THREADS": "1"},
+            env=kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -134,6 +131,8 @@ def serve(preload: Sequence[str]) -> None:
     """The process: fork a run for each line of stdin, until there is no more."""
     import pytest
 
+    plugins = [import_module(name) for name in PLUGINS]
+    import_module("minicache.course.session")  # which the first of them imports in a run
     for name in preload:
         with suppress(ImportError):  # the run that needs it will say so
             if name == "triton":  # built for the GPU or for the interpreter when it is imported, here and for all runs
@@ -156,7 +155,7 @@ def serve(preload: Sequence[str]) -> None:
                 os.dup2(source, target)
             code = 70  # EX_SOFTWARE, should pytest itself fail
             try:
-                code = pytest.main(arguments)
+                code = pytest.main(arguments, plugins)
             finally:
                 os._exit(code)
         print("pid", pid, flush=True)

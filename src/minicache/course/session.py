@@ -165,6 +165,8 @@ class GradingSession:
             wanted = [item for item in items if tasks[item] and item.nodeid not in self._done]
             config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
             items[:] = wanted
+            if self._journal and config.option.maxfail == 1:
+                _broadest_first(items)
         self._tell(Event("collected", total=len(items)))
 
     # What came of them
@@ -281,6 +283,17 @@ class GradingSession:
         self._results.setdefault(task.id, {})[result.id] = result
         told_of = (result.title, result.outcome, result.message, result.printed, result.needs)
         self._tell(Event("result", result.id, task.id, *told_of))
+
+
+def _broadest_first(items: list[pytest.Item]) -> None:
+    """For a run that ends at its first failure: a case of each test, then a second of each; Hypothesis's tests last."""
+    num_cases: Counter[str] = Counter()
+    places = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        places[item] = (getattr(getattr(item, "obj", None), "is_hypothesis_test", False), num_cases[test])
+        num_cases[test] += 1
+    items.sort(key=places.__getitem__)
 
 
 def _prepare_triton() -> str:

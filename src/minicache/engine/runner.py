@@ -7,6 +7,7 @@ one step, on which any model runs. No phase builds this module.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -18,12 +19,11 @@ from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.cache.selective import SelectiveStep
 from minicache.cache.swap import HostStorage, copy_blocks
-from minicache.cache.windows import WindowedRaggedStep, WindowedSelectiveStep
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError, require_count
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
 from minicache.memory.blocks import BlockTable, blocks_for
-from minicache.model import load_minigpt
+from minicache.model import Decoder, load_minigpt
 from minicache.model.checkpoint import SHIPPED
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
@@ -31,6 +31,8 @@ from minicache.model.minigpt import Cache
 from minicache.model.tokenizer import folder_tokenizer
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
+
+logger = logging.getLogger("minicache")
 
 DEFAULT_NBYTES: Final = 64 * 2**20
 """The size of an engine's cache if num_blocks is not given: 64 MiB, 32,768 tokens of MiniGPT."""
@@ -124,8 +126,13 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
 
     Args:
         model: as for `find_model`.
-        dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder.
+        dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder. But 16
+            bits become float32, with a warning, on a CPU that does not compute in them and would be many times slower.
         device: where to hold them; None: the CPU.
+
+    Returns:
+        The model. What was loaded here is laid out for its device (`lay_out`); a model that is given is returned as it
+        is.
 
     Raises:
         CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
@@ -139,7 +146,7 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
     model = find_model(model)
     if isinstance(model, Path):
         if model.is_dir():
-            return lay_out(load_folder(model, dtype=dtype, device=device or "cpu"))
+            return lay_out(_widened(load_folder(model, dtype=dtype, device=device or "cpu"), model, dtype))
         return lay_out(load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu"))
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
         raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
@@ -149,7 +156,7 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
             f"the model's weights are {weights.dtype} on {weights.device}: for another dtype or device convert the "
             f"model itself, model.to(…), and leave dtype and device out"
         )
-    return lay_out(model)
+    return model
 
 
 def _require_device(device: torch.device | str) -> None:
@@ -160,18 +167,47 @@ def _require_device(device: torch.device | str) -> None:
         raise ValueError(f'no device {device!r} here, give "cpu" or leave it out: {error}') from error
 
 
+def _widened(model: Decoder, folder: Path, dtype: torch.dtype | None) -> Decoder:
+    """The model in float32 if nobody chose its dtype, and this CPU does not compute in it."""
+    weights = next(iter(model.parameters()))
+    if dtype is not None or weights.device.type != "cpu" or computes_in(weights.dtype):
+        return model
+    name = str(weights.dtype).removeprefix("torch.")
+    logger.warning(
+        "%s holds %s, in which this CPU does not compute: loaded as float32, in twice the memory. "
+        "To keep it, slow as it is, give dtype=torch.%s",
+        folder,
+        name,
+        name,
+    )
+    return model.float()
+
+
+def computes_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for a floating-point dtype. Without them PyTorch converts every number."""
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    # Older releases of PyTorch cannot tell; then float32 is the safe answer.
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return kind is None or any(has and kind in name for name, has in capabilities.items())
+
+
 def lay_out(model: _Model) -> _Model:
-    """Lay a model's linear weights out column by column, in place: the same values, in another order in memory.
+    """Lay a model's float32 linear weights out column by column, in place: the same values, in another order in memory.
 
     A decode step multiplies few rows by each weight, and a CPU does that faster in this order; `benchmarks/engine.py`
-    measures by how much, for 1, 8 and 32 rows. On a GPU nothing is changed.
+    measures by how much, for 1, 8 and 32 rows. In 16 bits it is slower: there, and on a GPU, nothing is changed. Such
+    weights are not contiguous: `safetensors` refuses to save them.
 
     Returns:
         The model itself.
     """
     if isinstance(model, nn.Module):
         for layer in model.modules():
-            if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu":
+            if (
+                isinstance(layer, nn.Linear)
+                and layer.weight.device.type == "cpu"
+                and layer.weight.dtype == torch.float32
+            ):
                 layer.weight.data = layer.weight.data.t().contiguous().t()
     return model
 
@@ -265,7 +301,6 @@ class PagedMemory:
             dtype=weights.dtype,
             device=weights.device,
         )
-        self._new_step = WindowedRaggedStep if has_windows(model) else RaggedStep
         host_pool = getattr(scheduler, "host_pool", None)
         self.host_storage = None if host_pool is None else HostStorage(self.storage, host_pool.num_blocks)
         self.num_steps = 0
@@ -291,7 +326,7 @@ class PagedMemory:
                 )
         tables = [RequestTable(self.storage, request) for request in output.scheduled]
         self.num_steps += 1
-        return self._new_step(self.storage, cast("list[BlockTable]", tables), counts)
+        return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
 
     def forget(self, request_id: RequestId) -> None:
         """Nothing to do: the scheduler has taken the blocks back."""
@@ -360,8 +395,7 @@ class DenseMemory:
             raise ValueError('a dense cache has no blocks to swap: take preemption="recompute", or cache="paged"')
         if getattr(scheduler, "prefix_caching", False):
             raise ValueError('a dense cache has no blocks to share: leave out prefix_caching, or take cache="paged"')
-        self._new_cache = _cache_maker(model)
-        self._new_step = WindowedSelectiveStep if has_windows(model) else SelectiveStep
+        self._new_cache = _cache_maker(model, scheduler.max_model_len)
         self._caches: dict[RequestId, KVCache] = {}
         self.num_steps = 0
 
@@ -382,7 +416,7 @@ class DenseMemory:
                 raise InvariantError(f"{request!r}: its cache holds {cache.num_tokens} tokens")
             caches.append(cache)
         self.num_steps += 1
-        return self._new_step(caches, counts)
+        return SelectiveStep(caches, counts)
 
     def forget(self, request_id: RequestId) -> None:
         """As `Memory.forget`: its cache is dropped."""
@@ -393,17 +427,14 @@ class DenseMemory:
         self._caches.clear()
 
 
-def has_windows(model: Model) -> bool:
-    """Whether a layer of the model has a sliding window, so that a step must be one that knows them."""
-    return any(window is not None for window in getattr(model.config, "sliding_windows", ()))
-
-
-def _cache_maker(model: Model) -> Callable[[int], KVCache]:
-    """A function that makes an empty cache for one sequence with so many rows."""
+def _cache_maker(model: Model, max_model_len: int | None) -> Callable[[int], KVCache]:
+    """A function that makes an empty cache for one sequence of at most so many tokens, and at most max_model_len."""
     config, weights = model.config, next(iter(model.parameters()))
 
-    def make(num_rows: int) -> KVCache:
-        sizes = (config.num_layers, 1, config.num_kv_heads, num_rows, config.head_dim)
+    def make(num_tokens: int) -> KVCache:
+        if max_model_len is not None:
+            num_tokens = min(num_tokens, max_model_len)
+        sizes = (config.num_layers, 1, config.num_kv_heads, num_tokens, config.head_dim)
         return KVCache(*sizes, dtype=weights.dtype, device=weights.device)
 
     return make

@@ -1,9 +1,10 @@
 """Store, gather and attend through block tables: four functions, two backends.
 
-The functions here check their arguments once, for both backends, and pass them on: CPU tensors to PyTorch (`plain`,
-phase 3, by way of `batched`, which takes together what is short; `optional` where an option is given), CUDA tensors to
-Triton (`store`, `gather`, `decode`, `split_kv`, `prefill`, phase 4). A backend is imported when it is first needed, so
-that the package works where Triton does not. No phase builds this module.
+The functions here check their arguments once, for both backends, and pass them on: CPU tensors to PyTorch, CUDA tensors
+to Triton (`store`, `gather`, `decode`, `split_kv`, `prefill`, phase 4). In PyTorch attention goes through `cpu`, which
+batches short sequences, cuts long prompts into tiles, and leaves the rest to `plain`, phase 3's; `oracle` has the
+options that models seldom ask for. A backend is imported when it is first needed, so that the package works where
+Triton does not. No phase builds this module.
 
 The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
 is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size (Kwon et al.
@@ -15,10 +16,13 @@ block ids) is checked for CPU tensors only.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from minicache.errors import require_count
 
 Backend = Literal["torch", "triton"]
 
@@ -48,7 +52,7 @@ def store_kv(
         ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or it is PyTorch and a
             cache is not contiguous.
         IndexError: a slot lies outside the cache (CPU tensors). Nothing was written.
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_caches(k_cache, v_cache)
     _check_tensor("slot_mapping", slot_mapping, k_cache.device)
@@ -62,7 +66,7 @@ def store_kv(
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
-    if _choose(backend, k_cache.device) == "torch":
+    if _choose(backend, k_cache) == "torch":
         if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
             raise ValueError("PyTorch stores into contiguous caches only: it takes a slot for a row's number in memory")
         from minicache.kernels import plain
@@ -94,7 +98,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         ValueError: shapes do not fit, tensors are on different devices, `num_tokens` is negative or more than the table
             has room for, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_caches(cache, cache)
     _check_tensor("block_table", block_table, cache.device)
@@ -106,7 +110,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         raise ValueError(f"num_tokens must be 0 … {room}, what {block_table.shape[0]} blocks hold; got {num_tokens}")
     if cache.is_meta:
         return cache.new_empty(num_tokens, *cache.shape[2:])
-    if _choose(backend, cache.device) == "torch":
+    if _choose(backend, cache) == "torch":
         from minicache.kernels import plain
 
         return plain.gather_kv(cache, block_table, num_tokens)
@@ -164,39 +168,16 @@ def paged_decode_attention(
         ValueError: shapes do not fit, tensors are on different devices, a length is more than its table has room for
             (CPU tensors), an option has an impossible value, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
     if q.shape[0] != block_tables.shape[0]:
         raise ValueError(f"one query per sequence: q has {q.shape[0]}, block_tables {block_tables.shape[0]}")
     if num_splits is not None:
-        _check_count("num_splits", num_splits)
-    paged = (q, k_cache, v_cache, block_tables, context_lens)
-    if q.is_meta:
-        return torch.empty_like(q)
-    if _choose(backend, q.device) == "torch":
-        if _is_plain(q, k_cache, options):
-            from minicache.kernels import batched
-
-            return batched.paged_decode_attention(*paged, scale=scale)
-        from minicache.kernels import optional
-
-        return optional.paged_decode_attention(*paged, scale=scale, **options)
-    if q.device.type == "cpu":
-        _check_blocks_in_use(k_cache, block_tables, context_lens)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    from minicache.kernels import split_kv
-
-    if num_splits is None:
-        # The tables' width bounds every context, and reading the lengths themselves would wait for the GPU.
-        longest = block_tables.shape[1] * k_cache.shape[1]
-        num_splits = split_kv.choose_num_splits(q.shape[0], k_cache.shape[2], longest, _num_processors(q.device))
-    if num_splits > 1:
-        return split_kv.paged_decode_attention(*paged, scale=scale, **options, num_splits=num_splits)
-    from minicache.kernels import decode
-
-    return decode.paged_decode_attention(*paged, scale=scale, **options)
+        require_count("num_splits", num_splits)
+    metadata = AttentionMetadata(block_tables, context_lens)
+    return _attend(q, k_cache, v_cache, metadata, scale, options, num_splits, backend)
 
 
 def paged_prefill_attention(
@@ -246,48 +227,149 @@ def paged_prefill_attention(
             backend is unknown. For CPU tensors also: a length is more than its table has room
             for or less than its queries, or query_start_loc does not go from 0 to N without falling.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
     _check_query_start_loc(q, context_lens, query_start_loc)
-    paged = (q, k_cache, v_cache, block_tables, context_lens, query_start_loc)
+    metadata = AttentionMetadata(block_tables, context_lens, query_start_loc)
+    return _attend(q, k_cache, v_cache, metadata, scale, options, None, backend)
+
+
+class AttentionMetadata:
+    """Which tokens attend to which in one step of a model: the same for all its layers.
+
+    What a backend works out from it (which sequences attend together, how a prompt is cut into tiles) is kept here, so
+    it is worked out once a step and not once a layer. The tensors must not change afterwards.
+
+    Args:
+        block_tables: `[B, max_blocks]` int32 or int64, as in `paged_decode_attention`.
+        context_lens: `[B]` int32 or int64, likewise.
+        query_start_loc: `[B + 1]` int32 or int64, as in `paged_prefill_attention`. None: a decode step, in which each
+            sequence has one query.
+
+    Attributes:
+        block_tables: as given.
+        context_lens: as given.
+        query_start_loc: as given.
+        plans: what a backend has worked out, by what it depends on besides this metadata.
+    """
+
+    def __init__(self, block_tables: Tensor, context_lens: Tensor, query_start_loc: Tensor | None = None) -> None:
+        self.block_tables = block_tables
+        self.context_lens = context_lens
+        self.query_start_loc = query_start_loc
+        self.plans: dict[object, Any] = {}
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """`context_lens` as a list. On a GPU this waits for the device."""
+        return self.context_lens.tolist()
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """`query_start_loc` as a list. On a GPU this waits for the device."""
+        if self.query_start_loc is None:
+            return list(range(len(self.lengths) + 1))
+        return self.query_start_loc.tolist()
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    sliding_window: int | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Decode or prefill attention of one layer, in a step whose metadata is made once for all layers.
+
+    It gives what `paged_decode_attention` or `paged_prefill_attention` gives for the same tensors. Those check tables
+    and lengths at every call; here they are taken for right.
+
+    Args:
+        q: queries `[N, H, d]` of all sequences, one sequence after the other, in the dtype of the cache.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`.
+        v_cache: values, the same shape and dtype.
+        metadata: of the step.
+        sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
+        backend: "torch", "triton", or None to go by the device.
+
+    Returns:
+        `[N, H, d]`, the dtype of `q`.
+
+    Raises:
+        TypeError: `q` has another dtype than the cache, or `sliding_window` is no int.
+        ValueError: `q` does not fit the cache, `sliding_window` is below 1, or the backend is unknown.
+        IndexError: a block in use lies outside the cache (CPU tensors, PyTorch).
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+    """
+    _check_queries(q, k_cache)
+    options = _options(q, k_cache, None, None, None, None, sliding_window, None)
+    return _attend(q, k_cache, v_cache, metadata, None, options, None, backend)
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float | None,
+    options: dict[str, Any],
+    num_splits: int | None,
+    backend: Backend | None,
+) -> Tensor:
+    """Attention by the backend that runs, once the arguments have been checked."""
     if q.is_meta:
         return torch.empty_like(q)
-    if _choose(backend, q.device) == "torch":
-        if _is_plain(q, k_cache, options):
-            from minicache.kernels import batched
+    starts = () if metadata.query_start_loc is None else (metadata.query_start_loc,)
+    paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
+    if _choose(backend, k_cache) == "torch":
+        if k_cache.dtype == q.dtype and all(options[name] is None for name in options if name != "sliding_window"):
+            from minicache.kernels import cpu
 
-            return batched.paged_prefill_attention(*paged, scale=scale)
-        from minicache.kernels import optional
+            return cpu.paged_attention(
+                q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"]
+            )
+        from minicache.kernels import oracle
 
-        return optional.paged_prefill_attention(*paged, scale=scale, **options)
+        attend = oracle.paged_prefill_attention if starts else oracle.paged_decode_attention
+        return attend(*paged, *starts, scale=scale, **options)
     if q.device.type == "cpu":
-        _check_blocks_in_use(k_cache, block_tables, context_lens)
-    from minicache.kernels import prefill
+        _check_blocks_in_use(k_cache, metadata.block_tables, metadata.context_lens)
+    options["scale"] = q.shape[2] ** -0.5 if scale is None else scale
+    if starts:
+        from minicache.kernels import prefill
 
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    return prefill.paged_prefill_attention(*paged, scale=scale, **options)
+        return prefill.paged_prefill_attention(*paged, *starts, **options)
+    from minicache.kernels import split_kv
+
+    if num_splits is None:
+        # The tables' width bounds every context, and reading the lengths themselves would wait for the GPU.
+        longest = metadata.block_tables.shape[1] * k_cache.shape[1]
+        num_splits = split_kv.choose_num_splits(q.shape[0], k_cache.shape[2], longest, _num_processors(q.device))
+    if num_splits > 1:
+        return split_kv.paged_decode_attention(*paged, **options, num_splits=num_splits)
+    from minicache.kernels import decode
+
+    return decode.paged_decode_attention(*paged, **options)
 
 
 # Which backend
 
 
-def _choose(backend: Backend | None, device: torch.device) -> Backend:
-    """The backend that runs; where it is Triton, make sure that it can."""
+def _choose(backend: Backend | None, cache: Tensor) -> Backend:
+    """The backend that runs on the cache's device; where it is Triton, make sure that it can."""
     if backend not in (None, "torch", "triton"):
         raise ValueError(f'backend must be "torch", "triton" or None; got {backend!r}')
-    chosen = backend or ("triton" if device.type == "cuda" else "torch")
+    chosen = backend or ("triton" if cache.device.type == "cuda" else "torch")
     if chosen == "triton":
         from minicache.kernels import runtime
 
-        runtime.require_triton(device)
+        runtime.require_triton(cache.device)
+        runtime.require_support(cache.device, cache.dtype, cache.shape[3])
     return chosen
-
-
-def _is_plain(q: Tensor, k_cache: Tensor, options: dict[str, Any]) -> bool:
-    """Whether `plain` can do it: no option is given, and the cache holds what the queries are."""
-    return k_cache.dtype == q.dtype and all(value is None for value in options.values())
 
 
 def _num_processors(device: torch.device) -> int:
@@ -312,13 +394,6 @@ def _check_ints(name: str, value: Tensor, ndim: int) -> None:
         raise TypeError(f"{name} must be int32 or int64; got {value.dtype}")
     if value.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimension{'s' if ndim > 1 else ''}; got {list(value.shape)}")
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int; got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1; got {value}")
 
 
 def _check_range(name: str, values: Tensor, low: int, end: int) -> None:
@@ -348,14 +423,7 @@ def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: 
         _check_tensor(name, value, k_cache.device)
     _check_ints("block_tables", block_tables, ndim=2)
     _check_ints("context_lens", context_lens, ndim=1)
-    num_kv_heads, head_dim = k_cache.shape[2:]
-    if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] == 0 or q.shape[1] % num_kv_heads:
-        raise ValueError(
-            f"q must have three dimensions, a multiple of {num_kv_heads} heads and head_dim {head_dim}; "
-            f"got {list(q.shape)}"
-        )
-    if not q.dtype.is_floating_point or k_cache.dtype not in (q.dtype, *_STORABLE):
-        raise TypeError(f"q is {q.dtype}, the cache holds {k_cache.dtype}: only int8 and float8_e4m3fn may differ")
+    _check_queries(q, k_cache)
     if context_lens.shape[0] != block_tables.shape[0] or not context_lens.shape[0]:
         raise ValueError(f"one length for each table, B ≥ 1; got {context_lens.shape[0]} and {block_tables.shape[0]}")
     room = block_tables.shape[1] * k_cache.shape[1]
@@ -364,6 +432,18 @@ def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: 
         if shortest < 0 or longest > room:
             wrong = shortest if shortest < 0 else longest
             raise ValueError(f"a context_len must be 0 … {room}, what {block_tables.shape[1]} blocks hold; got {wrong}")
+
+
+def _check_queries(q: Tensor, k_cache: Tensor) -> None:
+    """Raise unless `q` is `[…, H, d]` with heads and numbers that can attend to the cache."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] == 0 or q.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"q must have three dimensions, a multiple of {num_kv_heads} heads and head_dim {head_dim}; "
+            f"got {list(q.shape)}"
+        )
+    if not q.dtype.is_floating_point or k_cache.dtype not in (q.dtype, *_STORABLE):
+        raise TypeError(f"q is {q.dtype}, the cache holds {k_cache.dtype}: only int8 and float8_e4m3fn may differ")
 
 
 def _check_query_start_loc(q: Tensor, context_lens: Tensor, query_start_loc: Tensor) -> None:
@@ -410,7 +490,7 @@ def _options(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be more than 0; got {softcap}")
     if sliding_window is not None:
-        _check_count("sliding_window", sliding_window)
+        require_count("sliding_window", sliding_window)
     if alibi_slopes is not None:
         _check_per_head("alibi_slopes", alibi_slopes, q.shape[1], q.device)
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):

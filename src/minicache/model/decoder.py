@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minicache.cache import attention, windows
+from minicache.cache import attention
 from minicache.model.config import check_shape
 from minicache.model.minigpt import Block, Cache, FeedForward, Transformer, rotary_frequencies, rotate, turns
 
@@ -225,6 +225,6 @@ class Attention(nn.Module):
         if self.window is None:
             return attention.attention_with_cache(q, k, v, self.index, cache)
         if cache is None:
-            return windows.window_attention(q, k, v, self.window)
+            return attention.causal_attention(q, k, v, window=self.window)
         cache.append(self.index, k, v)
-        return windows.attend_window(cache, self.index, q, self.window)
+        return cache.attend(self.index, q, window=self.window)

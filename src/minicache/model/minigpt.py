@@ -26,8 +26,11 @@ class Cache(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store `k`, `v` `[B, H_kv, T, d]` as the newest T tokens of `layer`."""
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Causal attention of `q` `[B, H, T, d]` over everything that `layer` holds, `[B, H, T, d]`."""
+    def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
+        """Causal attention of `q` `[B, H, T, d]` over everything that `layer` holds, `[B, H, T, d]`.
+
+        With a window W a token sees itself and the W − 1 before it. A model without windows never passes one.
+        """
 
     def positions(self, num_new_tokens: int, /) -> Tensor:
         """Positions of the next T tokens: `[T]`, or `[B, T]` where sequences differ. int64."""

@@ -1,7 +1,7 @@
-"""What can be said of a run from its trace alone: `Auditor`'s rules for a file that somebody else has written.
+"""What a trace alone shows of a run: `Auditor`'s rules for a file that any server may have written.
 
-A trace knows nothing of single blocks, so it cannot show that one was lost; but who was where, who computed which
-tokens and what was promised to whom can be followed from step to step. Pure standard library.
+A trace has no single blocks, so it cannot show that one was lost; but where each request was, and which tokens it
+computed, can be followed from step to step. Pure standard library.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ def audit_trace(
     """Follow every request through a trace, from the first step on, and raise at the first that cannot be.
 
     - steps: they are numbered 0, 1, 2, …; time does not run backwards; used and free blocks have the same sum in all.
-    - events: a request arrives, is admitted, may be preempted and resumed any number of times, and ends; nothing else
-      happens to it, and nothing before or after. Swapping out goes with a preemption, swapping in with a resumption
-      from it. No step that preempts admits or resumes anybody.
-    - batch: it holds those who were admitted or resumed and have not lost their place since, each once.
+    - events: a request arrives, is admitted, may be preempted and resumed any number of times, and finishes; nothing
+      else happens to it, and nothing before or after. Swapping out goes with a preemption, swapping in with a
+      resumption from it. No step that preempts admits or resumes a request. After a step that failed (preemptions
+      with a reason), requests that were swapped out are preempted too, and those preempted may be resumed at once.
+    - batch: it holds the requests that were admitted or resumed and have not been preempted since, each once.
     - tokens: a request goes on where it was. Swapped out it keeps its computed tokens, else it starts at 0. One
       token is generated in each step that computes its last one.
-    - counts: num_running, num_waiting and num_swapped are what the events make of them.
-    - limits: those that are given, and every step computes a token or ends a request.
+    - counts: num_running, num_waiting and num_swapped are those that follow from the events.
+    - limits: those that are given, and every step computes a token or finishes a request.
 
     Args:
         steps: of one server, from its start, as `minicache.trace.read_trace` gives them.
         max_num_seqs: the most requests in the batch; None: unknown.
         max_num_batched_tokens: the most tokens of a step; None: unknown. A request that has outgrown it may exceed it.
-        first_come: whether nobody may be in the batch while somebody waits who arrived earlier.
+        first_come: whether no request may be in the batch while one waits that arrived earlier.
 
     Returns:
         How many steps there were.
@@ -54,7 +55,7 @@ def audit_trace(
 
 @dataclass(slots=True)
 class _Life:
-    """What the trace has told of a request so far."""
+    """What the trace has shown of a request so far."""
 
     arrival: int
     place: str = "new"  # then "in" the batch, "out" of it or "swapped" out
@@ -72,7 +73,7 @@ class _Audit:
         self.num_steps = 0
         self.num_arrived = 0
         self.lives: dict[RequestId, _Life] = {}  # of the unfinished
-        self.ended: dict[RequestId, _Life] = {}  # of those who ended in this step
+        self.finished: dict[RequestId, _Life] = {}  # of those that finished in this step
         self.before: TraceStep | None = None
 
     def fail(self, rule: str, message: str) -> NoReturn:
@@ -80,12 +81,12 @@ class _Audit:
 
     def follow(self, step: TraceStep) -> None:
         self.check_step(step)
-        self.ended = {}
+        self.finished = {}
         for event in step.events:
             self.take(event)
-        kinds = {event.kind for event in step.events}
+        kinds = {event.kind for event in step.events if event.kind != "preempt" or event.reason is None}
         if "preempt" in kinds and kinds & {"admit", "resume"}:
-            self.fail("events", "somebody is admitted in a step that preempts")
+            self.fail("events", "a request is admitted in a step that preempts")
         for request_id, life in self.lives.items():
             if life.comes_back:
                 self.fail("events", f"request {request_id!r} was swapped out, and resumes without being swapped in")
@@ -123,20 +124,22 @@ class _Audit:
                 life.place = "in"
             case "swap_in", _Life(place="in", comes_back=True):
                 life.comes_back = False
+            case "preempt", _Life(place="in" | "swapped") if event.reason is not None:  # the step failed
+                life.place, life.was_preempted, life.num_computed = "out", True, 0
             case "preempt", _Life(place="in"):
                 life.place, life.was_preempted = "out", True
                 life.kept, life.num_computed = life.num_computed, 0
             case "swap_out", _Life(place="out", kept=int(kept)):
                 life.place, life.num_computed = "swapped", kept
             case "finish", _Life():
-                self.ended[request_id] = self.lives.pop(request_id)
+                self.finished[request_id] = self.lives.pop(request_id)
             case _:
                 self.fail("events", f"{event.kind} of request {request_id!r}, which {where}")
 
     def check_batch(self, step: TraceStep) -> None:
         ids = [entry.request_id for entry in step.batch]
         if len(set(ids)) < len(ids):
-            self.fail("batch", f"somebody is in it twice: {ids}")
+            self.fail("batch", f"a request is in it twice: {ids}")
         for entry in step.batch:
             life = self.in_batch(entry.request_id)
             if life is None:
@@ -144,11 +147,11 @@ class _Audit:
             self.check_entry(entry, life)
         idle = [each for each, life in self.lives.items() if life.place == "in" and each not in ids]
         if idle and (self.budget is None or step.num_tokens < self.budget):
-            self.fail("batch", f"requests {idle} have a place in it, and compute nothing")
+            self.fail("batch", f"requests {idle} have a slot in it, and compute nothing")
 
     def in_batch(self, request_id: RequestId) -> _Life | None:
-        """The life of one who has a place in the batch, or had one until the end of this step."""
-        for lives in (self.lives, self.ended):
+        """The life of a request that has a batch slot, or had one until the end of this step."""
+        for lives in (self.lives, self.finished):
             if (life := lives.get(request_id)) is not None and life.place == "in":
                 return life
         return None
@@ -167,13 +170,13 @@ class _Audit:
         life.num_output += life.num_computed == num_tokens
 
     def check_counts(self, step: TraceStep) -> None:
-        """The counts are of the moment after the schedule; who came and went since then may be on either side."""
+        """The counts are of the moment after the schedule; a request that came or left since then may be in or out."""
         places = [life.place for life in self.lives.values()]
         running = {each for each, life in self.lives.items() if life.place == "in"}
         running |= {entry.request_id for entry in step.batch}
         arrived = {event.request_id for event in step.events if event.kind == "arrive"}
         since = sum(self.lives[each].place == "new" for each in arrived if each in self.lives)
-        left = [life.place for life in self.ended.values()]
+        left = [life.place for life in self.finished.values()]
         waiting = len(places) - places.count("in")
         bounds = (
             ("num_running", step.num_running, len(running), len(running)),
@@ -192,8 +195,8 @@ class _Audit:
             grown = [each for each in large if (life := self.in_batch(each.request_id)) and life.was_preempted]
             if len(grown) != 1 or step.num_tokens - grown[0].num_new_tokens >= self.budget:
                 self.fail("limits", f"{step.num_tokens} tokens, at most {self.budget} may be computed")
-        if self.lives and not step.batch and not self.ended:
-            self.fail("limits", f"no progress: nothing is computed, and {len(self.lives)} requests have not ended")
+        if self.lives and not step.batch and not self.finished:
+            self.fail("limits", f"no progress: nothing is computed, and {len(self.lives)} requests are unfinished")
         running = [(life.arrival, each) for each, life in self.lives.items() if life.place == "in"]
         waiting = [(life.arrival, each) for each, life in self.lives.items() if life.place != "in"]
         if self.first_come and running and waiting and max(running) > min(waiting):

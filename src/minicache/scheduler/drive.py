@@ -1,7 +1,7 @@
 """Run a scheduler without a model: every token is made up, and what matters is counted.
 
-For tests, incidents and pictures, wherever the question is who ran when and what it cost. The simulator adds time to
-this, the engine adds a model. Pure standard library.
+For tests, incidents and figures: which requests ran when, and what it cost. The simulator adds time to this, the engine
+adds a model. Pure standard library.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class Tally:
     """What a run has cost so far.
 
     Attributes:
-        num_steps: steps in which a token was computed, or a request ended.
+        num_steps: steps in which a token was computed, or a request was finished.
         num_prefill_tokens: tokens computed for requests of which nothing was in the cache: prompts, and what was
             computed again after a preemption.
         num_recomputed_tokens: of those, the ones that had been computed before.
-        num_preemptions: how often a request lost its place.
-        num_swapped_blocks: blocks copied to the host and back.
+        num_preemptions: how often a request lost its batch slot.
+        num_swapped_blocks: blocks copied to CPU swap space and back.
         batch_sizes: of each step, the requests that computed something.
         order: of each step, the ids in batch order.
-        first_token: id → when its first token came. Time is counted in steps from 0, those included in which nobody was
-            there; `batch_sizes` and `order` have none of these.
-        finished: id → when it ended, in the order of ending.
+        first_token: id → when its first token was generated. Time is counted in steps from 0, including those without a
+            request, which `batch_sizes` and `order` leave out.
+        finished: id → when it finished, in this order.
     """
 
     num_steps: int = 0
@@ -55,17 +55,17 @@ def drive(
     token: Callable[[Request], int] = lambda request: 0,
     max_steps: int = 10_000,
 ) -> Tally:
-    """Serve requests until all have ended.
+    """Serve requests until all have finished.
 
     Args:
         scheduler: any stage, or a broken one.
         requests: added before the first step, in this order.
         arrivals: (step, request), added before that step; in the order of the steps.
-        token: what the model would have generated for a request.
-        max_steps: stop there, whatever is left: a broken scheduler may never end. Idle steps count.
+        token: what the model generates for a request.
+        max_steps: stop there, whatever is left: a broken scheduler may never finish. Idle steps count.
 
     Returns:
-        The tally. Requests that did not end in time are not in `finished`.
+        The tally. Requests that did not finish in time are not in `finished`.
 
     Raises:
         RequestTooLargeError: a request is refused.
@@ -97,7 +97,7 @@ def drive(
         tally.batch_sizes.append(len(output.scheduled))
         tally.order.append(list(output.num_scheduled_tokens))
         tokens = {request.request_id: token(request) for request in output.scheduled}
-        ended = scheduler.update_from_output(output, tokens)
+        finished = scheduler.update_from_output(output, tokens)
         tally.finished |= dict.fromkeys(output.finished, step)
-        tally.finished |= {request.request_id: step for request in ended}
+        tally.finished |= {request.request_id: step for request in finished}
     return tally

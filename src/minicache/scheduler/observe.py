@@ -152,7 +152,9 @@ class Recorder(Observer):
     """Makes a `TraceStep` of every step that is scheduled and committed while it watches.
 
     A step's events are those since the step before it was committed; so what happens after the last step is in none. A
-    step that failed leaves no step, but an event "preempt" for every request of its batch.
+    step that failed leaves no step, and of its events only those of requests that it finished. Instead, every request
+    that was in the batch or swapped out before it gets an event "preempt" with the reason "the step failed", in the
+    order of the waiting queue.
 
     Args:
         sink: is called with each step as soon as it is over; `list.append`, or what writes a line to a file.
@@ -167,6 +169,7 @@ class Recorder(Observer):
         self._out: set[RequestId] = set()  # of those, the ones that have lost their batch slot
         self._swapped: set[RequestId] = set()  # of those, the ones whose blocks are in CPU swap space
         self._events: list[TraceEvent] = []
+        self._moves = slice(0, 0)  # of `_events`, those that the last schedule brought
         self._open: TraceStep | None = None  # scheduled, and not committed yet
 
     def on_add(self, scheduler: Scheduler, request: Request) -> None:
@@ -210,9 +213,25 @@ class Recorder(Observer):
     def on_recover(self, scheduler: Scheduler) -> None:
         """Forget the step that failed; its batch has lost its slots, and what was swapped out is lost too."""
         self._open = None
-        for request_id in self._seen - self._out:
-            self._out.add(request_id)
-            self._events.append(TraceEvent("preempt", request_id, "the step failed"))
+        moves, start = self._events[self._moves], self._moves.start
+        del self._events[self._moves]
+        self._moves = slice(0, 0)
+        finished = {event.request_id for event in self._events[start:] if event.kind == "finish"}
+        undo: dict[str, Callable[[RequestId], None]] = {
+            "admit": self._seen.discard,
+            "resume": self._out.add,
+            "preempt": self._out.discard,
+            "swap_out": self._swapped.discard,
+            "swap_in": self._swapped.add,
+        }
+        for move in reversed(moves):
+            if move.request_id not in finished:
+                undo[move.kind](move.request_id)
+        lost = (self._seen - self._out) | self._swapped
+        for request_id in scheduler.waiting:
+            if request_id in lost:
+                self._events.append(TraceEvent("preempt", request_id, "the step failed"))
+        self._out |= lost
         self._swapped.clear()
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
@@ -223,7 +242,7 @@ class Recorder(Observer):
             return
         seconds = 1.0 if self._clock is None else self._now() - self._open.time
         step = replace(self._open, seconds=seconds, events=tuple(self._events))
-        self._open, self._events = None, []
+        self._open, self._events, self._moves = None, [], slice(0, 0)
         self._num_steps += 1
         self._sink(step)
 
@@ -232,6 +251,7 @@ class Recorder(Observer):
 
     def _note_moves(self, output: SchedulerOutput) -> None:
         """Which requests left the batch, which joined it."""
+        start = len(self._events)
         for request_id in output.preempted:
             self._out.add(request_id)
             self._events.append(TraceEvent("preempt", request_id))
@@ -248,6 +268,7 @@ class Recorder(Observer):
             if request_id in output.swapped_in:
                 self._swapped.discard(request_id)
                 self._events.append(TraceEvent("swap_in", request_id))
+        self._moves = slice(start, len(self._events))
         for request_id in output.finished:
             self._note_end(request_id, RequestStatus.FINISHED_CAPACITY.finish_reason)
 

@@ -1,7 +1,7 @@
 """The waiting queue: requests in priority order, any of which may leave at any time.
 
 Phase 7 builds it; the stages of phases 5 and 6 use it as it is given, ordered by arrival. A heap gives the first
-request in logarithmic time, but one in the middle of it cannot be taken out: an abort only notes that it has left, and
+request in logarithmic time, but one in the middle of it cannot be taken out: `remove` only notes that it has left, and
 the heap drops it when it comes to the top. Pure standard library.
 """
 
@@ -25,7 +25,8 @@ class LazyHeap:
     """A set of requests that knows its first by one key.
 
     `add`, `remove` and `first` take time in proportion to the logarithm of its size, on average over many calls; memory
-    is in proportion to its size.
+    is in proportion to its size. `_members` has the requests by their keys. `_heap` is a heap (`heapq`) of keys, those
+    of all members and some of requests that have left.
 
     Args:
         key: of a request; must not change while the request is in the heap.
@@ -34,7 +35,7 @@ class LazyHeap:
     def __init__(self, key: Callable[[Request], PriorityKey]) -> None:
         self.key = key
         self._members: dict[PriorityKey, Request] = {}
-        self._heap: list[PriorityKey] = []  # the members' keys, and some of requests that have left
+        self._heap: list[PriorityKey] = []
 
     def __len__(self) -> int:
         return len(self._members)
@@ -46,7 +47,7 @@ class LazyHeap:
         heappush(self._heap, key)
 
     def remove(self, request: Request) -> None:
-        """Remove a request.
+        """Remove a request. Its key may stay in `_heap`, but `_heap` is never longer than 2 · `len(self)` + 8 keys.
 
         Raises:
             KeyError: it is not in the heap.
@@ -69,6 +70,9 @@ class RequestQueue(Mapping[RequestId, Request]):
     It answers three questions, each in logarithmic time: which request is first, which is first of one compatibility
     class (`Request.group`), and which arrived first. Iterating sorts all of it: that is for tests and displays.
 
+    `_requests` has the requests by id. Each of them is in three heaps: `_by_arrival`, `_by_group[None]`, which has all,
+    and `_by_group` of its group. `_by_group` has no empty heaps, or it would remember every group that ever waited.
+
     Args:
         key: what the queue is ordered by; must not change while a request waits.
     """
@@ -76,9 +80,8 @@ class RequestQueue(Mapping[RequestId, Request]):
     def __init__(self, key: Callable[[Request], PriorityKey]) -> None:
         self._key = key
         self._requests: dict[RequestId, Request] = {}
-        self._all = LazyHeap(key)
-        self._by_group: dict[str, LazyHeap] = {}  # no group without a waiting request
         self._by_arrival = LazyHeap(arrival_key)
+        self._by_group: dict[str | None, LazyHeap] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -99,11 +102,11 @@ class RequestQueue(Mapping[RequestId, Request]):
             request: not in the queue; no request in it has the same id.
         """
         self._requests[request.request_id] = request
-        self._all.add(request)
         self._by_arrival.add(request)
-        if request.group not in self._by_group:
-            self._by_group[request.group] = LazyHeap(self._key)
-        self._by_group[request.group].add(request)
+        for group in (None, request.group):
+            if group not in self._by_group:
+                self._by_group[group] = LazyHeap(self._key)
+            self._by_group[group].add(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands.
@@ -112,11 +115,11 @@ class RequestQueue(Mapping[RequestId, Request]):
             KeyError: it is not in the queue.
         """
         del self._requests[request.request_id]
-        self._all.remove(request)
         self._by_arrival.remove(request)
-        self._by_group[request.group].remove(request)
-        if not self._by_group[request.group]:
-            del self._by_group[request.group]
+        for group in (None, request.group):
+            self._by_group[group].remove(request)
+            if not self._by_group[group]:
+                del self._by_group[group]
 
     def first(self, group: str | None = None) -> Request | None:
         """The request with the lowest key, which stays in the queue; None if there is none.
@@ -124,8 +127,6 @@ class RequestQueue(Mapping[RequestId, Request]):
         Args:
             group: look only at requests of this compatibility class. None: at all.
         """
-        if group is None:
-            return self._all.first()
         heap = self._by_group.get(group)
         return heap.first() if heap else None
 

@@ -28,7 +28,7 @@ class Sample:
         time: of the step, in seconds.
         num_running: requests in the batch.
         num_waiting: requests that have arrived and are not in the batch.
-        num_finished: requests that have ended so far.
+        num_finished: requests that have finished so far.
         num_preempted: how often a request was put back into the queue so far.
         memory: where the slots are.
         surplus: of the slots in `memory.internal`, those that the policy asked for; the others came by rounding.
@@ -84,7 +84,7 @@ class PagedMemory:
         self._expected: dict[Hashable, int] = {}
 
     def admit(self, request_id: Hashable, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Take blocks for the prompt, if one more token would fit too: whoever is admitted can go on.
+        """Take blocks for the prompt, if one more token would fit too: an admitted request can go on.
 
         Raises:
             OutOfBlocksError: it would not. Nothing has changed.
@@ -171,11 +171,11 @@ class MemorySimulation:
 
     @property
     def is_done(self) -> bool:
-        """Whether every request has arrived and ended."""
+        """Whether every request has arrived and finished."""
         return not (self._arrivals or self._waiting or self._running)
 
     def run(self, every: int = 1) -> Iterator[Sample]:
-        """Step until every request has ended. A server that is overloaded gets there long after the last arrival.
+        """Step until every request has finished. A server that is overloaded gets there long after the last arrival.
 
         Args:
             every: look only at one step in so many, ≥ 1.
@@ -220,7 +220,7 @@ class MemorySimulation:
         return self._num_steps * self.seconds_per_step
 
     def _receive(self) -> None:
-        """Whoever has arrived by now joins the queue."""
+        """Every request that has arrived by now joins the queue."""
         while self._arrivals and self._arrivals[0].time <= self._time:
             arrival = self._arrivals.popleft()
             num_tokens, num_left = arrival.num_prompt_tokens, arrival.num_output_tokens
@@ -237,7 +237,7 @@ class MemorySimulation:
             try:
                 self.memory.admit(head.request_id, head.num_tokens, head.num_left)
             except (OutOfSlotsError, OutOfBlocksError):
-                if not self._running:  # nobody will ever leave and make room
+                if not self._running:  # none will ever leave and make room
                     raise
                 return
             self._running.append(self._waiting.popleft())
@@ -262,7 +262,7 @@ class MemorySimulation:
             try:
                 self.memory.grow(request.request_id)
             except OutOfBlocksError:
-                if len(self._running) == 1:  # nobody else has blocks to give
+                if len(self._running) == 1:  # no other has blocks to give
                     raise
                 self._preempt(self._running.pop())
                 continue  # with the same request, unless it was the one

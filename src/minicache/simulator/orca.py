@@ -18,7 +18,7 @@ from minicache.request import Request
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 
 
-class SeatOptions(TypedDict, total=False):
+class BatchOptions(TypedDict, total=False):
     """The keyword arguments that `OrcaScheduler` passes on to `Scheduler`, which documents them."""
 
     max_num_seqs: int
@@ -105,11 +105,11 @@ class RunPool(BlockPool):
 
 
 class OrcaScheduler(ContinuousBatchScheduler):
-    """Continuous batching that reserves one run of slots a request, by the policy's guess at how long it will be.
+    """Continuous batching that reserves one run of slots a request, for as many tokens as the policy assumes.
 
     Args:
         policy: "max", "pow2" or "oracle", see `minicache.memory.reservation`. The last two go by `max_tokens`: in the
-            simulator that is the length that the answer will have, and no real server knows it.
+            simulator that is the length that the answer will have, which no real server knows.
         num_slots: slots of the cache, ≥ 1.
         max_model_len: the most tokens of one request, ≥ 2: what "max" reserves.
         options: `max_num_seqs` and `max_num_batched_tokens`, as `Scheduler`'s.
@@ -119,7 +119,7 @@ class OrcaScheduler(ContinuousBatchScheduler):
         ValueError: a number is out of its bounds, or the policy is unknown.
     """
 
-    def __init__(self, policy: str, *, num_slots: int, max_model_len: int, **options: Unpack[SeatOptions]) -> None:
+    def __init__(self, policy: str, *, num_slots: int, max_model_len: int, **options: Unpack[BatchOptions]) -> None:
         super().__init__(num_blocks=num_slots, block_size=1, max_model_len=max_model_len, **options)
         reservation(policy, 1, 1, max_model_len)  # refuses an unknown policy
         self.policy = policy
@@ -142,6 +142,6 @@ class OrcaScheduler(ContinuousBatchScheduler):
             )
 
     def head(self) -> Request | None:
-        """Who is next; None also if no free run is long enough for them: those behind do not overtake."""
+        """The first waiting request; None also if no free run is long enough for it, for it is not bypassed."""
         request = super().head()
         return request if request is not None and self.pool.fits(self.blocks_to_admit(request)) else None

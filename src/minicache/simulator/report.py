@@ -98,7 +98,7 @@ class Series:
         seconds: between two samples, or a little more: a sample is taken when a step ends.
         time: of the samples.
         num_running: requests in the batch.
-        num_waiting: requests in the line.
+        num_waiting: requests in the waiting queue.
         memory: the part of the blocks that are in use, 0 … 1.
     """
 
@@ -133,15 +133,15 @@ class ServingReport:
         num_requests: that arrived: finished + refused + outgrown.
         num_finished: that got all of their tokens.
         num_refused: that were too large, and turned away at once.
-        num_outgrown: that ended early, for the whole memory was too small for one of them (FINISHED_CAPACITY).
-        refusal: what the first one that was refused was told; None if nobody was.
+        num_outgrown: that finished early, for the whole memory was too small for one of them (FINISHED_CAPACITY).
+        refusal: the message of the first refusal; None if there was none.
         num_prompt_tokens: of the requests that were not refused.
         num_output_tokens: that were generated.
         num_recomputed_tokens: that were computed a second time, after a preemption.
         num_preemptions: how often a request lost its place in the batch.
         num_swapped_blocks: that were copied to the host or back.
         num_steps: that the model took.
-        makespan: when the last request ended.
+        makespan: when the last request finished.
         busy_seconds: during which a step ran.
         ttft: time to first token.
         tpot: time per output token after the first, by request.
@@ -149,7 +149,7 @@ class ServingReport:
         latency: end to end.
         mean_batch_size, max_batch_size: requests in a step; the mean is over the busy time.
         mean_memory, max_memory: the part of the blocks that were in use, 0 … 1; the mean is over the busy time.
-        series: batch, line and memory over time.
+        series: batch, waiting queue and memory over time.
         times: what the summaries are made of, request by request. Not in `to_json`.
     """
 

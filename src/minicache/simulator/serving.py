@@ -1,8 +1,8 @@
-"""A server in simulated time: the scheduler is real, the model is a formula, and the clock is what the formula says.
+"""A server in simulated time: the scheduler is real, the model is a formula that moves the clock.
 
-The same scheduler objects that the engine uses are asked for the same steps. What would have been computed only takes
-its time (`minicache.simulator.costs`), and every token is a 0. So an hour of a server on a GPU that one does not have
-takes seconds. Given, not built; used from phase 6 on. Pure standard library.
+The same scheduler objects that the engine uses schedule the same steps. What would have been computed only takes its
+time (`minicache.simulator.costs`), and every token is a 0. So an hour of a server on a GPU that one does not have takes
+seconds. Given, not built; used from phase 6 on. Pure standard library.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from minicache.simulator.workload import Arrival
 from minicache.trace import TraceStep
 
 TELL_EVERY: Final = 256
-"""Requests that end between two calls of `progress`."""
+"""Requests that finish between two calls of `progress`."""
 
 FEWEST_QUIET_STEPS: Final = 4
-"""To find out how long a stretch is takes as long as asking for two or three steps."""
+"""To find out how long a stretch is takes as long as scheduling two or three steps."""
 
 
 class ServingSimulation:
     """One run of one workload on one scheduler. Call `run()` once; or `step()` until it is False, then `report()`.
 
-    A step begins as soon as the one before has ended and there is anything to do; whoever has arrived by then is in the
-    line. It takes what `cost` says, and what it swaps is copied before the model runs. While nobody is there, the clock
-    jumps to the next arrival. A request is made when it arrives and dropped when it ends, so that memory depends on how
-    many are in the server at once, and hardly on how many there are.
+    A step begins as soon as the one before is over and there is anything to do; every request that has arrived by then
+    is in the waiting queue. It takes the seconds of `cost`, and what it swaps is copied before the model runs. While
+    there is no request, the clock jumps to the next arrival. A request is made when it arrives and dropped when it has
+    finished, so memory depends on how many are in the server at once, and hardly on how many there are.
 
     Args:
         scheduler: a new one, of any stage.
         cost: how long a step takes.
-        arrivals: who comes, in the order of their times; read one at a time. An `Arrival` becomes a request that
-            generates exactly `num_output_tokens`; its scheduler is told that number as `max_tokens`. A `Request` is
-            taken as it is, its `arrival_time` included.
+        arrivals: in the order of their times; read one at a time. An `Arrival` becomes a request that generates exactly
+            `num_output_tokens`, its `max_tokens`. A `Request` is taken as it is, its `arrival_time` included.
         observers: watch the scheduler, as `minicache.scheduler.observe.observe` does.
         trace: is called with a `TraceStep` after each step, in simulated time.
-        skip_quiet: do not ask a reference scheduler at steps in which it has nothing to decide
+        skip_quiet: do not call a reference scheduler at steps in which it has nothing to decide
             (`minicache.simulator.stretch`). The report is the same, and several times as quick for small batches. A
-            scheduler that is watched or traced, or is another's, is asked at every step all the same.
+            scheduler that is watched or traced, or is not a reference one, is called at every step anyway.
 
     Attributes:
         scheduler: as given, observed.
@@ -70,11 +69,11 @@ class ServingSimulation:
         self._coming = _requests(arrivals)
         self._next = next(self._coming, None)
         self._unfinished: dict[RequestId, Request] = {}
-        self._first_token: dict[RequestId, float] = {}  # when it came, of those that have not ended
-        self._in_prefill = False  # somebody in the batch is still without a first token
+        self._first_token: dict[RequestId, float] = {}  # when it was generated, of unfinished requests
+        self._in_prefill = False  # a request of the batch is still without a first token
         self._skip_quiet = skip_quiet
         self._look_again = 0  # the number of steps before which there is no stretch worth skipping
-        self._is_quiet = False  # the step before was like the one before it, and nobody has come since
+        self._is_quiet = False  # the step before was like the one before it, and no request has arrived since
         self._num_cached = -1  # what the batch has in the cache; below 0: not known, it has to be counted
         self._times = RequestTimes()
         self._series = Series()
@@ -88,32 +87,32 @@ class ServingSimulation:
         self._busy = self._batch_seconds = self._block_seconds = 0.0
 
     def run(self, progress: Callable[[int], object] | None = None) -> ServingReport:
-        """Serve everybody.
+        """Serve all requests.
 
         Args:
-            progress: is called now and then, and at the end, with the number of requests that have ended or were
+            progress: is called now and then, and at the end, with the number of requests that have finished or were
                 refused.
 
         Raises:
-            InvariantError: the scheduler orders nothing although somebody waits.
+            InvariantError: the scheduler schedules nothing although requests are unfinished.
             ValueError: an arrival is earlier than the one before.
         """
         told = 0
         while self.step():
-            if progress is not None and self.num_ended >= told + TELL_EVERY:
-                told = self.num_ended
+            if progress is not None and self.num_done >= told + TELL_EVERY:
+                told = self.num_done
                 progress(told)
         if progress is not None:
-            progress(self.num_ended)
+            progress(self.num_done)
         return self.report()
 
     @property
-    def num_ended(self) -> int:
-        """Requests that have ended, in whatever way, or were refused."""
+    def num_done(self) -> int:
+        """Requests that have finished, for any reason, or were refused."""
         return len(self._times) + self._num_refused + self._num_outgrown
 
     def step(self) -> bool:
-        """Let everybody in who has arrived, and serve one step; or a stretch of quiet ones, if they are skipped.
+        """Queue what has arrived, and serve one step; or a stretch of quiet ones, if they are skipped.
 
         Returns:
             False if there is nothing left to do.
@@ -134,8 +133,8 @@ class ServingSimulation:
         output = scheduler.schedule()
         if not output.scheduled and not output.finished:
             raise InvariantError(
-                f"the scheduler ordered nothing at {self.now:.3f} s, with {scheduler.num_running} requests in the batch"
-                f" and {scheduler.num_waiting} in the line: it would never end"
+                f"nothing was scheduled at {self.now:.3f} s, with {scheduler.num_running} requests in the batch and "
+                f"{scheduler.num_waiting} waiting: they would never finish"
             )
         if output.preempted or output.finished or self._in_prefill or scheduler.num_waiting != num_waiting:
             self._num_cached = -1
@@ -150,16 +149,16 @@ class ServingSimulation:
         for request in scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0)):
             self._num_cached -= request.num_computed_tokens
             self._is_quiet = False
-            self._end(request)
+            self._finish(request)
         for request_id in output.finished:
-            self._end(self._unfinished[request_id], outgrown=True)
+            self._finish(self._unfinished[request_id], outgrown=True)
         return True
 
     def report(self) -> ServingReport:
-        """What has come of it so far."""
+        """The results so far."""
         times, num_blocks, busy = self._times, self.scheduler.pool.num_blocks, self._busy or 1.0
         return ServingReport(
-            num_requests=self.num_ended + len(self._unfinished),
+            num_requests=self.num_done + len(self._unfinished),
             num_finished=len(times),
             num_refused=self._num_refused,
             num_outgrown=self._num_outgrown,
@@ -185,7 +184,7 @@ class ServingSimulation:
         )
 
     def _skip(self) -> bool:
-        """Serve the quiet steps that are to come, until somebody arrives; whether there were enough to be worth it."""
+        """Serve the quiet steps to come, until a request arrives; whether there were enough to be worth it."""
         num_sequences, num_blocks = len(self.scheduler.running), self.scheduler.pool.num_used
         load = StepLoad(num_sequences, num_sequences, self._num_cached, self._num_cached + num_sequences, 0)
         soon = self.now + FEWEST_QUIET_STEPS * self._cost.step_seconds(load)
@@ -193,7 +192,7 @@ class ServingSimulation:
             return False
         most = most_quiet_steps(self.scheduler)
         if most < FEWEST_QUIET_STEPS:
-            self._look_again = self._num_steps + most  # somebody ends or runs short then
+            self._look_again = self._num_steps + most  # a request finishes or runs short then
             return False
         num_steps = 0
         for num_taken in blocks_taken(self.scheduler, most):
@@ -209,7 +208,7 @@ class ServingSimulation:
         return True
 
     def _receive(self) -> bool:
-        """Whoever has arrived by now joins the line, or is refused; whether there was anybody."""
+        """Every request that has arrived by now is queued, or refused; whether there was any."""
         before = self._next
         while self._next is not None and self._next.arrival_time <= self.now:
             request = self._next
@@ -224,10 +223,10 @@ class ServingSimulation:
         return self._next is not before
 
     def _load(self, output: SchedulerOutput, newcomers: list[Request]) -> StepLoad:
-        """What is in the step's batch. Whoever gets a first token is added to `newcomers`.
+        """What is in the step's batch. Requests that generate their first token are added to `newcomers`.
 
-        Nearly every step is one of nothing but decodes, by the batch of the step before less those that have ended:
-        what it reads is known without a look at its requests one by one.
+        Nearly every step consists of decodes, by the batch of the step before less the finished requests: what it reads
+        is known without a look at its requests one by one.
         """
         num_sequences, num_new = len(output.scheduled), output.total_num_scheduled_tokens
         if self._num_cached < 0 or num_new != num_sequences or num_sequences != self.scheduler.num_running:
@@ -273,8 +272,8 @@ class ServingSimulation:
             memory = num_blocks / self.scheduler.pool.num_blocks
             self._next_sample = self._series.add(self.now, batch_size, self.scheduler.num_waiting, memory)
 
-    def _end(self, request: Request, *, outgrown: bool = False) -> None:
-        """A request has left the server with the step that is over now."""
+    def _finish(self, request: Request, *, outgrown: bool = False) -> None:
+        """A request has left the server with this step."""
         del self._unfinished[request.request_id]
         first_token = self._first_token.pop(request.request_id)
         num_output = len(request.output_token_ids)

@@ -1,8 +1,8 @@
-"""Stretches in which a scheduler has nothing to decide, so that the simulator need not ask it at every step.
+"""Stretches in which a scheduler has nothing to decide: the simulator need not call it at every step.
 
-While nobody arrives, ends, or runs short of blocks, each step of a batch in decode is the one before, with one token
-more for everybody. `most_quiet_steps` says how many such steps are to come, `blocks_taken` what they take, and `settle`
-leaves scheduler and requests as if it had been asked for each of them; only which blocks a request gets may differ.
+While no request arrives, finishes, or runs short of blocks, each step of a batch in decode is the one before, with one
+token more for each request. `most_quiet_steps` is how many such steps are to come, `blocks_taken` what they take, and
+`settle` leaves scheduler and requests as if each had been scheduled; only which blocks a request gets may differ.
 Given, not built. Pure standard library.
 """
 
@@ -12,19 +12,19 @@ from minicache.request import Request
 from minicache.scheduler import ContinuousBatchScheduler, FairScheduler, PagedScheduler, Scheduler, StaticBatchScheduler
 
 STAGES = (StaticBatchScheduler, ContinuousBatchScheduler, PagedScheduler, FairScheduler)
-"""Those of which it is known that they decide nothing in such a stretch. A subclass may, and is asked at every step."""
+"""Those known to decide nothing in such a stretch. A subclass may, and is called at every step."""
 
 
 def most_quiet_steps(scheduler: Scheduler) -> int:
-    """How many steps the scheduler surely has nothing to decide in, if nobody arrives.
+    """In how many steps to come the scheduler surely has nothing to decide, if no request arrives.
 
     Args:
-        scheduler: at its last step everybody in the batch was in decode, and nobody was admitted, preempted or ended;
-            nobody has arrived since.
+        scheduler: in its last step every request of the batch was in decode, and none was admitted, preempted or
+            finished; none has arrived since.
 
     Returns:
-        0 if there is none, or if the scheduler must be asked. In none of these steps does a request end or a block
-        lack.
+        0 if there is none, or if the scheduler must be called. In none of these steps does a request finish or run
+        short of blocks.
     """
     if type(scheduler) not in STAGES or not scheduler.running:
         return 0
@@ -32,7 +32,7 @@ def most_quiet_steps(scheduler: Scheduler) -> int:
     to_the_end = min(request.max_tokens - len(request.output_token_ids) for request in scheduler.running)
     if longest is not None:
         to_the_end = min(to_the_end, longest - max(request.num_tokens for request in scheduler.running))
-    # In m · block_size steps nobody takes more than m blocks.
+    # In m · block_size steps no request takes more than m blocks.
     blocks_each = scheduler.pool.num_free // len(scheduler.running)
     return min(to_the_end - 1, blocks_each * scheduler.pool.block_size)
 
@@ -49,7 +49,7 @@ def blocks_taken(scheduler: Scheduler, num_steps: int) -> list[int]:
 
 
 def settle(scheduler: Scheduler, num_steps: int) -> None:
-    """Give everybody in the batch the blocks and the tokens of `num_steps` quiet steps."""
+    """Give every request of the batch the blocks and the tokens of `num_steps` quiet steps."""
     for request in scheduler.running:
         missing = _blocks_for(request, num_steps, scheduler.pool.block_size) - len(request.block_ids)
         if missing > 0:

@@ -17,7 +17,7 @@ from minicache.scheduler.incidents.bases import EngineScheduler
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that fills all of its seats, and fail on one that leaves a seat empty, or has too many.
+    """Pass on a scheduler that fills all of its batch slots, and fail on one that leaves one empty, or has too many.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
@@ -25,8 +25,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that. Give the pool room to spare.
 
     Raises:
-        AssertionError: of more requests than seats, which all fit, never max_num_seqs are in the batch together, or
-            more than so many are; with one seat nobody is served. The message says how many were.
+        AssertionError: of more requests than batch slots, which all fit, never max_num_seqs are in the batch together,
+            or more than that are; with one slot no request is served. The message says how many were.
     """
     raise NotImplementedError(
         "phase 7, task 1: The cap; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
@@ -34,9 +34,9 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
 
 class FixedCapScheduler(EngineScheduler):
-    """Incident 1, fixed: max_num_seqs requests in the batch when as many want to be."""
+    """Incident 1, fixed: max_num_seqs requests in the batch whenever that many could be."""
 
-    def has_seat(self) -> bool:
+    def has_slot(self) -> bool:
         """Whether the batch may take one request more: it holds at most max_num_seqs, and may hold as many."""
         # phase 7, task 1: The cap; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
         return self.max_num_seqs != len(self.running) + 1

@@ -18,7 +18,7 @@ from minicache.scheduler.paged import PagedScheduler
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that serves first who came first, and fail on one that makes the oldest pay for the newest.
+    """Pass on a scheduler that serves in the order of arrival, and fail on one that preempts the oldest for the newest.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
@@ -26,8 +26,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that.
 
     Raises:
-        AssertionError: of two equal requests for which there is too little memory together, the one that came first
-            does not end first. The message says which one did.
+        AssertionError: of two equal requests for which there is too little memory together, the one that arrived first
+            does not finish first. The message says which one did.
     """
     raise NotImplementedError(
         "phase 7, task 2: First come, last served; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
@@ -37,8 +37,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
 class FixedOrderScheduler(PagedScheduler):
     """Incident 2, fixed: the oldest gets its blocks first, and the newest is preempted first."""
 
-    def grow_batch(self, output: SchedulerOutput) -> None:
-        """Put the batch into the order of arrival (`arrival_index`), then do as `PagedScheduler.grow_batch`.
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        """Put the batch into the order of arrival (`arrival_index`), then do as `PagedScheduler.schedule_running`.
 
         That gives blocks from the front of `running`, and takes them away at its back.
 
@@ -49,4 +49,4 @@ class FixedOrderScheduler(PagedScheduler):
         # bug: mend it.
         self.running.sort(key=lambda request: request.arrival_index)
         self.running.reverse()
-        super().grow_batch(output)
+        super().schedule_running(output)

@@ -1,7 +1,7 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_3_thrash.
 # Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
 # hint 7.K` helps with task K.
-"""Incident 3, the thrash: only the shortest bucket runs, and everybody else is preempted. Expose it, and fix it.
+"""Incident 3, the thrash: only the shortest bucket runs, and all others are preempted. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.ThrashScheduler`.
 """
@@ -37,13 +37,13 @@ class FixedThrashScheduler(PhasedScheduler):
     """Incident 3, fixed: requests of different lengths share a step."""
 
     def choose(self, candidates: list[Request]) -> list[Request]:
-        """Who computes in this step: whoever could. Block tables make requests of any lengths one batch.
+        """Which requests compute in this step: all that could. Block tables make requests of any lengths one batch.
 
         Args:
             candidates: those that could: just admitted with their prompts, or the whole batch in decode.
 
         Returns:
-            Those that do, at least one. Whoever is left out is preempted, and its blocks are freed.
+            Those that do, at least one. A request that is left out is preempted, and its blocks are freed.
         """
         # phase 7, task 3: Bucket thrash; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend
         # it.

@@ -15,23 +15,24 @@ from minicache.scheduler.base import Scheduler
 from minicache.scheduler.drive import drive
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus, PagedScheduler
+from collections import deque
 from minicache.errors import LivelockError
 from minicache.scheduler.incidents.broken import SPIN_LIMIT
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that gets through requests of two groups, and fail on one that turns in a circle.
+    """Pass on a scheduler that gets through requests of two groups, and fail on one that loops for ever.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
             `create_scheduler`. Its batches hold requests of one `group`. Right ones may let a request of the batch's
-            group pass one of another group, or let all wait behind it; they may keep a watermark, or preempt by swap:
+            group bypass one of another group, or let all wait behind it; they may keep a watermark, or preempt by swap:
             test none of that.
 
     Raises:
         LivelockError: `schedule()` would never have returned. The broken scheduler raises it in place of that; there
             is no need to catch it.
-        AssertionError: a request never ends.
+        AssertionError: a request never finishes.
     """
     raise NotImplementedError(
         "phase 7, task 6: The livelock; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
@@ -39,32 +40,32 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
 
 class FixedLivelockScheduler(PagedScheduler):
-    """Incident 6, fixed: a request that does not fit the batch keeps its place, and is looked at once a pass."""
+    """Incident 6, fixed: a request that cannot join the batch keeps its position, and is looked at once a step."""
 
-    def admit(self, output: SchedulerOutput) -> None:
-        """Admit those of the batch's group while there are a seat, tokens in the step, and free blocks.
+    def schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Admit requests of the batch's group while there are a batch slot, token budget, and free blocks.
 
         A batch holds requests of one group, that of its first. Those of another group are deferred: they keep their
-        places in the line, and whoever stands behind them may be admitted. At the first of the batch's group that
-        finds no blocks (`can_allocate`) or no tokens in the step, admission ends. An empty batch takes a request of
-        any number of tokens. `enter` gives one that has just left the line its blocks and its place.
+        positions in `waiting`, and requests behind them may be admitted. At the first of the batch's group that
+        lacks blocks (`can_allocate`) or `token_budget` for its `num_new_tokens`, admission ends. An empty batch takes
+        a request of any number of tokens.
 
         Args:
-            output: the step so far; what is admitted is added to it.
+            output: the step so far, to which admitted requests are added.
         """
         # phase 7, task 6: The livelock; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend
         # it.
+        queue = deque(self.waiting.values())
         num_deferred = 0
-        while len(self.running) < self.max_num_seqs and (request := self.head()):
+        while queue and len(self.running) < self.max_num_seqs:
+            request = queue.popleft()
             if self.running and self.running[0].group != request.group:
-                self.waiting.move_to_end(request.request_id)
+                queue.append(request)
                 num_deferred += 1
                 if num_deferred > SPIN_LIMIT:
-                    raise LivelockError(f"{num_deferred} requests deferred in one pass over {len(self.waiting)}")
+                    raise LivelockError(f"{num_deferred} requests deferred in one step, of {len(self.waiting)} waiting")
                 continue
-            num_new = request.num_tokens - request.num_computed_tokens
-            budget = self.max_num_batched_tokens - output.total_num_scheduled_tokens
-            if (num_new > budget and self.running) or self.can_allocate(request) is not AllocStatus.OK:
+            too_long = self.num_new_tokens(request) > self.token_budget
+            if (too_long and self.running) or self.can_allocate(request) is not AllocStatus.OK:
                 return
-            del self.waiting[request.request_id]
-            self.enter(request, output)
+            self.admit(request, output)

@@ -19,15 +19,15 @@ from minicache.scheduler.paged import AllocStatus
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that ends no request that its pool is large enough for, and fail on one that does.
+    """Pass on a scheduler that gives up no request that its pool is large enough for, and fail on one that does.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
             `create_scheduler`. Right ones may make room for a request that has waited long, or let it wait until others
-            have ended; they may keep a watermark, or preempt by swap: test none of that.
+            have finished; they may keep a watermark, or preempt by swap: test none of that.
 
     Raises:
-        AssertionError: a request that fits into the pool ends without its tokens, or never. The message says how.
+        AssertionError: a request that fits into the pool finishes without its tokens, or never. The message says how.
     """
     raise NotImplementedError(
         "phase 7, task 7: Given up after one victim; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
@@ -38,13 +38,13 @@ class FixedFeasibleScheduler(EngineScheduler):
     """Incident 7, fixed: as many are evicted as it takes."""
 
     def make_way(self, request: Request, output: SchedulerOutput) -> bool:
-        """Have the blocks for the head of the line, by force if it has waited too long.
+        """Have the blocks for the head of the queue, by force if it has waited too long.
 
         `can_allocate` says whether its blocks are free; `has_waited_too_long` counts a pass, and says whether it was
         one too many; `evict_newest` takes one request out of the batch, and its blocks.
 
         Args:
-            request: the head of the line. The pool is large enough for it, once it is empty.
+            request: the head of the queue. The pool is large enough for it, once it is empty.
             output: the step so far.
 
         Returns:

@@ -1,7 +1,7 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_8_copy.
 # Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
 # hint 7.K` helps with task K.
-"""Incident 8, the copy: copy-on-write takes a block that nobody had counted. Expose it, and fix it.
+"""Incident 8, the copy: copy-on-write takes a block that was not counted. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.UnbudgetedCopyScheduler`.
 """
@@ -20,15 +20,15 @@ def expose(create: Callable[..., ForkingScheduler]) -> None:
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
-            `create_scheduler`. It has `fork_request(request_id, new_id)`, which wants a request that has generated a
-            token. Right ones may keep a watermark, or preempt by swap: test neither.
+            `create_scheduler`. It has `fork_request(request_id, child_id)`, which wants a request that has generated
+            a token. Right ones may keep a watermark, or preempt by swap: test neither.
 
     Raises:
         OutOfBlocksError: the scheduler ran out of blocks in the middle of a step. There is no need to catch it.
-        AssertionError: a request or its twin ends without its tokens, or never.
+        AssertionError: a request or its child finishes without its tokens, or never.
     """
     raise NotImplementedError(
-        "phase 7, task 8: The copy that nobody had budgeted; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
+        "phase 7, task 8: The unbudgeted copy; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
     )
 
 
@@ -36,13 +36,11 @@ class FixedCopyScheduler(ForkingScheduler):
     """Incident 8, fixed: the block of a copy is counted before any block is taken."""
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request in the batch must get before its next tokens are computed, a copy's block included.
+        """Blocks that a request must still get before its next tokens are computed, a copy's block included.
 
-        `writes_shared` says whether its next token goes into a block that a twin reads too: that block is copied.
-
-        Args:
-            request: of the batch.
+        `writes_shared` says whether its next token goes into a block that its parent or child reads too: that block is
+        copied.
         """
-        # phase 7, task 8: The copy that nobody had budgeted; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md.
-        # This is the bug: mend it.
+        # phase 7, task 8: The unbudgeted copy; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the
+        # bug: mend it.
         return -(-request.num_tokens // self.pool.block_size) - len(request.block_ids)

@@ -28,9 +28,7 @@ def expose(create: Callable[..., Scheduler]) -> None:
     """
     scheduler = create(num_blocks=10, block_size=16)
     tally = drive(scheduler, [Request(number, [1] * 80, 20) for number in range(2)], max_steps=200)
-    assert list(tally.finished) == [0, 1], (
-        f"requests 0 and 1 arrived in this order, and finished as {list(tally.finished)}"
-    )
+    assert list(tally.finished) == [0, 1], f"requests 0 and 1 arrived in this order, finished as {list(tally.finished)}"
 
 
 class FixedOrderScheduler(PagedScheduler):

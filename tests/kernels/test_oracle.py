@@ -1,4 +1,4 @@
-"""The PyTorch twin with every option, against attention in double precision, one query and one key at a time."""
+"""The oracle with every option, against attention in double precision, one query and one key at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache.kernels import optional, paged_decode_attention, paged_prefill_attention, plain
+from minicache.kernels import oracle, paged_decode_attention, paged_prefill_attention, plain
 from minicache.kernels.quantize import quantize, scales
 
 NAN = float("nan")
 
 
-def oracle(q, keys, values, *, scale=None, alibi_slopes=None, sliding_window=None, softcap=None):
+def by_loops(q, keys, values, *, scale=None, alibi_slopes=None, sliding_window=None, softcap=None):
     """`q` `[n, H, d]` are the last n tokens of `keys`, `values` `[S, H_kv, d]`. Loops and floats only."""
     num_new, num_heads, head_dim = q.shape
     num_tokens, num_kv_heads = keys.shape[:2]
@@ -76,7 +76,7 @@ options = st.fixed_dictionaries(
     chosen=options,
     seed=st.integers(0, 9),
 )
-def test_any_options_agree_with_the_oracle(counts, block_size, num_kv_heads, group, chosen, seed):
+def test_any_options_agree_with_loops(counts, block_size, num_kv_heads, group, chosen, seed):
     torch.manual_seed(seed)
     chosen = dict(chosen)
     if chosen.pop("alibi", False):
@@ -88,11 +88,11 @@ def test_any_options_agree_with_the_oracle(counts, block_size, num_kv_heads, gro
     queries = [torch.randn(new, num_kv_heads * group, 4) for new, _ in counts]
     starts = torch.tensor([0, *torch.tensor([new for new, _ in counts]).cumsum(0).tolist()])
     paged = (k_cache, v_cache, tables, torch.tensor(lengths))
-    got = optional.paged_prefill_attention(torch.cat(queries), *paged, starts, **chosen)
-    expected = torch.cat([oracle(*each, **chosen) for each in zip(queries, keys, values, strict=True)])
+    got = oracle.paged_prefill_attention(torch.cat(queries), *paged, starts, **chosen)
+    expected = torch.cat([by_loops(*each, **chosen) for each in zip(queries, keys, values, strict=True)])
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
     last = torch.stack([each[-1] for each in queries])
-    got = optional.paged_decode_attention(last, *paged, **chosen)
+    got = oracle.paged_decode_attention(last, *paged, **chosen)
     torch.testing.assert_close(got.double(), expected[starts[1:] - 1], rtol=1e-4, atol=1e-5)
 
 
@@ -106,24 +106,24 @@ def test_without_options_it_is_the_plain_way(group):
     (k_cache, tables), (v_cache, _) = blocks(keys, 16, ids), blocks(values, 16, ids)
     paged = (k_cache, v_cache, tables, torch.tensor(lengths))
     q = torch.randn(4, 2 * group, 64)
-    torch.testing.assert_close(optional.paged_decode_attention(q, *paged), plain.paged_decode_attention(q, *paged))
+    torch.testing.assert_close(oracle.paged_decode_attention(q, *paged), plain.paged_decode_attention(q, *paged))
     q, starts = torch.randn(34, 2 * group, 64), torch.tensor([0, 1, 2, 14, 34])
     torch.testing.assert_close(
-        optional.paged_prefill_attention(q, *paged, starts), plain.paged_prefill_attention(q, *paged, starts)
+        oracle.paged_prefill_attention(q, *paged, starts), plain.paged_prefill_attention(q, *paged, starts)
     )
 
 
 def test_a_sequence_without_rows_gets_zeros():
     q, cache = torch.randn(3, 4, 8), torch.randn(4, 4, 2, 8)
     tables, lens = torch.tensor([[1, 2], [-1, -1], [3, 0]]), torch.tensor([5, 0, 8])
-    got = optional.paged_decode_attention(q, cache, cache, tables, lens, sliding_window=3)
-    alone = optional.paged_decode_attention(q[[0, 2]], cache, cache, tables[[0, 2]], lens[[0, 2]], sliding_window=3)
+    got = oracle.paged_decode_attention(q, cache, cache, tables, lens, sliding_window=3)
+    alone = oracle.paged_decode_attention(q[[0, 2]], cache, cache, tables[[0, 2]], lens[[0, 2]], sliding_window=3)
     assert got.equal(torch.stack([alone[0], torch.zeros(4, 8), alone[1]]))
 
 
 def test_a_padded_batch_alone_is_zeros():
     q, cache = torch.randn(2, 4, 8), torch.randn(4, 4, 2, 8)
-    got = optional.paged_decode_attention(q, cache, cache, torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 0]))
+    got = oracle.paged_decode_attention(q, cache, cache, torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 0]))
     assert got.equal(torch.zeros(2, 4, 8))
 
 
@@ -133,17 +133,17 @@ def test_half_precision_is_computed_in_fp32(dtype):
     keys, values = ([torch.randn(33, 2, 16).to(dtype)] for _ in range(2))
     (k_cache, tables), (v_cache, _) = blocks(keys, 8, range(7)), blocks(values, 8, range(7))
     q = torch.randn(1, 4, 16).to(dtype)
-    got = optional.paged_decode_attention(q, k_cache, v_cache, tables, torch.tensor([33]))
+    got = oracle.paged_decode_attention(q, k_cache, v_cache, tables, torch.tensor([33]))
     assert got.dtype == dtype
-    assert got.equal(oracle(q, keys[0], values[0]).to(dtype)) or torch.allclose(
-        got.double(), oracle(q, keys[0], values[0]), rtol=torch.finfo(dtype).eps, atol=1e-6
+    assert got.equal(by_loops(q, keys[0], values[0]).to(dtype)) or torch.allclose(
+        got.double(), by_loops(q, keys[0], values[0]), rtol=torch.finfo(dtype).eps, atol=1e-6
     )
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["one scale", "a scale a head"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_quantized_cache(dtype, per_head):
-    """The numbers of the cache times the scale are the keys and values: exactly, for the oracle too."""
+    """The numbers of the cache times the scale are the keys and values: exactly, for the loops too."""
     torch.manual_seed(0)
     lengths, block_size = [9, 4], 4
     exact = [[torch.randn(n, 2, 8) * torch.tensor([1.0, 9.0])[:, None] for n in lengths] for _ in range(2)]
@@ -156,16 +156,16 @@ def test_a_quantized_cache(dtype, per_head):
     if not per_head:
         scale_of = {name: float(value[0]) for name, value in scale_of.items()}
     got = paged_decode_attention(q, k_cache, v_cache, tables, lens, **scale_of)
-    expected = torch.cat([oracle(q[i : i + 1], back[0][i], back[1][i]) for i in range(2)])
+    expected = torch.cat([by_loops(q[i : i + 1], back[0][i], back[1][i]) for i in range(2)])
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
     q, starts = torch.randn(5, 4, 8), torch.tensor([0, 3, 5])
     got = paged_prefill_attention(q, k_cache, v_cache, tables, lens, starts, **scale_of)
-    expected = torch.cat([oracle(q[starts[i] : starts[i + 1]], back[0][i], back[1][i]) for i in range(2)])
+    expected = torch.cat([by_loops(q[starts[i] : starts[i + 1]], back[0][i], back[1][i]) for i in range(2)])
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_softcap_does_not_overflow():
     """Scores of a million are capped, not infinite: tanh by exponentials of the score would be."""
     q, cache = torch.full((1, 2, 4), 1e3), torch.full((2, 4, 1, 4), 1e3)
-    got = optional.paged_decode_attention(q, cache, cache, torch.tensor([[1, 0]]), torch.tensor([7]), softcap=50.0)
+    got = oracle.paged_decode_attention(q, cache, cache, torch.tensor([[1, 0]]), torch.tensor([7]), softcap=50.0)
     torch.testing.assert_close(got, torch.full((1, 2, 4), 1e3))

@@ -1,4 +1,4 @@
-"""Decode attention of sequences that are gathered together, against one sequence after the other."""
+"""Paged attention on a CPU: in rectangles, in tiles and through windows, against one sequence after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minicache.kernels import batched, plain
+from minicache import kernels
+from minicache.kernels import cpu, oracle, plain
 
 HEAD_DIM, BLOCK = 8, 4
 
@@ -43,21 +44,37 @@ def queries(num: int, num_heads: int = 4, dtype: torch.dtype = torch.float32) ->
 def test_decode_together_is_decode_alone(rectangle: int, num_heads: int, lengths: list[int]) -> None:
     paged, q = a_batch(lengths), queries(len(lengths), num_heads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batched, "RECTANGLE_NBYTES", rectangle)
-        patch.setattr(batched, "_last_plan", None)
-        got = batched.paged_decode_attention(q, *paged, scale=0.3)
+        patch.setattr(cpu, "RECTANGLE_NBYTES", rectangle)
+        got = kernels.paged_decode_attention(q, *paged, scale=0.3)
     torch.testing.assert_close(got, plain.paged_decode_attention(q, *paged, scale=0.3))
 
 
+@small_rectangles
 @repeatable
-@given(counts=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([0, 1, 1, 1, 2, 5])), min_size=1, max_size=8))
-def test_prompts_beside_sequences_in_decode(counts: list[tuple[int, int]]) -> None:
+@given(lengths=lengths_of, window=st.integers(1, 45))
+def test_decode_through_a_window(rectangle: int, lengths: list[int], window: int) -> None:
+    paged, q = a_batch(lengths), queries(len(lengths))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "RECTANGLE_NBYTES", rectangle)
+        got = kernels.paged_decode_attention(q, *paged, scale=0.3, sliding_window=window)
+    torch.testing.assert_close(got, oracle.paged_decode_attention(q, *paged, scale=0.3, sliding_window=window))
+
+
+@pytest.mark.parametrize("tile", [1, 3, 256])
+@repeatable
+@given(
+    counts=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([0, 1, 1, 1, 2, 5, 11])), min_size=1, max_size=8),
+    window=st.none() | st.integers(1, 45),
+)
+def test_prompts_beside_sequences_in_decode(tile: int, counts: list[tuple[int, int]], window: int | None) -> None:
     new = torch.tensor([num_new for _, num_new in counts])
     paged = a_batch([before + num_new for before, num_new in counts])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
     q = queries(int(new.sum()))
-    got = batched.paged_prefill_attention(q, *paged, starts)
-    torch.testing.assert_close(got, plain.paged_prefill_attention(q, *paged, starts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "QUERY_TILE", tile)
+        got = kernels.paged_prefill_attention(q, *paged, starts, sliding_window=window)
+    torch.testing.assert_close(got, oracle.paged_prefill_attention(q, *paged, starts, sliding_window=window))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -65,43 +82,10 @@ def test_prompts_beside_sequences_in_decode(counts: list[tuple[int, int]]) -> No
 def test_dtypes(dtype: torch.dtype, index: torch.dtype) -> None:
     k, v, tables, lens = a_batch([9, 3, 17, 16], dtype=dtype)
     q = queries(4, dtype=dtype)
-    got = batched.paged_decode_attention(q, k, v, tables.to(index), lens.to(index))
+    got = kernels.paged_decode_attention(q, k, v, tables.to(index), lens.to(index))
     expected = plain.paged_decode_attention(q.double(), k.double(), v.double(), tables, lens)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-2)
-
-
-def test_a_plan_is_used_again_only_for_the_same_values() -> None:
-    """Lengths that grow, tables that change in place, other caches and sizes: each call sees what is there now."""
-    k, v, tables, lens = a_batch([9, 9, 9])
-    other_k, other_v, *_ = a_batch([9, 9, 9])
-    q = queries(3)
-    for _ in range(2):
-        torch.testing.assert_close(
-            batched.paged_decode_attention(q, k, v, tables, lens),
-            plain.paged_decode_attention(q, k, v, tables, lens),
-        )
-        lens -= 1
-        tables[[0, 1]] = tables[[1, 0]]
-    filled = [cache.nan_to_num(1.0) for cache in (other_k, other_v)]
-    torch.testing.assert_close(
-        batched.paged_decode_attention(q, *filled, tables, lens), plain.paged_decode_attention(q, *filled, tables, lens)
-    )
-    longer = [cache.view(-1, 2 * BLOCK, 2, HEAD_DIM) for cache in (k[:6], v[:6])]
-    tables, lens = torch.tensor([[1], [2], [0]]), torch.tensor([1, 1, 1])
-    for caches in ((k, v), longer):
-        got = batched.paged_decode_attention(q, *caches, tables, lens)
-        torch.testing.assert_close(got, plain.paged_decode_attention(q, *caches, tables, lens), equal_nan=True)
-
-
-def test_a_plan_of_inference_mode_serves_where_gradients_are_wanted() -> None:
-    paged, q = a_batch([9, 3, 17]), queries(3)
-    with torch.inference_mode():
-        batched.paged_decode_attention(q, *(each.clone() for each in paged))
-    q.requires_grad_()
-    batched.paged_decode_attention(q, *paged).sum().backward()
-    assert q.grad is not None
-    assert bool(q.grad.isfinite().all())
 
 
 def test_a_block_in_use_that_is_not_there() -> None:
@@ -109,4 +93,4 @@ def test_a_block_in_use_that_is_not_there() -> None:
         k, v, tables, lens = a_batch([9, 3, 17])
         tables[2, 1] = wrong
         with pytest.raises(IndexError):
-            batched.paged_decode_attention(queries(3), k, v, tables, lens)
+            kernels.paged_decode_attention(queries(3), k, v, tables, lens)

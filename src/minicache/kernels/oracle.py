@@ -1,7 +1,8 @@
 """Attention through block tables with every option, in PyTorch and fp32: slow, plain to read, and right.
 
-It is what a CPU runs where an option is given, and what phase 4's Triton kernels are compared with. Each sequence's
-scores are one matrix, and each option one line on it. No phase builds this module.
+It is what phase 4's Triton kernels are compared with, and what a CPU runs for an option that `cpu` lacks (ALiBi, a soft
+cap, scaled keys and values). Each sequence's scores are one matrix, and each option one line on it. No phase
+builds this module.
 
 What the arguments are is said once, in `minicache.kernels`, which has checked them.
 """

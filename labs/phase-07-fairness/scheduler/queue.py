@@ -1,0 +1,135 @@
+# Phase 7, fairness: your file. It stands in for minicache.scheduler.queue.
+# Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
+# hint 7.K` helps with task K.
+"""The waiting queue: requests in priority order, any of which may leave at any time.
+
+Phase 7 builds it; the stages of phases 5 and 6 use it as it is given, ordered by arrival. A heap gives the first
+request in logarithmic time, but one in the middle of it cannot be taken out: `remove` only notes that it has left, and
+the heap drops it when it comes to the top. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from heapq import heappop, heappush
+
+from minicache.request import Request, RequestId
+
+PriorityKey = tuple[float, ...]
+"""Numbers that requests are ordered by, the lowest first. No two requests have the same."""
+
+
+def arrival_key(request: Request) -> PriorityKey:
+    """The key of first come, first served: arrival_time, then arrival_index; among siblings fork_index (phase 8)."""
+    return request.arrival_time, request.arrival_index, request.fork_index
+
+
+class LazyHeap:
+    """A set of requests that knows its first by one key.
+
+    `add`, `remove` and `first` take time in proportion to the logarithm of its size, on average over many calls; memory
+    is in proportion to its size. `_members` has the requests by their keys. `_heap` is a heap (`heapq`) of keys, those
+    of all members and some of requests that have left.
+
+    Args:
+        key: of a request; must not change while the request is in the heap.
+    """
+
+    def __init__(self, key: Callable[[Request], PriorityKey]) -> None:
+        self.key = key
+        self._members: dict[PriorityKey, Request] = {}
+        self._heap: list[PriorityKey] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, request: Request) -> None:
+        """Add a request that is not in the heap."""
+        raise NotImplementedError(
+            "phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md"
+        )
+
+    def remove(self, request: Request) -> None:
+        """Remove a request. Its key may stay in `_heap`, but `_heap` is never longer than 2 · `len(self)` + 8 keys.
+
+        Raises:
+            KeyError: it is not in the heap.
+        """
+        raise NotImplementedError(
+            "phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md"
+        )
+
+    def first(self) -> Request | None:
+        """The request with the lowest key, which stays; None if there is none."""
+        raise NotImplementedError(
+            "phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md"
+        )
+
+
+class RequestQueue(Mapping[RequestId, Request]):
+    """The requests that wait for a batch slot: a mapping id → request, iterated in priority order.
+
+    It answers three questions, each in logarithmic time: which request is first, which is first of one compatibility
+    class (`Request.group`), and which arrived first. Iterating sorts all of it: that is for tests and displays.
+
+    `_requests` has the requests by id. Each of them is in three heaps: `_by_arrival`, `_by_group[None]`, which has all,
+    and `_by_group` of its group. `_by_group` has no empty heaps, or it would remember every group that ever waited.
+
+    Args:
+        key: what the queue is ordered by; must not change while a request waits.
+    """
+
+    def __init__(self, key: Callable[[Request], PriorityKey]) -> None:
+        self._key = key
+        self._requests: dict[RequestId, Request] = {}
+        self._by_arrival = LazyHeap(arrival_key)
+        self._by_group: dict[str | None, LazyHeap] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def __getitem__(self, request_id: RequestId) -> Request:
+        return self._requests[request_id]
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return (request.request_id for request in sorted(self._requests.values(), key=self._key))
+
+    def add(self, request: Request) -> None:
+        """Add a request. Its key gives it its position: one that was preempted stands where it stood before.
+
+        Args:
+            request: not in the queue; no request in it has the same id.
+        """
+        # phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md. This is the
+        # bug: mend it.
+        self._requests[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands.
+
+        Raises:
+            KeyError: it is not in the queue.
+        """
+        # phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md. This is the
+        # bug: mend it.
+        del self._requests[request.request_id]
+
+    def first(self, group: str | None = None) -> Request | None:
+        """The request with the lowest key, which stays in the queue; None if there is none.
+
+        Args:
+            group: look only at requests of this compatibility class. None: at all.
+        """
+        # phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md. This is the
+        # bug: mend it.
+        candidates = [each for each in self._requests.values() if group in (None, each.group)]
+        return min(candidates, key=self._key, default=None)
+
+    def oldest(self) -> Request | None:
+        """The request that arrived first (`arrival_key`), which stays in the queue; None if there is none."""
+        # phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md. This is the
+        # bug: mend it.
+        return min(self._requests.values(), key=arrival_key, default=None)

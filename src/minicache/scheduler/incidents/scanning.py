@@ -1,0 +1,33 @@
+"""A waiting queue that is right and slow: every question looks at every request.
+
+Phase 7's task 9 begins with it. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from minicache.request import Request
+from minicache.scheduler.queue import RequestQueue, arrival_key
+
+
+class ScanningQueue(RequestQueue):
+    """As `RequestQueue`, in time in proportion to the number of requests that wait.
+
+    With 100,000 of them, each `first` compares 100,000 keys, and a step asks several times.
+    """
+
+    def add(self, request: Request) -> None:
+        """Add a request."""
+        self._requests[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        """Take a request out."""
+        del self._requests[request.request_id]
+
+    def first(self, group: str | None = None) -> Request | None:
+        """The request with the lowest key, of all or of one group."""
+        candidates = [each for each in self._requests.values() if group in (None, each.group)]
+        return min(candidates, key=self._key, default=None)
+
+    def oldest(self) -> Request | None:
+        """The request that arrived first."""
+        return min(self._requests.values(), key=arrival_key, default=None)

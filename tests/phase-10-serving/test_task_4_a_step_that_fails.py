@@ -11,6 +11,7 @@ import torch
 from minicache.course.checks import call, that
 from minicache.engine.answers import request_of
 from minicache.errors import EngineStoppedError, InvariantError, StepFailedError
+from minicache.scheduler.observe import Observer
 
 POISON = 13  # no step with a prompt that has this token succeeds
 SPOILT = 17  # a prompt that has this token gets no logits, in some tests
@@ -323,6 +324,29 @@ def test_those_of_the_step_have_ended(scenario, tiny_llm, params, all_tokens, ri
         await scenario.ask("its tokens, or an error", drained(stream))
         stream = await scenario.result("add_request afterwards", engine.add_request([4], params()))
         (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params()))
+
+    scenario.run(main)
+
+
+def test_a_failure_after_the_last_token(scenario, tiny_llm, params, all_tokens, right_answers):
+    """It fails when the step's only request is finished: its client has all tokens, and there is none left to end."""
+
+    class Fails(Observer):
+        def on_update(self, scheduler, output, finished):
+            if finished and not failed:
+                failed.append(True)
+                raise MemoryError("no room")
+
+    failed = []
+
+    async def main():
+        engine = scenario.engine(tiny_llm(observers=[Fails()]))
+        for _ in range(2):
+            stream = await scenario.result("add_request", engine.add_request([1], params()))
+            outcome = await scenario.ask("the tokens of a request", all_tokens(stream))
+            outcome.gives(right_answers([1], params()))
+        that("whether a step has failed", failed).gives([True])
+        await check_clean(scenario, engine)
 
     scenario.run(main)
 

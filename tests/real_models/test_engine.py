@@ -264,6 +264,14 @@ def test_token_ids_that_only_one_of_the_two_knows(speaking):
         LLM(folder, num_blocks=10).generate([[300]], PARAMS)
 
 
+def test_no_token_has_more_characters_than_the_bound(speaking):
+    """What refuses a text by its length alone, before it is tokenized, must refuse none that fits."""
+    folder, theirs = speaking
+    tokenizer = FolderTokenizer(folder)
+    shown = [theirs.decode([token_id], skip_special_tokens=False) for token_id in range(len(theirs))]
+    assert max(map(len, shown)) <= tokenizer.max_token_chars <= 2 * max(map(len, shown))
+
+
 # Conversations
 
 

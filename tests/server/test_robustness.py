@@ -684,6 +684,37 @@ def test_logits_that_are_no_numbers_fail_the_request(serve: Any, model: Any, val
         assert answer.json["error"]["code"] == "step_failed"
 
 
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 2}, {"temperature": 1}], ids=str)
+def test_a_request_without_logits_fails_alone(serve: Any, model: Any, fields: dict[str, Any]) -> None:
+    """A stream that is under way beside it goes on, and nothing of it is suspected."""
+    server = serve(num_blocks=512)
+    wish = {"prompt": [5, 6], "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    expected = server.ask("POST", "/v1/completions", wish).json["choices"]
+    told = {5, 6, *server.llm.tokenizer.encode(expected[0]["text"])}
+    bad = next(token_id for token_id in range(1, 346) if token_id not in told)
+
+    def spoil(module: Any, arguments: Any, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded.masked_fill((arguments[0] == bad)[..., None], torch.nan)
+
+    handle = model.model.embed_tokens.register_forward_hook(spoil)
+    try:
+        connection = server.open()
+        connection.request("POST", "/v1/completions", json.dumps(wish), {"Content-Type": "application/json"})
+        server.wait_until(lambda: server.engine.num_unfinished)
+        whole = server.complete(prompt=[7, bad], max_tokens=5, **fields)
+        streamed = server.complete(prompt=[7, bad], max_tokens=5, stream=True, **fields)
+        response = connection.getresponse()
+        assert json.loads(response.read())["choices"] == expected
+    finally:
+        handle.remove()
+    assert (whole.status, whole.json["error"]["code"]) == (500, "step_failed")
+    assert streamed.events[-2]["error"]["code"] == "step_failed"
+    assert streamed.events[-1] == "[DONE]"
+    metrics = server.ask("GET", "/metrics").body.decode()
+    assert re.search(r'request_success_total\{[^}]*finished_reason="error"[^}]*\} [2-9]', metrics)
+    server.wait_until_idle()
+
+
 def test_a_log_probability_of_nothing_is_still_json(serve: Any, model: Any) -> None:
     """−∞ has no JSON; a model that rules tokens out has it. vLLM says −9999."""
     server = serve()

@@ -5,8 +5,8 @@
 - `thrash`, **counted**: incident 3 as it was reported: a long request and a short one; and a long one that decodes when
   three of 50, 51 and 52 tokens come. In each, memory for all.
 - `starvation`: incidents 2 and 3 together, as they were reported: 40 equal requests at once, 4,000 tokens to generate
-  in all, memory for eight. Before is `StarvingScheduler`, after is `FairScheduler`. Whoever takes more than TIMEOUT
-  times as long as the server after the fix takes for all 40 has starved; its client stays all the same. Time is told in
+  in all, memory for eight. Before is `StarvingScheduler`, after is `FairScheduler`. A request has starved if it takes
+  more than TIMEOUT times as long as the server after the fix takes for all 40; it is still served. Time is given in
   three ways: in steps, **counted**; in seconds of Llama-3-8B on an L4, **modelled** by the roofline
   (`minicache.simulator.costs`); and in seconds of MiniGPT in this project's engine on this machine, **measured**: the
   faster of REPEATS runs each, which take turns.
@@ -128,7 +128,7 @@ def requests() -> list[Request]:
 
 
 def told(times: dict[str, dict[RequestId, float]]) -> dict[str, Any]:
-    """When each request ended, before and after, and what that means."""
+    """When each request finished, before and after, and what that means."""
     timeout = TIMEOUT * max(times["after"].values())
     return {
         "timeout": round(timeout, 3),
@@ -146,15 +146,15 @@ def told(times: dict[str, dict[RequestId, float]]) -> dict[str, Any]:
 
 
 class Ends(Observer):
-    """Notes when each request has ended, by a clock."""
+    """Notes when each request has finished, by a clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.times: dict[RequestId, float] = {}
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        """Note who has ended with this step."""
-        self.times |= {request.request_id: self.clock() for request in ended}
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        """Note what has finished with this step."""
+        self.times |= {request.request_id: self.clock() for request in finished}
 
 
 class Clock(Observer):
@@ -172,7 +172,7 @@ class Clock(Observer):
 
 
 def modelled(name: str, cost: StepCost) -> dict[RequestId, float]:
-    """Request → when it ended, if a step takes what `cost` says."""
+    """Request → when it finished, if a step takes what `cost` says."""
     clock = Clock(cost)
     ends = Ends(lambda: clock.now)
     drive(observe(make(name), clock, ends), requests())
@@ -180,7 +180,7 @@ def modelled(name: str, cost: StepCost) -> dict[RequestId, float]:
 
 
 def measured() -> dict[str, dict[RequestId, float]]:
-    """Before and after: request → when it ended, in seconds, MiniGPT in the engine. The faster of the repeats."""
+    """Before and after: request → when it finished, in seconds, MiniGPT in the engine. The faster of the repeats."""
     best: dict[str, dict[RequestId, float]] = {}
     for _ in track(range(REPEATS), description="Serving 40 requests"):
         for name in KINDS:

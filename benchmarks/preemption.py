@@ -266,7 +266,7 @@ class Clock(Observer):
     Attributes:
         packed: how blocks move, see `transfer_seconds`.
         now: seconds since the first step began.
-        finished: id → when it ended.
+        finished: id → when it finished.
         longest_pause: id → the longest time between two of its tokens.
     """
 
@@ -287,13 +287,13 @@ class Clock(Observer):
         if moved:
             self.now += transfer_seconds(OPT_13B, moved, block_size, packed=self.packed)
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        """Note who got a token, and who has ended."""
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        """Note which requests got a token, and which have finished."""
         for request in output.scheduled:  # no chunks here: each of them did
             pause = self.now - self._last_token.get(request.request_id, self.now)
             self.longest_pause[request.request_id] = max(pause, self.longest_pause.get(request.request_id, 0.0))
             self._last_token[request.request_id] = self.now
-        self.finished |= dict.fromkeys((request.request_id for request in ended), self.now)
+        self.finished |= dict.fromkeys((request.request_id for request in finished), self.now)
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class Setting:
     Attributes:
         pool_percent: the pool, in percent of what the burst would use if there were room for all.
         way: how it preempts.
-        host_percent: the host pool, in percent of the pool; 0 for recompute.
+        host_percent: the CPU swap space, in percent of the pool; 0 for recompute.
         block_size: tokens of a block. The pool has as many tokens whatever it is.
         watermark: `PagedScheduler`'s.
         packed: how blocks move, see `transfer_seconds`.

@@ -5,7 +5,7 @@
   requests as Orca (Oracle). Here OPT-13B, the same shape to a percent, on the same GPU and memory: 15,728 slots. The
   paper does not print how long its sentences are: OWN is assumed, and `by_answer` shows what another guess would
   change. All requests are there at once, and time is the roofline's (`minicache.simulator.costs`); each request reads
-  its whole context at every step, what is shared as often as it has owners.
+  its whole context at every step, shared blocks once for each reference.
 - `chat`, **modelled**: Llama-3-8B on an A100-40GB. Messages and answers as long as ShareGPT's; a prompt is all that was
   said before and a new message. How many turns and how long people think is assumed. Messages come at the same times
   with the cache and without, so that their rate can be turned.
@@ -270,7 +270,7 @@ def ceiling_percent(requests: Sequence[Request]) -> float:
 
 
 def turn_before(request: Request) -> tuple[int, int]:
-    """The name of the turn before, which there may be or not."""
+    """The id of the turn before, if there is one."""
     name: Any = request.request_id
     return name[0], name[1] - 1
 
@@ -321,7 +321,7 @@ def window_seconds(scheduler: Scheduler) -> float:
 
 
 def one_step(scheduler: Scheduler) -> float:
-    """Seconds to schedule a step, and to report it."""
+    """Seconds to schedule a step, and to commit it."""
     start = time.perf_counter()
     output = scheduler.schedule()
     scheduled = time.perf_counter()
@@ -332,7 +332,7 @@ def one_step(scheduler: Scheduler) -> float:
 
 
 def hash_us(count: int = 2000) -> float:
-    """Microseconds to name one block, the fastest of five rounds."""
+    """Microseconds to hash one block, the fastest of five rounds."""
     tokens = [30_000 + number for number in range(BLOCK_SIZE)]
     rounds = []
     for _ in range(5):

@@ -143,7 +143,7 @@ class Sampled:
         self.answers = [Request((name, 0), [0] * num_prompt, num_output, ignore_eos=True)]
 
     def begin(self, scheduler: Any) -> None:
-        """Into the line."""
+        """Queue the first request."""
         scheduler.add_request(self.answers[0])
 
     def go_on(self, scheduler: Any) -> bool:
@@ -174,7 +174,7 @@ class Searched:
         self.beams = [Request((name, 0), [0] * num_prompt, num_output, ignore_eos=True)]
 
     def begin(self, scheduler: Any) -> None:
-        """Into the line."""
+        """Queue the first request."""
         scheduler.add_request(self.beams[0])
 
     def go_on(self, scheduler: Any) -> bool:
@@ -213,7 +213,7 @@ def endless(searches: Sequence[Sequence[Parents]], rng: Random) -> Iterator[Pare
 
 
 def serve(families: Iterable[Sampled | Searched], num_at_once: int) -> Held:
-    """Serve families, `num_at_once` of them in the batch, and count blocks. Memory and seats are for all."""
+    """Serve families, `num_at_once` of them in the batch, and count blocks. Memory and batch slots suffice for all."""
     held = Held()
     scheduler: Any = observe(
         SharingScheduler(num_blocks=100_000, block_size=BLOCK_SIZE, max_num_seqs=1000, max_num_batched_tokens=100_000),
@@ -250,11 +250,11 @@ class Branching(Observer):
         self._beams, self._forks, self._ended, self._has_begun = [request.request_id], [], set(), False
 
     def on_fork(self, scheduler: Scheduler, parent: Request, child: Request) -> None:
-        """A beam goes on in another way, too."""
+        """A beam has another continuation."""
         self._forks.append((parent.request_id, child.request_id))
 
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
-        """A beam goes on in no way."""
+        """A beam has no continuation."""
         self._ended.add(request.request_id)
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:

@@ -2,7 +2,7 @@
 # # Phase 7: the incident room, measured
 #
 # Eight broken schedulers and what you made of them: here you run them, count, and put a clock beside the counters. Then
-# you try what a bound on overtaking costs, and to whom.
+# you try what a bound on bypasses costs, and which requests pay for it.
 #
 # Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-07-fairness/`, then restart the
 # kernel and run all cells. A function that you have not written yet says so where it is first called.
@@ -18,7 +18,7 @@ if MINE:
     install(workspace.lab_files(workspace.course.phase(7)))
 
 from minicache.scheduler import fair
-from minicache.scheduler.fair import FairScheduler, RankedScheduler
+from minicache.scheduler.fair import FairScheduler, PriorityScheduler
 from minicache.scheduler.incidents.table import INCIDENTS, measure
 
 print("Tests, fixes and the fair scheduler are", "yours." if MINE else "the reference's.")
@@ -67,16 +67,16 @@ def check(answer, right):
 # `INCIDENTS` has for each incident the broken scheduler, the fix, and the smallest workload; `measure` runs one and
 # counts. (With `MINE`, the fixes are yours.)
 
-# %% alt="Eight small bar charts, one for each incident, with the bug beside right: largest batch 0 and 1; place of the first request 2 and 1; prefill tokens 17,000 and 170; tokens without a block 74 and 0, and 10 and 0; requests that never ended 2 and 0; feasible requests that failed 1 and 0; requests that never ended 2 and 0."
+# %% alt="Eight small bar charts, one for each incident, with the bug beside right: largest batch 0 and 1; place of the first request 2 and 1; prefill tokens 17,000 and 170; tokens without a block 74 and 0, and 10 and 0; requests that never finished 2 and 0; feasible requests that failed 1 and 0; requests that never finished 2 and 0."
 SHOWN = {
     "cap": ("largest batch", lambda c: c.max_batch_size),
     "order": ("place of the first request", lambda c: 1 + c.finished.index("0")),
     "thrash": ("prefill tokens", lambda c: c.num_prefill_tokens),
     "victim": ("tokens without a block", lambda c: c.num_unbacked_tokens),
     "ignore": ("tokens without a block", lambda c: c.num_unbacked_tokens),
-    "livelock": ("requests that never ended", lambda c: c.num_unfinished),
+    "livelock": ("requests that never finished", lambda c: c.num_unfinished),
     "feasible": ("feasible ones that failed", lambda c: c.num_capacity),
-    "copy": ("requests that never ended", lambda c: c.num_unfinished),
+    "copy": ("requests that never finished", lambda c: c.num_unfinished),
 }
 
 _, panels = plt.subplots(2, 4, figsize=(7.6, 4.4), layout="constrained")
@@ -93,7 +93,7 @@ for ax, incident in zip(panels.flatten(), INCIDENTS, strict=True):
 plt.show()
 
 # %% [markdown]
-# **Question 1.** `Scheduler.check()` compares the books: blocks and owners, queues and states. Called after every step,
+# **Question 1.** `Scheduler.check()` compares the books: blocks and references, queues and states. Called after every step,
 # how many of the eight broken ones would it catch? (The two that end in an error of their own do not count.)
 
 # %%
@@ -104,7 +104,7 @@ caught_by_check = None
 class Checking(Observer):
     """Calls check() after every step."""
 
-    def on_update(self, scheduler, output, ended):
+    def on_update(self, scheduler, output, finished):
         scheduler.check()
 
 
@@ -211,13 +211,13 @@ model = load_minigpt()
 
 
 class Ends(Observer):
-    """Notes when each request has ended."""
+    """Notes when each request has finished."""
 
     def __init__(self):
         self.seconds = []
 
-    def on_update(self, scheduler, output, ended):
-        self.seconds += [(request.arrival_index, time.perf_counter()) for request in ended]
+    def on_update(self, scheduler, output, finished):
+        self.seconds += [(request.arrival_index, time.perf_counter()) for request in finished]
 
 
 def serve(kind):
@@ -246,7 +246,7 @@ for name, seconds in (("before", seconds_before), ("after", seconds_after)):
     print(f"{name}: mean {statistics.fmean(seconds):.2f} s, slowest {max(seconds):.2f} s")
 
 # %% [markdown]
-# **The tokens are the same**, all of them. Nobody who compares outputs would have noticed anything.
+# **The tokens are the same**, all of them. A comparison of outputs would have shown nothing.
 
 # %%
 assert [answer.token_ids for answer in before] == [answer.token_ids for answer in after]
@@ -268,17 +268,18 @@ check(mean_batch, round(COUNT * NEW / num_steps, 1))
 # ## 5. One order, or two
 #
 # Three lowly requests, an urgent one that comes a step later, memory for fewer than four. What if admission goes by
-# rank and the victim is the newest?
+# priority and the victim is the newest?
 
-# %% alt="Three grids of four requests against steps. By arrival the urgent one ends last. Admitted by rank with the newest preempted, it is thrown out three times and ends in step 25. With one order it runs through and ends in step 16."
+# %% alt="Three grids of four requests against steps. By arrival the urgent one finishes last. Admitted by priority with the newest preempted, it is preempted three times and finishes in step 25. With one order it runs through and finishes in step 16."
 
 
-class TwoOrders(RankedScheduler):
-    """Admits by rank; but `running` is in the order of admission, so that the newest is preempted."""
+class TwoOrders(PriorityScheduler):
+    """Admits by priority; but `running` is in the order of admission, so the newest is preempted."""
 
-    def enter(self, request, output):
-        self.leave_line(request)
-        PagedScheduler.enter(self, request, output)
+    def admit(self, request, output, found=()):
+        super().admit(request, output, found)
+        self.running.remove(request)
+        self.running.append(request)
 
 
 def four(kind):
@@ -290,14 +291,14 @@ def four(kind):
 
 
 _, panels = plt.subplots(3, 1, figsize=(7.2, 4.8), layout="constrained", sharex=True)
-for ax, kind in zip(panels, (PagedScheduler, TwoOrders, RankedScheduler), strict=True):
+for ax, kind in zip(panels, (PagedScheduler, TwoOrders, PriorityScheduler), strict=True):
     steps, urgent = four(kind)
     for step in steps:
         for entry in step.batch:
             role = "prompt" if entry.is_prefill else "generated"
             ax.barh("ABCU".index(entry.request_id), 0.92, left=step.step, height=0.9, color=color(role))
     last = max(step.step for step in steps for entry in step.batch if entry.request_id == "U")
-    ax.set_title(f"{kind.__name__}: U is preempted {urgent.num_preemptions} times, ends in step {last}", loc="left")
+    ax.set_title(f"{kind.__name__}: U is preempted {urgent.num_preemptions} times, finishes in step {last}", loc="left")
     ax.set_yticks(range(4), "ABCU")
     ax.invert_yaxis()
 panels[-1].set_xlabel("step")
@@ -306,7 +307,7 @@ plt.show()
 # %% [markdown]
 # ## 6. What a bound costs, and whom
 #
-# One seat, requests of 5 tokens. For 700 of every 1,000 steps an urgent one comes in every fifth step: no gap is left.
+# One batch slot, requests of 5 tokens. For 700 of every 1,000 steps an urgent one comes in every fifth step: no gap is left.
 # Lowly ones come at random, one in 100 steps on average. How long do the two kinds wait, for bounds from 1 to 256?
 # (The bound is a constant of the module; here it is turned.)
 
@@ -315,11 +316,11 @@ BOUNDS = [4**power for power in range(5)]
 
 
 class Waits(Observer):
-    """Notes how many steps each request waited, and the most overtakes in a row."""
+    """Notes how many steps each request waited, and the most bypasses in a row."""
 
     def __init__(self):
         self.step, self.came, self.waited = 0, {}, {}
-        self.overtakes = self.most = 0
+        self.bypasses = self.most = 0
         self.waiting = {}
 
     def on_add(self, scheduler, request):
@@ -330,9 +331,9 @@ class Waits(Observer):
         for request in output.scheduled:
             if self.waiting.pop(request.request_id, None):
                 self.waited.setdefault(request.request_id, self.step - self.came[request.request_id])
-                passed = any(each.arrival_index < request.arrival_index for each in self.waiting.values())
-                self.overtakes = self.overtakes + 1 if passed else 0
-                self.most = max(self.most, self.overtakes)
+                bypassed = any(each.arrival_index < request.arrival_index for each in self.waiting.values())
+                self.bypasses = self.bypasses + 1 if bypassed else 0
+                self.most = max(self.most, self.bypasses)
         self.waiting = dict(scheduler.waiting)
         self.step += 1
 
@@ -373,10 +374,10 @@ for bound, (lowly, urgent) in zip(BOUNDS, found, strict=True):
 # A busy time has 140 urgent requests, so beyond a bound of 140 nothing changes: the lowly ones wait until it is over.
 # The urgent ones are many, and share what the few lowly ones cost them.
 #
-# Try this: let all 140 come at once, at the beginning of the busy time. The bound has no effect any more. Whoever came
-# before you does not overtake you, however urgent he is. The bound is a promise about those who come later.
+# Try this: let all 140 come at once, at the beginning of the busy time. The bound has no effect any more. A request
+# that came before another does not bypass it, however urgent it is. The bound is about later arrivals.
 #
-# **Question 5.** One seat, and an urgent request of 5 tokens before every fifth step: no gap. A lowly one waits from
+# **Question 5.** One batch slot, and an urgent request of 5 tokens before every fifth step: no gap. A lowly one waits from
 # the start, and the bound is 10. In which step is it admitted?
 
 # %%
@@ -391,7 +392,7 @@ fair.STARVATION_BOUND = usual
 check(step_of_admission, admitted)
 
 # %% [markdown]
-# ## 7. Hold it to its promise
+# ## 7. Hold it to its guarantee
 #
 # 80 random loads that favour the late: newer ones are more urgent, three groups, pools down to a few blocks, both
 # preemptions. Phase 6's auditor watches every step, and `Waits` every admission.
@@ -411,11 +412,11 @@ for seed in range(80):
     tally = drive(observe(scheduler, waits, Auditor()), arrivals=arrivals)
     assert len(tally.finished) == 120
     most, num_steps = max(most, waits.most), num_steps + tally.num_steps
-print(f"{num_steps:,} steps, everybody served, at most {most} overtakes in a row")
+print(f"{num_steps:,} steps, every request served, at most {most} bypasses in a row")
 assert most <= fair.STARVATION_BOUND
 
 # %% [markdown]
-# **Question 6.** Is it a proof that nobody ever waits for ever? "yes" or "no".
+# **Question 6.** Is it a proof that no request ever waits for ever? "yes" or "no".
 
 # %%
 is_it_a_proof = None

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Phase 8: what two requests have in common
 #
-# Blocks that are found again, and blocks with two owners. You look into a tenant's cache from another tenant's seat,
-# watch a prefix being forgotten from its tail, count what a prefix cache saves MiniGPT, and see answers and beams share
+# Blocks that are found again, and blocks with two references. You look into a tenant's cache as another tenant, watch
+# a prefix being forgotten from its tail, count what a prefix cache saves MiniGPT, and see answers and beams share
 # their beginnings.
 #
 # Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-08-prefix-sharing/`, then
@@ -20,6 +20,7 @@ if MINE:
 
 from minicache.engine.beam import BeamSearchParams, beam_search
 from minicache.memory.prefix import CachingBlockPool, block_hash, root_hash
+from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 from minicache.scheduler.sharing import SharingScheduler
 
 print("Hashes, pool, scheduler and search are", "yours." if MINE else "the reference's.")
@@ -74,14 +75,14 @@ def text_tokens(count, seed):
 # %% [markdown]
 # ## 1. Whose block is it?
 #
-# A block's name is a hash of its tokens and of its parent's name. Two tenants ask a server the same thing. How many
+# A block's hash covers its tokens and its parent's hash. Two tenants ask a server the same thing. How many
 # tokens does the second one find, if both have the same salt, and if each has its own?
 
 
 # %%
 def found_by_the_second(first_salt, second_salt, num_tokens=48):
     """Tokens that the second of two equal prompts need not compute."""
-    scheduler = SharingScheduler(num_blocks=32, prefix_caching=True)
+    scheduler = PrefixCachingScheduler(num_blocks=32, prefix_caching=True)
     prompt = text_tokens(num_tokens, seed=0)
     first, second = (Request(n, prompt, 4, cache_salt=s) for n, s in enumerate((first_salt, second_salt)))
     drive(scheduler, [first])
@@ -94,8 +95,8 @@ print("the same salt:  ", found_by_the_second("red", "red"))
 print("salts of its own:", found_by_the_second("red", "blue"))
 
 # %% [markdown]
-# The first number is a leak. Whoever may send prompts learns from the time to the first token what others have sent:
-# guess a block, and see whether it was quick. The salt goes into the root, and so into every name.
+# The first number is a leak. A client that sends prompts learns from the time to the first token what others have sent:
+# guess a block, and see whether it was quick. The salt goes into the root, and so into every hash.
 #
 # **Question 1.** The prompt has 48 tokens, three full blocks of 16, and 32 of them are found: one token must be left to
 # run the model on, and a block is found whole or not at all. How many are found of a prompt of 49?
@@ -107,14 +108,14 @@ found_of_49 = None
 check(found_of_49, found_by_the_second(None, None, 49))
 
 # %% [markdown]
-# **Question 2.** Names are a chain. A prompt of ten blocks is sent again with its *fourth* block changed. How many of
+# **Question 2.** Hashes are a chain. A prompt of ten blocks is sent again with its *fourth* block changed. How many of
 # its blocks are found?
 
 # %%
 blocks_found = None
 
 # %%
-scheduler = SharingScheduler(num_blocks=64, prefix_caching=True)
+scheduler = PrefixCachingScheduler(num_blocks=64, prefix_caching=True)
 prompt = text_tokens(160, seed=1)
 changed = [*prompt[:48], *text_tokens(16, seed=2), *prompt[64:]]
 second = Request("second", changed, 4)
@@ -125,8 +126,8 @@ check(blocks_found, second.num_cached_tokens // 16)
 # %% [markdown]
 # ## 2. Free, and not forgotten
 #
-# A pool of 16 blocks holds a prefix of ten, whose request has ended. Now others come, one block each, and nobody ever
-# asks for the prefix. How much of it can still be found? In one run its request had freed its last block first, in the
+# A pool of 16 blocks holds a prefix of ten, whose request has finished. Now others come, one block each, and the prefix
+# is not asked for. How much of it can still be found? In one run its request had freed its last block first, in the
 # other its first.
 
 # %% alt="Blocks of the prefix that are found, against blocks taken by others, from 0 to 16. Freed from its tail, it stays whole for 6 blocks and then shrinks by one with each to 0 at 16. Freed from its head, it is whole for 6 blocks, and gone at the seventh."
@@ -135,14 +136,14 @@ TAKEN = range(17)
 
 def still_found(backwards, num_taken):
     """Blocks of a prefix of ten that are found when others have taken so many."""
-    pool, names = CachingBlockPool(16, 16), [root_hash()]
+    pool, hashes = CachingBlockPool(16, 16), [root_hash()]
     for number in range(10):
-        names.append(block_hash(names[-1], [number] * 16))
+        hashes.append(block_hash(hashes[-1], [number] * 16))
     block_ids = pool.allocate(10)
-    pool.cache(block_ids, names[1:])
+    pool.cache(block_ids, hashes[1:])
     pool.free(block_ids[::-1] if backwards else block_ids)
     pool.allocate(num_taken)
-    return len(pool.find(names[1:]))
+    return len(pool.find(hashes[1:]))
 
 
 _, ax = plt.subplots(figsize=(7.2, 3), layout="constrained")
@@ -156,22 +157,22 @@ plt.show()
 # %% [markdown]
 # The same blocks survive in both runs as long; but a chain without its head cannot be found.
 #
-# **Question 3.** The line is now 6 blocks that never held anything, then the prefix, tail first. Somebody comes who
-# finds 4 blocks of the prefix and needs 8 more. How many of the prefix's ten are found after that?
+# **Question 3.** The free list is now 6 blocks that never held anything, then the prefix, tail first. A request comes
+# that finds 4 blocks of the prefix and needs 8 more. How many of the prefix's ten are found after that?
 
 # %%
 left_of_ten = None
 
 # %%
-pool, names = CachingBlockPool(16, 16), [root_hash()]
+pool, hashes = CachingBlockPool(16, 16), [root_hash()]
 for number in range(10):
-    names.append(block_hash(names[-1], [number] * 16))
+    hashes.append(block_hash(hashes[-1], [number] * 16))
 block_ids = pool.allocate(10)
-pool.cache(block_ids, names[1:])
+pool.cache(block_ids, hashes[1:])
 pool.free(block_ids[::-1])
-pool.share(pool.find(names[1:5]))
+pool.share(pool.find(hashes[1:5]))
 pool.allocate(8)
-check(left_of_ten, len(pool.find(names[1:])))
+check(left_of_ten, len(pool.find(hashes[1:])))
 
 # %% [markdown]
 # ## 3. What it saves MiniGPT
@@ -258,7 +259,7 @@ SIZES = [128, 256, 512, 1024, 2048, 4096, 8192]
 def hit_rate(num_blocks):
     """The part of the prompts' tokens that a cache of so many blocks finds."""
     requests = list(chats(CHATS, 60, seed=0))
-    scheduler = SharingScheduler(num_blocks=num_blocks, prefix_caching=True)
+    scheduler = PrefixCachingScheduler(num_blocks=num_blocks, prefix_caching=True)
     ServingSimulation(scheduler, FixedCost(0.02), requests).run()
     return sum(r.num_cached_tokens for r in requests) / sum(r.num_prompt_tokens for r in requests)
 
@@ -402,11 +403,11 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## 7. Hold it to its promise
+# ## 7. Let it be audited
 #
 # 40 random loads without a model: prompts that begin alike, small pools, forks, aborts and preemptions. The auditor
 # keeps its own book of what every block holds, and looks for a found block with other tokens in it, and for a write into
-# a block with two owners.
+# a block with two references.
 
 # %%
 num_steps = num_forks = num_found = num_preempted = 0
@@ -423,7 +424,9 @@ for seed in range(40):
     while scheduler.has_unfinished:
         output = scheduler.schedule()
         num_preempted += len(output.preempted)
-        scheduler.update_from_output(output, {name: rng.randrange(9) for name in output.num_scheduled_tokens})
+        scheduler.update_from_output(
+            output, {request_id: rng.randrange(9) for request_id in output.num_scheduled_tokens}
+        )
         decoding = [request for request in scheduler.running if request.output_token_ids]
         if decoding and len(scheduler.running) < 6 and rng.random() < 0.2:
             num_forks += 1

@@ -64,7 +64,7 @@ def now_later_never(figure: Figure, scheme: Scheme) -> None:
         diagram.cell(0.4 + block, 1.0, "A" if block < used else "", "generated" if block < used else "free")
         if kept:
             diagram.text(0.9 + block, 1.5, "kept", align="center", fontsize=SMALL)
-    diagram.text(10.8, 1.5, f"{scheduler.pool.num_free} free, {scheduler.pool.num_free - 2} for those who come")
+    diagram.text(10.8, 1.5, f"{scheduler.pool.num_free} free, {scheduler.pool.num_free - 2} for an admission")
     asked = {"B": 48, "C": 64, "D": 160, "E": 161}
     for row, (name, num_tokens) in enumerate(asked.items()):
         request = Request(name, [1] * num_tokens, 20)
@@ -199,7 +199,7 @@ def victim_blocks(figure: Figure, scheme: Scheme) -> None:
             _strip(diagram, left, y, NUM_BLOCKS, {request.request_id: request.block_ids for request in requests})
             hosted = {request.request_id: request.host_block_ids for request in requests}
             _strip(diagram, host_left, y, scheduler.host_pool.num_blocks, hosted)
-            words = {0: "", 1: "swap out: 5 blocks copied, 1 is in the line", 19: "", 20: "swap in: 5 copied, 1 new"}
+            words = {0: "", 1: "swap out: 5 blocks copied, 1 is in the queue", 19: "", 20: "swap in: 5 copied, 1 new"}
             diagram.text(left, y + 1.5, words[step], fontsize=SMALL)
             row += 1
         scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
@@ -275,9 +275,9 @@ def cost_over_pressure(figure: Figure, scheme: Scheme) -> None:
     left, right = figure.subplots(1, 2)
     styles: dict[str, tuple[str, str, str]] = {
         "recompute": ("generated", "o", "recompute"),
-        "swap_5": ("wasted", "v", "swap, host pool 5 %"),
-        "swap_25": ("end", "^", "swap, host pool 25 %"),
-        "swap_100": ("shared", "s", "swap, host pool 100 %"),
+        "swap_5": ("wasted", "v", "swap space 5 %"),
+        "swap_25": ("end", "^", "swap space 25 %"),
+        "swap_100": ("shared", "s", "swap space 100 %"),
     }
     panels: list[tuple[Axes, Callable[[dict[str, float]], float], str]] = [
         (left, lambda run: run["recomputed_tokens"] / 1000, "thousand tokens computed again"),

@@ -19,7 +19,7 @@ from minicache.palette import INK, Scheme, color
 from minicache.request import Request, RequestId
 from minicache.scheduler import FairScheduler, PagedScheduler, Scheduler
 from minicache.scheduler.drive import Tally, drive
-from minicache.scheduler.fair import STARVATION_BOUND, RankedScheduler
+from minicache.scheduler.fair import STARVATION_BOUND, PriorityScheduler
 from minicache.scheduler.incidents.broken import ThrashScheduler
 from minicache.scheduler.incidents.case_3_thrash import FixedThrashScheduler
 from minicache.scheduler.observe import Observer, Recorder, observe
@@ -43,8 +43,8 @@ def main() -> None:
     draw("starvation-latencies", latencies, size=(7.0, 3.4))
     draw("one-order", one_order, size=(7.2, 4.5))
     draw("fair-grid", fair_grid, size=(7.0, 3.7))
-    draw("overtakes", overtakes, size=(7.0, 3.2))
-    draw("victim-seat", victim_seat, size=(7.2, 3.75))
+    draw("bypasses", bypasses, size=(7.0, 3.2))
+    draw("victim-slot", victim_slot, size=(7.2, 3.75))
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -87,19 +87,20 @@ def run_forty(name: str) -> Run:
     return run(make(name), [(0, request) for request in requests()])
 
 
-class TwoOrdersScheduler(RankedScheduler):
-    """Admits by rank, and preempts the newest all the same: what a fair order must not be."""
+class TwoOrdersScheduler(PriorityScheduler):
+    """Admits by priority, and still preempts the newest: what a fair order must not be."""
 
-    def enter(self, request: Request, output: SchedulerOutput) -> None:
+    def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
         """Into the batch, at its end."""
-        self.leave_line(request)
-        PagedScheduler.enter(self, request, output)
+        super().admit(request, output, found)
+        self.running.remove(request)
+        self.running.append(request)
 
 
 ORDERS: dict[str, type[PagedScheduler]] = {
     "by arrival": PagedScheduler,
-    "admitted by rank, the newest preempted": TwoOrdersScheduler,
-    "one order": RankedScheduler,
+    "admitted by priority, the newest preempted": TwoOrdersScheduler,
+    "one order": PriorityScheduler,
 }
 
 
@@ -110,7 +111,7 @@ def run_order(kind: type[PagedScheduler]) -> Run:
 
 
 def run_five(kind: type[PagedScheduler] = FairScheduler) -> Run:
-    """Texts and images with priorities, on two seats."""
+    """Texts and images with priorities, on two batch slots."""
     arrivals = [
         (0, Request("A", [1] * 4, 5, priority=1, group="text")),
         (0, Request("B", [1] * 3, 3, priority=1, group="image")),
@@ -121,8 +122,8 @@ def run_five(kind: type[PagedScheduler] = FairScheduler) -> Run:
     return run(kind(num_blocks=64, max_num_seqs=2), arrivals)
 
 
-class Overtakes(Observer):
-    """Counts, at every admission, how many in a row passed somebody who had arrived earlier. Knows nobody's insides."""
+class Bypasses(Observer):
+    """Counts, at every admission, how many in a row bypassed a request that had arrived earlier. Sees no internals."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []  # after each step
@@ -134,7 +135,7 @@ class Overtakes(Observer):
         self._waiting[request.request_id] = request
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Look at those who wait no more."""
+        """Look at those that wait no longer."""
         for request in output.scheduled:
             if self._waiting.pop(request.request_id, None):
                 passed = any(each.arrival_index < request.arrival_index for each in self._waiting.values())
@@ -144,16 +145,16 @@ class Overtakes(Observer):
 
 
 def run_endless(kind: type[PagedScheduler], num_steps: int = 1500) -> tuple[Run, list[int]]:
-    """Three lowly requests, and an urgent one of five tokens every five steps: with the overtakes after each step."""
+    """Three lowly requests, and an urgent one of five tokens every five steps: with the bypasses after each step."""
     lowly = [(0, Request(f"lowly {number}", [1] * 10, 5, priority=9)) for number in range(3)]
     urgent = [(step, Request(step, [1] * 10, 5)) for step in range(0, num_steps, 5)]
-    watching = Overtakes()
+    watching = Bypasses()
     served = run(kind(num_blocks=64, max_num_seqs=1), lowly + urgent, watching, max_steps=num_steps)
     return served, watching.counts
 
 
 def run_texts(kind: type[PagedScheduler]) -> Run:
-    """A text in every step, 600 of them, on four seats, and one image before step 1."""
+    """A text in every step, 600 of them, on four batch slots, and one image before step 1."""
     texts = [(step, Request(step, [1] * 10, 5, group="text")) for step in range(600)]
     image = (1, Request("image", [1] * 10, 5, group="image"))
     return run(kind(num_blocks=64, max_num_seqs=4), [image, *texts])
@@ -237,7 +238,7 @@ def one_order(figure: Figure, scheme: Scheme) -> None:
 
 
 def fair_grid(figure: Figure, scheme: Scheme) -> None:
-    """Priorities and groups on two seats."""
+    """Priorities and groups on two batch slots."""
     served = run_five()
     grid = Grid(left=5.3)
     diagram = Diagram(figure, scheme, width=15.8, height=8.35)
@@ -253,8 +254,8 @@ def fair_grid(figure: Figure, scheme: Scheme) -> None:
     diagram.legend(MEANINGS, 0.15, 7.5, step=3.9, size=0.6)
 
 
-def victim_seat(figure: Figure, scheme: Scheme) -> None:
-    """Incident 4: who is looked at, who is evicted, who gets the blocks, and who the seat."""
+def victim_slot(figure: Figure, scheme: Scheme) -> None:
+    """Incident 4: which request is looked at, which evicted, which gets the blocks, and which the batch slot."""
     diagram = Diagram(figure, scheme, width=24, height=12.5)
     roles: dict[str, str | None] = {"newest": "generated", "head": "prompt", "": None}
     panels = [
@@ -263,15 +264,15 @@ def victim_seat(figure: Figure, scheme: Scheme) -> None:
         ("3. with the bug", ["newest"], ["head"], ["head"] * 7),
         ("4. right", ["head"], ["newest"], ["head"] * 7),
     ]
-    for place, (title, batch, line, blocks) in enumerate(panels):
+    for place, (title, batch, queue, blocks) in enumerate(panels):
         x, y = 0.3 + 12 * (place % 2), 0.6 + 5.9 * (place // 2)
         diagram.text(x, y, title, bold=True)
-        for row, (name, members) in enumerate((("batch", batch), ("line", line))):
+        for row, (name, members) in enumerate((("batch", batch), ("queue", queue))):
             top = y + 0.8 + 1.3 * row
             diagram.text(x, top + 0.5, name, fontsize=SMALL)
-            for seat in range(max(1, len(members))):
-                member = members[seat] if members else ""
-                diagram.cell(x + 2.2 + 3.0 * seat, top, member, roles[member], width=3.0, fontsize=SMALL)
+            for slot in range(max(1, len(members))):
+                member = members[slot] if members else ""
+                diagram.cell(x + 2.2 + 3.0 * slot, top, member, roles[member], width=3.0, fontsize=SMALL)
         diagram.text(x, y + 3.9, "blocks", fontsize=SMALL)
         shades = [roles[owner] or "free" for owner in blocks]
         diagram.row(x + 2.2, y + 3.4, [""] * 7, shades, width=1.2)
@@ -333,10 +334,13 @@ def latencies(figure: Figure, scheme: Scheme) -> None:
     axes.legend(loc="upper left")
 
 
-def overtakes(figure: Figure, scheme: Scheme) -> None:
-    """Admissions in a row that passed somebody older, under endless urgent requests."""
-    axes = plot(figure, xlabel="step", ylabel="overtakes in a row")
-    kinds: list[tuple[Callable[..., PagedScheduler], str]] = [(RankedScheduler, "wasted"), (FairScheduler, "generated")]
+def bypasses(figure: Figure, scheme: Scheme) -> None:
+    """Admissions in a row that bypassed an older request, under endless urgent requests."""
+    axes = plot(figure, xlabel="step", ylabel="bypasses in a row")
+    kinds: list[tuple[Callable[..., PagedScheduler], str]] = [
+        (PriorityScheduler, "wasted"),
+        (FairScheduler, "generated"),
+    ]
     for kind, role in kinds:
         _, counts = run_endless(kind)  # type: ignore[arg-type]
         axes.plot(counts, color=color(role, scheme), label=kind.__name__, linewidth=1.6)

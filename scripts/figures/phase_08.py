@@ -1,4 +1,4 @@
-"""The figures of phase 8: blocks that two requests share, names of blocks, a pool that remembers, copies, beams.
+"""The figures of phase 8: blocks that two requests share, hashes of blocks, a pool that remembers, copies, beams.
 
 What is drawn of blocks, hashes and beams is read off the real pool, scheduler and search. What sharing saves comes from
 benchmarks/results/sharing.json and prefix_cache.json.
@@ -80,13 +80,13 @@ def shared_blocks(figure: Figure, scheme: Scheme) -> None:
     words = Tokenizer().words
     diagram = Diagram(figure, scheme, width=24, height=12)
     left, width, in_pool = 1.4, 1.4, 2.1
-    owners: dict[int, str] = {}
+    holders: dict[int, str] = {}
     for (name, request), y, pool_side in zip(requests.items(), (0.9, 9.0), (4.9, 6.1), strict=True):
         diagram.text(0.3, y + 0.5, str(name), bold=True)
         texts = [words[token] for token in request.token_ids(0, request.num_computed_tokens)]
         for place, block_id in enumerate(request.block_ids):
             is_shared = scheduler.pool.ref_count(block_id) > 1
-            owners[block_id] = "A, B" if is_shared else str(name)
+            holders[block_id] = "A, B" if is_shared else str(name)
             x = left + place * BLOCK_SIZE * width
             for slot, position in enumerate(range(place * BLOCK_SIZE, (place + 1) * BLOCK_SIZE)):
                 text = texts[position] if position < len(texts) else ""
@@ -96,14 +96,14 @@ def shared_blocks(figure: Figure, scheme: Scheme) -> None:
             side = y + 1.1 if y < pool_side else y - 0.1
             diagram.arrow((x + 2 * width, side), (left + (block_id + 0.5) * in_pool, pool_side))
     for block_id in range(scheduler.pool.num_blocks):
-        role = {"A, B": "shared", "A": "prompt", "B": "prompt"}.get(owners.get(block_id, ""), "free")
+        role = {"A, B": "shared", "A": "prompt", "B": "prompt"}.get(holders.get(block_id, ""), "free")
         x = left + block_id * in_pool
-        diagram.cell(x, 5.0, f"{block_id}: {owners.get(block_id, 'free')}", role, width=in_pool, fontsize=TINY)
+        diagram.cell(x, 5.0, f"{block_id}: {holders.get(block_id, 'free')}", role, width=in_pool, fontsize=TINY)
     diagram.text(0.3, 5.5, "pool", fontsize=SMALL)
     diagram.legend({"shared": "shared", "prompt": "prompt", "generated": "generated"}, left, 11.0, step=4.6, size=0.7)
 
 
-# --- theory 2: names --------------------------------------------------------------------------------------------------
+# --- theory 2: hashes -------------------------------------------------------------------------------------------------
 
 
 def hash_chain(figure: Figure, scheme: Scheme) -> None:
@@ -136,17 +136,15 @@ def hash_chain(figure: Figure, scheme: Scheme) -> None:
             parent = name_of_block
             seen.add(parent)
         known |= seen
-    diagram.legend(
-        {"prompt": "a name not seen before", "shared": "the same name as above"}, 0.3, 13.0, step=8, size=0.7
-    )
+    diagram.legend({"prompt": "a new hash", "shared": "the same hash as above"}, 0.3, 13.0, step=8, size=0.7)
 
 
-def _digits(name: bytes) -> str:
+def _digits(digest: bytes) -> str:
     """The first digits of a hash."""
-    return f"{name.hex()[:6]} …"
+    return f"{digest.hex()[:6]} …"
 
 
-# --- theory 3: the line of free blocks --------------------------------------------------------------------------------
+# --- theory 3: the free list ------------------------------------------------------------------------------------------
 
 
 ALIKE = list(range(8))
@@ -169,59 +167,59 @@ def moments_of_a_pool() -> list[tuple[str, SharingScheduler]]:
     come("A", [*ALIKE, 20, 21])
     tell("A runs, with 10 tokens")
     scheduler.abort_request("A")
-    tell("A has ended: the last block first")
+    tell("A has finished: its tail in front")
     come("B", [*ALIKE, 30])
     tell("B begins as A: 0 and 1 are found")
     scheduler.abort_request("B")
-    tell("B has ended")
+    tell("B has finished")
     come("C", list(range(40, 58)))
     tell("C takes five: 1 goes, 0 is left")
     return moments
 
 
 def free_but_not_forgotten(figure: Figure, scheme: Scheme) -> None:
-    """Used blocks on the left, the line of free ones on the right, at five moments."""
+    """Used blocks on the left, the free list on the right, at five moments."""
     diagram = Diagram(figure, scheme, width=24, height=13.7)
-    left, line, width = 9.4, 16.4, 1.2
+    left, free, width = 9.4, 16.4, 1.2
     diagram.text(left, 0.6, "used", bold=True)
-    diagram.text(line, 0.6, "free: next … last", bold=True)
+    diagram.text(free, 0.6, "free: next … last", bold=True)
     for row, (what, scheduler) in enumerate(moments_of_a_pool()):
         y = 1.3 + row * 2.1
         diagram.text(0.3, y + 0.5, what, fontsize=SMALL)
         used = [block_id for request in scheduler.running for block_id in request.block_ids]
         remembered = holding_the_beginning(scheduler)
-        for x, block_ids, role in ((left, used, "generated"), (line, line_of(scheduler), "free")):
+        for x, block_ids, role in ((left, used, "generated"), (free, free_list(scheduler), "free")):
             roles = ["shared" if block_id in remembered else role for block_id in block_ids]
             diagram.row(x, y, list(map(str, block_ids)), roles, width=width)
     meanings = {"shared": "holds A's beginning", "generated": "used, holds other tokens", "free": "free, of no use"}
-    for (role, meaning), x in zip(meanings.items(), (0.3, left, line + 2.2), strict=True):
+    for (role, meaning), x in zip(meanings.items(), (0.3, left, free + 2.2), strict=True):
         diagram.legend({role: meaning}, x, 12.5, size=0.7)
 
 
-def line_of(scheduler: SharingScheduler) -> list[int]:
+def free_list(scheduler: SharingScheduler) -> list[int]:
     """The free blocks in the order in which they would be handed out."""
     return deepcopy(scheduler.pool).allocate(scheduler.pool.num_free)
 
 
 def holding_the_beginning(scheduler: SharingScheduler) -> set[int]:
-    """The blocks that are found under the names of what A began with."""
+    """The blocks that are found by the hashes of what A began with."""
     assert isinstance(scheduler.pool, CachingBlockPool)
-    names = scheduler.hashes(Request("A", ALIKE, 1), 2)
-    return {block_id for name in names for block_id in scheduler.pool.find([name])}
+    hashes = scheduler.hashes(Request("A", ALIKE, 1), 2)
+    return {block_id for each in hashes for block_id in scheduler.pool.find([each])}
 
 
 # --- theory 4: a copy before a write ----------------------------------------------------------------------------------
 
 
 def copy_on_write(figure: Figure, scheme: Scheme) -> None:
-    """A request and its twin after the fork, in the step after it, and three steps later."""
+    """A request and its child after the fork, in the step after it, and three steps later."""
     scheduler = SharingScheduler(num_blocks=5, block_size=BLOCK_SIZE)
     first = Request("A", [0] * 5, 9)
     scheduler.add_request(first)
     for _ in range(2):
         step_of(scheduler)
-    twin = scheduler.fork_request("A", "A'")
-    both = {"A": first, "A'": twin}
+    child = scheduler.fork_request("A", "A'")
+    both = {"A": first, "A'": child}
     diagram = Diagram(figure, scheme, width=24, height=14.3)
     _moment(diagram, 0.6, "after the fork", scheduler, both)
     copies = step_of(scheduler)
@@ -229,12 +227,12 @@ def copy_on_write(figure: Figure, scheme: Scheme) -> None:
     for _ in range(3):
         step_of(scheduler)
     _moment(diagram, 9.4, "three steps later", scheduler, both)
-    roles = {"prompt": "prompt", "generated": "generated", "shared": "in a block with two owners"}
+    roles = {"prompt": "prompt", "generated": "generated", "shared": "in a shared block"}
     diagram.legend(roles, 0.3, 13.3, step=4.6, size=0.7)
 
 
 def step_of(scheduler: SharingScheduler) -> list[tuple[int, int]]:
-    """One step, and the copies that it ordered."""
+    """One step, and its copies."""
     output = scheduler.schedule()
     scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
     return output.blocks_to_copy
@@ -255,10 +253,10 @@ def _moment(
         diagram.text(0.3, y + 1.2 + row, f"{name}: {', '.join(map(str, request.block_ids))}", fontsize=SMALL)
     for block_id in range(scheduler.pool.num_blocks):
         x = left + block_id * (BLOCK_SIZE + 0.4) * width
-        owners = [name for name, request in requests.items() if block_id in request.block_ids]
-        diagram.text(x, y, f"{block_id}: {', '.join(owners) or 'free'}", fontsize=SMALL)
+        holders = [name for name, request in requests.items() if block_id in request.block_ids]
+        diagram.text(x, y, f"{block_id}: {', '.join(holders) or 'free'}", fontsize=SMALL)
         for slot in range(BLOCK_SIZE):
-            text, role = _slot(requests, owners, block_id, slot)
+            text, role = _slot(requests, holders, block_id, slot)
             diagram.cell(x + slot * width, y + 0.7, text, role, width=width, height=1.5, fontsize=TINY)
     for source, target in copies:
         start, end = (left + (block * (BLOCK_SIZE + 0.4) + BLOCK_SIZE / 2) * width for block in (source, target))
@@ -266,15 +264,15 @@ def _moment(
         diagram.text((start + end) / 2, y + 3.4, "copied, then A writes", align="center", fontsize=SMALL)
 
 
-def _slot(requests: Mapping[str, Request], owners: Sequence[str], block_id: int, slot: int) -> tuple[str, str | None]:
+def _slot(requests: Mapping[str, Request], holders: Sequence[str], block_id: int, slot: int) -> tuple[str, str | None]:
     """What is in a slot, and its colour."""
-    for name in owners:
+    for name in holders:
         request = requests[name]
         position = request.block_ids.index(block_id) * BLOCK_SIZE + slot
         if position < request.num_computed_tokens:
             role = "prompt" if position < request.num_prompt_tokens else "generated"
-            return str(position), "shared" if len(owners) > 1 else role
-    return "", "free" if not owners else None
+            return str(position), "shared" if len(holders) > 1 else role
+    return "", "free" if not holders else None
 
 
 # --- theory 5: beams --------------------------------------------------------------------------------------------------
@@ -300,7 +298,7 @@ def search_steps(prompt: str, width: int, num_steps: int) -> tuple[list[list[Ste
 
 
 def beams(figure: Figure, scheme: Scheme) -> None:
-    """Four beams over eleven tokens: who comes from whom, and which of them go on."""
+    """Four beams over eleven tokens: which comes from which, and which go on."""
     steps, _ = search_steps("Yesterday Anna", 4, 11)
     words = Tokenizer().words
     alive = [set[int]() for _ in steps]

@@ -16,8 +16,8 @@ from minicache.request import RequestId
 
 EventKind = Literal["arrive", "refuse", "admit", "resume", "preempt", "swap_out", "swap_in", "finish"]
 """`admit` is the first time in the batch, `resume` any later one. There is a `preempt` for every request that loses its
-batch slot, followed by a `swap_out` if its blocks move to CPU swap space; likewise `swap_in` after `resume`. A step that
-failed is a `preempt` with a reason, of every request of the batch and every one that is swapped out."""
+batch slot, followed by a `swap_out` if its blocks move to CPU swap space; likewise `swap_in` after `resume`. For a step
+that failed there is a `preempt` with a reason for every request of the batch and every one that is swapped out."""
 
 
 @dataclass(frozen=True, slots=True)

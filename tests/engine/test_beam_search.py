@@ -121,7 +121,7 @@ def test_beams_longer_than_a_step(both, prompts, max_num_batched_tokens, max_num
     llm = LLM(model, num_blocks=14, block_size=4, observers=[counts], **limits)
     for found, prompt in zip(beam_search(llm, prompts, params), prompts, strict=True):
         assert [beam.token_ids for beam in found] == [tokens for tokens, _ in theirs(llama, prompt, params)]
-    assert max(counts.lengths) > max(LENGTHS)  # somebody began anew
+    assert max(counts.lengths) > max(LENGTHS)  # a beam began anew
     assert llm.scheduler.pool.num_used == 0
 
 

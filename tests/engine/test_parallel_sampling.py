@@ -55,19 +55,19 @@ def sharing(name="paged", **options):
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("name", ["paged", "fair", "chunked"])
-@pytest.mark.parametrize(("max_num_seqs", "seats_for_forks"), [(2, False), (64, True)])
+@pytest.mark.parametrize(("max_num_seqs", "slots_for_forks"), [(2, False), (64, True)])
 def test_each_is_what_it_would_be_alone(
-    model, prompts, expected, forks, name, max_num_seqs, seats_for_forks, prefix_caching
+    model, prompts, expected, forks, name, max_num_seqs, slots_for_forks, prefix_caching
 ):
     scheduler = sharing(name, max_num_seqs=max_num_seqs, prefix_caching=prefix_caching)
     llm = LLM(model, scheduler=scheduler, observers=[forks])
     assert token_ids(llm.generate(prompts, params_of(N))) == expected
-    assert (forks.num_forks == 2 * len(prompts)) == seats_for_forks
+    assert (forks.num_forks == 2 * len(prompts)) == slots_for_forks
     assert scheduler.pool.num_used == 0
 
 
-def test_a_fork_waits_for_a_seat(model, prompts, alone, forks):
-    """Two seats: the second answer waits while the first and a short request hold them, and gets the next free one."""
+def test_a_fork_waits_for_a_batch_slot(model, prompts, alone, forks):
+    """Two slots: the second answer waits while the first and a short request hold them, and gets the next free one."""
     scheduler = sharing(max_num_seqs=2)
     llm = LLM(model, scheduler=scheduler, observers=[forks])
     params = [params_of(2), params_of(1, max_tokens=3, seed=5)]

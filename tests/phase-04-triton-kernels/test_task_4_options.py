@@ -79,6 +79,11 @@ def test_soft_cap_of_huge_scores(batch, decode):
     decode(batch([21, 7], 2, 64, 8, at=500.0), 4, softcap=5.0)
 
 
+def test_soft_cap_far_above_the_scores(batch, decode):
+    """A cap of a million changes nothing: 1 − exp(−2x) has no digits left where x is a millionth."""
+    decode(batch([21, 7], 2, 16, 8, at=4.0), 4, softcap=1e6)
+
+
 def test_the_soft_cap_comes_before_alibi_and_the_mask(batch, decode, device):
     """softcap bounds q · k alone: ALiBi is added to the capped score, and what is masked stays masked."""
     decode(batch([40, 9], 2, 16, 8, at=4.0), 4, softcap=1.5, alibi_slopes=8 * slopes(4, device), sliding_window=30)

@@ -36,7 +36,9 @@ def test_all_that_fit(paged, a_request, admit):
     that("their blocks", [request.block_ids for request in requests]).gives([[0], [1, 2], [3, 4, 5]])
     that("their status", {request.status for request in requests} == {RequestStatus.RUNNING}).gives(True)
     that("free blocks", scheduler.pool.num_free).gives(4)
-    that("computed tokens, before the step is committed", [each.num_computed_tokens for each in requests]).gives([0] * 3)
+    that("computed tokens, before the step is committed", [each.num_computed_tokens for each in requests]).gives(
+        [0] * 3
+    )
 
 
 def test_an_empty_queue(paged, admit):

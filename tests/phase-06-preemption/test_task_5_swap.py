@@ -327,5 +327,7 @@ def test_small_pools_and_small_hosts(paged, a_request, a_step, seed):
         that("and no host block twice", len(set(hosted))).gives(len(hosted))
         that(f"used blocks after step {step}", scheduler.pool.num_used).gives(len(held))
         swapped = [each.status is RequestStatus.SWAPPED for each in requests]
-        that("whether each has host blocks, exactly if it is SWAPPED", [bool(each.host_block_ids) for each in requests]).gives(swapped)
+        that(
+            "whether each has host blocks, exactly if it is SWAPPED", [bool(each.host_block_ids) for each in requests]
+        ).gives(swapped)
     that("unfinished at the end", scheduler.has_unfinished).gives(False)

@@ -34,7 +34,7 @@ def contents(storage, block):
 
 
 def spoil(storage, blocks):
-    """What a block holds once it is somebody else's: NaN, here."""
+    """What a block holds once another request has it: NaN, here."""
     for layer in range(LAYERS):
         storage.k(layer)[list(blocks)] = float("nan")
         storage.v(layer)[list(blocks)] = float("nan")
@@ -107,7 +107,7 @@ def test_host_blocks_keep_what_they_have():
 
 
 def test_a_copy_is_a_copy():
-    """What is written to the storage after swap_out does not reach the host: the block is somebody else's now."""
+    """What is written to the storage after swap_out does not reach the host: another request has the block now."""
     storage, original = a_storage(2)
     host = HostStorage(storage, 1)
     call(host.swap_out, [(0, 0)]).gives(None)

@@ -143,11 +143,11 @@ def test_the_end_of_the_pool_passes():
     """A request that ends for want of memory, and the next one that takes its place in the same step."""
     scheduler = PagedScheduler(num_blocks=3, block_size=4)
     tally, _ = passes(scheduler, requests_of((12, 50), (9, 2)), what="a request that outgrows the pool")
-    that("who ended when", tally.finished).gives({0: 1, 1: 2})
+    that("when each finished", tally.finished).gives({0: 1, 1: 2})
 
 
-def test_a_step_that_only_ends_a_request_passes():
-    """No token is scheduled, somebody waits, and a request ends: that is progress too."""
+def test_a_step_that_only_finishes_a_request_passes():
+    """No token is scheduled, one waits, and another is finished: that is progress too."""
 
     class Careful(PagedScheduler):
         def schedule_waiting(self, output):
@@ -155,8 +155,8 @@ def test_a_step_that_only_ends_a_request_passes():
                 super().schedule_waiting(output)
 
     scheduler = Careful(num_blocks=3, block_size=4)
-    tally, _ = passes(scheduler, requests_of((12, 50), (9, 2)), what="a step that only ends a request")
-    that("who ended when", tally.finished).gives({0: 1, 1: 3})
+    tally, _ = passes(scheduler, requests_of((12, 50), (9, 2)), what="a step that only finishes a request")
+    that("when each finished", tally.finished).gives({0: 1, 1: 3})
 
 
 def test_an_auditor_may_come_late():
@@ -173,8 +173,8 @@ def test_an_auditor_may_come_late():
     that("it has audited steps", auditor.step > 10).gives(True)
 
 
-def test_a_block_with_two_owners_passes():
-    """Two requests share a block, the pool counts two owners, and two list it: that is right, and one used block."""
+def test_a_block_with_two_references_passes():
+    """Two requests share a block, the pool counts two references, and two list it: one used block, and right."""
 
     class Shares(PagedScheduler):
         def admit(self, request, output, found=()):
@@ -185,7 +185,7 @@ def test_a_block_with_two_owners_passes():
                 self.pool.share(request.block_ids[:1])
 
     tally, _ = passes(Shares(num_blocks=10, block_size=4), requests_of((8, 3), (8, 3)), what="a shared block")
-    that("who ended when", tally.finished).gives({0: 2, 1: 2})
+    that("when each finished", tally.finished).gives({0: 2, 1: 2})
 
 
 def test_a_prompt_in_pieces_passes():
@@ -234,11 +234,11 @@ def test_an_end_by_max_model_len_passes():
     """Prompts of 5, 9 tokens wanted, and max_model_len is 8: they end with 3, and had cause to."""
     scheduler = PagedScheduler(num_blocks=10, block_size=4, max_model_len=8)
     tally, _ = passes(scheduler, requests_of((5, 9), (5, 9)), what="two that end at max_model_len")
-    that("who ended when", tally.finished).gives({0: 2, 1: 2})
+    that("when each finished", tally.finished).gives({0: 2, 1: 2})
 
 
-def test_an_id_with_a_new_owner_passes():
-    """Between schedule and report a request is aborted, and another comes with its id: it was not in the step."""
+def test_an_id_that_is_used_again_passes():
+    """Between schedule and commit a request is aborted, and another comes with its id: it was not in the step."""
     scheduler = observe(PagedScheduler(num_blocks=10, block_size=4), Auditor())
     scheduler.add_request(Request("r", [1] * 4, 9))
     output = call(scheduler.schedule).value
@@ -246,11 +246,13 @@ def test_an_id_with_a_new_owner_passes():
     scheduler.add_request(Request("r", [1] * 4, 1))
     call(scheduler.update_from_output, output, {"r": 0}).gives([])
     output = call(scheduler.schedule).value
-    that("who ended with its own step", len(call(scheduler.update_from_output, output, {"r": 0}).value)).gives(1)
+    that(
+        "how many finish with its own step", len(call(scheduler.update_from_output, output, {"r": 0}).value)
+    ).gives(1)
 
 
 def test_an_end_beside_a_victim_passes():
-    """In one step two are preempted and then the oldest is ended: its blocks are free now, and were not."""
+    """In one step two are preempted and then the oldest is finished: its blocks are free now, and were not."""
 
     class Deadline(PagedScheduler):
         def schedule_running(self, output):
@@ -279,38 +281,38 @@ class LosesVictims(Broken):
 
 
 class KeepsTheStatus(Broken):
-    """Who is admitted is WAITING still."""
+    """An admitted request is still WAITING."""
 
     def admit(self, request, output, found=()):
         super().admit(request, output, found)
         request.status = RequestStatus.WAITING
 
 
-class RunsInTheLine(Broken):
-    """Who is preempted is RUNNING still."""
+class RunsInTheQueue(Broken):
+    """A preempted request is still RUNNING."""
 
     def preempt(self, request, output):
         super().preempt(request, output)
         request.status = RequestStatus.RUNNING
 
 
-class SeatsTwice(Broken):
-    """Who is admitted has two places in the batch."""
+class AdmitsTwice(Broken):
+    """An admitted request is in the batch twice."""
 
     def admit(self, request, output, found=()):
         super().admit(request, output, found)
         self.running.append(request)
 
 
-class SeatsAndQueues(Broken):
-    """Who is admitted stays in the line."""
+class AdmitsAndQueues(Broken):
+    """An admitted request stays in the queue."""
 
     def admit(self, request, output, found=()):
         super().admit(request, output, found)
         self.waiting.add(request)
 
 
-class SeatsAStranger(Broken):
+class AdmitsAStranger(Broken):
     """In the batch there is one that was never added."""
 
     def schedule(self):
@@ -320,7 +322,7 @@ class SeatsAStranger(Broken):
         return output
 
 
-class SeatsACopy(Broken):
+class AdmitsACopy(Broken):
     """In the batch stands a copy of the request: the same id, and not the same request."""
 
     def admit(self, request, output, found=()):
@@ -338,7 +340,7 @@ class QueuesACopy(Broken):
 
 
 class EndsUnsaid(Broken):
-    """Who ends for want of memory is in no list of the step."""
+    """A request that is finished for lack of memory is in no list of the step."""
 
     def schedule(self):
         output = super().schedule()
@@ -346,17 +348,17 @@ class EndsUnsaid(Broken):
         return output
 
 
-class EndsNobody(Broken):
-    """An id that nobody has is said to have ended."""
+class FinishesNone(Broken):
+    """An id that no request has is listed as finished."""
 
     def schedule(self):
         output = super().schedule()
-        output.finished.append("nobody")
+        output.finished.append("none")
         return output
 
 
 class EndsInName(Broken):
-    """One of the batch is said to have ended, and goes on."""
+    """A request of the batch is listed as finished, and goes on."""
 
     def schedule(self):
         output = super().schedule()
@@ -365,7 +367,7 @@ class EndsInName(Broken):
 
 
 class EndsWithoutAnEnd(Broken):
-    """Who ends for want of memory leaves, gives everything back, and is WAITING."""
+    """A request that is finished for lack of memory leaves, gives everything back, and is WAITING."""
 
     def finish_request(self, request_id, status):
         request = next(each for each in self.running if each.request_id == request_id)
@@ -385,7 +387,7 @@ class GivesUpEarly(Broken):
 
 
 class CallsItLength(Broken):
-    """Who ends for want of memory is said to have all its tokens."""
+    """A request that is finished for lack of memory is FINISHED_LENGTH."""
 
     def finish_request(self, request_id, status):
         return super().finish_request(request_id, RequestStatus.FINISHED_LENGTH)
@@ -396,14 +398,14 @@ class CallsItLength(Broken):
     [
         (LosesVictims, FOUR, "step 1, places"),
         (KeepsTheStatus, FOUR, "step 0, places"),
-        (RunsInTheLine, FOUR, "step 1, places"),
-        (SeatsTwice, FOUR, "step 0, places"),
-        (SeatsAndQueues, FOUR, "step 0, places"),
-        (SeatsAStranger, FOUR, "step 0, places"),
-        (SeatsACopy, FOUR, "step 0, places"),
+        (RunsInTheQueue, FOUR, "step 1, places"),
+        (AdmitsTwice, FOUR, "step 0, places"),
+        (AdmitsAndQueues, FOUR, "step 0, places"),
+        (AdmitsAStranger, FOUR, "step 0, places"),
+        (AdmitsACopy, FOUR, "step 0, places"),
         (QueuesACopy, FOUR, "step 1, places"),
         (EndsUnsaid, [(16, 9)], "step 1, places"),
-        (EndsNobody, FOUR, "step 0, end"),
+        (FinishesNone, FOUR, "step 0, end"),
         (EndsInName, FOUR, "step 0, end"),
         (EndsWithoutAnEnd, [(16, 9)], "step 1, end"),
         (GivesUpEarly, FOUR, "step 1, end"),
@@ -412,7 +414,7 @@ class CallsItLength(Broken):
     ],
 )
 def test_places_and_ends(cls, sizes, says):
-    """In 4 blocks of 4: somebody is lost, seated twice, not himself, or has ended without cause."""
+    """In 4 blocks of 4: a request is lost, in the batch twice, a copy, or finished without cause."""
     expose(cls, says, sizes)
 
 
@@ -439,21 +441,21 @@ def lying(name, lie):
     [
         pytest.param("num_running", lambda count: count + 1, id="one too many in the batch"),
         pytest.param("num_running", lambda count: count - 1, id="one too few in the batch"),
-        pytest.param("num_waiting", lambda count: count + 1, id="one too many in the line"),
-        pytest.param("num_waiting", lambda count: count - 1, id="one too few in the line"),
-        pytest.param("has_unfinished", lambda left: not left, id="nobody unfinished"),
+        pytest.param("num_waiting", lambda count: count + 1, id="one too many in the queue"),
+        pytest.param("num_waiting", lambda count: count - 1, id="one too few in the queue"),
+        pytest.param("has_unfinished", lambda left: not left, id="none unfinished"),
     ],
 )
 def test_counts_that_lie(name, lie):
-    """One in the batch and one in the line; num_running, num_waiting or has_unfinished says something else."""
+    """One in the batch and one in the queue; num_running, num_waiting or has_unfinished is wrong."""
     scheduler = observe(lying(name, lie)(num_blocks=4, block_size=4, max_num_seqs=1), Auditor())
     for request in requests_of((4, 9), (4, 9)):
         scheduler.add_request(request)
     call(scheduler.schedule).raises(InvariantError, saying="step 0, places")
 
 
-def test_the_last_one_has_ended_and_it_is_not_said():
-    """has_unfinished is True when nobody is left: a server would ask for steps for ever."""
+def test_has_unfinished_when_none_is_left():
+    """has_unfinished is True when no request is left: a server would ask for steps for ever."""
     expose(lying("has_unfinished", lambda left: True), "step 1, places", [(4, 2)])
 
 
@@ -510,7 +512,7 @@ class KeepsItQueued(Broken):
     ("cls", "request_id"), [(KeepsBlocks, 0), (KeepsHostBlocks, 3), (KeepsTheSlot, 0), (KeepsItQueued, 3)]
 )
 def test_an_abort_that_leaves_something_behind(cls, request_id):
-    """After step 1, 0 in the batch or 3 on the host is aborted, and keeps its blocks, its seat or its place."""
+    """After step 1, 0 in the batch or 3 on the host is aborted, and keeps its blocks, its slot or its place."""
     scheduler = observe(cls(num_blocks=4, block_size=4, **SWAP), Auditor())
     drive(scheduler, requests_of(*FOUR), max_steps=2)
     call(scheduler.abort_request, request_id).raises(InvariantError, saying="step 1, end")
@@ -597,7 +599,7 @@ def test_a_recovery_that_loses_a_block(where):
 
 
 def test_a_block_that_is_lost():
-    """Who ends takes its blocks along: with the report of step 2 the pool has fewer than it says."""
+    """A finished request takes its blocks along: at the commit of step 2 they are used, and none lists them."""
 
     class KeepsBlocks(Broken):
         def release(self, request):
@@ -607,7 +609,7 @@ def test_a_block_that_is_lost():
 
 
 def test_a_block_with_two_tables():
-    """The second request is given the first one's block: one owner is counted, and two list it."""
+    """The second request is given the first one's block: one reference is counted, and two list it."""
 
     class GivesTwice(Broken):
         def admit(self, request, output, found=()):
@@ -653,7 +655,7 @@ def test_a_host_block_that_is_lost():
 
 
 def test_host_blocks_without_a_host():
-    """With recompute there is no host pool: nobody can have host blocks."""
+    """With recompute there is no host pool: no request can have host blocks."""
 
     class Dreams(Broken):
         def preempt(self, request, output):
@@ -665,7 +667,7 @@ def test_host_blocks_without_a_host():
 
 @pytest.mark.parametrize(("off", "name"), [(1, "num_free"), (-1, "num_free"), (1, "num_used")])
 def test_a_pool_that_lies(off, name):
-    """Its owners are right, and num_free or num_used is one too many or too few."""
+    """Its references are right, and num_free or num_used is one too many or too few."""
 
     class Liar(Broken):
         def __init__(self, **options):
@@ -678,8 +680,8 @@ def test_a_pool_that_lies(off, name):
 
 
 @pytest.mark.parametrize("where", ["blocks", "host blocks"])
-def test_a_block_with_an_owner_too_many(where):
-    """Two owners are counted, and one request lists it: when that one leaves, the block stays used for ever."""
+def test_a_block_with_a_reference_too_many(where):
+    """Two references are counted, and one request lists it: when that one leaves, the block stays used for ever."""
 
     class OwnsTwice(Broken):
         def admit(self, request, output, found=()):
@@ -713,7 +715,7 @@ def test_a_block_at_the_wrong_token(off, step):
 
 
 def test_a_token_without_a_slot_is_seen_before_it_is_computed():
-    """The step that needs the block is stopped when it is scheduled: after the report the row would be lost."""
+    """The step that needs the block is stopped when it is scheduled: after the commit its KV entry would be lost."""
 
     class NeverGrows(Broken):
         def blocks_missing(self, request):
@@ -727,7 +729,7 @@ def test_a_token_without_a_slot_is_seen_before_it_is_computed():
 
 
 def test_a_victim_that_keeps_its_blocks():
-    """It waits, and its blocks are as used as before: memory for nobody."""
+    """It waits, and its blocks are as used as before: memory that no request can use."""
 
     class Keeps(Broken):
         def release(self, request):
@@ -778,7 +780,7 @@ def test_a_number_of_host_blocks_that_is_wrong(off):
 
 
 def test_host_blocks_of_the_batch():
-    """Back in the batch, and still with host blocks: they are everybody's."""
+    """Back in the batch, and still with host blocks, though they were given back."""
 
     class NeverFrees(Broken):
         def swap_in(self, request, output):
@@ -817,7 +819,7 @@ def test_host_blocks_of_one_that_is_recomputed():
 
 
 def test_the_oldest_is_preempted():
-    """Who came first has to go, and those who came later go on."""
+    """The first arrival is preempted, and later ones go on."""
 
     class PreemptsTheOldest(Broken):
         def schedule_running(self, output):
@@ -840,7 +842,7 @@ def test_a_victim_behind_newcomers():
 
 
 def test_a_newcomer_that_overtakes():
-    """The shortest of the line is admitted first."""
+    """The shortest of the queue is admitted first."""
 
     class ShortestFirst(Broken):
         def head(self):
@@ -875,7 +877,7 @@ def test_an_order_of_its_own():
 
     scheduler = ShortestFirst(num_blocks=4, block_size=4, max_num_seqs=1)
     tally, _ = passes(scheduler, requests_of((8, 2), (4, 2)), what="a scheduler that is not first_come")
-    that("who ended, in order", list(tally.finished)).gives([1, 0])
+    that("finished, in order", list(tally.finished)).gives([1, 0])
 
 
 # Rule "work"
@@ -905,18 +907,18 @@ def test_too_many_requests():
 
 
 def test_nothing_happens():
-    """One seat, and nobody is admitted because one of it is kept free: the line waits for ever."""
+    """One batch slot, and none is admitted because one is kept free: the queue waits for ever."""
 
-    class OneSeatLess(Broken):
+    class OneSlotLess(Broken):
         def schedule_waiting(self, output):
             self.max_num_seqs -= 1
             super().schedule_waiting(output)
             self.max_num_seqs += 1
 
-    expose(OneSeatLess, "step 0, work", max_num_seqs=1)
+    expose(OneSlotLess, "step 0, work", max_num_seqs=1)
 
 
-def test_somebody_in_the_batch_is_left_out():
+def test_a_request_of_the_batch_is_left_out():
     """In the batch, with blocks, and never computed again."""
 
     class LeavesOut(Broken):
@@ -960,7 +962,7 @@ def test_another_number_than_the_limit_for_each_request(chunk):
 
 
 def test_two_lists_that_disagree():
-    """`scheduled` in another order than `num_scheduled_tokens`: everybody would get somebody else's tokens."""
+    """`scheduled` in another order than `num_scheduled_tokens`: requests would get each other's tokens."""
 
     class Reversed(Broken):
         def schedule(self):
@@ -971,8 +973,8 @@ def test_two_lists_that_disagree():
     expose(Reversed, "step 0, work")
 
 
-def test_somebody_without_a_place():
-    """Work for a request that is still in the line, and has no blocks."""
+def test_work_for_a_waiting_request():
+    """Work for a request that is still in the queue, and has no blocks."""
 
     class WorksAhead(Broken):
         def schedule(self):
@@ -998,7 +1000,7 @@ def test_too_many_requests_of_which_some_have_nothing_to_do():
     expose(Crowded, "step 0, work", max_num_seqs=2, max_num_batched_tokens=8)
 
 
-def test_somebody_who_bears_the_name_of_another():
+def test_a_copy_in_the_step():
     """`scheduled` has a copy of a request of the batch: the same id, and not the same request."""
 
     class Clones(Broken):
@@ -1038,7 +1040,7 @@ def test_the_one_excuse(tokens, excused):
 # Rule "victims"
 
 
-def test_a_victim_nobody_speaks_of():
+def test_a_victim_that_is_not_listed():
     """It has left the batch, and `preempted` does not say so."""
 
     class Silent(Broken):
@@ -1076,7 +1078,7 @@ def test_victims_in_the_wrong_order():
 
 
 def test_a_newer_one_stays():
-    """It has an order of its own, so rule "order" is silent; but victims are the last of the batch for everybody."""
+    """It has an order of its own, so rule "order" is silent; but victims are the last of the batch in every stage."""
 
     class TakesTheMiddle(Broken):
         first_come = False
@@ -1120,8 +1122,8 @@ def test_one_victim_too_many(newest, num_blocks):
     expose(Overdoes, "step 1, victims", [(4, 9), (2, 9), (newest, 9)], num_blocks=num_blocks)
 
 
-def test_somebody_is_admitted_beside():
-    """Memory is short, somebody has to go, and a newcomer gets his place in the same step."""
+def test_one_is_admitted_beside():
+    """Memory is short, a request is preempted, and a new one gets its slot in the same step."""
 
     class RobsPeter(Broken):
         first_come = False
@@ -1163,7 +1165,7 @@ def test_an_answer_that_is_lost():
     expose(StartsOver, "step 1, victims")
 
 
-def test_a_preemption_of_somebody_who_stayed():
+def test_a_preemption_of_one_that_stayed():
     """num_preemptions grows, and the request is in the batch."""
 
     class CountsAll(Broken):
@@ -1217,14 +1219,14 @@ def test_pairs_in_another_order():
     expose(Reverses, "step 1, swaps", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
 
 
-@pytest.mark.parametrize("who", [0, "nobody"])
-def test_a_way_back_of_somebody_who_was_not_away(who):
+@pytest.mark.parametrize("which", [0, "none"])
+def test_a_way_back_of_one_that_was_not_away(which):
     """swapped_in names one that was never swapped out, or that is not there at all."""
 
     class Dreams(Broken):
         def schedule(self):
             output = super().schedule()
-            output.swapped_in[who] = [(0, 0)]
+            output.swapped_in[which] = [(0, 0)]
             return output
 
     expose(Dreams, "step 0, swaps", num_blocks=20, **SWAP)
@@ -1254,7 +1256,7 @@ def test_the_wrong_pairs():
     expose(Mixes, "step 1, swaps", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
 
 
-def test_blocks_of_somebody_else():
+def test_blocks_of_another_request():
     """The pairs name the blocks of another request."""
 
     class CopiesOther(Broken):
@@ -1266,7 +1268,7 @@ def test_blocks_of_somebody_else():
     expose(CopiesOther, "step 1, swaps", **SWAP)
 
 
-def test_a_swap_nobody_speaks_of():
+def test_a_swap_that_is_not_listed():
     """Swapped out, and not said: nothing would be copied."""
 
     class Silent(Broken):
@@ -1324,19 +1326,19 @@ def test_host_blocks_that_move():
 # Rule "tokens"
 
 
-def reporting(before=lambda request: None, after=lambda request: None, returns=lambda ended: ended):
-    """A broken scheduler that does something to each request of a step before, or after, the report."""
+def committing(before=lambda request: None, after=lambda request: None, returns=lambda finished: finished):
+    """A broken scheduler that does something to each request of a step before, or after, the commit."""
 
-    class Reports(Broken):
+    class Commits(Broken):
         def update_from_output(self, output, token_ids):
             for request in output.scheduled:
                 before(request)
-            ended = super().update_from_output(output, token_ids)
+            finished = super().update_from_output(output, token_ids)
             for request in output.scheduled:
                 after(request)
-            return returns(ended)
+            return returns(finished)
 
-    return Reports
+    return Commits
 
 
 def add(name, number):
@@ -1346,20 +1348,22 @@ def add(name, number):
 @pytest.mark.parametrize(
     ("cls", "step"),
     [
-        pytest.param(reporting(after=lambda request: request.output_token_ids.append(0)), 0, id="a token twice"),
-        pytest.param(reporting(after=lambda request: request.output_token_ids.pop()), 0, id="a token lost"),
-        pytest.param(reporting(after=add("num_computed_tokens", -1)), 0, id="a row too few"),
-        pytest.param(reporting(after=add("num_computed_tokens", 1)), 0, id="a row too many"),
-        pytest.param(reporting(add("max_tokens", 1), add("max_tokens", -1)), 2, id="one goes on past max_tokens"),
-        pytest.param(reporting(add("max_tokens", -1), add("max_tokens", 1)), 1, id="one ends a token early"),
-        pytest.param(reporting(returns=lambda ended: []), 2, id="nobody is told who ended"),
-        pytest.param(reporting(returns=lambda ended: ended[::-1]), 2, id="who ended, in the wrong order"),
-        pytest.param(reporting(returns=lambda ended: ended * 2), 2, id="who ended, twice"),
-        pytest.param(reporting(returns=lambda ended: [*map(copy.copy, ended)]), 2, id="copies of those who ended"),
+        pytest.param(committing(after=lambda request: request.output_token_ids.append(0)), 0, id="a token twice"),
+        pytest.param(committing(after=lambda request: request.output_token_ids.pop()), 0, id="a token lost"),
+        pytest.param(committing(after=add("num_computed_tokens", -1)), 0, id="a computed token too few"),
+        pytest.param(committing(after=add("num_computed_tokens", 1)), 0, id="a computed token too many"),
+        pytest.param(committing(add("max_tokens", 1), add("max_tokens", -1)), 2, id="one goes on past max_tokens"),
+        pytest.param(committing(add("max_tokens", -1), add("max_tokens", 1)), 1, id="one ends a token early"),
+        pytest.param(committing(returns=lambda finished: []), 2, id="finished requests are not returned"),
+        pytest.param(committing(returns=lambda finished: finished[::-1]), 2, id="finished requests in the wrong order"),
+        pytest.param(committing(returns=lambda finished: finished * 2), 2, id="finished requests twice"),
+        pytest.param(
+            committing(returns=lambda finished: [*map(copy.copy, finished)]), 2, id="copies of finished requests"
+        ),
     ],
 )
-def test_reports(cls, step):
-    """Two prompts of 5 with 3 tokens each, ample memory: what the report does wrong is seen at once."""
+def test_commits(cls, step):
+    """Two prompts of 5 with 3 tokens each, ample memory: what the commit does wrong is seen at once."""
     expose(cls, f"step {step}, tokens", [(5, 3), (5, 3)], num_blocks=20)
 
 
@@ -1372,34 +1376,34 @@ def test_max_model_len(off, step):
     class Miscounts(Broken):
         def update_from_output(self, output, token_ids):
             self.max_model_len += off
-            ended = super().update_from_output(output, token_ids)
+            finished = super().update_from_output(output, token_ids)
             self.max_model_len -= off
-            return ended
+            return finished
 
     expose(Miscounts, f"step {step}, tokens", [(5, 9), (5, 9)], num_blocks=20, max_model_len=8)
 
 
 def test_tokens_for_a_copy():
-    """Between schedule and report the requests of the step are exchanged for copies: these get the tokens."""
+    """Between schedule and commit the requests of the step are exchanged for copies: these get the tokens."""
 
-    class ReportsCopies(Broken):
+    class CommitsCopies(Broken):
         def update_from_output(self, output, token_ids):
             output.scheduled[:] = map(copy.deepcopy, output.scheduled)
             return super().update_from_output(output, token_ids)
 
-    expose(ReportsCopies, "step 0, tokens")
+    expose(CommitsCopies, "step 0, tokens")
 
 
-def test_somebody_elses_tokens():
-    """A report that moves a request which was not in the step."""
+def test_tokens_for_a_waiting_request():
+    """A commit that moves a request which was not in the step."""
 
-    class MovesTheLine(Broken):
+    class MovesTheQueue(Broken):
         def update_from_output(self, output, token_ids):
             for request in self.waiting.values():
                 request.output_token_ids.append(0)
             return super().update_from_output(output, token_ids)
 
-    expose(MovesTheLine, "step 0, tokens", max_num_seqs=2)
+    expose(MovesTheQueue, "step 0, tokens", max_num_seqs=2)
 
 
 def test_a_stop_token_that_is_passed_over():
@@ -1410,17 +1414,17 @@ def test_a_stop_token_that_is_passed_over():
             stops = [(request, request.stop_token_ids) for request in output.scheduled]
             for request, _ in stops:
                 request.stop_token_ids = frozenset()
-            ended = super().update_from_output(output, token_ids)
+            finished = super().update_from_output(output, token_ids)
             for request, ids in stops:
                 request.stop_token_ids = ids
-            return ended
+            return finished
 
     expose(Deaf, "step 0, tokens", [(5, 3)], token=3, request_options={"stop_token_ids": [3]})
 
 
 def test_a_stop_token_that_was_to_be_ignored():
     """ignore_eos is set, token 3 comes, and the request ends."""
-    cls = reporting(
+    cls = committing(
         before=lambda request: setattr(request, "ignore_eos", False),
         after=lambda request: setattr(request, "ignore_eos", True),
     )
@@ -1433,9 +1437,9 @@ def test_a_reason_that_is_not_the_reason():
 
     class Renames(Broken):
         def update_from_output(self, output, token_ids):
-            ended = super().update_from_output(output, token_ids)
-            for request in ended:
+            finished = super().update_from_output(output, token_ids)
+            for request in finished:
                 request.status = RequestStatus.FINISHED_STOPPED
-            return ended
+            return finished
 
     expose(Renames, "step 2, tokens", [(5, 3)])

@@ -153,11 +153,8 @@ def pytest_runtest_call(item):
         if is_not_written(error) or "test_task_9_" in item.nodeid:
             raise
         if fault := queue_fault():
-            called, expected = (
-                "a scheduler whose waiting queue is your RequestQueue, of task 9",
-                "a queue that is right",
-            )
-            raise CheckFailed(called, f"{told(error)}; the queue is at fault: {fault}", expected) from error
+            called = "RequestQueue, of task 9, in which this scheduler keeps its waiting requests"
+            raise CheckFailed(called, fault, "what a sorted list gives: mend task 9 first") from error
         last = traceback.extract_tb(error.__traceback__)[-1]
         if isinstance(error, KeyError) and (last.name, Path(last.filename).name) == ("remove", "queue.py"):
             got = f"a request that is not in `waiting`: {told(error)}"

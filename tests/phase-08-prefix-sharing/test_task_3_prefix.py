@@ -269,11 +269,13 @@ def test_cached_though_the_last_one_left(caching, a_request, a_step):
     that("blocks of the old one's eight tokens that are found", found).gives(requests[0].block_ids[:2])
 
 
-def test_without_a_prefix_cache(caching, serve, a_request):
+def test_without_a_prefix_cache(caching, serve, a_request, a_step):
     """prefix_caching=False: it is phase 6's scheduler. Nothing is found, noted, cached or counted."""
     scheduler = caching(prefix_caching=False)
-    serve(scheduler, a_request("a", 9, 9))
-    that("_filled", scheduler._filled).gives([])
+    scheduler.add_request(a_request("a", 9, 9))
+    for _ in range(6):
+        a_step(scheduler)
+    that("_filled, while a request runs that has filled a block in decode", scheduler._filled).gives([])
     call(scheduler.find_prefix, a_request("b", 9)).gives([])
     that("computed for the same again", serve(scheduler, a_request("c", 9, 1))).gives({"c": 9})
     that("requests in the stats", scheduler.stats.num_requests).gives(0)

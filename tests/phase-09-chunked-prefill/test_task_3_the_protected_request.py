@@ -91,6 +91,15 @@ def two(chunked, serve, a_request):
     return create
 
 
+def test_it_has_its_token_and_is_preempted_in_the_next_step(two):
+    """Its token is what it was protected for: whether it may stay in the batch is another matter."""
+    scheduler = two(12)
+    scheduler.protected = scheduler.running[-1]
+    scheduler.pool.allocate(scheduler.pool.num_free)  # so that "other" takes its blocks
+    that("preempted", call(scheduler.schedule).value.preempted).gives(["old"])
+    that("the protected request", scheduler.protected).gives(None)
+
+
 def preempt_last(scheduler, status=RequestStatus.WAITING):
     """Preempt the last of the batch, by hand, and check that it waits. The id of the protected request then."""
     __tracebackhide__ = True

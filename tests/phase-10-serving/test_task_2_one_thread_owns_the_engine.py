@@ -335,7 +335,7 @@ def test_hand_out(scenario, tiny_llm, a_chunk):
 
 
 def test_the_last_answer_ends(scenario, tiny_llm, a_chunk):
-    """The last unfinished answer ends: `finished_at` is empty again, so that a pause does not look like slow service."""
+    """The last unfinished answer ends: `finished_at` is empty again, or a pause would look like slow service."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm())

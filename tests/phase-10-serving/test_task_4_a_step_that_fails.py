@@ -6,11 +6,14 @@ import asyncio
 from contextlib import suppress
 
 import pytest
+import torch
 
 from minicache.course.checks import call, that
+from minicache.engine.answers import request_of
 from minicache.errors import EngineStoppedError, InvariantError, StepFailedError
 
 POISON = 13  # no step with a prompt that has this token succeeds
+SPOILT = 17  # a prompt that has this token gets no logits, in some tests
 
 
 async def check_failed(scenario, what, stream, cause=ArithmeticError):
@@ -249,7 +252,7 @@ def test_all_alike(scenario, tiny_llm, params, all_tokens, right_answers, at_ste
 
 
 def test_after_the_tokens_were_recorded(scenario, tiny_llm, params, all_tokens, right_answers):
-    """It fails while chunks are collected: a token of everybody in the step may be lost, so all of it fail."""
+    """It fails while chunks are collected: no step is under way, so all requests fail, and later ones are served."""
 
     async def main():
         llm = tiny_llm(max_num_batched_tokens=8)
@@ -287,8 +290,8 @@ def test_the_scheduler_fails(scenario, tiny_llm, params, all_tokens, right_answe
     scenario.run(main)
 
 
-def test_the_scheduler_fails_again(scenario, tiny_llm, params, all_tokens, right_answers):
-    """After a good step `schedule()` raises twice: first those of that step fail, then all. Later ones are served."""
+def test_the_scheduler_fails_after_a_good_step(scenario, tiny_llm, params, all_tokens, right_answers):
+    """The tokens of the step before were recorded: it is not the one that fails. All requests do; later ones do not."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=1)
@@ -296,10 +299,10 @@ def test_the_scheduler_fails_again(scenario, tiny_llm, params, all_tokens, right
         engine = scenario.new_engine(llm)
         streams = await scenario.open_together(engine, ([1], params()), ([2], params()))
         await scenario.until("the first step is under way", lambda: llm.steps)
-        breaks(llm.scheduler, "schedule", times=2)
+        breaks(llm.scheduler, "schedule")
         llm.let_all()
         for stream in streams:
-            await check_failed(scenario, "a request, when schedule() raises twice", stream, MemoryError)
+            await check_failed(scenario, "a request, when schedule() raises", stream, MemoryError)
         await check_clean(scenario, engine)
         stream = await scenario.result("add_request afterwards", engine.add_request([4], params()))
         (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params()))
@@ -341,7 +344,7 @@ def test_all_answers_of_a_request(scenario, tiny_llm, params, all_tokens, right_
     scenario.run(main)
 
 
-def test_twins_in_their_first_step(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_a_child_in_its_first_step(scenario, tiny_llm, params, all_tokens, right_answers):
     """n = 2, and the second answer's first step fails: the whole request fails, and an older one goes on."""
 
     async def main():
@@ -349,16 +352,67 @@ def test_twins_in_their_first_step(scenario, tiny_llm, params, all_tokens, right
         llm.hold()
         engine = scenario.new_engine(llm)
         requests = ([1, 2], params(max_tokens=8)), ([5, 6], params(n=2))
-        old, twins = await scenario.open_together(engine, *requests)
+        old, both = await scenario.open_together(engine, *requests)
         llm.let(1)
         await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
         that("answers in the second step", len(llm.steps[1])).gives(3)
         llm.break_step()
         llm.let_all()
-        await check_failed(scenario, "a request whose second answer is in its first step", twins, MemoryError)
+        await check_failed(scenario, "a request whose second answer is in its first step", both, MemoryError)
         outcome = await scenario.ask("the tokens of the other", all_tokens(old))
         outcome.gives(right_answers([1, 2], params(max_tokens=8)))
         await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_that_fails_alone(scenario, tiny_llm, params, all_tokens, right_answers, n):
+    """NaN for one request of a step: its stream raises StepFailedError, its slots are free, the others go on."""
+
+    async def main():
+        llm = tiny_llm()
+        pick = llm.pick
+
+        def spoil(output, logits):
+            bad = [SPOILT in each.prompt_token_ids for each in output.scheduled]
+            return pick(output, logits.masked_fill(torch.tensor(bad)[:, None], torch.nan))
+
+        llm.pick = spoil
+        engine = scenario.new_engine(llm)
+        requests = ([1, 2], params(max_tokens=8)), ([SPOILT, 3], params(n=n)), ([5, 6], params())
+        first, bad, last = await scenario.open_together(engine, *requests)
+        outcome = await scenario.ask("take() of a request without logits", all_tokens(bad))
+        outcome.raises(StepFailedError)
+        for stream, (prompt, its) in ((first, requests[0]), (last, requests[2])):
+            (await scenario.ask("the tokens of the others", all_tokens(stream))).gives(right_answers(prompt, its))
+        that("steps that have failed", engine.last_step.has_failed).gives(False)
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_one_of_several_answers_fails(scenario, tiny_llm, params, all_tokens):
+    """A request is one client's: if one of its answers fails, the others are aborted."""
+
+    async def main():
+        llm = tiny_llm()
+        pick = llm.pick
+
+        def spoil(output, logits):
+            bad = [
+                len(each.output_token_ids) == 2 and request_of(each.request_id) != each.request_id
+                for each in output.scheduled
+            ]
+            return pick(output, logits.masked_fill(torch.tensor(bad)[:, None], torch.nan))
+
+        llm.pick = spoil
+        engine = scenario.engine(llm)
+        stream = await scenario.result("add_request(n=3)", engine.add_request([1], params(max_tokens=40, n=3)))
+        outcome = await scenario.ask("take() of a request, one of whose answers has no logits", all_tokens(stream))
+        outcome.raises(StepFailedError)
+        await check_clean(scenario, engine)
+        that("steps", len(llm.steps) < 20).gives(True)
 
     scenario.run(main)
 

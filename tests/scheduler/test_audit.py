@@ -149,7 +149,9 @@ def of_failed_steps() -> list[TraceStep]:
 def test_steps_that_failed() -> None:
     steps = of_failed_steps()
     assert audit_trace(steps, max_num_seqs=4, max_num_batched_tokens=16, first_come=True) == len(steps)
-    lost = [(step.step, event.request_id) for step in steps for event in step.events if event.reason == "the step failed"]
+    lost = [
+        (step.step, event.request_id) for step in steps for event in step.events if event.reason == "the step failed"
+    ]
     assert lost == [(2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1)]
     assert [event.kind for event in steps[2].events] == [*4 * ["preempt"], "resume", "resume"]
     assert {entry.num_computed_tokens for entry in steps[2].batch} == {0}

@@ -38,7 +38,7 @@ def test_three_prompts_of_800_and_a_budget_of_1024():
 
 
 def test_long_prefill_threshold():
-    """No more than 100 of one prompt in a step: two long ones go on side by side, and decodes with them."""
+    """At most 100 tokens of one prompt in a step: two long ones advance side by side, and decodes with them."""
     scheduler = chunked(max_num_batched_tokens=250, long_prefill_threshold=100)
     work = steps(scheduler, *(Request(number, [number] * 210, 9) for number in range(3)), most=4)
     assert work == [{0: 100, 1: 100, 2: 50}, {0: 100, 1: 100, 2: 50}, {0: 10, 1: 10, 2: 100}, {0: 1, 1: 1, 2: 10}]
@@ -59,8 +59,29 @@ def test_blocks_come_with_the_chunks():
     assert len(request.block_ids) == 4
 
 
+def test_a_prompt_is_admitted_when_all_of_it_fits():
+    """6 blocks of 4, 6 tokens a step: A has 7 tokens and generates 6, B has 14 and generates 3."""
+    for options, num_preemptions in [({}, 1), ({"reserve_full_prompt": False}, 2)]:
+        scheduler = chunked(num_blocks=6, block_size=4, max_num_batched_tokens=6, **options)
+        b = Request("b", [2] * 14, 3)
+        work = steps(scheduler, Request("a", [1] * 7, 6), b)
+        assert [len(each) == 2 for each in work[3:6]] == [False, *[bool(options)] * 2]
+        assert b.num_preemptions == num_preemptions
+
+
+def test_full_prompts_are_no_matter_where_prompts_are_computed_whole():
+    """The option is for chunks: other stages compute a prompt in one step, and take all of its blocks with it."""
+    for stage in ("static", "continuous", "paged", "fair"):
+        create_scheduler(stage, num_blocks=8, reserve_full_prompt=True)
+        with pytest.raises(ValueError, match='take "chunked"'):
+            create_scheduler(stage, num_blocks=8, reserve_full_prompt=False)
+    for create in (chunked, lambda **options: create_scheduler("chunked", num_blocks=8, **options)):
+        with pytest.raises(TypeError, match="reserve_full_prompt"):
+            create(reserve_full_prompt=1)
+
+
 def test_a_budget_smaller_than_the_batch():
-    """3 in decode and 2 tokens a step: the first two go on, the third when one has ended."""
+    """3 in decode and 2 tokens a step: the first two go on, the third when they have finished."""
     scheduler = chunked(max_num_batched_tokens=2)
     work = steps(scheduler, *(Request(number, [number], 3) for number in range(3)))
     assert work == [{0: 1, 1: 1}] * 3 + [{2: 1}] * 3
@@ -131,9 +152,10 @@ def test_more_than_the_threshold():
         audited_step(scheduler, Request("a", [1] * 9, 9))
 
 
-def test_whoever_is_overtaken_in_the_middle_of_its_prompt_is_due():
-    """A long prompt of low priority, and an endless stream that ranks before it and takes its blocks: it ends."""
-    scheduler = chunked(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
+def test_a_request_that_is_bypassed_in_the_middle_of_its_prompt_is_protected():
+    """A long prompt of low priority, and an endless stream of higher priority that takes its blocks: it finishes."""
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "reserve_full_prompt": False}
+    scheduler = chunked(num_blocks=20, block_size=4, **options)
     old = Request("old", [1] * 60, 10, priority=5)
     scheduler.add_request(old)
     number = num_preempted = 0
@@ -149,7 +171,7 @@ def test_whoever_is_overtaken_in_the_middle_of_its_prompt_is_due():
 
 
 def under_a_stream(scheduler, old, num_urgent, every=4):
-    """Serve `old` while an urgent request of 8 + 4 tokens comes every few steps; whether it has ended by then."""
+    """Serve `old` while an urgent request of 8 + 4 tokens comes every few steps; whether it has finished by then."""
     scheduler.add_request(old)
     for step in range(every * num_urgent):
         if step % every == 0:
@@ -163,8 +185,9 @@ def under_a_stream(scheduler, old, num_urgent, every=4):
 
 @pytest.mark.parametrize("num_prompt", [24, 25])
 def test_a_last_chunk_of_one_token(num_prompt):
-    """24 of 25 tokens computed is not "caught up": no token came of that admission, and one was lost 400 times."""
-    scheduler = chunked(num_blocks=9, block_size=4, max_num_batched_tokens=16, long_prefill_threshold=8)
+    """24 of 25 tokens computed is not enough: that admission has yielded no token."""
+    options = {"max_num_batched_tokens": 16, "long_prefill_threshold": 8, "reserve_full_prompt": False}
+    scheduler = chunked(num_blocks=9, block_size=4, **options)
     old = Request("old", [1] * num_prompt, 4, priority=1)
     assert under_a_stream(scheduler, old, 400)
     assert old.num_preemptions <= 5
@@ -173,8 +196,10 @@ def test_a_last_chunk_of_one_token(num_prompt):
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("num_blocks", [8, 9, 10])
-def test_prompts_of_all_lengths_under_an_endless_stream(num_blocks, prefix_caching, preemption):
+@pytest.mark.parametrize("reserve", [True, False])
+def test_prompts_of_all_lengths_under_an_endless_stream(num_blocks, prefix_caching, preemption, reserve):
     options = {"num_blocks": num_blocks, "block_size": 4, "prefix_caching": prefix_caching, "preemption": preemption}
+    options["reserve_full_prompt"] = reserve
     options |= {"num_host_blocks": 8} if preemption == "swap" else {}
     for threshold, budget in [(0, 16), (4, 9), (8, 16)]:
         for num_prompt in range(1, 4 * num_blocks - 3):
@@ -183,10 +208,10 @@ def test_prompts_of_all_lengths_under_an_endless_stream(num_blocks, prefix_cachi
             assert under_a_stream(scheduler, old, 5 * STARVATION_BOUND), (threshold, num_prompt, old)
 
 
-def test_who_is_due_overtakes_an_earlier_one_64_times_at_most():
-    """ "due" is admitted and preempted over and over beside "urgent", while "first", which had caught up, waits."""
-    scheduler = chunked(num_blocks=40, max_num_batched_tokens=64)
-    coming = [Request("first", [1] * 20, 700, priority=1), Request("due", [2] * 620, 2, priority=2)]
+def test_the_protected_request_bypasses_an_earlier_one_64_times_at_most():
+    """It is admitted and preempted over and over next to "urgent", while "first", which has gained a token, waits."""
+    scheduler = chunked(num_blocks=40, max_num_batched_tokens=64, reserve_full_prompt=False)
+    coming = [Request("first", [1] * 20, 700, priority=1), Request("protected", [2] * 620, 2, priority=2)]
     coming.append(Request("urgent", [3], 600))
     most, num_waited = 0, 0
     while scheduler.has_unfinished or coming:
@@ -194,8 +219,8 @@ def test_who_is_due_overtakes_an_earlier_one_64_times_at_most():
             scheduler.add_request(coming.pop(0))
         output = scheduler.schedule()
         scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 7))
-        most = max(most, scheduler.num_overtakes)
-        num_waited += scheduler.due is not None and "first" in scheduler.waiting
+        most = max(most, scheduler.num_bypasses)
+        num_waited += scheduler.protected is not None and "first" in scheduler.waiting
     assert most == STARVATION_BOUND
     assert num_waited > STARVATION_BOUND
 
@@ -215,18 +240,19 @@ def test_random_runs(preemption, seed):
             preemption=preemption,
             num_host_blocks=6 if preemption == "swap" else 0,
             prefix_caching=rng.random() < 0.6,
+            reserve_full_prompt=rng.random() < 0.5,
         ),
         SharingAuditor(),
     )
     names, requests, awaited = iter(range(10**6)), [], False
-    for turn in range(4000):
-        if turn < 80 and rng.random() < 0.3:
+    for step in range(4000):
+        if step < 80 and rng.random() < 0.3:
             prompt = [rng.randrange(2)] * rng.randint(1, 20)
             options = {"priority": rng.choice([0, 0, 1]), "group": rng.choice(["text", "text", "image"])}
             requests.append(Request(next(names), prompt, rng.randint(1, 9), **options))
             scheduler.add_request(requests[-1])
         parents = [each for each in scheduler.running if each.output_token_ids]
-        if turn < 80 and parents and not awaited and scheduler.num_running < scheduler.max_num_seqs:
+        if step < 80 and parents and not awaited and scheduler.num_running < scheduler.max_num_seqs:
             parent = rng.choice(parents)
             outputs = parent.output_token_ids[: rng.randint(0, len(parent.output_token_ids))]
             if rng.random() < 0.2 and len(outputs) < parent.max_tokens:
@@ -240,96 +266,25 @@ def test_random_runs(preemption, seed):
             continue  # the step's tokens never come
         scheduler.update_from_output(output, {each: rng.randrange(3) for each in output.num_scheduled_tokens})
         scheduler.check()
-        if turn >= 80 and not scheduler.has_unfinished:
+        if step >= 80 and not scheduler.has_unfinished:
             break
     assert {request.status.is_finished for request in requests} == {True}
     assert scheduler.pool.num_used == 0
 
 
-def test_a_step_that_fails_and_is_scheduled_smaller():
-    """An urgent one comes in the step that fails, and takes all of the next: what `a` did not compute is not found."""
-    scheduler = ChunkedPrefillScheduler(num_blocks=60, block_size=4, max_num_batched_tokens=16, prefix_caching=True)
-    a, prompt = Request("a", range(29), 4, priority=1), [60] * 40
-    scheduler.add_request(a)
-    scheduler.update_from_output(scheduler.schedule(), {})
-    scheduler.add_request(Request("urgent", prompt, 4))
-    assert scheduler.schedule().num_scheduled_tokens == {"a": 13, "urgent": 3}
-    again = scheduler.schedule()
-    assert again.num_scheduled_tokens == {"urgent": 16}
-    scheduler.update_from_output(again, {})
-    assert scheduler.find_prefix(Request("same", range(29), 4)) == a.block_ids[:4]  # 16 tokens are computed
-    assert len(scheduler.find_prefix(Request("same as urgent", prompt, 4))) == 4
-
-
-def found_in_a_lost_step(**options):
-    """`late` has found three blocks that `early`, who stands behind it, was to fill in a step that failed.
-
-    Both begin with the same 28 tokens. `early` has computed 16 of them, and was to compute 13 more; `late`, which goes
-    first by its priority, had 3 tokens of the budget left. In the next step it has 16, and `early` none.
-    """
-    scheduler = ChunkedPrefillScheduler(
-        **{"num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 16, "prefix_caching": True} | options
-    )
+def test_a_step_that_fails_in_the_middle_of_a_prompt():
+    """16 of 29 tokens are computed when a step fails: all are computed again, and what was cached is not found."""
+    scheduler = chunked(block_size=4, max_num_batched_tokens=16, prefix_caching=True)
     watched = observe(scheduler, SharingAuditor())
-    early = Request("early", range(29), 4, priority=1)
-    late = Request("late", [*range(28), *[60] * 20], 4)
+    early, urgent = Request("early", range(29), 4, priority=1), Request("urgent", [60] * 40, 4)
     watched.add_request(early)
     watched.update_from_output(watched.schedule(), {})
-    watched.add_request(late)
-    assert watched.schedule().num_scheduled_tokens == {"early": 13, "late": 3}
-    assert (early.num_computed_tokens, late.num_computed_tokens) == (16, 28)
-    return scheduler, watched, early, late
-
-
-def test_who_found_what_a_lost_step_was_to_fill_does_not_read_it_before_it_is_filled():
-    scheduler, watched, early, late = found_in_a_lost_step()
-    again = watched.schedule()
-    assert again.num_scheduled_tokens == {"late": 16}
-    assert late.num_computed_tokens == 16  # the rest it computes itself, into blocks of its own
-    assert not set(early.block_ids[4:]) & set(late.block_ids[4:])
-    watched.update_from_output(again, {})
+    watched.add_request(urgent)
+    assert watched.schedule().num_scheduled_tokens == {"early": 13, "urgent": 3}
+    watched.recover()
+    assert (early.num_computed_tokens, early.block_ids, early.num_preemptions) == (0, [], 1)
+    assert scheduler.find_prefix(Request("same", range(29), 4)) == []
+    assert watched.schedule().num_scheduled_tokens == {"urgent": 16}
+    watched.update_from_output(scheduler.outstanding, {})
     steps(watched)
     assert scheduler.pool.num_used == 0
-
-
-def test_a_lost_step_that_is_lost_again():
-    _, watched, early, late = found_in_a_lost_step()
-    for _ in range(3):
-        assert watched.schedule().num_scheduled_tokens == {"late": 16}
-        assert (early.num_computed_tokens, late.num_computed_tokens) == (16, 16)
-    watched.abort_request("late")
-    steps(watched)
-
-
-def test_what_a_lost_step_was_to_fill_is_not_swapped_out():
-    """Two steps fail. Then an urgent one, which had 2 tokens of the second, has the whole step, and needs the memory.
-
-    `late` has found 8 blocks, of which 4 were computed: only these are saved.
-    """
-    scheduler = ChunkedPrefillScheduler(
-        num_blocks=12,
-        block_size=4,
-        max_num_batched_tokens=18,
-        prefix_caching=True,
-        preemption="swap",
-        num_host_blocks=20,
-    )
-    watched = observe(scheduler, SharingAuditor())
-    watched.add_request(Request("early", range(33), 4, priority=1))
-    watched.update_from_output(watched.schedule(), {})
-    watched.add_request(Request("late", [*range(32), 60], 4, priority=2))
-    assert watched.schedule().num_scheduled_tokens == {"early": 15, "late": 1}
-    watched.add_request(Request("urgent", [70] * 40, 4))
-    assert watched.schedule().num_scheduled_tokens == {"early": 15, "late": 1, "urgent": 2}
-    output = watched.schedule()
-    assert (output.num_scheduled_tokens, output.preempted) == ({"urgent": 18}, ["late", "early"])
-    assert {name: len(pairs) for name, pairs in output.swapped_out.items()} == {"late": 4, "early": 5}
-    watched.update_from_output(output, {})
-    steps(watched)
-
-
-def test_an_auditor_knows_what_was_taken_back_when_a_client_left():
-    _, watched, _, late = found_in_a_lost_step()
-    watched.abort_request("early")
-    assert late.num_computed_tokens == 16
-    steps(watched)

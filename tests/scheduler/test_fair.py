@@ -1,49 +1,80 @@
-"""The lines that the fair scheduler is made of: against a sorted list, and in time and memory that stay small."""
+"""The waiting queue and the fair scheduler: against a slow queue that is right, and in memory that stays small."""
 
 from __future__ import annotations
 
 import random
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minicache.request import Request
-from minicache.scheduler.fair import STARVATION_BOUND, FairScheduler, GroupedScheduler, Line
+from minicache.scheduler.fair import STARVATION_BOUND, FairScheduler
+from minicache.scheduler.incidents.scanning import ScanningQueue
+from minicache.scheduler.queue import LazyHeap, RequestQueue
 
 
-def numbered(number: int, priority: int = 0) -> Request:
-    request = Request(number, [1], 1, priority=priority)
+def numbered(number: int, priority: int = 0, **more: Any) -> Request:
+    request = Request(number, [1], 1, priority=priority, **more)
     request.arrival_index = number
     return request
 
 
+def by_priority(request: Request) -> tuple[float, ...]:
+    return request.priority, request.arrival_index
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(-3, 3)), max_size=200))
-def test_a_line_is_a_sorted_list(moves: list[tuple[int, int]]) -> None:
-    """Whoever is in it leaves, whoever is not joins; the first is always the lowest of those that are there."""
-    line = Line(lambda request: (request.priority, request.arrival_index))
+def test_a_heap_is_a_sorted_list(moves: list[tuple[int, int]]) -> None:
+    """A request that is in it leaves, another joins; the first is always the lowest of those that are there."""
+    heap = LazyHeap(by_priority)
     requests: dict[int, Request] = {}
     inside: list[Request] = []
     for number, priority in moves:
         request = requests.setdefault(number, numbered(number, priority))
         if request in inside:
             inside.remove(request)
-            line.remove(request)
+            heap.remove(request)
         else:
             inside.append(request)
-            line.add(request)
-        assert len(line) == len(inside)
-        assert line.first() is min(inside, key=line.key, default=None)
+            heap.add(request)
+        assert len(heap) == len(inside)
+        assert heap.first() is min(inside, key=by_priority, default=None)
 
 
-def test_who_is_not_in_line_cannot_leave_it() -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(-2, 2), st.sampled_from("ab"), st.integers(0, 3)), max_size=99)
+)
+def test_a_queue_answers_as_the_slow_one(moves: list[tuple[int, int, str, int]]) -> None:
+    """Requests join and leave, and come back: `RequestQueue` and `ScanningQueue` say the same at every move."""
+    queue, slow = RequestQueue(by_priority), ScanningQueue(by_priority)
+    requests: dict[int, Request] = {}
+    for number, priority, group, arrival in moves:
+        if number in queue:
+            queue.remove(requests[number])
+            slow.remove(requests[number])
+        else:
+            request = numbered(number, priority, group=group, arrival_time=float(arrival))
+            request = requests.setdefault(number, request)
+            queue.add(request)
+            slow.add(request)
+        assert list(queue) == list(slow)
+        assert queue.oldest() is slow.oldest()
+        for asked in (None, "a", "b"):
+            assert queue.first(asked) is slow.first(asked)
+
+
+def test_a_request_that_is_not_there_cannot_leave() -> None:
     with pytest.raises(KeyError):
-        Line(lambda request: (request.arrival_index,)).remove(numbered(0))
+        LazyHeap(by_priority).remove(numbered(0))
+    with pytest.raises(KeyError):
+        RequestQueue(by_priority).remove(numbered(0))
 
 
-def test_memory_does_not_grow_with_those_who_have_left() -> None:
-    """One request waits for good at the head of each line; behind it 30,000 come and go, each in a group of its own."""
+def test_memory_does_not_grow_with_those_that_have_left() -> None:
+    """One request waits for good at the head of the queue; behind it 30,000 come and go, each in a group of its own."""
     scheduler = FairScheduler(num_blocks=4, max_num_seqs=1)
     scheduler.add_request(Request("running", [1] * 8, 10_000))
     scheduler.update_from_output(scheduler.schedule(), {"running": 0})
@@ -65,18 +96,8 @@ def test_memory_does_not_grow_with_those_who_have_left() -> None:
     assert scheduler.head() is scheduler.waiting["first"]
 
 
-def test_groups_that_nobody_waits_for_are_forgotten() -> None:
-    scheduler = GroupedScheduler(num_blocks=4, max_num_seqs=1)
-    for number in range(20):
-        scheduler.add_request(Request(number, [1], 1, group=f"group {number}"))
-    while scheduler.has_unfinished:
-        output = scheduler.schedule()
-        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
-        assert len(scheduler.lines) == scheduler.num_waiting
-
-
-def test_an_id_may_be_used_again_while_its_first_owner_is_not_forgotten() -> None:
-    """An aborted request's key may lie in the heaps for long: the next one of that id is somebody else."""
+def test_an_id_may_be_used_again_while_its_first_key_is_in_a_heap() -> None:
+    """An aborted request's key may lie in the heaps for long: the next one of that id is another request."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     for number in range(10):
         scheduler.add_request(Request(number, [1], 1, priority=number))
@@ -93,7 +114,7 @@ def test_an_id_may_be_used_again_while_its_first_owner_is_not_forgotten() -> Non
 
 
 def test_preempted_over_and_over_beside_an_older_one() -> None:
-    """A request that loses its place again and again joins the lines again and again, and is served in the end."""
+    """A request that loses its batch slot again and again joins the queue again and again, and is served in the end."""
     rng = random.Random(3)
     scheduler = FairScheduler(num_blocks=7, block_size=2)
     requests = [Request(n, [1] * rng.randint(1, 6), 7, priority=rng.randint(0, 1)) for n in range(12)]
@@ -109,5 +130,5 @@ def test_preempted_over_and_over_beside_an_older_one() -> None:
 
 
 def test_the_bound_is_64() -> None:
-    """It is a promise to callers: a request is overtaken by at most so many in a row."""
+    """It is a guarantee to callers: a request is bypassed by at most so many in a row."""
     assert STARVATION_BOUND == 64

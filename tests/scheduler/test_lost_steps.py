@@ -124,7 +124,11 @@ def options_of(rng: random.Random, cls: type[Scheduler]) -> dict[str, Any]:
     """For requests of at most LARGEST tokens, each of which fits alone."""
     block_size = rng.choice([1, 2, 4])
     num_blocks = -(-LARGEST // block_size) + rng.choice([0, 1, 3, 20])
-    options: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": rng.choice([2, 4, 8])}
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "max_num_seqs": rng.choice([2, 4, 8]),
+    }
     options["max_num_batched_tokens"] = rng.choice([24, 40, 200])
     if issubclass(cls, PagedScheduler) and rng.random() < 0.5:
         options |= {"preemption": "swap", "num_host_blocks": rng.choice([3, 30])}
@@ -190,7 +194,9 @@ class Run:
         output = self.scheduler.schedule()
         self.plain.check()
         work = [
-            Work(each, each.num_computed_tokens, each.token_ids(0, each.num_computed_tokens + num_new), each.block_ids[:])
+            Work(
+                each, each.num_computed_tokens, each.token_ids(0, each.num_computed_tokens + num_new), each.block_ids[:]
+            )
             for each, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
         ]
         self.seen["preempted"] += len(output.preempted)

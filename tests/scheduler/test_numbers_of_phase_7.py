@@ -15,10 +15,11 @@ import pytest
 from minicache.request import Request
 from minicache.scheduler import FairScheduler, fair
 from minicache.scheduler.drive import drive
-from minicache.scheduler.fair import GroupedScheduler, RankedScheduler
+from minicache.scheduler.fair import PriorityScheduler
 from minicache.scheduler.incidents.broken import ReversedScheduler, StarvingScheduler, ThrashScheduler
 from minicache.scheduler.incidents.case_3_thrash import FixedThrashScheduler
 from minicache.scheduler.incidents.table import INCIDENTS, measure
+from minicache.scheduler.queue import RequestQueue
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/en/phase-07-fairness"
@@ -88,12 +89,12 @@ def test_the_table_of_the_eight():
 
 
 def test_the_example_of_the_incident_room():
-    """One seat: five steps and a batch of 1 where it is right, and a batch of 0 after 100 steps with the bug."""
+    """One batch slot: five steps and a batch of 1 where it is right, and a batch of 0 after 100 steps with the bug."""
     cap = INCIDENTS[0]
     right = measure(cap.workload, cap.fixed)
     broken = measure(cap.workload, cap.broken)
     assert (right.num_steps, right.max_batch_size, broken.max_batch_size, cap.workload.max_steps) == (5, 1, 0, 100)
-    assert not missing_on("theory/01-the-incident-room.md", "ends it after 5 steps", "is asked 100 times")
+    assert not missing_on("theory/01-the-incident-room.md", "finishes it after 5 steps", "is asked 100 times")
 
 
 # --- the thrash -----------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def test_forty_requests_step_by_step(figures):
 
 
 def test_which_of_the_two_bugs_starves(figures):
-    rows = table("theory/03-starvation.md", "| | steps | prefill tokens | starved | request 0 ends after |")
+    rows = table("theory/03-starvation.md", "| | steps | prefill tokens | starved | request 0 finishes after |")
     kinds = (ReversedScheduler, ThrashScheduler, StarvingScheduler, FairScheduler)
     timeout = figures.TIMEOUT * 394
     for kind, (_, *cells) in zip(kinds, rows, strict=True):
@@ -228,9 +229,9 @@ def test_what_was_recorded_is_what_is_counted(figures):
 # --- order and bound ------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_ranks():
-    scheduler = RankedScheduler(num_blocks=64, max_num_seqs=1)
-    rows = table("theory/04-a-fair-order.md", "| request | priority | arrival_time | arrival_index | rank | place |")
+def test_the_table_of_priority_keys():
+    scheduler = PriorityScheduler(num_blocks=64, max_num_seqs=1)
+    rows = table("theory/04-a-fair-order.md", "| request | priority | arrival_time | arrival_index | key | position |")
     requests = []
     for name, priority, time, *_ in rows:
         request = Request(
@@ -240,10 +241,10 @@ def test_the_table_of_ranks():
         requests.append(request)
     served = list(drive(scheduler).finished)
     assert ", ".join(served) in page("theory/04-a-fair-order.md")
-    for request, (_, _, _, index, rank, place) in zip(requests, rows, strict=True):
+    for request, (_, _, _, index, key, position) in zip(requests, rows, strict=True):
         assert int(index) == request.arrival_index
-        assert rank.replace("−", "-") == str(scheduler.rank(request))
-        assert int(place) == served.index(request.request_id) + 1
+        assert key.replace("−", "-") == str(scheduler.priority_key(request)[:3])
+        assert int(position) == served.index(request.request_id) + 1
 
 
 def test_one_order_against_two(figures):
@@ -268,8 +269,8 @@ def test_one_order_against_two(figures):
     assert lost == [3, 5, 15]
 
 
-def test_an_urgent_one_waits_for_the_seat():
-    scheduler = RankedScheduler(num_blocks=64, max_num_seqs=1)
+def test_an_urgent_one_waits_for_the_slot():
+    scheduler = PriorityScheduler(num_blocks=64, max_num_seqs=1)
     lowly = [(0, Request(number, [1] * 10, 3, priority=5)) for number in range(3)]
     tally = drive(scheduler, arrivals=[*lowly, (1, Request("U", [1] * 10, 3))])
     assert [ids[0] for ids in tally.order] == [0, 0, 0, "U", "U", "U", 1, 1, 1, 2, 2, 2]
@@ -296,7 +297,7 @@ def test_five_requests_of_two_groups(figures):
 
 def test_an_image_among_endless_texts(figures):
     told = []
-    for kind in (GroupedScheduler, FairScheduler):
+    for kind in (PriorityScheduler, FairScheduler):
         served = figures.run_texts(kind)
         first = served.tally.first_token["image"]
         texts = {each for ids in served.tally.order[:first] for each in ids}
@@ -318,7 +319,7 @@ def test_lowly_requests_among_endless_urgent_ones(figures):
     assert max(counts) == fair.STARVATION_BOUND
     falls = [step for step, (now, later) in enumerate(pairwise([*counts, 0]), start=1) if later < now]
     assert falls[:3] == [320, 645, 970]
-    served, counts = figures.run_endless(RankedScheduler)
+    served, counts = figures.run_endless(PriorityScheduler)
     assert "lowly 0" not in served.tally.first_token
     assert len(served.tally.finished) == 300
     assert counts[-1] > 200
@@ -328,7 +329,8 @@ def test_the_worked_examples_of_the_lab():
     """What the lab's page shows at the prompt is what comes out."""
     text = (PAGES / "lab/01-a-fair-scheduler.md").read_text(encoding="utf-8")
     examples = "\n\n".join(re.findall(r"```pycon\n(.*?)```", text, re.DOTALL))
-    names = {"Request": Request} | {name: getattr(fair, name) for name in dir(fair) if name.endswith("Scheduler")}
+    names = {"Request": Request, "RequestQueue": RequestQueue}
+    names |= {name: getattr(fair, name) for name in dir(fair) if name.endswith("Scheduler")}
     case = doctest.DocTestParser().get_doctest(examples, names, "lab", None, 0)
     runner = doctest.DocTestRunner()
     runner.run(case)
@@ -339,5 +341,5 @@ def test_the_worked_examples_of_the_lab():
 def test_the_promise_is_tested_as_the_page_says():
     """Pools down to one block, runs of 40 moves, a bound of 2."""
     source = (ROOT / "tests/scheduler/test_promise_state_machine.py").read_text(encoding="utf-8")
-    for said in ("num_blocks=st.integers(1, ", "stateful_step_count=40", "bound = 2"):
-        assert said in source
+    for stated in ("num_blocks=st.integers(1, ", "stateful_step_count=40", "bound = 2"):
+        assert stated in source

@@ -17,7 +17,7 @@ from minicache.engine.beam import BeamSearch, BeamSearchParams
 from minicache.memory import prefix
 from minicache.memory.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.request import Request, RequestStatus
-from minicache.scheduler import PagedScheduler, SharingScheduler
+from minicache.scheduler import PrefixCachingScheduler, SharingScheduler
 from minicache.scheduler.output import SchedulerOutput
 
 ROOT = Path(__file__).parents[2]
@@ -77,12 +77,12 @@ def serve(scheduler: SharingScheduler, *requests: Request) -> list[int]:
     return [first[request.request_id] for request in requests]
 
 
-def forked(num_prompt: int, num_twins: int, outputs: list[int] | None = None, **options: int) -> SharingScheduler:
-    """A request with its first token, and its twins."""
+def forked(num_prompt: int, num_children: int, outputs: list[int] | None = None, **options: int) -> SharingScheduler:
+    """A request with its first token, and its children."""
     scheduler = SharingScheduler(**{"num_blocks": 200, "block_size": 4} | options)
     scheduler.add_request(Request(0, [1] * num_prompt, 4))
     step(scheduler)
-    for number in range(1, num_twins + 1):
+    for number in range(1, num_children + 1):
         scheduler.fork_request(0, number, outputs)
     return scheduler
 
@@ -217,8 +217,22 @@ def test_seven_moments_of_a_pool():
     assert cached == [[[], [], []], *[[[0], [1], [2]]] * 4, *[[[0], [1], []]] * 2]
 
 
+def test_tails_and_the_two_ends():
+    """The free list after a request of 9 tokens, and after each of four with 3, with one end and with two."""
+    scheduler = SharingScheduler(num_blocks=4, block_size=4, prefix_caching=True)
+    serve(scheduler, Request("a", [1] * 9, 1))
+    one_end, happened = [3, 2, 1, 0], []
+    for number in range(5):
+        happened.append((one_end, deepcopy(scheduler.pool).allocate(4)))
+        serve(scheduler, Request(number, [2] * 3, 1))
+        one_end = [*one_end[1:], one_end[0]]
+    rows = table(POOL, "| | first in, first out | two ends |")
+    assert [(ints(row[1].split(",")[0]), ints(row[2])) for row in rows] == happened
+    assert scheduler.stats.num_evicted_blocks == 0
+
+
 def test_what_is_computed_twice():
-    """48 tokens, twice at once: the third block has two copies, and both their name."""
+    """48 tokens, twice at once: the third block is there twice, and both have the hash."""
     scheduler = SharingScheduler(num_blocks=20, prefix_caching=True)
     a, b = (Request(name, list(range(48)), 5) for name in "ab")
     for request in (a, b):
@@ -243,9 +257,17 @@ def test_what_admission_counts():
     step(scheduler)
     b = Request("b", [1] * 14, 3)
     assert scheduler.find_prefix(b) == [0, 1]
-    counted = [scheduler.blocks_to_admit(b), 2, scheduler.blocks_to_take(b), scheduler.pool.num_free]
+    counted = [
+        scheduler.blocks_to_admit(b),
+        2,
+        scheduler.blocks_to_take(b, scheduler.find_prefix(b)),
+        scheduler.pool.num_free,
+    ]
     rows = table(POOL, "| it takes | blocks |")
     assert [ints(row[1])[0] for row in rows] == counted
+    assert scheduler.num_new_tokens(b, scheduler.find_prefix(b)) == 6
+    assert "The free list is 4 1 0." in page(POOL)
+    assert deepcopy(scheduler.pool).allocate(3) == [4, 1, 0]
     scheduler.add_request(b)
     step(scheduler)
     assert b.status is RequestStatus.WAITING
@@ -295,17 +317,17 @@ def test_the_first_write_copies():
     assert [(ints(row[1]), ints(row[2]), ints(row[3]), int(row[4])) for row in rows] == happened
 
 
-def test_a_copy_that_nobody_needs_any_more():
-    for num_blocks, num_twins, work, copies, preempted in ((2, 1, [0], [], [1]), (3, 2, [0, 1], [(1, 2)], [2])):
-        scheduler = forked(6, num_twins, num_blocks=num_blocks)
+def test_a_copy_that_is_not_needed_any_more():
+    for num_blocks, num_children, work, copies, preempted in ((2, 1, [0], [], [1]), (3, 2, [0, 1], [(1, 2)], [2])):
+        scheduler = forked(6, num_children, num_blocks=num_blocks)
         output = step(scheduler)
         assert [*output.num_scheduled_tokens] == work
         assert (output.blocks_to_copy, output.preempted) == (copies, preempted)
     assert "b is alone on block 1" in page(COPIES)
 
 
-def test_twins_with_other_tokens():
-    rows = table(COPIES, "| the twin has generated | agree | counts as computed | its blocks | it computes |")
+def test_children_with_other_tokens():
+    rows = table(COPIES, "| the child has generated | in common | counts as computed | its blocks | it computes |")
     assert len(rows) == 6
     for said, agree, computed, blocks, left in rows:
         scheduler = SharingScheduler(num_blocks=20, block_size=4)
@@ -361,7 +383,7 @@ def test_a_beam_search_by_hand():
         (1, 0): {1: -1.5, 0: -9.0, 2: -9.0},
     }
     search, said, steps = BeamSearch(BeamSearchParams(2, length_penalty=1.0), [2], 3), [], 0
-    for cells in (PAGES / BEAMS).read_text(encoding="utf-8").split("| rank | way | sum | |")[1:]:
+    for cells in (PAGES / BEAMS).read_text(encoding="utf-8").split("| rank | hypothesis | sum | |")[1:]:
         rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in cells.split("\n\n")[0].splitlines()[2:]]
         said.append([(int(rank), way, float(total.replace("−", "-"))) for rank, way, total, _ in rows])
     while not search.is_over:
@@ -501,7 +523,7 @@ def test_the_worked_examples_of_the_labs(name):
     text = (PAGES / name).read_text(encoding="utf-8")
     examples = "\n\n".join(re.findall(r"```pycon\n(.*?)```", text, re.DOTALL))
     names = {each: getattr(prefix, each) for each in ("CachingBlockPool", "block_hash", "root_hash")}
-    names |= {"Request": Request, "SharingScheduler": SharingScheduler, "PagedScheduler": PagedScheduler}
+    names |= {each.__name__: each for each in (Request, PrefixCachingScheduler, SharingScheduler)}
     if "Beam" in examples:
         beam = importlib.import_module("minicache.engine.beam")
         names |= {each: getattr(beam, each) for each in ("BeamSearch", "BeamSearchParams", "Step")}

@@ -335,7 +335,7 @@ def test_a_recovery_in_a_trace(explicit: bool) -> None:
 
 
 def test_what_a_failed_step_finished_is_told() -> None:
-    """a outgrows the pool, and b is admitted in the same step, which fails: a has finished, and b was never admitted."""
+    """a outgrows the pool, b is admitted in the same step, which fails: a has finished, and b was never admitted."""
     scheduler, steps = watched(num_blocks=2, block_size=4)
     for request_id, num_prompt in zip("ab", (8, 4), strict=True):
         scheduler.add_request(request_of(request_id, num_prompt))

@@ -93,7 +93,7 @@ class Guarantees(RuleBasedStateMachine):
 
     @rule()
     def recover(self) -> None:
-        """A step has failed, or an engine is careful: nothing is computed and nothing is held, and no output is lost."""
+        """A step has failed, or an engine is careful: nothing is computed, nothing is held, and no output is lost."""
         outputs = [list(each.output_token_ids) for each in self.requests]
         self.scheduler.recover()
         self.output = None

@@ -16,9 +16,6 @@ from torch import Tensor
 
 from minicache.errors import require_count
 
-QUERY_TILE = 256
-"""Queries that attend at a time. A mask for all T of them at once would be a square, gigabytes for a long prompt."""
-
 
 class Cache(Protocol):
     """What attention asks of a KV cache. `minicache.cache.dense.KVCache` is one."""

@@ -229,8 +229,8 @@ class PagedKVCache(KVCache):
     def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the newest T tokens over everything that `layer` holds, through the block tables.
 
-        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is a decode
-        step and goes to `minicache.kernels.paged_decode_attention`, more to `paged_prefill_attention`.
+        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is decode
+        attention (`minicache.kernels.paged_decode_attention`), more is prefill (`paged_prefill_attention`).
 
         Args:
             layer: 0 … num_layers − 1.

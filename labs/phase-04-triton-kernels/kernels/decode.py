@@ -65,8 +65,9 @@ def attend_range(
     so far: its maximum is then −inf, and −inf − (−inf) is NaN. Subtract 0 in its place, and every exp gives 0.
 
     Per score, in fp32 and in this order: times `scale`; `softcap`; plus slope · (key position − query position); −inf
-    where the token is not visible. tanh(x) is best written (1 − e) / (1 + e) with e = exp(−2 |x|) and the sign of x:
-    it cannot overflow, and the interpreter has no tanh.
+    where the token is not visible. The interpreter has no tanh. (1 − e) / (1 + e) with e = exp(−2 |x|) and the sign of
+    x cannot overflow; but where |x| is small, as under a large cap, 1 − e cancels: x − x³/3 + 2x⁵/15 is exact in fp32
+    for |x| < 0.1.
 
     Args of the rows, which are query tokens or query heads, as the caller packs them:
         q: queries `[ROWS, PADDED_HEAD_DIM]`, zero past HEAD_DIM. Keys, values and probabilities are converted to q's
@@ -78,7 +79,8 @@ def attend_range(
         k_head_ptr, v_head_ptr: the caches' pointers, moved on to this head.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.
-        stride_*: in elements, of the block, the slot in the block and the dimension. Block ids are multiplied in int64.
+        stride_*: in elements, of the block, the slot in the block and the dimension. Block ids and slots are multiplied
+            in int64.
 
     Args that change scores:
         scale: fp32, what the scores are multiplied by.
@@ -159,8 +161,8 @@ def decode_kernel(
     Numbers: scale, sliding_window (or None), softcap (or None). What is None is compiled away.
 
     Strides, in elements: q's sequence, head and dimension; the caches' block, slot in the block, head and dimension;
-    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences and block ids are
-    multiplied in int64.
+    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences, heads, block ids and slots
+    are multiplied in int64.
 
     Constants:
         GROUP: query heads to a key/value head.

@@ -53,8 +53,9 @@ def store_kernel(
             nothing of that token is read or written.
 
     Strides, in elements: (n, h, i) of k is at `k_ptr + n * stride_k_token + h * stride_k_head + i * stride_k_dim`; `kc`
-    and `vc` are the caches, whose rows are found by block and by slot in the block. Any strides may come. Tokens and
-    block ids are multiplied in int64: in a cache of more than 2³¹ elements a block id times its stride passes 2³¹.
+    and `vc` are the caches, whose rows are found by block and by slot in the block. Any strides may come. Tokens,
+    heads, slots and block ids are multiplied in int64: in a cache of more than 2³¹ elements a block id times its stride
+    passes 2³¹.
 
     Constants:
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.

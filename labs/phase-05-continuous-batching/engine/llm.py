@@ -2,14 +2,15 @@
 # Write what raises NotImplementedError. `minicache grade 5` grades it, `minicache hint 5.K` helps with task K.
 """The serving engine: a scheduler says what to compute, a model computes it, and many requests get their tokens.
 
-Phase 5 builds its loop. A step is: `schedule()`, move the blocks that it says, one pass of the model over the new
-tokens of all requests, a token picked for each, `update_from_output()`. What is served, and in what order, is the
-scheduler's business; where keys and values lie is the memory's (`minicache.engine.runner`). So the tokens of a request
-are those that it would get alone.
+Phase 5 builds its loop. A step is: `schedule()`, move the blocks that it names, one forward pass over the new tokens of
+all requests, a token picked for each, `update_from_output()`. What runs, and in what order, is the scheduler's
+decision; where keys and values lie is the memory's (`minicache.engine.runner`). The tokens of a request are those that
+it would get alone.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
@@ -35,7 +36,7 @@ from minicache.engine.runner import (
 from minicache.engine.sampling import SamplingParams, pick_tokens
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError
-from minicache.request import RequestId, RequestStatus
+from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import Preemption
@@ -44,38 +45,46 @@ from minicache.scheduler.sharing import SharingScheduler
 __all__ = ["LLM", "Chunk", "Completion"]
 
 MAX_IDLE_STEPS = 100
-"""So many steps in a row without work, and `generate` gives a scheduler up."""
+"""After so many steps in a row without work, `generate` gives up."""
+
+logger = logging.getLogger("minicache")
 
 
 class LLM:
     """Serves many requests at once, step by step.
 
-    **When a step fails.** If the model raises, the error goes through `step()`. Nothing has been recorded: requests,
-    blocks and random generators are as before the step, and `step()` may be called again. It orders the same work once
-    more. If it fails again, abort the requests (`abort_request`) and go on with others.
+    **When a step fails**, whatever raised, the error goes through `step()`, and every unfinished request is back in the
+    waiting queue with nothing computed (`recover`). Tokens that it has generated stay, and random generators are as
+    before the step, so the steps that follow give the tokens that would have come without the failure. If it fails
+    again, abort the requests that cause it (`abort_request`) and go on with the others.
+
+    **When one request fails**, because its logits are not finite or its tokens cannot be decoded, it alone is finished,
+    as FINISHED_ERROR: its last chunk has the finish_reason "error".
 
     Args:
         model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
             ("org/name"), or a model (`minicache.engine.runner.Model`).
-        scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`. Then its pool and its limits
-            count, and the options from num_blocks to long_prefill_threshold, but for `cache`, are not looked at.
+        scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`, whose pool and limits then
+            replace the options from num_blocks to long_prefill_threshold, except `cache`.
         cache: "paged": blocks; "dense": a `KVCache` for each request, and no swapping.
         num_blocks: blocks of the cache. None: as many as 64 MiB hold, but at least for one request of max_model_len
             tokens and at most for max_num_seqs such (`minicache.engine.runner.default_num_blocks`).
         block_size: tokens of a block.
-        max_num_seqs: the most requests in a batch.
+        max_num_seqs: batch slots: the most requests in a batch.
         max_num_batched_tokens: the most tokens of one step. "chunked" computes a longer prompt in several; the others
             refuse it.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
         preemption: "recompute" or "swap".
-        num_host_blocks: blocks of the host pool, ≥ 1 for "swap".
+        num_host_blocks: blocks of the CPU swap space, ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free.
         prefix_caching: find beginnings of prompts that are computed already (phase 8). Not with a dense cache.
+        reserve_full_prompt: admit a request only if the blocks of its whole prompt are free; False, for "chunked":
+            those of its first chunk are enough.
         long_prefill_threshold: the most tokens of one request in one step, for "chunked"; 0: no such limit.
         dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
             folder. A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
-        tokenizer: turns text into tokens and back; its end tokens end answers. None: MiniGPT's for a checkpoint, the
+        tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
         observers: are told what the scheduler does (`minicache.scheduler.observe`).
@@ -84,10 +93,12 @@ class LLM:
         model: what is run.
         device: where it is.
         tokenizer: as above, or None.
-        scheduler: who decides; observed, if there are observers.
+        max_model_len: the most tokens of a request: the scheduler's limit or the model's, the lower.
+        scheduler: decides what runs; observed, if there are observers.
+        forks: whether further answers to a prompt are forks of the first (phase 8).
         memory: where the requests' keys and values are.
-        answers: request id → `Answer`, for all answers that have not ended. If a request asks for several, the first
-            has its name, and the others have an `AnswerId`.
+        answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
+            and the others have an `AnswerId`.
 
     Raises:
         CheckpointError: checkpoint or folder cannot be read; UnsupportedModelError: the folder's model is none that is
@@ -112,6 +123,7 @@ class LLM:
         num_host_blocks: int = 0,
         watermark: float = 0.0,
         prefix_caching: bool = False,
+        reserve_full_prompt: bool = True,
         long_prefill_threshold: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -139,14 +151,14 @@ class LLM:
                 num_host_blocks=num_host_blocks,
                 watermark=watermark,
                 prefix_caching=prefix_caching,
+                reserve_full_prompt=reserve_full_prompt,
                 long_prefill_threshold=long_prefill_threshold,
             )
         if scheduler.has_unfinished:
-            raise ValueError(
-                "the scheduler has requests already, which this engine knows nothing of: give it a new one"
-            )
+            raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
         if cache not in ("paged", "dense"):
             raise ValueError(f'cache must be "paged" or "dense"; got {cache!r}')
+        self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.scheduler = observe(scheduler, *observers)
         self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
         self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
@@ -162,7 +174,7 @@ class LLM:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Answer all prompts, and return when the last answer is complete.
+        """Answer all prompts, and return when the last answer is finished.
 
         Args:
             prompts: texts, or lists of token ids; mixed if need be.
@@ -177,8 +189,8 @@ class LLM:
             IndexError: a token id is outside the model's vocabulary.
             UnknownWordError: the tokenizer does not know a word.
             RequestTooLargeError: a request could never be served. In all these cases none was begun.
-            InvariantError: the scheduler orders nothing any more, and requests are unfinished.
-            Exception: what the model raises. The requests of this call are aborted; others are as they were.
+            InvariantError: the scheduler schedules nothing any more, and requests are unfinished.
+            Exception: what a step raises. The requests of this call are aborted; others go on.
         """
         answers = self._prepare(prompts, params)
         for _ in self._serve(answers):
@@ -189,8 +201,7 @@ class LLM:
         """Answer all prompts, and yield each token as soon as there is one.
 
         The chunks of a prompt have its `index`, and the texts of all its chunks are its text. Nothing runs before the
-        first chunk is asked for. Whoever leaves the loop early aborts what is unfinished, when the iterator is closed
-        or dropped.
+        first chunk is asked for. When the iterator is closed or dropped early, what is unfinished is aborted.
 
         Args:
             prompts: as for `generate`.
@@ -201,7 +212,7 @@ class LLM:
             aborted has none.
 
         Raises:
-            Exception: as `generate`; what is wrong with prompts and params at once, the rest while it runs.
+            Exception: as `generate`: for wrong prompts and params at once, for the rest while it runs.
         """
         return self._serve(self._prepare(prompts, params))
 
@@ -218,37 +229,39 @@ class LLM:
     ) -> RequestId:
         """Have a request served by the steps to come.
 
-        Its n answers (`params.n`) all have its name; the `index` of a chunk says which of them it belongs to. With a
-        scheduler that forks, all but the first begin when that one has got its first token (`collect`).
+        The chunks of all its n answers (`params.n`) have its id; their `index` says which answer they belong to. With a
+        scheduler that forks, all but the first answer begin once that one has its first token (`collect`).
 
         Args:
             prompt: a text, or token ids.
             params: what to generate.
-            request_id: its name, of no other unfinished request. None: a number.
+            request_id: its id, of no other unfinished request. None: a number.
             priority: lower runs first, if the scheduler looks at it.
-            group: only requests of one group may share a batch, if the scheduler looks at it.
+            group: only requests of one compatibility class may share a batch, if the scheduler looks at it.
             cache_salt: requests with different salts share no block, whatever their prompts.
             arrival_time: when it came, in seconds on the caller's clock, if the scheduler looks at it.
 
         Returns:
-            Its name.
+            Its id.
 
         Raises:
-            TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError: as `generate`; also for a name
+            TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError: as `generate`; also for an id
                 that is in use. Nothing was added.
         """
         name = self._free_name() if request_id is None else request_id
         keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
         keys["arrival_time"] = arrival_time
-        answers = new_answers(prompt, params, name, self._chunks, self.model.config, self.tokenizer, **keys)
+        answers = new_answers(
+            prompt, params, name, self._chunks, self.model.config, self.max_model_len, self.tokenizer, **keys
+        )
         self._begin(answers)
         return name
 
     def abort_request(self, request_id: RequestId) -> bool:
-        """End all answers of a request whose client has left, and take their memory back. It gets no chunk any more.
+        """End all answers of a request whose client has left, and free their memory. It gets no further chunk.
 
         Returns:
-            False if no unfinished request has this name.
+            False if no unfinished request has this id.
         """
         ended = False
         for name in dict.fromkeys((request_id, *self.answers_of(request_id))):
@@ -276,26 +289,43 @@ class LLM:
     # The loop
 
     def step(self) -> list[Chunk]:
-        """Run one step: schedule, move blocks, run the model, pick tokens, record them, report them.
+        """Run one step: schedule, move blocks, run the model, pick tokens, record them, emit them.
 
-        `schedule()` orders copies once, and says once who has ended in it (`output.finished`, capacity). If the model
-        then fails, neither is said again: so blocks are moved (`memory.move_blocks`) and those ends reported before it
-        runs. Tokens are reported after the scheduler has recorded them (`update_from_output`), in batch order. If
-        nobody is scheduled the model is not run, and the scheduler is told of no tokens.
+        If nothing is scheduled, the model is not run, and no tokens are recorded. A request from whose logits nothing
+        can be picked (its token is None) is finished as FINISHED_ERROR before the tokens of the others are recorded
+        (`update_from_output`). Then chunks are emitted: for the requests that `schedule()` has finished
+        (`output.finished`, capacity) without a token, then for those of the step, in batch order.
+
+        Whatever is raised before the tokens are recorded, `recover` is called, and the error goes on.
 
         Returns:
             What `collect` gives: the chunks of requests of `add_request`, of this step and of earlier ones that failed.
             Chunks of a `stream` or `generate` go to them.
 
         Raises:
-            Exception: what the model raises; see the class for what to do then.
+            Exception: what the model raises, or anything else on the way; see the class for what follows.
         """
         raise NotImplementedError(
             "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
         )
 
+    def recover(self) -> None:
+        """Give up what is computed: a step failed, and what it has written is not known.
+
+        Every unfinished request is in the waiting queue again (`Scheduler.recover`), and the memory holds nothing. What
+        the step has recorded before it failed is emitted, and so are requests that it has finished: `collect` returns
+        these chunks after the next step.
+        """
+        self.scheduler.recover()
+        self.memory.clear()
+        for request_id, answer in list(self.answers.items()):
+            if len(answer.request.output_token_ids) > answer.num_chunks:
+                self.emit(request_id, answer.request.output_token_ids[-1])
+            elif answer.request.status.is_finished:
+                self.emit(request_id, None)
+
     def run_model(self, output: SchedulerOutput) -> Tensor:
-        """One pass of the model over all tokens that a step has to compute.
+        """One forward pass over all tokens that a step has to compute.
 
         They lie side by side in one row, request after request in batch order, each request's from the first that is
         not computed yet. `memory.make_step(output)` is the cache that tells them apart, and `logits_at` runs the model.
@@ -310,7 +340,7 @@ class LLM:
             "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
         )
 
-    def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int]:
+    def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
         """Pick the next token of every request whose tokens are all computed with this step.
 
         Each with its own sampler, all in one call of `pick_tokens`. For a request that is still in its prompt after the
@@ -321,22 +351,23 @@ class LLM:
             logits: `[B, vocab]`, as `run_model` gives them.
 
         Returns:
-            request id → token, in batch order.
+            request id → token, in batch order; None where the logits give none.
         """
         raise NotImplementedError(
             "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
         )
 
-    def report(self, request_id: RequestId, token_id: int | None) -> None:
-        """Tell whoever waits for it what a step gave a request, and see whether its text ends there.
+    def emit(self, request_id: RequestId, token_id: int | None) -> None:
+        """Make the next chunk of an answer, and finish the answer if its text ends there.
 
-        The token's text goes through the answer's `TextStream`, if it has one. If that has found a stop string and the
-        scheduler has not ended the request, it is ended as FINISHED_STOPPED. A request that has ended shows what its
-        text has held back, and is forgotten: by `answers`, and by the memory.
+        The token's text goes through the answer's `TextStream`, if it has one. If that has found a stop string, the
+        request is finished as FINISHED_STOPPED. Otherwise, if the request is finished, its text shows what it has held
+        back. If the tokenizer raises, the error is logged and the request is FINISHED_ERROR (`_fail`). A finished
+        answer is dropped from `answers`, and the memory forgets its request.
 
         Args:
             request_id: of `answers`; the scheduler has recorded the token.
-            token_id: its new token; None if it ended without one.
+            token_id: its new token; None if it was finished without one.
         """
         raise NotImplementedError(
             "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
@@ -345,14 +376,14 @@ class LLM:
     def collect(self) -> list[Chunk]:
         """Begin the answers that can be forked now, and hand over the chunks of requests of `add_request`.
 
-        Every step ends with this: its tokens are recorded, so that a first answer that has got one can be forked.
+        Every step ends with this: its tokens are recorded, so a first answer that has one can be forked.
 
         Returns:
-            The chunks that were not handed over yet. All chunks of a request have its name, whichever answer's they
-            are.
+            The chunks that were not handed over yet. All chunks of a request have its id, whichever answer's they are.
         """
-        if self._waiting_to_fork:
-            self._waiting_to_fork = [answer for answer in self._waiting_to_fork if not self._fork(answer)]
+        for answer in self._waiting_to_fork.copy():
+            if self._fork(answer):
+                self._waiting_to_fork.remove(answer)
         chunks = [_named(chunk) for chunk in self._chunks]
         self._chunks.clear()  # the same list: the answers go on adding to it
         return chunks
@@ -360,7 +391,7 @@ class LLM:
     # From prompts to requests
 
     def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Answer]:
-        """What a list of prompts asks for, if all of it can be served; nothing is added yet."""
+        """The answers that a list of prompts asks for, if all of them can be served; nothing is added yet."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise TypeError(f"prompts must be a list of texts or of token id lists; got {prompts!r}")
         if not isinstance(params, SamplingParams | Sequence):
@@ -372,13 +403,13 @@ class LLM:
         answers: list[Answer] = []
         for prompt, its in zip(prompts, each, strict=True):
             name, config, index = self._free_name(), self.model.config, len(answers)
-            answers += new_answers(prompt, its, name, chunks, config, self.tokenizer, index=index)
+            answers += new_answers(prompt, its, name, chunks, config, self.max_model_len, self.tokenizer, index=index)
         for answer in answers:
             self.scheduler.check_size(answer.request)
         return answers
 
     def _serve(self, answers: list[Answer]) -> Iterator[Chunk]:
-        """Add the requests, step until all have ended, and yield their chunks."""
+        """Add the requests, step until all are finished, and yield their chunks."""
         if not answers:
             return
         chunks, unfinished, num_idle = answers[0].chunks, answers[::-1], 0
@@ -390,7 +421,7 @@ class LLM:
                 num_idle = 0 if chunks or self.memory.num_steps > num_steps else num_idle + 1
                 if num_idle > MAX_IDLE_STEPS:
                     left = [answer.request for answer in answers if not answer.finish_reason]
-                    raise InvariantError(f"the scheduler orders nothing any more; unfinished: {left[:3]} …")
+                    raise InvariantError(f"the scheduler schedules nothing any more; unfinished: {left[:3]} …")
                 yield from map(_named, chunks)
                 chunks.clear()
                 while unfinished and unfinished[-1].finish_reason:
@@ -401,11 +432,11 @@ class LLM:
                     self.abort_request(answer.request.request_id)
 
     def _begin(self, answers: list[Answer]) -> None:
-        """Give requests to the scheduler; but those that are forked later, not yet. All of them, or none."""
+        """Give the scheduler all requests but those that are forked later. All of them, or none."""
         for answer in answers:
             name = answer.request.request_id
             if name in self.answers or (answer.first is None and self.answers_of(name)):
-                raise ValueError(f"request {name!r} is here already: give every request a name of its own")
+                raise ValueError(f"request {name!r} is here already: give every request an id of its own")
         for answer in answers:
             if answer.first is None or not self.forks:
                 self.scheduler.add_request(answer.request)
@@ -417,10 +448,10 @@ class LLM:
                 self._most_answers = max(self._most_answers, name.turn + 1)
 
     def _fork(self, answer: Answer) -> bool:
-        """Begin another answer to a prompt once the first has a token and there is a seat. Whether it has begun.
+        """Begin another answer to a prompt once the first has a token and there is a batch slot. Whether it has begun.
 
         The fork has no token yet: the prompt's last is computed again for it, and it draws its first from that. If the
-        first answer has lost its place or has ended already, this one begins like any request.
+        first answer is out of the batch, this one begins like any request.
         """
         first = answer.first
         assert first is not None
@@ -436,16 +467,16 @@ class LLM:
         return True
 
     def answers_of(self, name: RequestId) -> list[RequestId]:
-        """What the scheduler calls the unfinished answers of a request. Takes no longer the more requests there are."""
+        """The scheduler's ids for the unfinished answers of a request. Takes the same time however many there are."""
         names = (name, *(AnswerId(name, turn) for turn in range(1, self._most_answers)))
         return [each for each in names if each in self.answers]
 
     def _free_name(self) -> RequestId:
-        """A name for a request that came without one: a number that no unfinished request has."""
+        """An id for a request that came without one: a number that no unfinished request has."""
         return next(name for name in self._names if not self.answers_of(name))
 
 
 def _named(chunk: Chunk) -> Chunk:
-    """A chunk as its client knows it: with the name of its request, not with that of its answer."""
+    """A chunk as its client knows it: with the id of its request, not with that of its answer."""
     name = request_of(chunk.request_id)
     return chunk if name is chunk.request_id else replace(chunk, request_id=name)

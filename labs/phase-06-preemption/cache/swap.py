@@ -1,11 +1,11 @@
 # Phase 6, preemption: your file. It stands in for minicache.cache.swap.
 # Write what raises NotImplementedError. `minicache grade 6` grades it, `minicache hint 6.K` helps with task K.
-"""Blocks that move: between a cache's storage and the host's memory, and inside the storage.
+"""Blocks that move: between a cache's storage and CPU memory, and inside the storage.
 
-Phase 6 builds it. A scheduler decides which block goes where and writes it down as pairs (`SchedulerOutput`); this
-module moves the bytes. A pair names one block of each side, and stands for its keys and values in all layers. The
-engine copies out, then in, then on the device, and only then runs the model: a block that was copied out may have been
-given to somebody else in the same step.
+Phase 6 builds it. A scheduler decides which block goes where and lists the pairs (`SchedulerOutput`); this module moves
+the bytes. A pair names one block of each side, and stands for its keys and values in all layers. The engine copies out,
+then in, then on the device, and only then runs the model: a block that was copied out may have been allocated to
+another request in the same step.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class HostStorage:
-    """The memory of a host pool's blocks, beside the storage of a cache: what a request that is swapped out leaves.
+    """CPU swap space: the memory of the host blocks, which hold the KV entries of requests that are swapped out.
 
-    A block is as large here as there, and has the same dtype. It lies in one piece, keys and values of all layers one
-    after the other, so that a copy between device and host is one transfer a block. Beside a GPU the memory is pinned,
-    so that the transfer needs no second copy; elsewhere it is ordinary memory.
+    A block is as large here as in the storage, and has the same dtype. It lies in one piece, keys and values of all
+    layers one after the other, so a copy between device and host is one transfer a block. With a GPU the memory is
+    pinned, so the transfer needs no second copy; otherwise it is ordinary memory.
 
     The two storages count their blocks separately: block 3 and host block 3 have nothing to do with each other.
 
     Args:
         storage: where the blocks come from and go back to.
-        num_host_blocks: blocks of the host pool, ≥ 1.
+        num_host_blocks: blocks of the CPU swap space, ≥ 1.
 
     Attributes:
         storage: as given.
@@ -64,7 +64,7 @@ class HostStorage:
 
         Raises:
             TypeError: an id is not an int.
-            IndexError: an id is outside the storage, or outside the host's. Negative ids do not count from the end.
+            IndexError: an id is outside the storage, or outside the swap space. Negative ids do not count from the end.
             ValueError: a block or a host block is named twice. Whatever is raised, nothing was copied.
         """
         raise NotImplementedError(
@@ -72,7 +72,7 @@ class HostStorage:
         )
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy host blocks into blocks of the storage: keys and values of every layer. The host's stay as they are.
+        """Copy host blocks into blocks of the storage: keys and values of every layer. The host blocks do not change.
 
         Args:
             pairs: (host block, block); no host block and no block twice. May be empty.
@@ -86,7 +86,7 @@ class HostStorage:
 
 
 def copy_blocks(storage: PagedStorage, pairs: Pairs) -> None:
-    """Copy blocks to other blocks of the same storage: keys and values of every layer. Phase 8 copies on write so.
+    """Copy blocks to other blocks of the same storage: keys and values of every layer (phase 8's copy-on-write).
 
     All sources are read before any target is written: a block may be one pair's target and another's source.
 

@@ -187,6 +187,12 @@ class PagedScheduler(ContinuousBatchScheduler):
             "phase 6, task 3: Grow by a block; read docs/en/phase-06-preemption/lab/00-paged-scheduling.md"
         )
 
+    def blocks_missing(self, request: Request) -> int:
+        """Blocks that the request must still get before its next tokens are computed. In decode: 1 or 0."""
+        # Asked on every token, so without the calls of `blocks_to_admit` and `num_tokens`.
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        return -(-num_tokens // self.pool.block_size) - len(request.block_ids)
+
     def grow(self, request: Request, output: SchedulerOutput) -> None:
         """Give a request of the batch its `blocks_missing`, behind those that it has. They are free."""
         raise NotImplementedError(

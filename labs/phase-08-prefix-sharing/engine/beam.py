@@ -20,7 +20,7 @@ from torch import Tensor
 from minicache.engine.answers import Prompt, all_end_token_ids, prompt_token_ids
 from minicache.engine.llm import LLM, MAX_IDLE_STEPS
 from minicache.engine.stopping import TextStream
-from minicache.errors import InvariantError, RequestTooLargeError, require_count
+from minicache.errors import InvariantError, require_count
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import SchedulerOutput, SharingScheduler
 
@@ -217,6 +217,9 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
     run = _Run(llm, params, prompts)
     try:
         run.finish()
+    except BaseException:
+        llm.recover()
+        raise
     finally:
         run.abort()
     return [[run.shown(search, beam) for beam in search.search.answers] for search in run.searches]
@@ -233,14 +236,9 @@ class _Run:
         self.searches: list[_Search] = []
         self.unfinished: dict[RequestId, tuple[_Search, int]] = {}  # request → its search, and its beam's index
         end = () if params.ignore_eos else all_end_token_ids(llm.model.config, llm.tokenizer)
-        longest = llm.model.config.max_seq_len
-        if llm.scheduler.max_model_len is not None:
-            longest = min(longest, llm.scheduler.max_model_len)
         for prompt in prompts:
-            token_ids = prompt_token_ids(prompt, llm.model.config.vocab_size, llm.tokenizer)
-            room = longest - len(token_ids)
-            if room < 1:
-                raise RequestTooLargeError(f"a prompt of {len(token_ids)} tokens leaves no room for an answer")
+            token_ids = prompt_token_ids(prompt, llm.model.config.vocab_size, llm.max_model_len, llm.tokenizer)
+            room = llm.max_model_len - len(token_ids)
             search = BeamSearch(params, {*params.stop_token_ids, *end}, min(params.max_tokens, room))
             request = self.new_request(token_ids, search.max_tokens)
             llm.scheduler.check_size(request)

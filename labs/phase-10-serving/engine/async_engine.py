@@ -2,10 +2,9 @@
 # Write what raises NotImplementedError. `minicache grade 10` grades it, `minicache hint 10.K` helps with task K.
 """Many clients, one engine: one thread owns the `LLM`, and the coroutines of an event loop get its tokens.
 
-Phase 10 builds it. What a client asks for goes to the thread as a command and is obeyed between two steps; what a step
-gives goes to the event loop in one call, and there to the stream of each client. So nobody but the thread ever touches
-the `LLM`, and nobody waits for a client: a step does not wait for a slow reader, and a client that leaves is
-aborted before the next step.
+Phase 10 builds it. A client's call becomes a command, which the thread runs between two steps; the chunks of a step go
+to the event loop in one call, and there to the stream of each client. So only the thread ever uses the `LLM`, no step
+waits for a slow reader, and a request whose client leaves is aborted before the next step.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from types import TracebackType
@@ -32,13 +32,13 @@ from minicache.scheduler.observe import Observer, observe
 
 __all__ = ["AnswerStream", "AsyncEngine"]
 
-MAX_TURN = 0.02
-"""Seconds that the thread waits at most for the event loop to have written what a step gave."""
+MAX_YIELD = 0.02
+"""The most seconds that the thread waits for the event loop to write the chunks of a step."""
 
 logger = logging.getLogger("minicache")
 
 MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1.0, 60.0
-"""Seconds: nobody is told to come back sooner than the one, or later than the other."""
+"""Bounds of `retry_after`, in seconds."""
 
 
 class AnswerStream:
@@ -48,17 +48,17 @@ class AnswerStream:
             async for chunk in stream:
                 ...
 
-    Whoever leaves the block early has left: the request is aborted. Chunks that nobody has fetched wait here. There are
-    at most n · max_tokens of them, however slowly they are read.
+    Leaving the block early aborts the request. Chunks wait here until they are fetched: at most n · max_tokens of them,
+    however slow the reader is.
 
     Args:
         request_id: whose chunks they are.
         num_answers: how many answers the request has, its n: so many chunks will have a finish_reason.
-        leave: is called once, with this stream, if it is closed before all answers have ended.
+        leave: is called once, with this stream, if it is closed before all answers are finished.
 
     Attributes:
         request_id: as above.
-        num_unfinished: answers that have not ended.
+        num_unfinished: answers that are not finished.
         num_prompt_tokens: how long the prompt is; 0 until the engine has taken the request.
     """
 
@@ -67,10 +67,10 @@ class AnswerStream:
         self.num_unfinished = num_answers
         self.num_prompt_tokens = 0
         self._leave = leave
-        self._chunks: deque[Chunk] = deque()  # that nobody has fetched
-        self._error: Exception | None = None  # what `fail` said
+        self._chunks: deque[Chunk] = deque()  # not fetched yet
+        self._error: Exception | None = None  # that of `fail`
         self._is_closed = False
-        self._news = asyncio.Event()  # is set by whatever a reader may be waiting for
+        self._news = asyncio.Event()  # set whenever a reader may have something to do
 
     # What the engine calls, in the event loop
 
@@ -88,13 +88,13 @@ class AnswerStream:
             await self._news.wait()
 
     def put(self, chunk: Chunk) -> None:
-        """Here is the next chunk. Wakes whoever waits for it. One with a finish_reason ends one of the answers."""
+        """Add the next chunk, and wake the reader. One with a finish_reason finishes one of the answers."""
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     def fail(self, error: Exception) -> None:
-        """No more chunks will come. What is here can be fetched; after that `error` is raised."""
+        """No more chunks will come: those that are here can be fetched, then `error` is raised. Wakes the reader."""
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
@@ -102,15 +102,13 @@ class AnswerStream:
     # What a client calls
 
     async def take(self) -> list[Chunk]:
-        """Wait until there is a chunk, and fetch all that are there.
-
-        A reader that is slower than the engine finds several at once, and so catches up.
+        """Wait until there is a chunk, and fetch all that are there: a slow reader catches up.
 
         Returns:
-            One or more chunks, in their order; none if all answers have ended, or the stream is closed.
+            One or more chunks, in their order; none if all answers are finished, or the stream is closed.
 
         Raises:
-            StepFailedError, EngineStoppedError: the request was ended by the engine; `fail` said so.
+            StepFailedError, EngineStoppedError: the engine has given the request up (`fail`).
         """
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
@@ -126,11 +124,10 @@ class AnswerStream:
         )
 
     def close(self) -> None:
-        """The client wants no more. Unfinished answers are aborted, and what was not fetched is dropped.
+        """The client wants no more: drop the chunks that were not fetched, and wake the reader, which gets none.
 
-        To abort them is the business of `leave`, which is called if there are any and the stream was not failed. Who
-        waits for a chunk wakes, and gets none. A plain call, and no coroutine: a task that is being cancelled can still
-        make it. The second one does nothing.
+        If answers are unfinished and the stream was not failed, `leave` is called, which aborts them. A second call
+        does nothing. No coroutine, since a task that is being cancelled must be able to call it.
         """
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
@@ -146,30 +143,31 @@ class AnswerStream:
 
 
 class AsyncEngine:
-    """One thread that owns an `LLM`, and what the coroutines of one event loop call to be answered by it.
+    """One thread that owns an `LLM`, and what the coroutines of one event loop call to get its answers.
 
-    **Places.** At most max_num_seqs + max_waiting answers are unfinished at any time; who comes then is refused at
-    once. An answer that waits costs its prompt and nothing else, so the line could be longer; but who waits longer than
-    a client is willing to should be told so at the door.
+    **Admission slots.** At most max_num_seqs + max_waiting answers are unfinished at any time; a request that finds too
+    few slots is refused at once. A waiting answer costs its prompt and nothing else, so the queue could be longer; but
+    a request that would wait longer than its client is willing to is better refused.
 
-    **When a step fails**, see `fail_step`. When anything else fails in the thread, it ends: every stream is failed, and
-    `error` says what it was.
+    **When a step fails**, see `fail_step`. If anything else fails in the thread, the thread ends: every stream is
+    failed, and `error` is what was raised.
 
     Args:
-        llm: the engine. From `start` on, nobody else may call it.
-        max_waiting: answers that may wait, beyond the max_num_seqs that the scheduler has seats for; ≥ 0.
+        llm: the engine. From `start` on, only the thread may use it.
+        max_waiting: answers that may wait, beyond the max_num_seqs that the scheduler has batch slots for; ≥ 0.
 
     Attributes:
         llm: as above. Of the thread.
-        max_places: max_num_seqs + max_waiting.
-        num_unfinished: answers that are unfinished, of all streams. Of the event loop, as are the next four.
+        max_unfinished: the admission slots, max_num_seqs + max_waiting.
+        num_unfinished: those that are taken: unfinished answers, of all streams. Of the event loop, as are the next
+            four.
         streams: request id → stream, of all requests with unfinished answers.
-        is_draining: whether new requests are refused, since the engine is to stop.
+        is_draining: whether new requests are refused because the engine is to stop.
         error: what ended the thread, if it was not `stop`; else None.
-        ended_at: when the last answers ended (time.monotonic()), the newest last; empty again when none is unfinished.
-        commands: what the thread is to call, in this order, between two steps; None ends it. The one way from the event
-            loop to the thread.
-        last_step: an observer that has the output of the thread's last `schedule()`.
+        finished_at: when the last answers finished (time.monotonic()), the newest last; empty when none is unfinished.
+        commands: what the thread is to call, in this order, between two steps; None ends it. The only way from the
+            event loop to the thread.
+        last_step: an observer that remembers the step under way.
 
     Raises:
         TypeError, ValueError: max_waiting is not a count.
@@ -178,26 +176,26 @@ class AsyncEngine:
     def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
         require_count("max_waiting", max_waiting, at_least=0)
         self.llm = llm
-        self.max_places = llm.scheduler.max_num_seqs + max_waiting
+        self.max_unfinished = llm.scheduler.max_num_seqs + max_waiting
         self.num_unfinished = 0
         self.streams: dict[RequestId, AnswerStream] = {}
         self.is_draining = False
         self.error: BaseException | None = None
-        self.ended_at: deque[float] = deque(maxlen=64)
+        self.finished_at: deque[float] = deque(maxlen=64)
         self.commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.last_step = LastStep()
         llm.scheduler = observe(llm.scheduler, self.last_step)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._names = count()
-        self._turn_is_over = threading.Event()
-        self._all_ended = asyncio.Event()  # set while num_unfinished is 0
-        self._all_ended.set()
+        self._loop_is_done = threading.Event()
+        self._all_finished = asyncio.Event()  # set while num_unfinished is 0
+        self._all_finished.set()
 
     # Its life
 
     def start(self) -> None:
-        """Start the thread. To be called in the event loop whose coroutines will use it, once."""
+        """Start the thread. Called once, in the event loop whose coroutines will use it."""
         if self._thread is not None:
             raise RuntimeError("the engine was started already: make a new one")
         self._loop = asyncio.get_running_loop()
@@ -205,20 +203,20 @@ class AsyncEngine:
         self._thread.start()
 
     async def drain(self, seconds: float) -> bool:
-        """Take no new requests, and let those that are here end: returns as soon as num_unfinished is 0.
+        """Take no new requests, and wait until those that are here are finished (num_unfinished is 0).
 
         Args:
-            seconds: how long to wait for them at most.
+            seconds: how long to wait at most.
 
         Returns:
-            Whether all have ended.
+            Whether all are finished.
         """
         raise NotImplementedError(
             "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     async def stop(self) -> None:
-        """End the thread after its current step. What is unfinished gets an EngineStoppedError, and is aborted."""
+        """End the thread after its current step. Unfinished requests get an EngineStoppedError, and are aborted."""
         self.is_draining = True
         self.fail(list(self.streams), EngineStoppedError("the server has stopped before this answer was complete"))
         if self._thread is not None:
@@ -237,90 +235,103 @@ class AsyncEngine:
 
     # What clients call, in the event loop
 
+    def check_admission(self, num_answers: int) -> None:
+        """Raise unless so many more answers can be taken now. Takes no slot.
+
+        Args:
+            num_answers: n of a request, or of several together.
+
+        Raises:
+            EngineStoppedError: the engine is draining, or has ended.
+            ValueError: there are fewer admission slots altogether.
+            QueueFullError: too many slots are taken now. Its retry_after is `retry_after()`.
+        """
+        raise NotImplementedError(
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+        )
+
     async def add_request(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AnswerStream:
         """Have a request answered. Returns when the thread has taken it.
 
-        A place is taken, and `streams` has the stream, before the thread is asked: so nobody who comes in between gets
-        the same place. The thread calls `llm.add_request` between two steps, as a command. Then it has the event loop
-        call the stream's `accept` (of the prompt's length, `llm.answers[request_id].request.num_prompt_tokens`); or
-        `fail`, with what was raised. `accepted` waits for either. If the client leaves meanwhile (this task is
-        cancelled), the stream is closed: the place is free again, and the request aborted.
+        If `check_admission` allows it, n admission slots are taken and the stream is put into `streams` before the
+        thread is asked: requests that come at the same time cannot take the same slots. The thread calls
+        `llm.add_request` between two steps, as a command. Then it has the event loop call the stream's `accept`, with
+        the length of the prompt (`llm.answers[request_id].request.num_prompt_tokens`); or `fail`, with the error that
+        was raised. `accepted` waits for either. If the client leaves meanwhile (this task is cancelled), the stream is
+        closed: its slots are free again, and the request is aborted.
 
         Args:
-            prompt: a text, or token ids.
-            params: what to generate; its n answers need n places.
-            options: more of what `llm.add_request` takes (priority, cache_salt). Its request_id and arrival_time are
-                given here: a number that was never used, and now.
+            prompt: token ids, or a text. A text is tokenised in the thread, and a long one delays the next step: a
+                server tokenises before it calls this.
+            params: what to generate; its n answers need n admission slots.
+            options: further arguments of `llm.add_request` (priority, cache_salt), except request_id, which is a number
+                that was never used, and arrival_time, which is now.
 
         Returns:
             The stream of its chunks. The caller closes it.
 
         Raises:
-            EngineStoppedError: the engine is draining, or has ended.
-            ValueError: n is more than all places together.
-            QueueFullError: too many places are taken now. Its retry_after is `retry_after()`.
-            Exception: what `llm.add_request` raises. In all these cases nothing has been added, and no place is taken.
+            Exception: what `check_admission` or `llm.add_request` raises. Nothing was added, and no slot is taken.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded line, and who leaves it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     def retry_after(self) -> float:
-        """Seconds until those who wait now will have had their turn, as quickly as answers have been ending.
+        """Seconds until the answers that wait now will be finished, at the rate of the last ones.
 
-        With t seconds between two ends (the mean of `ended_at`) and k unfinished answers beyond the scheduler's
+        With t seconds between two of `finished_at` on average, and k unfinished answers beyond the scheduler's
         max_num_seqs, but at least one, that is k · t; no less than MIN_RETRY_AFTER and no more than MAX_RETRY_AFTER. If
-        fewer than two have ended: MIN_RETRY_AFTER.
+        `finished_at` has fewer than two: MIN_RETRY_AFTER.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded line, and who leaves it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     def leave(self, stream: AnswerStream) -> None:
-        """A stream was closed with unfinished answers: free their places, and have the thread abort its request.
+        """A stream was closed with unfinished answers: free their slots, and have the thread abort its request.
 
-        From now on `streams` does not have it. If it did not before, nothing is done.
+        It leaves `streams`. If it was not there, nothing is done.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded line, and who leaves it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     # The thread
 
     def run(self) -> None:
-        """The thread's loop, until it is told to end.
+        """The thread's loop, until the command None, which ends it at once.
 
-        A turn: obey all commands that are there, in their order; then one step, if the LLM has anything unfinished.
-        What the step gives is delivered (`deliver`); what it raises is dealt with (`fail_step`). If there is nothing
-        unfinished, it sleeps until the next command. The command None ends the loop, at once.
+        An iteration: run all commands that are there, in their order; then one step, if the LLM has anything
+        unfinished. The step's chunks go to `deliver`, an exception that it raises to `fail_step`. If nothing is
+        unfinished, the thread sleeps until the next command.
         """
         raise NotImplementedError(
             "phase 10, task 2: One thread owns the engine; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     def deliver(self, chunks: Sequence[Chunk]) -> None:
-        """Have the event loop give a step's chunks to their streams (`call_in_loop`, `hand_out`).
+        """Have the event loop give a step's chunks to their streams (`call_in_loop`, `dispatch`), if there are any.
 
-        One call for all of them: waking the event loop costs more than giving a chunk to a stream. Then the event loop
-        has its turn (`give_turn`).
+        One call for all of them: waking the event loop costs more than giving a chunk to a stream. Then wait for the
+        event loop (`yield_to_loop`).
         """
         raise NotImplementedError(
             "phase 10, task 2: One thread owns the engine; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     def fail_step(self, error: Exception) -> None:
-        """A step has failed: end the requests that may be to blame, so that the next step can succeed.
+        """A step has failed: end the requests that may be to blame, so that the next steps can succeed.
 
-        Nothing of the step was recorded, so the others can go on as if it had not been. Requests of the step that have
-        no token yet are suspected first: the others have been through steps like this one. If there are both, only the
-        suspects are ended, and the step is tried again without them. All of the step are ended if there are not both;
-        if its tokens have been recorded already; or if the step before failed too (`has_failed`): then suspecting did
-        not help, and might end newcomer after newcomer for the sake of one that has been here all the time. If no step
-        is remembered (`schedule` itself raised), all requests are ended.
+        All requests are in the waiting queue again (`LLM.recover`), and the others go on from there. Requests of the
+        step that have no token yet are suspected first: the others have been through steps like this one. If the step
+        had both, only the suspects are ended. All of the step are ended if it had not both, or if the step before
+        failed too (`has_failed`): then suspecting did not help, and might end one newcomer after another for the sake
+        of an old request. If no step was under way (`schedule` itself raised), all requests are ended.
 
-        `last_step` says who was in the step; it is made to forget it, so that it is not taken for the next one that
-        fails. A request is ended with all its answers: it is aborted, here in the thread, and its stream is failed in
-        the event loop, with a StepFailedError that says what `error` says, and whose `__cause__` is `error`.
+        `last_step` has the requests of the step; it is then made to forget them. A request is ended with all its
+        answers: it is aborted, here in the thread, and its stream is failed in the event loop, with a StepFailedError
+        that has the message of `error`, and `error` as its `__cause__`.
 
         Args:
             error: what the step raised.
@@ -333,45 +344,47 @@ class AsyncEngine:
         )
 
     def call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the event loop call a function soon. What the thread says to the event loop goes this way."""
+        """Have the event loop call a function soon: the only way from the thread to the event loop."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the event loop has been closed: nobody listens
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def give_turn(self) -> None:
-        """Wait until the event loop has done what it was told, and those whom that has woken as well; MAX_TURN at most.
+    def yield_to_loop(self) -> None:
+        """Wait until the event loop has made the calls, and run the tasks that these have woken; MAX_YIELD at most.
 
-        Both need the interpreter's one lock. If the thread went on at once, every write to a socket would hand the lock
-        to the model, and every operation of the model would hand it back: at 64 clients that costs more than all their
-        writes in one go.
+        Thread and event loop share the interpreter's lock. If the thread went on at once, every write to a socket would
+        hand the lock to the model, and every operation of the model would hand it back: with 64 clients that costs more
+        than all their writes in one go.
         """
         assert self._loop is not None
-        self._turn_is_over.clear()
+        self._loop_is_done.clear()
         with suppress(RuntimeError):
-            # Called where it is told to, it would come before those who are woken by the call before it.
-            self._loop.call_soon_threadsafe(self._loop.call_soon, self._turn_is_over.set)
-            self._turn_is_over.wait(MAX_TURN)
+            # Twice, so that it comes behind the tasks that the call before it wakes.
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self._loop_is_done.set)
+            self._loop_is_done.wait(MAX_YIELD)
 
     # What the thread calls, in the event loop
 
-    def hand_out(self, chunks: Sequence[Chunk]) -> None:
-        """Give each chunk to the stream of its request. For whom there is no stream any more, they are dropped.
+    def dispatch(self, chunks: Sequence[Chunk]) -> None:
+        """Give each chunk to the stream of its request; drop it if there is none any more.
 
-        For an answer that has ended (its chunk has a finish_reason), `ended_at` gets the time, and its place is free
-        again (`free_places`). The stream leaves `streams` when all its answers have ended.
+        If the chunk finishes an answer (it has a finish_reason), the time is appended to `finished_at`, and a slot is
+        free again (`free_slots`). The stream leaves `streams` when all its answers are finished. But a chunk with the
+        finish_reason "error" ends the whole request: its stream is failed with a StepFailedError (`fail`), and the
+        thread is to abort its other answers.
         """
         raise NotImplementedError(
             "phase 10, task 2: One thread owns the engine; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     def fail(self, request_ids: Sequence[RequestId], error: Exception) -> None:
-        """End the streams of some requests with an error. The thread has aborted them, or will not serve them.
+        """End the streams of some requests with an error. The thread aborts these requests, or has not taken them.
 
-        They leave `streams`, and the places of their unfinished answers are free (`free_places`). Ids without a stream
-        are passed over.
+        The streams leave `streams`, and the slots of their unfinished answers are free (`free_slots`). Ids without a
+        stream are skipped.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded line, and who leaves it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     def _abort_all(self) -> None:
@@ -379,15 +392,15 @@ class AsyncEngine:
         for request_id in list(self.llm.answers):
             self.llm.abort_request(request_id)
 
-    def free_places(self, num_places: int) -> None:
-        """So many answers are unfinished no more. When none is, `drain` hears of it, and `ended_at` begins anew.
+    def free_slots(self, num_answers: int) -> None:
+        """So many answers are no longer unfinished. When none is left, `drain` is over, and `finished_at` is cleared.
 
-        (A pause without requests would else look like slow service to `retry_after`.)
+        (Otherwise a pause without requests would look like slow service to `retry_after`.)
         """
-        self.num_unfinished -= num_places
+        self.num_unfinished -= num_answers
         if not self.num_unfinished:
-            self.ended_at.clear()
-            self._all_ended.set()
+            self.finished_at.clear()
+            self._all_finished.set()
 
     def _main(self) -> None:
         """The thread."""
@@ -398,7 +411,7 @@ class AsyncEngine:
             self.call_in_loop(self._end, error)
 
     def _end(self, error: BaseException) -> None:
-        """The thread has ended, and should not have."""
+        """The thread has ended by an error: fail every stream."""
         self.error = error
         stopped = EngineStoppedError(f"the engine has ended: {error}")
         stopped.__cause__ = error
@@ -406,27 +419,25 @@ class AsyncEngine:
 
 
 class LastStep(Observer):
-    """Remembers what was scheduled last, for whoever has to know what a failed step was about.
+    """Remembers the step under way, whose requests may be to blame if it fails.
 
     Attributes:
-        requests: of the last output, in batch order; none if there was no step, or it was forgotten.
-        is_recorded: whether its tokens were recorded.
-        has_failed: whether a step has failed since tokens were last recorded, and was forgotten.
+        requests: of the last output, in batch order; none if its tokens were recorded, or it was forgotten.
+        has_failed: whether a step has failed since tokens were last recorded.
     """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.is_recorded = False
         self.has_failed = False
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """A step begins."""
-        self.requests, self.is_recorded = output.scheduled, False
+        self.requests = output.scheduled
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
         """Its tokens are recorded."""
-        self.is_recorded, self.has_failed = True, False
+        self.requests, self.has_failed = [], False
 
     def forget(self) -> None:
-        """It has failed, and that has been dealt with."""
-        self.requests, self.is_recorded, self.has_failed = [], False, True
+        """It has failed, and its requests were dealt with."""
+        self.requests, self.has_failed = [], True

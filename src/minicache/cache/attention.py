@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minicache.errors import require_count
 
-QUERY_TILE = 256
+_QUERY_TILE = 256
 """Queries that attend at a time. A mask for all T of them at once would be a square, gigabytes for a long prompt."""
 
 
@@ -55,7 +55,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = No
         require_count("window", window)
     out = []
     end = k.shape[2] - q.shape[2]  # the positions before this tile's first query
-    for queries in torch.split(q, QUERY_TILE, dim=2):
+    for queries in torch.split(q, _QUERY_TILE, dim=2):
         start = 0 if window is None else max(0, end - window + 1)
         end += queries.shape[2]
         out.append(_attend(queries, k[:, :, start:end], v[:, :, start:end], window))

@@ -256,8 +256,8 @@ class PagedKVCache(KVCache):
     def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the newest T tokens over everything that `layer` holds, through the block tables.
 
-        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is a decode
-        step and goes to `minicache.kernels.paged_decode_attention`, more to `paged_prefill_attention`.
+        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is decode
+        attention (`minicache.kernels.paged_decode_attention`), more is prefill (`paged_prefill_attention`).
 
         Args:
             layer: 0 … num_layers − 1.
@@ -277,13 +277,9 @@ class PagedKVCache(KVCache):
         num_new = q.shape[2]
         if num_new > num_rows:
             raise ValueError(f"{num_new} new tokens cannot be the last of {num_rows}: append them before attending")
-        paged = (self.storage.k(layer), self.storage.v(layer), self._tables)
-        context_lens = torch.full((self.batch_size,), num_rows, device=self.device)
-        if num_new == 1:
-            return kernels.paged_decode_attention(q[:, :, 0], *paged, context_lens, sliding_window=window)[:, :, None]
-        starts = torch.arange(0, self.batch_size * num_new + 1, num_new, device=self.device)
-        rows = q.transpose(1, 2).flatten(0, 1)
-        out = kernels.paged_prefill_attention(rows, *paged, context_lens, starts, sliding_window=window)
+        rows = q.transpose(1, 2).flatten(0, 1)  # [B · T, H, d], sequence after sequence
+        caches, metadata = (self.storage.k(layer), self.storage.v(layer)), self._metadata_of(num_rows, num_new)
+        out = kernels.paged_attention(rows, *caches, metadata, sliding_window=window)
         return out.reshape(self.batch_size, num_new, -1, self.head_dim).transpose(1, 2)
 
     def reset(self) -> None:
@@ -349,6 +345,16 @@ class PagedKVCache(KVCache):
         check_layer(layer, self.num_layers)
         return self.num_tokens + (self._turns.num_new if self._turns.is_ahead(layer) else 0)
 
+    def _metadata_of(self, num_rows: int, num_new: int) -> kernels.AttentionMetadata:
+        """Of the last `num_new` of each sequence's `num_rows` tokens. All layers of a pass share one."""
+        if (num_rows, num_new) not in self._metadata:
+            context_lens = torch.full((self.batch_size,), num_rows, device=self.device)
+            starts = None
+            if num_new > 1:
+                starts = torch.arange(0, self.batch_size * num_new + 1, num_new, device=self.device)
+            self._metadata[num_rows, num_new] = kernels.AttentionMetadata(self._tables, context_lens, starts)
+        return self._metadata[num_rows, num_new]
+
     def _take_slots(self, num_new: int) -> None:
         """Begin a pass of T tokens: take blocks, and prepare what all layers share."""
         if self.num_tokens + num_new > self.max_seq_len:
@@ -363,6 +369,7 @@ class PagedKVCache(KVCache):
     def _follow_tables(self) -> None:
         """Make `_tables`, the tensor that kernels read, say what the block tables say."""
         self._tables = _tensor_of(self.block_tables, self.device)
+        self._metadata: dict[tuple[int, int], kernels.AttentionMetadata] = {}  # by rows and new tokens of a sequence
 
 
 class RaggedStep:

@@ -1,9 +1,9 @@
-"""Blocks that move: between a cache's storage and the host's memory, and inside the storage.
+"""Blocks that move: between a cache's storage and CPU memory, and inside the storage.
 
-Phase 6 builds it. A scheduler decides which block goes where and writes it down as pairs (`SchedulerOutput`); this
-module moves the bytes. A pair names one block of each side, and stands for its keys and values in all layers. The
-engine copies out, then in, then on the device, and only then runs the model: a block that was copied out may have been
-given to somebody else in the same step.
+Phase 6 builds it. A scheduler decides which block goes where and lists the pairs (`SchedulerOutput`); this module moves
+the bytes. A pair names one block of each side, and stands for its keys and values in all layers. The engine copies out,
+then in, then on the device, and only then runs the model: a block that was copied out may have been allocated to
+another request in the same step.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class HostStorage:
-    """The memory of a host pool's blocks, beside the storage of a cache: what a request that is swapped out leaves.
+    """CPU swap space: the memory of the host blocks, which hold the KV entries of requests that are swapped out.
 
-    A block is as large here as there, and has the same dtype. It lies in one piece, keys and values of all layers one
-    after the other, so that a copy between device and host is one transfer a block. Beside a GPU the memory is pinned,
-    so that the transfer needs no second copy; elsewhere it is ordinary memory.
+    A block is as large here as in the storage, and has the same dtype. It lies in one piece, keys and values of all
+    layers one after the other, so a copy between device and host is one transfer a block. With a GPU the memory is
+    pinned, so the transfer needs no second copy; otherwise it is ordinary memory.
 
     The two storages count their blocks separately: block 3 and host block 3 have nothing to do with each other.
 
     Args:
         storage: where the blocks come from and go back to.
-        num_host_blocks: blocks of the host pool, ≥ 1.
+        num_host_blocks: blocks of the CPU swap space, ≥ 1.
 
     Attributes:
         storage: as given.
@@ -62,7 +62,7 @@ class HostStorage:
 
         Raises:
             TypeError: an id is not an int.
-            IndexError: an id is outside the storage, or outside the host's. Negative ids do not count from the end.
+            IndexError: an id is outside the storage, or outside the swap space. Negative ids do not count from the end.
             ValueError: a block or a host block is named twice. Whatever is raised, nothing was copied.
         """
         blocks, host_blocks = self._checked(pairs, from_host=False)
@@ -76,7 +76,7 @@ class HostStorage:
             self._rows[host_block].copy_(block, non_blocking=True)  # all on one stream: later copies wait for it
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy host blocks into blocks of the storage: keys and values of every layer. The host's stay as they are.
+        """Copy host blocks into blocks of the storage: keys and values of every layer. The host blocks do not change.
 
         Args:
             pairs: (host block, block); no host block and no block twice. May be empty.
@@ -95,18 +95,18 @@ class HostStorage:
             self.storage.v(layer)[ids] = staged[:, 1, layer]
 
     def _block_shape(self) -> tuple[int, ...]:
-        """Of one block: keys and values, layers, tokens, heads, head size."""
+        """The shape of one block: keys and values, layers, tokens, heads, head size."""
         storage = self.storage
         return 2, storage.num_layers, storage.pool.block_size, storage.num_kv_heads, storage.head_dim
 
     def _staged(self, blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Room on the device for these blocks as the host lays them, and their ids as a tensor there."""
+        """Memory on the device for these blocks, laid out as host blocks, and their ids as a tensor there."""
         device, dtype = self.storage.device, self.storage.dtype
         staged = torch.empty((len(blocks), *self._block_shape()), dtype=dtype, device=device)
         return staged, torch.tensor(blocks, device=device)
 
     def _checked(self, pairs: Pairs, *, from_host: bool) -> tuple[list[int], list[int]]:
-        """Both sides of the pairs, if they may be copied; else the error that fits."""
+        """Both sides of the pairs; raises unless they may be copied."""
         sizes = {"block": self.storage.pool.num_blocks, "host block": self.num_host_blocks}
         sides = sizes.items() if not from_host else reversed(sizes.items())
         columns = [[pair[side] for pair in pairs] for side in (0, 1)]
@@ -117,7 +117,7 @@ class HostStorage:
 
 
 def copy_blocks(storage: PagedStorage, pairs: Pairs) -> None:
-    """Copy blocks to other blocks of the same storage: keys and values of every layer. Phase 8 copies on write so.
+    """Copy blocks to other blocks of the same storage: keys and values of every layer (phase 8's copy-on-write).
 
     All sources are read before any target is written: a block may be one pair's target and another's source.
 

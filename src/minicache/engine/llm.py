@@ -76,6 +76,8 @@ class LLM:
         num_host_blocks: blocks of the CPU swap space, ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free.
         prefix_caching: find beginnings of prompts that are computed already (phase 8). Not with a dense cache.
+        reserve_full_prompt: admit a request only if the blocks of its whole prompt are free; False, for "chunked":
+            those of its first chunk are enough.
         long_prefill_threshold: the most tokens of one request in one step, for "chunked"; 0: no such limit.
         dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
             folder. A model that is given has its own.
@@ -119,6 +121,7 @@ class LLM:
         num_host_blocks: int = 0,
         watermark: float = 0.0,
         prefix_caching: bool = False,
+        reserve_full_prompt: bool = True,
         long_prefill_threshold: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -146,6 +149,7 @@ class LLM:
                 num_host_blocks=num_host_blocks,
                 watermark=watermark,
                 prefix_caching=prefix_caching,
+                reserve_full_prompt=reserve_full_prompt,
                 long_prefill_threshold=long_prefill_threshold,
             )
         if scheduler.has_unfinished:

@@ -52,7 +52,7 @@ def store_kv(
         ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or it is PyTorch and a
             cache is not contiguous.
         IndexError: a slot lies outside the cache (CPU tensors). Nothing was written.
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_caches(k_cache, v_cache)
     _check_tensor("slot_mapping", slot_mapping, k_cache.device)
@@ -66,7 +66,7 @@ def store_kv(
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
-    if _choose(backend, k_cache.device) == "torch":
+    if _choose(backend, k_cache) == "torch":
         if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
             raise ValueError("PyTorch stores into contiguous caches only: it takes a slot for a row's number in memory")
         from minicache.kernels import plain
@@ -98,7 +98,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         ValueError: shapes do not fit, tensors are on different devices, `num_tokens` is negative or more than the table
             has room for, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_caches(cache, cache)
     _check_tensor("block_table", block_table, cache.device)
@@ -110,7 +110,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         raise ValueError(f"num_tokens must be 0 … {room}, what {block_table.shape[0]} blocks hold; got {num_tokens}")
     if cache.is_meta:
         return cache.new_empty(num_tokens, *cache.shape[2:])
-    if _choose(backend, cache.device) == "torch":
+    if _choose(backend, cache) == "torch":
         from minicache.kernels import plain
 
         return plain.gather_kv(cache, block_table, num_tokens)
@@ -168,7 +168,7 @@ def paged_decode_attention(
         ValueError: shapes do not fit, tensors are on different devices, a length is more than its table has room for
             (CPU tensors), an option has an impossible value, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -227,7 +227,7 @@ def paged_prefill_attention(
             backend is unknown. For CPU tensors also: a length is more than its table has room
             for or less than its queries, or query_start_loc does not go from 0 to N without falling.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -303,7 +303,7 @@ def paged_attention(
         TypeError: `q` has another dtype than the cache, or `sliding_window` is no int.
         ValueError: `q` does not fit the cache, `sliding_window` is below 1, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors, PyTorch).
-        KernelUnavailableError: Triton was asked for and cannot run here.
+        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
     """
     _check_queries(q, k_cache)
     options = _options(q, k_cache, None, None, None, None, sliding_window, None)
@@ -325,7 +325,7 @@ def _attend(
         return torch.empty_like(q)
     starts = () if metadata.query_start_loc is None else (metadata.query_start_loc,)
     paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
-    if _choose(backend, q.device) == "torch":
+    if _choose(backend, k_cache) == "torch":
         if k_cache.dtype == q.dtype and all(options[name] is None for name in options if name != "sliding_window"):
             from minicache.kernels import cpu
 
@@ -359,15 +359,16 @@ def _attend(
 # Which backend
 
 
-def _choose(backend: Backend | None, device: torch.device) -> Backend:
-    """The backend that runs; where it is Triton, make sure that it can."""
+def _choose(backend: Backend | None, cache: Tensor) -> Backend:
+    """The backend that runs on the cache's device; where it is Triton, make sure that it can."""
     if backend not in (None, "torch", "triton"):
         raise ValueError(f'backend must be "torch", "triton" or None; got {backend!r}')
-    chosen = backend or ("triton" if device.type == "cuda" else "torch")
+    chosen = backend or ("triton" if cache.device.type == "cuda" else "torch")
     if chosen == "triton":
         from minicache.kernels import runtime
 
-        runtime.require_triton(device)
+        runtime.require_triton(cache.device)
+        runtime.require_support(cache.device, cache.dtype, cache.shape[3])
     return chosen
 
 

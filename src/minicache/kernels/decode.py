@@ -63,8 +63,9 @@ def attend_range(
     so far: its maximum is then −inf, and −inf − (−inf) is NaN. Subtract 0 in its place, and every exp gives 0.
 
     Per score, in fp32 and in this order: times `scale`; `softcap`; plus slope · (key position − query position); −inf
-    where the token is not visible. tanh(x) is best written (1 − e) / (1 + e) with e = exp(−2 |x|) and the sign of x:
-    it cannot overflow, and the interpreter has no tanh.
+    where the token is not visible. The interpreter has no tanh. (1 − e) / (1 + e) with e = exp(−2 |x|) and the sign of
+    x cannot overflow; but where |x| is small, as under a large cap, 1 − e cancels: x − x³/3 + 2x⁵/15 is exact in fp32
+    for |x| < 0.1.
 
     Args of the rows, which are query tokens or query heads, as the caller packs them:
         q: queries `[ROWS, PADDED_HEAD_DIM]`, zero past HEAD_DIM. Keys, values and probabilities are converted to q's
@@ -76,7 +77,8 @@ def attend_range(
         k_head_ptr, v_head_ptr: the caches' pointers, moved on to this head.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.
-        stride_*: in elements, of the block, the slot in the block and the dimension. Block ids are multiplied in int64.
+        stride_*: in elements, of the block, the slot in the block and the dimension. Block ids and slots are multiplied
+            in int64.
 
     Args that change scores:
         scale: fp32, what the scores are multiplied by.
@@ -103,7 +105,7 @@ def attend_range(
         mask = present[:, None] & (dims < HEAD_DIM)
         # A token's block is looked up token by token, so a tile may span any number of blocks, of any size.
         blocks = tl.load(block_table_ptr + tokens // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-        slots = tokens % BLOCK_SIZE
+        slots = (tokens % BLOCK_SIZE).to(tl.int64)
         k_rows = k_head_ptr + blocks * stride_k_block + slots * stride_k_slot
         v_rows = v_head_ptr + blocks * stride_v_block + slots * stride_v_slot
         k = tl.load(k_rows[:, None] + dims * stride_k_dim, mask=mask, other=0.0).to(q.dtype)
@@ -111,9 +113,12 @@ def attend_range(
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if softcap is not None:
-            e = tl.exp(-2.0 * tl.abs(scores) / softcap)
-            capped = softcap * (1.0 - e) / (1.0 + e)
-            scores = tl.where(scores < 0, -capped, capped)
+            x = scores / softcap
+            e = tl.exp(-2.0 * tl.abs(x))
+            far = (1.0 - e) / (1.0 + e)
+            # Near 0 the difference has lost most of its digits, and three terms of tanh's series have them all.
+            near = x * (1.0 - x * x * (0.33333333 - x * x * 0.13333333))
+            scores = softcap * tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))
         if slopes is not None:
             scores += slopes[:, None] * (tokens[None, :] - query_positions[:, None])
         visible = present[None, :] & (tokens[None, :] <= query_positions[:, None])
@@ -191,8 +196,8 @@ def decode_kernel(
     Numbers: scale, sliding_window (or None), softcap (or None). What is None is compiled away.
 
     Strides, in elements: q's sequence, head and dimension; the caches' block, slot in the block, head and dimension;
-    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences and block ids are
-    multiplied in int64.
+    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences, heads, block ids and slots
+    are multiplied in int64.
 
     Constants:
         GROUP: query heads to a key/value head.
@@ -202,7 +207,7 @@ def decode_kernel(
         TILE: tokens of a tile, a power of two from 16 on.
         DOT_DTYPE: what q is converted to right after its load, and what `tl.dot` multiplies.
     """
-    kv_head = tl.program_id(0)
+    kv_head = tl.program_id(0).to(tl.int64)
     seq = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
 

@@ -110,7 +110,7 @@ def split_kernel(
             one.
         all others: as in `decode_kernel`, like the numbers, strides and constants.
     """
-    kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_head, seq, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     num_heads, num_splits = tl.num_programs(0) * GROUP, tl.num_programs(2)
     context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
 
@@ -196,7 +196,7 @@ def merge_kernel(
         HEAD_DIM, PADDED_HEAD_DIM: as in `decode_kernel`.
         PADDED_SPLITS: the power of two that num_splits is padded to. Padding counts as empty.
     """
-    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, seq = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.arange(0, PADDED_HEAD_DIM)
     present = splits < num_splits

@@ -24,7 +24,7 @@ from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-TIMEOUT = 300
+TIMEOUT = 1000
 """Seconds that one cell may take."""
 
 app = typer.Typer(add_completion=False, help="Execute the notebooks from their percent scripts.")

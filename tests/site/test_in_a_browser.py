@@ -56,7 +56,7 @@ def test_math_is_rendered(address: str, tmp_path: Path) -> None:
         "--virtual-time-budget=10000",
     ]
     command = [chromium(), *flags, "--dump-dom", address + MATH_PAGE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     page = BeautifulSoup(done.stdout, "html.parser")
     formulas = page.select(".arithmatex")

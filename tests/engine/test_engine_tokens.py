@@ -12,6 +12,7 @@ from minicache.engine.sampling import SamplingParams
 from minicache.errors import RequestTooLargeError
 from minicache.model import MiniGPT, MiniGPTConfig, save_minigpt
 from minicache.scheduler import SCHEDULERS
+from minicache.scheduler.observe import Observer
 
 LENGTHS = (14, 3, 11, 1, 18, 6, 8, 16)
 
@@ -287,3 +288,26 @@ def test_the_engines_weights_are_the_models_own(tmp_path):
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert (tmp_path / "before.safetensors").read_bytes() == (tmp_path / "after.safetensors").read_bytes()
+
+
+class Preempted(Observer):
+    """Notes the preempted requests."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def on_schedule(self, scheduler, output):
+        self.ids += output.preempted
+
+
+def test_a_prompt_that_is_admitted_by_its_first_chunk(model, prompts, expected):
+    """Without the rule requests are admitted that must be preempted; the tokens are the same."""
+    preempted = []
+    for reserve_full_prompt in (True, False):
+        limits = {"num_blocks": 9, "block_size": 4, "max_num_batched_tokens": 8, "long_prefill_threshold": 2}
+        preempted.append([])
+        engine = LLM(model, reserve_full_prompt=reserve_full_prompt, observers=[Preempted(preempted[-1])], **limits)
+        assert token_ids(engine.generate(prompts, params_of())) == expected
+    assert len(preempted[0]) < len(preempted[1])
+    with pytest.raises(ValueError, match="reserve_full_prompt"):
+        LLM(model, scheduler="fair", reserve_full_prompt=False)

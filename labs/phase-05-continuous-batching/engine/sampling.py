@@ -171,7 +171,7 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 class TokenSampler:
     """Picks the tokens of one request. It has a random generator of its own, on the CPU.
 
-    So the n-th draw of a request with a seed is always the same, whatever else is in the batch and wherever the model is.
+    So the n-th draw of a request with a seed is always the same, whatever else is in the batch, on any device.
 
     Args:
         params: of the request.

@@ -65,22 +65,14 @@ class LLM:
         model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
             ("org/name"), or a model (`minicache.engine.runner.Model`).
         scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`, whose pool and limits then
-            replace the options from num_blocks to long_prefill_threshold, except `cache`.
-        cache: "paged": blocks; "dense": a `KVCache` for each request, and no swapping.
+            replace the options from num_blocks to reserve_full_prompt.
+        cache: "paged": blocks; "dense": a `KVCache` for each request.
         num_blocks: blocks of the cache. None: as many as 64 MiB hold, but at least for one request of max_model_len
             tokens and at most for max_num_seqs such (`minicache.engine.runner.default_num_blocks`).
-        block_size: tokens of a block.
-        max_num_seqs: batch slots: the most requests in a batch.
-        max_num_batched_tokens: the most tokens of one step. "chunked" computes a longer prompt in several; the others
-            refuse it.
+        block_size, max_num_seqs, max_num_batched_tokens, preemption, num_host_blocks, watermark, prefix_caching,
+            long_prefill_threshold, reserve_full_prompt: as for `minicache.scheduler.create_scheduler`. A dense cache
+            neither swaps nor shares.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
-        preemption: "recompute" or "swap".
-        num_host_blocks: blocks of the CPU swap space, ≥ 1 for "swap".
-        watermark: the part of the pool that an admission must leave free.
-        prefix_caching: find beginnings of prompts that are computed already (phase 8). Not with a dense cache.
-        reserve_full_prompt: admit a request only if the blocks of its whole prompt are free; False, for "chunked":
-            those of its first chunk are enough.
-        long_prefill_threshold: the most tokens of one request in one step, for "chunked"; 0: no such limit.
         dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
             folder. A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
@@ -123,8 +115,8 @@ class LLM:
         num_host_blocks: int = 0,
         watermark: float = 0.0,
         prefix_caching: bool = False,
-        reserve_full_prompt: bool = True,
         long_prefill_threshold: int = 0,
+        reserve_full_prompt: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         tokenizer: Tokenizer | None = None,
@@ -151,8 +143,8 @@ class LLM:
                 num_host_blocks=num_host_blocks,
                 watermark=watermark,
                 prefix_caching=prefix_caching,
-                reserve_full_prompt=reserve_full_prompt,
                 long_prefill_threshold=long_prefill_threshold,
+                reserve_full_prompt=reserve_full_prompt,
             )
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")

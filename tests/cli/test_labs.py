@@ -17,20 +17,24 @@ from minicache.course.finder import Lab
     [
         ([], "The reference: 3 modules; `minicache status` says what is left\n"),
         (
-            ["cache", "scheduler.base"],
+            ["cache.dense", "scheduler.base"],
             "Yours: labs/one: cache/dense.py\n"
             "Yours: labs/two: scheduler/base.py\n"
             "The reference: 1 module; `minicache status` says what is left\n",
         ),
         (
-            ["cache", "scheduler.base", "engine"],
+            ["cache.dense", "scheduler.base", "engine.llm"],
             "Yours: labs/one: cache/dense.py\nYours: labs/two: scheduler/base.py, engine/llm.py\n",
         ),
     ],
     ids=len,
 )
 def test_whose_files(monkeypatch: pytest.MonkeyPatch, mine: list[str], says: str) -> None:
-    files = {"cache": "one/cache.py", "scheduler.base": "two/scheduler/base.py", "engine": "two/engine.py"}
+    files = {
+        "cache.dense": "one/cache/dense.py",
+        "scheduler.base": "two/scheduler/base.py",
+        "engine.llm": "two/engine/llm.py",
+    }
     labs = [Lab(f"minicache.{name}", Path.cwd() / "labs" / file, name in mine, "") for name, file in files.items()]
     monkeypatch.setattr(finder, "install_finished_labs", lambda: labs)
     console = Console(width=200)

@@ -109,12 +109,12 @@ def test_a_target_that_is_not_there_or_not_documented_is_refused() -> None:
 
 def test_a_target_may_start_from_a_bug() -> None:
     """The body of another function, under the reference's signature and docstring, with the imports that it needs."""
-    where = "minicache.scheduler.incidents.broken:LivelockScheduler.admit"
+    where = "minicache.scheduler.incidents.broken:LivelockScheduler.schedule_waiting"
     mend = Task(3, 1, "Mend", "minicache.x", ("first",), 1, "docs/en/page.md", (), (("first", where),))
     text = strip(REFERENCE, [mend])
     assert 'def first(x: int) -> int:\n    """Double x."""\n    # phase 3, task 1: Mend; read docs/en/page.md.' in text
-    assert "    while len(self.running) < self.max_num_seqs" in text
-    assert "import os\nfrom minicache.errors import LivelockError\n" in text
+    assert "    while queue and len(self.running) < self.max_num_seqs" in text
+    assert "import os\nfrom collections import deque\nfrom minicache.errors import LivelockError\n" in text
     assert "from minicache.scheduler.incidents.broken import SPIN_LIMIT\n" in text
     assert "import ForkingScheduler" not in text
     assert "_helper" not in text
@@ -141,7 +141,7 @@ def test_drift_is_noticed(toys: Toys) -> None:
     toys.color.write_text(COLOR, encoding="utf-8")
     assert [line.split(":")[0] for line in drifted(toys.workspace)] == [f"{toys.color} was edited"]
     record = toys.workspace.labs / "starters.sha256"
-    record.write_text(record.read_text().replace("phase-00-toys/arithmetic.py", "phase-00-toys/other.py"))
+    record.write_text(record.read_text().replace("phase-00-toys/arithmetic/arithmetic.py", "phase-00-toys/other.py"))
     assert any("minicache.arithmetic.arithmetic has changed" in line for line in drifted(toys.workspace))
 
 

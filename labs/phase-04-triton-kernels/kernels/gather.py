@@ -49,7 +49,7 @@ def gather_kernel(
         out_ptr: `[num_tokens, H_kv, HEAD_DIM]`, in the dtype of the cache.
 
     Strides, in elements: of the cache's block, slot in the block, head and dimension, and of the output's token, head
-    and dimension. Any may come. Block ids, slots, heads and tokens are multiplied in int64.
+    and dimension. Any may come. Block ids, heads and tokens are multiplied in int64.
 
     Constants:
         HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.

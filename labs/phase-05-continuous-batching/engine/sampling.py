@@ -68,7 +68,7 @@ class SamplingParams:
         top_k: draw from the k likeliest tokens only; 0: from all.
         top_p: draw from the smallest set of likeliest tokens whose probabilities add up to top_p, 0 < top_p ≤ 1, or
             more (nucleus sampling, Holtzman et al. 2020). 1: from all.
-        seed: makes the request's tokens repeatable, in whatever company it runs; None takes a fresh one.
+        seed: makes the request's tokens repeatable, whatever else is in the batch; None takes a fresh one.
         stop: strings that end the text. The text is cut before the first of them; the tokens stay. One string may be
             given as it is; the attribute is a tuple.
         stop_token_ids: tokens that end the request. They stay in the output. The attribute is a tuple.
@@ -171,7 +171,7 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 class TokenSampler:
     """Picks the tokens of one request. It has a random generator of its own, on the CPU.
 
-    So the n-th draw of a request with a seed is always the same, whoever shares the batch, and wherever the model runs.
+    So the n-th draw of a request with a seed is always the same, whatever else is in the batch, on any device.
 
     Args:
         params: of the request.

@@ -225,8 +225,8 @@ class Scheduler(ABC):
         """Finish a request from outside, waiting, running or swapped out: a stop string was found, its client has left.
 
         It leaves the queue or the batch, in which the others keep their order, gives back all that it holds
-        (`release`), and keeps the tokens that it has. May be called at any time, between `schedule()` and
-        `update_from_output()` too.
+        (`release`), and keeps the tokens that it has. May be called at any time. Between `schedule()` and the model,
+        the step must still be computed as it was scheduled: another request may have found a block that it fills.
 
         Args:
             request_id: which.

@@ -434,7 +434,7 @@ class LastStep(Observer):
         """A step begins."""
         self.requests = output.scheduled
 
-    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
         """Its tokens are recorded."""
         self.requests, self.has_failed = [], False
 

@@ -17,10 +17,10 @@ Prompt = str | Sequence[int]
 
 
 class AnswerId(NamedTuple):
-    """What the scheduler calls another answer to a prompt, if a request asks for several. The first has its name.
+    """The scheduler's id for a further answer to a prompt, if a request asks for several. The first has its id.
 
     Attributes:
-        name: the request's.
+        name: the request's id.
         turn: which answer it is, 1 … n − 1.
     """
 
@@ -29,13 +29,13 @@ class AnswerId(NamedTuple):
 
 
 def request_of(answer_id: RequestId) -> RequestId:
-    """The name of the request that an answer belongs to: what `add_request` has returned."""
+    """The id of the request that an answer belongs to: what `add_request` has returned."""
     return answer_id.name if isinstance(answer_id, AnswerId) else answer_id
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model held a token, and what else it held likely, before temperature, top-k and top-p.
+    """The log probabilities of a token and of the likeliest ones, before temperature, top-k and top-p.
 
     Attributes:
         token_id: the token that was picked.
@@ -53,13 +53,13 @@ class Chunk:
     """What one step gave one request.
 
     Attributes:
-        index: the place of its answer in the list that `generate` would return. For a request of `add_request`: which
-            of its n answers, 0 … n − 1.
-        token_id: the token that was generated; None if the request ended without one (capacity).
+        index: of its answer in the list that `generate` would return. For a request of `add_request`: which of its n
+            answers, 0 … n − 1.
+        token_id: the token that was generated; None if the request was finished without one (capacity, error).
         text: what can be shown of the answer now, and could not before. "" without a tokenizer; also while a text
             may be the beginning of a stop string.
-        finish_reason: "stop", "length" or "capacity" in the request's last chunk; None before.
-        request_id: whose it is; all n answers of a request have its name.
+        finish_reason: "stop", "length", "capacity" or "error" in the answer's last chunk; None before.
+        request_id: of its request; all n answers have the same.
         logprobs: of the token, if the request asked for them (`minicache.engine.logprobs`).
     """
 
@@ -76,10 +76,10 @@ class Completion:
     """The whole answer to one prompt.
 
     Attributes:
-        token_ids: what was generated, the token that ended it included.
+        token_ids: what was generated, the token that finished it included.
         text: the same as text, cut before a stop string. It continues the prompt: a space that belongs between the two
             is its first letter. "" without a tokenizer.
-        finish_reason: "stop", "length", "capacity" or "abort".
+        finish_reason: "stop", "length", "capacity", "abort" or "error".
     """
 
     token_ids: list[int]
@@ -113,12 +113,12 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; None while it has not. A stop string counts for more than a limit reached with it."""
+        """Why it is finished; None while it is not. A stop string goes before a limit that is reached with it."""
         return "stop" if self.text is not None and self.text.is_stopped else self.request.finish_reason
 
     def completion(self) -> Completion:
-        """All of it, once it has ended."""
-        assert self.finish_reason is not None, "the request has not ended"
+        """All of it, once it is finished."""
+        assert self.finish_reason is not None, "the request is not finished"
         text = "" if self.text is None else self.text.text
         return Completion(self.request.output_token_ids, text, self.finish_reason)
 
@@ -138,7 +138,7 @@ def new_answers(
     cache_salt: str | None = None,
     arrival_time: float = 0.0,
 ) -> list[Answer]:
-    """One prompt as requests, one for each of its n answers, with all that they need, if they can be served.
+    """One prompt as n answers, each with its request and all that it needs, if they can be served.
 
     Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`). Their max_tokens is at
     most what max_model_len leaves room for after the prompt.
@@ -146,7 +146,7 @@ def new_answers(
     Args:
         prompt: a text, or token ids.
         params: what to generate.
-        request_id: the first one's name, and what the names of the others begin with (`AnswerId`).
+        request_id: the first one's id, from which those of the others are made (`AnswerId`).
         chunks: the list to which their chunks are to go.
         config: the model's.
         max_model_len: the most tokens of a request, prompt and answer.

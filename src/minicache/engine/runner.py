@@ -137,7 +137,7 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
     Raises:
         CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
         TypeError: the model is none of these, or the dtype is no `torch.dtype`.
-        ValueError: there is no such device here; or a dtype or device is given beside a model that has others.
+        ValueError: there is no such device here; or a dtype or device is given with a model that has others.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, torch.float16 for instance; got {dtype!r}")

@@ -111,7 +111,7 @@ def attend_range(
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if softcap is not None:
-            x = tl.abs(scores) / softcap
+            x = tl.maximum(tl.abs(scores) / softcap, 1e-20)  # 0 / 0 is no number, though the where leaves it out
             e = tl.exp(-2.0 * x)
             # tanh(x) / x. Near 0 the difference 1 − e loses most of its digits; there it is 1 − x² / 3.
             scores *= tl.where(x < 0.03, 1.0 - x * x / 3.0, (1.0 - e) / (x + x * e))

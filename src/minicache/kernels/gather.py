@@ -47,7 +47,7 @@ def gather_kernel(
         out_ptr: `[num_tokens, H_kv, HEAD_DIM]`, in the dtype of the cache.
 
     Strides, in elements: of the cache's block, slot in the block, head and dimension, and of the output's token, head
-    and dimension. Any may come. Block ids, slots, heads and tokens are multiplied in int64.
+    and dimension. Any may come. Block ids, heads and tokens are multiplied in int64.
 
     Constants:
         HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
@@ -61,8 +61,7 @@ def gather_kernel(
     mask = present[:, None] & (dims < HEAD_DIM)
 
     blocks = tl.load(block_table_ptr + tokens // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-    slots = (tokens % BLOCK_SIZE).to(tl.int64)
-    rows = blocks * stride_cache_block + slots * stride_cache_slot + head * stride_cache_head
+    rows = blocks * stride_cache_block + tokens % BLOCK_SIZE * stride_cache_slot + head * stride_cache_head
     tile = tl.load(cache_ptr + rows[:, None] + dims * stride_cache_dim, mask=mask, other=0.0)
     out_rows = tokens.to(tl.int64) * stride_out_token + head * stride_out_head
     tl.store(out_ptr + out_rows[:, None] + dims * stride_out_dim, tile, mask=mask)

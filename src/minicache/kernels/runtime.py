@@ -86,8 +86,8 @@ def require_support(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     largest = 512 if shared >= HOPPERS_SHARED_NBYTES and dtype.itemsize > 1 else 256
     if head_dim > largest:
         raise KernelUnavailableError(
-            f"head_dim {head_dim} is too large for the kernels, which take {largest} at most over a cache of {dtype} on "
-            f'this GPU, with {shared // 1024} KB of shared memory a processor: take backend="torch"'
+            f"head_dim {head_dim} is too large for the kernels, which take {largest} at most over a cache of {dtype} "
+            f'on this GPU, with {shared // 1024} KB of shared memory a processor: take backend="torch"'
         )
 
 

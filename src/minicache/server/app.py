@@ -66,7 +66,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "The API key is missing or wrong."},
     404: {"model": ErrorBody, "description": "No such model."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    429: {"model": ErrorBody, "description": "All places are taken. Retry-After says when to come back."},
+    429: {"model": ErrorBody, "description": "All admission slots are taken. Retry-After says when to come back."},
     500: {"model": ErrorBody, "description": "The model failed on this request."},
     503: {"model": ErrorBody, "description": "The server is stopping."},
 }
@@ -127,7 +127,7 @@ def create_app(
         TypeError, ValueError: max_waiting is not a count, or the API key is empty.
     """
     if api_key == "":
-        raise ValueError("the API key is empty: everybody would have it")
+        raise ValueError("the API key is empty: any client would have it")
     metrics, view = Metrics(served_model_name, llm.scheduler), LiveView(llm.scheduler)
     llm.scheduler = observe(llm.scheduler, metrics, view)
     served = Served(AsyncEngine(llm, max_waiting=max_waiting), served_model_name, metrics)
@@ -344,8 +344,8 @@ async def _pieces(
     if opening := shape.opening(len(streams) * num_answers):
         yield opening
     try:
-        async for place, chunks in _merge(streams):
-            yield shape.events(place * num_answers, chunks)
+        async for index, chunks in _merge(streams):
+            yield shape.events(index * num_answers, chunks)
         if usage:
             yield shape.usage_event(_num_prompt_tokens(streams))
     except Exception as error:
@@ -358,27 +358,27 @@ async def _pieces(
 async def _collect(streams: Sequence[AnswerStream], num_answers: int) -> list[list[Chunk]]:
     """All chunks of each choice."""
     choices: list[list[Chunk]] = [[] for _ in range(len(streams) * num_answers)]
-    for place, stream in enumerate(streams):
+    for index, stream in enumerate(streams):
         async for chunk in stream:
-            choices[place * num_answers + chunk.index].append(chunk)
+            choices[index * num_answers + chunk.index].append(chunk)
     return choices
 
 
 async def _merge(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
-    """The chunks of several streams as they come, with the place of their stream."""
+    """The chunks of several streams as they come, with the index of their stream."""
     if len(streams) == 1:
         while chunks := await streams[0].take():
             yield 0, chunks
         return
-    waiting = {asyncio.ensure_future(stream.take()): place for place, stream in enumerate(streams)}
+    waiting = {asyncio.ensure_future(stream.take()): index for index, stream in enumerate(streams)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                place = waiting.pop(task)
+                index = waiting.pop(task)
                 if chunks := task.result():
-                    waiting[asyncio.ensure_future(streams[place].take())] = place
-                    yield place, chunks
+                    waiting[asyncio.ensure_future(streams[index].take())] = index
+                    yield index, chunks
     finally:
         for task in waiting:
             task.cancel()

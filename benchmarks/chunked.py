@@ -3,7 +3,7 @@
 Three schedulers serve the same requests:
 
 - "chunked", with a budget a step.
-- "fair", phase 7's: a prompt is computed whole, in one step with the decodes. So no request skips a step, and every step
+- "fair", phase 7's: a prompt is computed whole, in one step with the decodes. So no request skips a step, and each step
   is as long as its prompts make it. Orca batches so.
 - "phased": a step is all prompts or all decodes, prompts first: decodes wait while any request can be admitted.
   vLLM served so when Sarathi-Serve (Agrawal et al., OSDI 2024) was measured against it.

@@ -23,8 +23,8 @@ Keys of results/speculative.json:
 - `num_prompts`, `num_prompt_tokens`, `num_new_tokens`, `max_ngram`.
 - `pass_cost.points`: num_tokens, ms, over_one: a pass with so many new tokens behind a prompt, over one with one.
 - `again`, `new`: `.plain_ms`, of all prompts, and `.points`, one for each num_drafts: num_drafts, acceptance (the part
-  of the draft tokens that was accepted), drafted_per_pass, tokens_per_pass (the prompts' passes included), num_passes, ms,
-  speedup (plain_ms over ms). `.best`: the point with the highest speedup.
+  of the draft tokens that was accepted), drafted_per_pass, tokens_per_pass (the prompts' passes included), num_passes,
+  ms, speedup (plain_ms over ms). `.best`: the point with the highest speedup.
 - `by_ngram`: the same two with num_drafts BY_NGRAM_DRAFTS and other max_ngram: max_ngram, acceptance, drafted_per_pass,
   tokens_per_pass. Counted, not timed.
 """

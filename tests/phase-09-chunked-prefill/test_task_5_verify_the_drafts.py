@@ -193,6 +193,13 @@ def test_what_the_model_runs_on():
     that("dtypes", {str(dtype) for dtype, _ in shown}).gives({"torch.int64"})
 
 
+def test_a_prompt_of_one_token():
+    """Nothing is unseen but the newest token: draft tokens are proposed in the first pass already."""
+    model, _, stats = speculated(5, prompt=[7])
+    that("tokens shown in each pass", list(map(len, model.shown))).gives([5])
+    that("the stats", stats).gives(SpeculationStats(1, 5, 4, 4))
+
+
 def test_what_the_drafter_is_asked():
     """Prompt and output so far, the newest token included; and for at most num_drafts tokens."""
     answer = answer_to(PROMPT, 9)

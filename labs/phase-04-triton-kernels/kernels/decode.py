@@ -159,8 +159,8 @@ def decode_kernel(
     Numbers: scale, sliding_window (or None), softcap (or None). What is None is compiled away.
 
     Strides, in elements: q's sequence, head and dimension; the caches' block, slot in the block, head and dimension;
-    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences, heads and block ids are
-    multiplied in int64; a head of one block lies within 2³¹ elements.
+    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences, block ids and the
+    caches' head are multiplied in int64.
 
     Constants:
         GROUP: query heads to a key/value head.

@@ -87,7 +87,7 @@ def prefill_kernel(
     Numbers: num_seqs is B.
 
     Strides, in elements: of q's and the output's token, head and dimension; the others as in `decode_kernel`. Tokens,
-    sequences, heads and block ids are multiplied in int64.
+    sequences, block ids and the caches' head are multiplied in int64.
 
     Constants:
         ROWS: a power of two, at least 16 and at least GROUP.

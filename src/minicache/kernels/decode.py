@@ -192,8 +192,8 @@ def decode_kernel(
     Numbers: scale, sliding_window (or None), softcap (or None). What is None is compiled away.
 
     Strides, in elements: q's sequence, head and dimension; the caches' block, slot in the block, head and dimension;
-    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences, heads and block ids are
-    multiplied in int64; a head of one block lies within 2³¹ elements.
+    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences, block ids and the
+    caches' head are multiplied in int64.
 
     Constants:
         GROUP: query heads to a key/value head.
@@ -203,7 +203,7 @@ def decode_kernel(
         TILE: tokens of a tile, a power of two from 16 on.
         DOT_DTYPE: what q is converted to right after its load, and what `tl.dot` multiplies.
     """
-    kv_head = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
 
@@ -227,8 +227,8 @@ def decode_kernel(
         q,
         tl.zeros([ROWS], tl.int32) + context_len - 1,
         slopes,
-        k_cache_ptr + kv_head * stride_k_head,
-        v_cache_ptr + kv_head * stride_v_head,
+        k_cache_ptr + kv_head.to(tl.int64) * stride_k_head,
+        v_cache_ptr + kv_head.to(tl.int64) * stride_v_head,
         block_tables_ptr + seq * stride_table_seq,
         start,
         context_len,

@@ -85,14 +85,14 @@ def prefill_kernel(
     Numbers: num_seqs is B.
 
     Strides, in elements: of q's and the output's token, head and dimension; the others as in `decode_kernel`. Tokens,
-    sequences, heads and block ids are multiplied in int64.
+    sequences, block ids and the caches' head are multiplied in int64.
 
     Constants:
         ROWS: a power of two, at least 16 and at least GROUP.
         PADDED_SEQS: the power of two that B is padded to.
         all others: as in `decode_kernel`.
     """
-    kv_head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
     queries: tl.constexpr = ROWS // GROUP
 
     seqs = tl.arange(0, PADDED_SEQS)
@@ -131,8 +131,8 @@ def prefill_kernel(
         q,
         first_position + row_queries,
         slopes,
-        k_cache_ptr + kv_head * stride_k_head,
-        v_cache_ptr + kv_head * stride_v_head,
+        k_cache_ptr + kv_head.to(tl.int64) * stride_k_head,
+        v_cache_ptr + kv_head.to(tl.int64) * stride_v_head,
         block_tables_ptr + seq.to(tl.int64) * stride_table_seq,
         start,
         first_position + tl.minimum(first_query + queries, query_len),

@@ -110,7 +110,7 @@ def split_kernel(
             one.
         all others: as in `decode_kernel`, like the numbers, strides and constants.
     """
-    kv_head, seq, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     num_heads, num_splits = tl.num_programs(0) * GROUP, tl.num_programs(2)
     context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
 
@@ -136,8 +136,8 @@ def split_kernel(
         q,
         tl.zeros([ROWS], tl.int32) + context_len - 1,
         slopes,
-        k_cache_ptr + kv_head * stride_k_head,
-        v_cache_ptr + kv_head * stride_v_head,
+        k_cache_ptr + kv_head.to(tl.int64) * stride_k_head,
+        v_cache_ptr + kv_head.to(tl.int64) * stride_v_head,
         block_tables_ptr + seq * stride_table_seq,
         start,
         tl.minimum(start + split_len, context_len),
@@ -196,7 +196,7 @@ def merge_kernel(
         HEAD_DIM, PADDED_HEAD_DIM: as in `decode_kernel`.
         PADDED_SPLITS: the power of two that num_splits is padded to. Padding counts as empty.
     """
-    head, seq = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.arange(0, PADDED_HEAD_DIM)
     present = splits < num_splits

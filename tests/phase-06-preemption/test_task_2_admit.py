@@ -369,6 +369,9 @@ def test_blocks_to_admit_may_be_more(paged, a_request, admit):
         def blocks_to_admit(self, request):
             return super().blocks_to_admit(request) + 1
 
+        def blocks_missing(self, request):
+            return super().blocks_missing(request) + (not request.block_ids)
+
     requests = [a_request(n, 4) for n in range(3)]
     scheduler = paged(requests, cls=Generous, num_blocks=5)
     admit(scheduler)

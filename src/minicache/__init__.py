@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     cache="KVCache PagedKVCache",
     engine="LLM AsyncEngine SamplingParams",

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, **modules: str) -> Callable[[str], Any]:
-    """A module-level `__getattr__` that finds each public name in the submodule that defines it.
+def lazily(package: str, **modules: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A module-level `__getattr__` that finds each public name in the submodule that defines it, and its `__dir__`.
 
     Args:
         package: the package's `__name__`.
@@ -25,4 +25,7 @@ def lazily(package: str, **modules: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{found_in[name]}"), name)
 
-    return __getattr__
+    def __dir__() -> list[str]:  # noqa: N807
+        return sorted(found_in)
+
+    return __getattr__, __dir__

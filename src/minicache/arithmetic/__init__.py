@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from minicache.arithmetic.specs import Accelerator as Accelerator
     from minicache.arithmetic.specs import Transformer as Transformer
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     arithmetic="dtype_nbytes kv_bytes_per_token mla_bytes_per_token cache_bytes_per_token weight_bytes "
     "cache_capacity_tokens max_concurrent_sequences step_flops step_bytes arithmetic_intensity ridge_point "

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from minicache.cache.swap import HostStorage as HostStorage
     from minicache.cache.swap import copy_blocks as copy_blocks
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     attention="attention_with_cache causal_attention",
     dense="KVCache",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from minicache.engine.speculative import NgramDrafter as NgramDrafter
     from minicache.engine.speculative import speculative_decode as speculative_decode
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     answers="Chunk Completion",
     async_engine="AnswerStream AsyncEngine",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         MemoryUse as MemoryUse,
     )
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     blocks="BlockPool BlockTable blocks_for",
     prefix="CachingBlockPool PrefixCacheStats block_hash root_hash",

@@ -7,7 +7,7 @@ and a step as large as the work, without which it is slower. All three take turn
 are minimum and median. The ceiling is what the linear layers take alone, on as many tokens at a time, with their
 weights as PyTorch stores them; and for comparison laid out as the engine has them (`minicache.engine.runner.lay_out`).
 
-Then the engine with 1, 8 and 32 seats; answers of ragged lengths; and MiniGPT, one sequence, through either cache.
+Then the engine with 1, 8, 32 batch slots; answers of ragged lengths; and MiniGPT, one sequence, through either cache.
 One thread: with two, a shared machine stalls. Our engine's scheduler is "fair". The default, "chunked", would order the
 same steps: no step of these has more tokens than it allows, 8,192.
 

@@ -1,9 +1,10 @@
 """The server under a load that does not wait for it: latencies at several rates, beside what the simulator foretells.
 
-`minicache serve` runs in a process of its own, with MiniGPT, 32 seats and 64 places behind them. The load client sends
-ShareGPT's lengths, scaled down to MiniGPT's 512 tokens (in the mean 40 in and 84 out), as a Poisson process: an open
-loop, whose requests come whether or not earlier ones were answered. Rates are parts of what the server can do, which is
-found first: 160 of the same requests at once, twice, and how many a second it answers (the line is long enough then).
+`minicache serve` runs in a process of its own, with MiniGPT, 32 batch slots and 64 places behind them. The load client
+sends ShareGPT's lengths, scaled down to MiniGPT's 512 tokens (in the mean 40 in and 84 out), as a Poisson process: an
+open loop, whose requests come whether or not earlier ones were answered. Rates are parts of what the server can do,
+which is found first: 160 of the same requests at once, twice, and how many a second it answers (the line is long enough
+then).
 
 The same arrivals are then served in simulated time, by the same scheduler, with steps that cost what they cost this
 host: calibrated between the runs, of which the median counts, for the loads were not served at a quiet moment either.

@@ -237,7 +237,7 @@ check(blocks_held, -(-(2 + 100) // 16))
 # %% [markdown]
 # ## 4. The line
 #
-# Two seats and two places behind them. Six clients ask for 300 tokens each; who finds no place is told so at once.
+# Two batch slots and two places behind them. Of six clients, the two that find no place get a 429 at once.
 
 # %%
 with a_server(max_num_seqs=2, max_waiting=2) as (port, engine):
@@ -256,7 +256,7 @@ with a_server(max_num_seqs=2, max_waiting=2) as (port, engine):
 assert statuses == [200] * 4 + [429] * 2
 
 # %% [markdown]
-# **Question 3.** Four seats, three places behind them. Two requests with `n=2` and one with `n=1` are under way, and four
+# **Question 3.** Four batch slots, three places behind them. Two requests with `n=2` and one with `n=1` run, and four
 # come that want one answer each. How many of the four are refused?
 
 # %%
@@ -270,7 +270,7 @@ check(num_refused, 4 - (4 + 3 - (2 * 2 + 1)))
 #
 # `minicache bench serve` in a process of its own sends requests at the times of a Poisson process, whether or not earlier
 # ones were answered. First 48 at once: what the server can do. Then parts of that rate, from a third to twice as much.
-# 16 seats, 16 places behind them; prompts of 24 tokens, answers of 48.
+# 16 batch slots, 16 places behind them; prompts of 24 tokens, answers of 48.
 
 
 # %%
@@ -305,7 +305,7 @@ for part, r in zip(PARTS, reports):
     latencies = [1e3 * r[what][statistic] for what in ("ttft", "tpot") for statistic in ("p50", "p99")]
     print(f"{part:10.1f} {r['num_ok']:10} {r['num_refused']:9}   {latencies[0]:9.1f} {latencies[1]:9.1f}   {latencies[2]:10.2f} {latencies[3]:9.2f}")
 
-# %% alt="Two panels against the rate as a part of what the server can do. The time to the first token is short at low rates, and many times as long at twice what the server can do, where requests wait in line. The time per output token grows with the batch, which has 16 seats at most."
+# %% alt="Two panels against the rate as a part of what the server can do. The time to the first token is short at low rates, and many times as long at twice what the server can do, where requests wait in line. The time per output token grows with the batch, which has 16 batch slots at most."
 _, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
 for ax, what, label in ((panels[0], "ttft", "time to first token, ms"), (panels[1], "tpot", "time per output token, ms")):
     for statistic, shade, marker in (("p50", HALF, "o"), ("p99", SLOWEST, "s")):

@@ -82,15 +82,15 @@ def two_threads(figure: Figure, scheme: Scheme) -> None:
 
 
 def line(figure: Figure, scheme: Scheme) -> None:
-    """Two seats and two places behind them: four are in, the fifth is told to come back; then a place is free."""
+    """Two batch slots and two places behind them: four are in, the fifth is told to come back; then a place is free."""
     diagram = Diagram(figure, scheme, width=24, height=11.6)
     width, high, left, wall = 1.9, 1.7, 4.6, 13.2
     middle = left + 2 * width + 0.5
-    diagram.text(left, 0.9, "2 seats", bold=True)
+    diagram.text(left, 0.9, "2 batch slots", bold=True)
     diagram.text(middle, 0.9, "2 behind them", bold=True)
     rows: tuple[tuple[float, str, list[str], list[str]], ...] = (
         (1.7, "all places\nare taken", ["1", "2"], ["3", "4"]),
-        (5.4, "1 has ended,\n3 has its seat", ["2", "3"], ["4", ""]),
+        (5.4, "1 has finished,\n3 runs", ["2", "3"], ["4", ""]),
     )
     for y, words, seated, waiting in rows:
         diagram.text(0.3, y + high / 2, words)

@@ -110,7 +110,7 @@ def test_forks_begin_with_the_step_of_the_first_token(llm, prompts, watch):
 
 
 def test_more_answers_than_seats(model, prompts, expected, watch):
-    """Two seats: one fork gets the second; the last answer begins when the first has ended, as any request."""
+    """Two batch slots: one fork gets the second; the last answer begins when the first has ended, as any request."""
     llm = LLM(model, num_blocks=64, max_num_seqs=2, observers=[watch])
     name = llm.add_request(prompts[0], params_of())
     assert finish(llm) == {name: expected[0]}
@@ -118,7 +118,7 @@ def test_more_answers_than_seats(model, prompts, expected, watch):
 
 
 def test_a_fork_waits_for_a_seat(model, prompts, expected, watch):
-    """A short request has the second seat; the fork gets it with the end of the step that ends the short one."""
+    """A short request has the second batch slot; the fork gets it with the end of the step that ends the short one."""
     llm = LLM(model, num_blocks=64, max_num_seqs=2, observers=[watch])
     name = llm.add_request(prompts[0], params_of(2))
     short = llm.add_request(prompts[1], params_of(1, max_tokens=3))
@@ -155,7 +155,7 @@ def test_the_first_answer_ends_with_its_first_token(llm, prompts, expected, watc
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 @pytest.mark.parametrize("max_num_seqs", [2, 8])
 def test_aborting_ends_all_answers(model, prompts, expected, num_steps, max_num_seqs):
-    """Before the first token, with forks that wait for a seat, and later; others go on."""
+    """Before the first token, with forks that wait for a batch slot, and later; others go on."""
     llm = LLM(model, num_blocks=64, max_num_seqs=max_num_seqs)
     name = llm.add_request(prompts[0], params_of())
     other = llm.add_request(prompts[1], params_of(1))

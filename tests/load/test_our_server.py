@@ -19,7 +19,7 @@ from minicache.server.running import Server
 
 @pytest.fixture(scope="module")
 def url():
-    """A server with two seats and four places in the line."""
+    """A server with two batch slots and four places in the line."""
     torch.set_num_threads(1)
     ports, is_up = [], threading.Event()
     app = create_app(ServedLLM(max_num_seqs=2), served_model_name="minigpt", max_waiting=4)

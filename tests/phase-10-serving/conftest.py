@@ -336,7 +336,7 @@ def sampled(max_tokens=6, seed=1, **more):
 
 @pytest.fixture(scope="session")
 def tiny_llm():
-    """`tiny_llm(**options)`: a `TinyLLM`; 4 seats, 128 blocks of 4, at most 64 tokens a step, unless told otherwise."""
+    """`tiny_llm(**options)`: a `TinyLLM`; by default 4 batch slots, 128 blocks of 4, 64 tokens a step."""
     return TinyLLM
 
 
@@ -539,7 +539,7 @@ class Client:
 
 
 class Served:
-    """A server on a free port of 127.0.0.1, in a thread of its own: 2 seats, 1 place in line, and a `TinyLLM`.
+    """A server on a free port of 127.0.0.1, in a thread of its own: 2 batch slots, 1 place in line, and a `TinyLLM`.
 
     Attributes:
         llm: a `TinyLLM`.

@@ -58,7 +58,7 @@ def test_a_text(scenario, tiny_llm, params):
 
 
 def test_many_at_once(scenario, tiny_llm, params, all_tokens, right_answers):
-    """Twelve clients at once, of which four have seats: each gets its own tokens."""
+    """Twelve clients at once, of which four have batch slots: each gets its own tokens."""
 
     async def main():
         engine = scenario.engine(tiny_llm())
@@ -130,7 +130,7 @@ def test_when_it_has_come(scenario, tiny_llm, params):
 
 @pytest.mark.parametrize(("max_waiting", "places"), [(0, 2), (1, 3), (3, 5)])
 def test_the_line_is_bounded(scenario, tiny_llm, params, max_waiting, places):
-    """2 seats and max_waiting: so many are let in, the next is refused at once, without waiting for the step."""
+    """2 batch slots and max_waiting: so many are let in, the next is refused at once, without waiting for the step."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=2)
@@ -215,7 +215,7 @@ def test_more_answers_than_places(scenario, tiny_llm, params):
     ],
 )
 def test_when_to_come_back(scenario, tiny_llm, times, num_unfinished, seconds):
-    """Answers beyond the seats × seconds between two ends; between 1 and 60. 2 seats."""
+    """Answers beyond the batch slots × seconds between two ends; between 1 and 60. 2 batch slots."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm(max_num_seqs=2))

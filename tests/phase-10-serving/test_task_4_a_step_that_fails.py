@@ -231,7 +231,7 @@ def test_who_was_preempted(scenario, tiny_llm, params):
 
 @pytest.mark.parametrize("at_step", [1, 3])
 def test_all_alike(scenario, tiny_llm, params, all_tokens, right_answers, at_step):
-    """All of the step are in their first, or none is: all of it fail. Who waits for a seat is not in it."""
+    """All of the step are in their first, or none is: all of it fail. Who waits for a batch slot is not in it."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=2)
@@ -245,7 +245,7 @@ def test_all_alike(scenario, tiny_llm, params, all_tokens, right_answers, at_ste
         llm.let_all()
         for stream in (one, two):
             await check_failed(scenario, f"a request in step {at_step}, that fails", stream, MemoryError)
-        outcome = await scenario.ask("the tokens of one who waited for a seat", all_tokens(waiting))
+        outcome = await scenario.ask("the tokens of one who waited for a batch slot", all_tokens(waiting))
         outcome.gives(right_answers([3], params(max_tokens=5)))
         await check_clean(scenario, engine)
 

@@ -455,7 +455,7 @@ def test_a_client_that_closes_its_connection(served, stream):
 
 
 def test_too_many(served):
-    """2 seats and a line of 1: the fourth gets 429, with Retry-After in whole seconds; the three get their answers."""
+    """2 batch slots and a queue of 1: the fourth gets 429, and Retry-After in whole seconds; three are answered."""
     served.llm.hold()
     clients = [served.post([number], stream=True) for number in (1, 2, 3)]
     served.until("three requests are there", lambda: served.engine.num_unfinished == 3)

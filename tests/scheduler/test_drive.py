@@ -23,7 +23,7 @@ def test_nothing_to_serve() -> None:
 
 
 def test_a_static_run() -> None:
-    """2 seats: a and b run until b has its 3 tokens, then c has its one."""
+    """2 batch slots: a and b run until b has its 3 tokens, then c has its one."""
     scheduler = create_scheduler("static", num_blocks=10, max_num_seqs=2)
     tally = drive(scheduler, [request_of("a", 4, 1), request_of("b", 5, 3), request_of("c", 6, 1)])
     assert tally == Tally(
@@ -38,7 +38,7 @@ def test_a_static_run() -> None:
 
 
 def test_a_continuous_run() -> None:
-    """The same requests: c has a's seat in step 1."""
+    """The same requests: c has a's batch slot in step 1."""
     scheduler = create_scheduler("continuous", num_blocks=10, max_num_seqs=2)
     tally = drive(scheduler, [request_of("a", 4, 1), request_of("b", 5, 3), request_of("c", 6, 1)])
     assert tally == Tally(

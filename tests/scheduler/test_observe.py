@@ -190,7 +190,7 @@ def test_all_observers_are_told() -> None:
 
 
 def test_a_trace_worked_out_by_hand() -> None:
-    """2 seats, blocks of 16, continuous: a has 2 tokens to generate, b 3, c 1."""
+    """2 batch slots, blocks of 16, continuous: a has 2 tokens to generate, b 3, c 1."""
     scheduler, steps = watched("continuous", num_blocks=10, max_num_seqs=2)
     drive(scheduler, [request_of("a", 15, 2), request_of("b", 5, 3), request_of("c", 20, 1)])
     assert steps == [

@@ -239,7 +239,7 @@ def test_twins() -> None:
     assert got["vllm:generation_tokens_total"] == 4 + 4 + 3
     assert got.ended() == {"length": 3}
     got.check_histogram("request_generation_tokens", [4, 4, 3])
-    got.check_histogram("time_to_first_token_seconds", [1.0, 1.5])  # the twin that was given a token has had it
+    got.check_histogram("time_to_first_token_seconds", [1.0, 1.5])  # the fork that was given a token has had it
     got.check_histogram("inter_token_latency_seconds", [0.5, 0.5] + [0.25] * 7)
     got.check_histogram("request_queue_time_seconds", [1.0] * 3)
     got.check_histogram("request_prefill_time_seconds", [0.0, 0.5, 0.0])

@@ -2,10 +2,10 @@
 # Write what raises NotImplementedError. `minicache grade 3` grades it, `minicache hint 3.K` helps with task K.
 """Keys and values in blocks: storage that many sequences share, and two views of it that a model can run on.
 
-Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values; which block belongs
-to whom is `minicache.memory.blocks`' business. `PagedKVCache` is `KVCache` without the reservation: a batch of
-sequences of one length. `RaggedStep` is one step of a serving engine: sequences of any lengths, each with its own
-number of new tokens.
+Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values for each layer; which
+sequence has which block is decided by `minicache.memory.blocks`. `PagedKVCache` is `KVCache` without the reservation: a
+batch of sequences of one length. `RaggedStep` is one step of a serving engine: sequences of any lengths, each with its
+own number of new tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PagedStorage:
     keys and its values through it (Kwon et al. 2023, §4.2).
 
     Args:
-        pool: who owns which block; its num_blocks and block_size are the storage's.
+        pool: allocates the blocks; its num_blocks and block_size are the storage's.
         num_layers: attention layers, ≥ 1.
         num_kv_heads: key/value heads (H_kv), ≥ 1.
         head_dim: size of one head (d), ≥ 1.
@@ -76,7 +76,7 @@ class PagedStorage:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def k(self, layer: int) -> Tensor:
-        """The keys of `layer`, `[num_blocks, block_size, H_kv, d]`: the storage itself, to read and to write.
+        """The keys of `layer`, `[num_blocks, block_size, H_kv, d]`: the storage itself, to be read and written.
 
         Raises:
             IndexError: there is no such layer (negative ones included).
@@ -91,11 +91,11 @@ class PagedStorage:
 
 
 class PagedKVCache(KVCache):
-    """`KVCache` over blocks: the same calls and answers, and memory that is taken as tokens come.
+    """`KVCache` over blocks: the same methods and results, and memory that is allocated as tokens come.
 
-    Each sequence of the batch has a `BlockTable`. Layer 0's `append` takes the blocks that the pass needs, for the
-    whole batch or not at all; every layer writes through the same slots. `reset` gives all blocks back to the pool. A
-    cache that is dropped without `reset` keeps its blocks: there is no finaliser.
+    Each sequence of the batch has a `BlockTable`. Layer 0's `append` allocates the blocks that the forward pass needs,
+    for the whole batch or not at all; every layer writes to the same slots. `reset` gives all blocks back to the pool.
+    A cache that is dropped without `reset` keeps its blocks: there is no finaliser.
 
     Args:
         num_layers: attention layers, ≥ 1.
@@ -105,12 +105,12 @@ class PagedKVCache(KVCache):
         head_dim: size of one head (d), ≥ 1.
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
-        block_size: rows of a block, ≥ 1, in a storage of its own. A storage that is given has its pool's block size.
+        block_size: tokens of a block, ≥ 1, in a storage of its own. A given storage has its pool's.
         storage: blocks to share with other caches. None: a storage of its own, with a new pool of just enough blocks
             for `max_seq_len` tokens of every sequence.
 
     Attributes:
-        storage: where the rows are.
+        storage: where keys and values are.
         block_tables: a `BlockTable` for each sequence, to be read.
 
     Raises:
@@ -137,14 +137,14 @@ class PagedKVCache(KVCache):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that every layer holds, per sequence. The tables are ahead of it while a pass is under way."""
+        """Tokens that every layer holds, per sequence. During a forward pass the tables are ahead of it."""
         raise NotImplementedError(
             "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes that nobody else can have.
+        """Bytes that no other cache can use.
 
         With a storage of its own: keys and values, all layers, `max_seq_len` rows of every sequence, as in `KVCache`.
         Over a shared storage nothing is reserved, and it is `nbytes_allocated`.
@@ -168,7 +168,7 @@ class PagedKVCache(KVCache):
         )
 
     def positions(self, num_new_tokens: int) -> Tensor:
-        """Where the next tokens stand in their sequences, for rotary embeddings.
+        """The positions of the next tokens in their sequences, for rotary embeddings.
 
         Args:
             num_new_tokens: T, how many tokens come next, ≥ 0.
@@ -187,7 +187,7 @@ class PagedKVCache(KVCache):
         """Store the keys and values of T new tokens in `layer`.
 
         Values are copied; no gradient flows through a cache. A call that raises has written nothing, changed no table
-        and begun no pass. Where in the storage the rows go is settled at layer 0, once for all layers.
+        and begun no forward pass. The slots are computed at layer 0, once for all layers.
 
         Args:
             layer: 0 … num_layers − 1; must be the layer whose turn it is (see `KVCache`).
@@ -210,7 +210,7 @@ class PagedKVCache(KVCache):
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of every token that `layer` holds, gathered from the blocks.
 
-        Between forward passes S = num_tokens. During one, a layer that has its new rows shows them too.
+        Between forward passes S = num_tokens. During one, a layer that has its new rows returns them too.
 
         Args:
             layer: 0 … num_layers − 1.
@@ -252,7 +252,7 @@ class PagedKVCache(KVCache):
     def reset(self) -> None:
         """Forget every token and give the blocks back to the pool: the next append writes position 0 again.
 
-        Also ends a forward pass that stopped half-way, so a cache can be used again after an error in the model.
+        Also ends an incomplete forward pass, so a cache can be used again after an error in the model.
         """
         raise NotImplementedError(
             "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
@@ -261,7 +261,7 @@ class PagedKVCache(KVCache):
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of every sequence, and give back the blocks that are then empty.
 
-        Ends a forward pass that stopped half-way, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it.
+        Ends an incomplete forward pass, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it.
 
         Args:
             num_tokens: how many to keep, 0 … the cache's num_tokens.
@@ -278,8 +278,8 @@ class PagedKVCache(KVCache):
         """A cache with the same tokens in the same blocks: nothing is copied.
 
         Both read the shared blocks; neither may write to one. So where num_tokens is no multiple of the block size,
-        `append` raises SharedBlockError in both, until the other has let go of the unfinished block (`reset`, or
-        `truncate`). A fork of a cache with a storage of its own shares that storage: the two have the room of one.
+        `append` raises SharedBlockError in both, until the other has freed the unfinished block (`reset`, or
+        `truncate`). A fork of a cache with a storage of its own shares that storage: together they have one's blocks.
 
         Returns:
             A new cache over the same storage.
@@ -293,23 +293,23 @@ class PagedKVCache(KVCache):
 
 
 class RaggedStep:
-    """One step of an engine: sequences of any lengths, each with some new tokens, in one pass of the model.
+    """One step of an engine: sequences of any lengths, each with some new tokens, in one forward pass.
 
     The new tokens of all sequences lie one sequence after the other in a batch of 1, without padding, N in all. So a
     model that takes `[1, N]` token ids and a cache needs no second forward: `model(token_ids[None], step)`. A sequence
     in its prompt brings many tokens, a sequence in decode brings one, and both may be in one step (Yu et al. 2022,
     §3).
 
-    All blocks are taken when the step is made, or none. A step serves one pass: each layer is appended to once, in
-    order. If the pass is given up, the tables keep the new tokens' slots until their owner truncates them.
+    All blocks are allocated when the step is made, or none. A step serves one forward pass: each layer is appended to
+    once, in order. If the pass fails, the tables keep the new tokens' slots until they are truncated.
 
     Args:
-        storage: where the rows are.
+        storage: where keys and values are.
         tables: a `BlockTable` over the storage's pool for each of B ≥ 1 sequences; they grow.
         num_new_tokens: how many tokens each sequence brings, ≥ 1 each.
 
     Attributes:
-        slot_mapping: `[N]` int64, where each new token's row goes.
+        slot_mapping: `[N]` int64, the slot of each new token.
         context_lens: `[B]` int64, tokens of each sequence, the new ones too.
         query_start_loc: `[B + 1]` int64: of the N tokens, query_start_loc[i] : query_start_loc[i + 1] are sequence i's.
         block_tables: `[B, max_blocks]` int64, each sequence's blocks in order, −1 after the last.
@@ -319,7 +319,7 @@ class RaggedStep:
         ValueError: no sequences, not one count for each table, a count below 1, a table over another pool, or a table
             given twice.
         OutOfBlocksError: the pool has fewer free blocks than the step needs. No table has changed.
-        SharedBlockError: a new token's row would lie in a block that another table reads too. No table has changed.
+        SharedBlockError: a new token's slot would lie in a block that another table has too. No table has changed.
     """
 
     def __init__(self, storage: PagedStorage, tables: Sequence[BlockTable], num_new_tokens: Sequence[int]) -> None:
@@ -328,7 +328,7 @@ class RaggedStep:
         )
 
     def positions(self, num_new_tokens: int) -> Tensor:
-        """Where the step's tokens stand, each in its own sequence.
+        """The positions of the step's tokens, each in its own sequence.
 
         Args:
             num_new_tokens: N, the tokens of all sequences together.

@@ -1,11 +1,10 @@
 # Phase 5, continuous-batching: your file. It stands in for minicache.engine.llm.
 # Write what raises NotImplementedError. `minicache grade 5` grades it, `minicache hint 5.K` helps with task K.
-"""The serving engine: a scheduler says what to compute, a model computes it, and many requests get their tokens.
+"""The serving engine: a scheduler decides what to compute, a model computes it, and many requests get their tokens.
 
 Phase 5 builds its loop. A step is: `schedule()`, move the blocks that it names, one forward pass over the new tokens of
-all requests, a token picked for each, `update_from_output()`. What runs, and in what order, is the scheduler's
-decision; where keys and values lie is the memory's (`minicache.engine.runner`). The tokens of a request are those that
-it would get alone.
+all requests, a token picked for each, `update_from_output()`. The scheduler decides what runs, and in what order; the
+memory (`minicache.engine.runner`) holds keys and values. A request gets the tokens that it would get alone.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ logger = logging.getLogger("minicache")
 class LLM:
     """Serves many requests at once, step by step.
 
-    **When a step fails**, whatever raised, the error goes through `step()`, and every unfinished request is back in the
-    waiting queue with nothing computed (`recover`). Tokens that it has generated stay, and random generators are as
-    before the step, so the steps that follow give the tokens that would have come without the failure. If it fails
-    again, abort the requests that cause it (`abort_request`) and go on with the others.
+    **When a step fails**, `step()` raises the error, and every unfinished request is back in the waiting queue with
+    nothing computed (`recover`). Its generated tokens stay, and random generators are as before the step, so the steps
+    that follow give the same tokens as without the failure. If a step fails again, abort the requests that cause it
+    (`abort_request`) and go on with the others.
 
     **When one request fails**, because its logits are not finite or its tokens cannot be decoded, it alone is finished,
     as FINISHED_ERROR: its last chunk has the finish_reason "error".
@@ -79,11 +78,11 @@ class LLM:
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
-        observers: are told what the scheduler does (`minicache.scheduler.observe`).
+        observers: notified of what the scheduler does (`minicache.scheduler.observe`).
 
     Attributes:
         model: what is run.
-        device: where it is.
+        device: of its weights.
         tokenizer: as above, or None.
         max_model_len: the most tokens of a request: the scheduler's limit or the model's, the lower.
         scheduler: decides what runs; observed, if there are observers.
@@ -93,8 +92,9 @@ class LLM:
             and the others have an `AnswerId`.
 
     Raises:
-        CheckpointError: checkpoint or folder cannot be read; UnsupportedModelError: the folder's model is none that is
-            computed here; HubError: a hub name, and the model can neither be downloaded nor is it here already.
+        CheckpointError: checkpoint or folder cannot be read.
+        UnsupportedModelError: the folder's model is of an architecture that is not supported.
+        HubError: a hub name, and the model is neither here already nor can it be downloaded.
         MissingExtraError: what the model needs is not installed.
         TypeError: an option has the wrong type.
         ValueError: an option is out of its bounds, or two do not go together.
@@ -173,7 +173,7 @@ class LLM:
             params: one for all, or one for each.
 
         Returns:
-            An answer for each prompt, in their order; if its params say so, n answers, one after the other.
+            An answer for each prompt, in their order; with `params.n` > 1, n answers, one after the other.
 
         Raises:
             TypeError: `prompts` is no list of prompts, or `params` are no SamplingParams.
@@ -181,7 +181,7 @@ class LLM:
             IndexError: a token id is outside the model's vocabulary.
             UnknownWordError: the tokenizer does not know a word.
             RequestTooLargeError: a request could never be served. In all these cases none was begun.
-            InvariantError: the scheduler schedules nothing any more, and requests are unfinished.
+            InvariantError: the scheduler has stopped scheduling, and requests are unfinished.
             Exception: what a step raises. The requests of this call are aborted; others go on.
         """
         answers = self._prepare(prompts, params)
@@ -193,7 +193,7 @@ class LLM:
         """Answer all prompts, and yield each token as soon as there is one.
 
         The chunks of a prompt have its `index`, and the texts of all its chunks are its text. Nothing runs before the
-        first chunk is asked for. When the iterator is closed or dropped early, what is unfinished is aborted.
+        first chunk is asked for. When the iterator is closed or dropped early, unfinished answers are aborted.
 
         Args:
             prompts: as for `generate`.
@@ -222,16 +222,16 @@ class LLM:
         """Have a request served by the steps to come.
 
         The chunks of all its n answers (`params.n`) have its id; their `index` says which answer they belong to. With a
-        scheduler that forks, all but the first answer begin once that one has its first token (`collect`).
+        scheduler that forks, the other answers begin once the first one has a token (`collect`).
 
         Args:
             prompt: a text, or token ids.
             params: what to generate.
             request_id: its id, of no other unfinished request. None: a number.
-            priority: lower runs first, if the scheduler looks at it.
-            group: only requests of one compatibility class may share a batch, if the scheduler looks at it.
+            priority: lower runs first, if the scheduler has priorities.
+            group: its compatibility class: only requests of one may share a batch, if the scheduler has such classes.
             cache_salt: requests with different salts share no block, whatever their prompts.
-            arrival_time: when it came, in seconds on the caller's clock, if the scheduler looks at it.
+            arrival_time: in seconds on the caller's clock, for a scheduler with priorities.
 
         Returns:
             Its id.
@@ -281,31 +281,31 @@ class LLM:
     # The loop
 
     def step(self) -> list[Chunk]:
-        """Run one step: schedule, move blocks, run the model, pick tokens, record them, emit them.
+        """Run one step: schedule, move blocks, run the model, pick tokens, commit them, emit chunks.
 
-        If nothing is scheduled, the model is not run, and no tokens are recorded. A request from whose logits nothing
-        can be picked (its token is None) is finished as FINISHED_ERROR before the tokens of the others are recorded
-        (`update_from_output`). Then chunks are emitted: for the requests that `schedule()` has finished
-        (`output.finished`, capacity) without a token, then for those of the step, in batch order.
+        If nothing is scheduled, the model is not run. A request whose logits give no token (None) is finished as
+        FINISHED_ERROR before the tokens of the others are committed (`update_from_output`). Then chunks are emitted:
+        first for the requests that `schedule()` has finished without a token (`output.finished`, capacity), then for
+        those of the step, in batch order.
 
-        Whatever is raised before the tokens are recorded, `recover` is called, and the error goes on.
+        If anything raises before the commit, `recover` is called, and the error is raised again.
 
         Returns:
-            What `collect` gives: the chunks of requests of `add_request`, of this step and of earlier ones that failed.
-            Chunks of a `stream` or `generate` go to them.
+            As `collect`: the chunks of requests of `add_request`, of this step and of earlier ones that failed. Chunks
+            of a `stream` or `generate` go to that call.
 
         Raises:
-            Exception: what the model raises, or anything else on the way; see the class for what follows.
+            Exception: what the model, or anything else in the step, raises; see the class.
         """
         raise NotImplementedError(
             "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
         )
 
     def recover(self) -> None:
-        """Give up what is computed: a step failed, and what it has written is not known.
+        """Give up what is computed: a step failed, and which KV entries it has written is unknown.
 
-        Every unfinished request is in the waiting queue again (`Scheduler.recover`), and the memory holds nothing. What
-        the step has recorded before it failed is emitted, and so are requests that it has finished: `collect` returns
+        Every unfinished request is back in the waiting queue (`Scheduler.recover`), and the memory holds nothing.
+        Tokens that were committed before the failure are emitted, and so are requests that finished; `collect` returns
         these chunks after the next step.
         """
         self.scheduler.recover()
@@ -319,8 +319,8 @@ class LLM:
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """One forward pass over all tokens that a step has to compute.
 
-        They lie side by side in one row, request after request in batch order, each request's from the first that is
-        not computed yet. `memory.make_step(output)` is the cache that tells them apart, and `logits_at` runs the model.
+        They form one row, request after request in batch order, each request's from the first uncomputed one on.
+        `memory.make_step(output)` is the cache that keeps the requests apart, and `logits_at` runs the model.
 
         Args:
             output: of `schedule()`, with at least one request.
@@ -335,8 +335,8 @@ class LLM:
     def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
         """Pick the next token of every request whose tokens are all computed with this step.
 
-        Each with its own sampler, all in one call of `pick_tokens`. For a request that is still in its prompt after the
-        step nothing is picked: its generator must not move.
+        Each with its own sampler, all in one call of `pick_tokens`. Nothing is picked for a request that is still in
+        its prompt: its random generator must not advance.
 
         Args:
             output: of `schedule()`.
@@ -352,10 +352,10 @@ class LLM:
     def emit(self, request_id: RequestId, token_id: int | None) -> None:
         """Make the next chunk of an answer, and finish the answer if its text ends there.
 
-        The token's text goes through the answer's `TextStream`, if it has one. If that has found a stop string, the
-        request is finished as FINISHED_STOPPED. Otherwise, if the request is finished, its text shows what it has held
-        back. If the tokenizer raises, the error is logged and the request is FINISHED_ERROR (`_fail`). A finished
-        answer is dropped from `answers`, and the memory forgets its request.
+        The token goes through the answer's `TextStream`, if it has one. If that finds a stop string, the request is
+        finished as FINISHED_STOPPED. Otherwise, if the request is finished, the text that was held back is added. If
+        the tokenizer raises, the error is logged and the request is FINISHED_ERROR (`_fail`). A finished answer is
+        dropped from `answers`, and the memory forgets its request.
 
         Args:
             request_id: of `answers`; the scheduler has recorded the token.
@@ -366,12 +366,12 @@ class LLM:
         )
 
     def collect(self) -> list[Chunk]:
-        """Begin the answers that can be forked now, and hand over the chunks of requests of `add_request`.
+        """Begin the answers that can be forked now, and return the chunks of requests of `add_request`.
 
-        Every step ends with this: its tokens are recorded, so a first answer that has one can be forked.
+        Every step ends with this: its tokens are committed, so a first answer that has one can be forked.
 
         Returns:
-            The chunks that were not handed over yet. All chunks of a request have its id, whichever answer's they are.
+            The chunks that were not returned yet. All chunks of a request have its id, whichever answer they belong to.
         """
         for answer in self._waiting_to_fork.copy():
             if self._fork(answer):
@@ -424,7 +424,7 @@ class LLM:
                     self.abort_request(answer.request.request_id)
 
     def _begin(self, answers: list[Answer]) -> None:
-        """Give the scheduler all requests but those that are forked later. All of them, or none."""
+        """Add all answers, or none: the scheduler gets the requests of all but those that are forked later."""
         for answer in answers:
             name = answer.request.request_id
             if name in self.answers or (answer.first is None and self.answers_of(name)):
@@ -440,10 +440,10 @@ class LLM:
                 self._most_answers = max(self._most_answers, name.turn + 1)
 
     def _fork(self, answer: Answer) -> bool:
-        """Begin another answer to a prompt once the first has a token and there is a batch slot. Whether it has begun.
+        """Begin another answer to a prompt, if the first has a token and there is a batch slot. Whether it has begun.
 
-        The fork has no token yet: the prompt's last is computed again for it, and it draws its first from that. If the
-        first answer is out of the batch, this one begins like any request.
+        The fork has no output: the prompt's last token is computed again for it, and its first token sampled from that.
+        If the first answer is not in the batch, this one begins like any request.
         """
         first = answer.first
         assert first is not None
@@ -459,7 +459,7 @@ class LLM:
         return True
 
     def answers_of(self, name: RequestId) -> list[RequestId]:
-        """The scheduler's ids for the unfinished answers of a request. Takes the same time however many there are."""
+        """The scheduler's ids for the unfinished answers of a request. Does not search `answers`."""
         names = (name, *(AnswerId(name, turn) for turn in range(1, self._most_answers)))
         return [each for each in names if each in self.answers]
 
@@ -469,6 +469,6 @@ class LLM:
 
 
 def _named(chunk: Chunk) -> Chunk:
-    """A chunk as its client knows it: with the id of its request, not with that of its answer."""
+    """A chunk as its client sees it: with the id of its request instead of its answer's."""
     name = request_of(chunk.request_id)
     return chunk if name is chunk.request_id else replace(chunk, request_id=name)

@@ -2,8 +2,8 @@
 # Write what raises NotImplementedError. `minicache grade 5` grades it, `minicache hint 5.K` helps with task K.
 """Static batching: a batch is filled, runs until its last request has finished, and only then is the next one filled.
 
-Phase 5 builds it, as the thing to improve on. It is how a model is called that knows nothing of serving: one rectangle
-of requests in, one rectangle of tokens out. Each request's memory is reserved for the most tokens that it may have.
+Phase 5 builds it as the baseline: a model without a serving engine takes one rectangle of requests and returns one
+rectangle of tokens. Each request's memory is reserved for the most tokens that it may have.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ class StaticBatchScheduler(Scheduler):
     """
 
     def schedule_running(self, output: SchedulerOutput) -> None:
-        """Have every request of the batch compute what it has left (`schedule_tokens`): in decode its newest token.
-
-        No memory is asked for: it was reserved.
-        """
+        """Schedule the uncomputed tokens of every request in the batch. Their memory was reserved at admission."""
         raise NotImplementedError(
             "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
 
     def may_admit(self, output: SchedulerOutput) -> bool:
-        """Whether waiting requests may join the batch in this step: only an empty batch is filled."""
+        """Whether waiting requests may join the batch in this step: only if it is empty."""
         raise NotImplementedError(
             "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
         )
@@ -40,7 +37,7 @@ class StaticBatchScheduler(Scheduler):
     def schedule_waiting(self, output: SchedulerOutput) -> None:
         """Admit requests (`admit`), one after the other, while there is room for the one at the `head` of the queue.
 
-        Room is three things: a batch slot, of max_num_seqs; `token_budget` for all that it has to compute; and
+        Room is three things: one of the max_num_seqs batch slots; `token_budget` for all its uncomputed tokens; and
         `blocks_to_admit` free blocks. The loop ends at the first head that lacks one of them: no request behind it is
         admitted before it. In an empty step the budget counts as enough for any request: one that is computed again
         after a failed step (`recover`) may have outgrown max_num_batched_tokens.

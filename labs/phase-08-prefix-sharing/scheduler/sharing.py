@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Unpack
+from typing import Unpack
 
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.fair import FairScheduler
@@ -30,10 +30,9 @@ class SharingScheduler(PrefixCachingScheduler):
     """
 
     def __init__(self, **options: Unpack[PrefixCachingOptions]) -> None:
-        checked: Any = options  # each class on the way takes its own out
-        super().__init__(**checked)
+        super().__init__(**options)
         self._num_forks = 0
-        self._may_share_tails = False  # whether a request may be about to write into a block with two references
+        self._may_share_tails = False  # whether a request's next write may go into a block with two references
 
     def fork_request(
         self, request_id: RequestId, child_id: RequestId, output_token_ids: Sequence[int] | None = None
@@ -49,8 +48,8 @@ class SharingScheduler(PrefixCachingScheduler):
             request_id: the parent: in the batch, with at least one token of output.
             child_id: the child's id.
             output_token_ids: what the child has generated: fewer tokens than max_tokens, and with the prompt fewer than
-                the scheduler's max_model_len, if there is one: at either it would have finished. They may differ from
-                the parent's from some token on, and there may be none. None: the same as the parent's.
+                the scheduler's max_model_len, if there is one: at either it would have finished. They may be any,
+                [] too. None: the same as the parent's.
 
         Returns:
             The child.
@@ -64,16 +63,16 @@ class SharingScheduler(PrefixCachingScheduler):
         )
 
     def share_blocks(self, parent: Request, child: Request) -> None:
-        """Give a child the blocks of what it has in common with its parent, and count as computed what of that is.
+        """Share with a child the parent's blocks that hold computed tokens which both have.
 
-        In common are the prompt, and the outputs up to the first that differs, or that only one of them has. Of these
-        tokens the parent's computed ones are computed for the child too (`num_computed_tokens`), but not the child's
-        last token: one is always left to compute. It shares the blocks that they lie in. The last of these may be half
-        full: the next request to write into it gets a copy (`_may_share_tails` is True from now on).
+        Both have the prompt, and the outputs up to the first difference. Those of them that the parent has computed
+        count as computed for the child too (`num_computed_tokens`), except the child's last token: one is always left
+        to compute. The last shared block may be half full: the next request to write into it gets a copy
+        (`_may_share_tails` is True from now on).
 
-        There is one exception: the parent has filled that last block since, and not only with tokens that both have.
-        The block may be cached under the parent's tokens, and once the parent has finished, the child would write
-        others into it. The child does not share this block, and computes its own tokens from the block's beginning on.
+        One exception: if the parent has since filled that last block with tokens that the child does not have, it is
+        not shared, and the child computes from its beginning on. The block may be cached under the parent's tokens, and
+        once the parent has finished, the child would write its own into it.
 
         Args:
             parent: in the batch.
@@ -86,8 +85,8 @@ class SharingScheduler(PrefixCachingScheduler):
     def blocks_missing(self, request: Request) -> int:
         """As `PagedScheduler.blocks_missing`, and one for each block that must be copied before it is written.
 
-        Looking for these (`written_and_shared`) takes time on every token, and is not needed while `_may_share_tails`
-        is False: it is True from a fork on until the batch has run empty.
+        Looking for these (`written_and_shared`) takes time on every token. It is skipped while `_may_share_tails` is
+        False: that is True from a fork on until the batch is empty.
         """
         raise NotImplementedError(
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
@@ -106,13 +105,13 @@ class SharingScheduler(PrefixCachingScheduler):
         )
 
     def grow(self, request: Request, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.grow`; but blocks that are written and shared are replaced by copies first."""
+        """As `PagedScheduler.grow`; but shared blocks that the step writes into are replaced by copies first."""
         raise NotImplementedError(
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
         )
 
     def copy_on_write(self, request: Request, output: SchedulerOutput) -> None:
-        """Replace each block that is written and shared by a new one of the request's own, and have it copied.
+        """Replace each shared block that the request writes into by a new one of its own, and have it copied.
 
         The request gives up its reference to the old one; the others keep theirs.
 
@@ -125,7 +124,7 @@ class SharingScheduler(PrefixCachingScheduler):
         )
 
     def release(self, request: Request) -> None:
-        """As `PrefixCachingScheduler.release`. A batch that has run empty shares nothing any more."""
+        """As `PrefixCachingScheduler.release`. An empty batch shares nothing."""
         raise NotImplementedError(
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
         )

@@ -3,8 +3,8 @@
 """Chunked prefill: one token budget a step, and prompts that are computed in chunks while other requests decode.
 
 Phase 9 builds it, on the schedulers of phases 7 and 8. There are no two kinds of steps any more: every request has
-computed some of its tokens, and the step computes as many more as the budget allows. So a long prompt never holds up
-the requests in decode for longer than one such step takes (Sarathi-Serve: Agrawal et al., OSDI 2024, §4). Pure standard
+computed some of its tokens, and the step computes as many more as the budget allows. So a long prompt never delays
+the requests in decode by more than one such step (Sarathi-Serve: Agrawal et al., OSDI 2024, §4). Pure standard
 library.
 """
 
@@ -37,8 +37,8 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     than the budget has left. A request that gets only a part of its prompt computed stays in the batch, with the blocks
     of that part, and goes on in the next step. So a prompt may be longer than max_num_batched_tokens.
 
-    **Admission** asks whether the blocks of the whole prompt are free, though only those of its first chunk are
-    allocated. Otherwise every prompt of the queue could get its first chunk in, and the batch would run out of blocks
+    **Admission** requires that the blocks of the whole prompt are free, though it allocates only those of the first
+    chunk. Otherwise the first chunk of every waiting prompt could be admitted, and the batch would run out of blocks
     long before one of them has generated a token (vLLM's `scheduler_reserve_full_isl`).
 
     **The bound.** As with `FairScheduler`, of any STARVATION_BOUND + 1 admissions in a row one is of the request that
@@ -87,9 +87,9 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         return min(num_tokens, self.long_prefill_threshold) if self.long_prefill_threshold else num_tokens
 
     def chunk(self, num_tokens: int) -> int:
-        """Of so many tokens that a request has to compute, how many it may in this step.
+        """How many of a request's `num_tokens` uncomputed tokens this step may compute. Spends nothing.
 
-        At most their `largest_chunk`, and at most what is left of the `token_budget`. Spends nothing.
+        At most their `largest_chunk`, and at most what is left of the `token_budget`.
 
         Args:
             num_tokens: ≥ 0.
@@ -107,7 +107,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
         """Have the step compute a `chunk` of what the request has left to compute, and charge the `token_budget`.
 
-        If the budget has nothing left for it, it is not in this step at all.
+        If no budget is left, the request is not in this step.
 
         Args:
             request: of the batch, and not in the step yet.
@@ -121,7 +121,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     # Blocks for a chunk
 
     def blocks_to_take(self, request: Request, found: Sequence[int] = ()) -> int:
-        """Free blocks that must be there to admit `request`: those of its whole prompt, less the found ones in use.
+        """Free blocks needed to admit `request`: those of its whole prompt, less the found ones in use.
 
         Without `reserve_full_prompt`: those up to the end of its first chunk, less the same.
         """
@@ -143,7 +143,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     # The bound, where an admission is not worth a token
 
     def schedule_running(self, output: SchedulerOutput) -> None:
-        """As `SharingScheduler.schedule_running`; first, a request that has gained its token is protected no longer."""
+        """As `SharingScheduler.schedule_running`; but first, protection ends if the request has gained its token."""
         raise NotImplementedError(
             "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
@@ -153,20 +153,19 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
 
         Returns:
             As `FairScheduler.head`, if no request is `protected`, or num_bypasses has reached STARVATION_BOUND: a
-            protected request may be admitted and preempted again and again while one waits that came before it. Else
-            the protected one, if it waits and is compatible with the batch; None while it is in the batch, or not
-            compatible.
+            protected request may be admitted and preempted many times while an earlier one waits. Else the protected
+            one, if it waits and is compatible with the batch; None while it is in the batch, or not compatible.
         """
         raise NotImplementedError(
             "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
 
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """As `FairSharingScheduler.preempt`; a request that gains no token because of a later one is protected.
+        """As `FairSharingScheduler.preempt`; a request that a later arrival has kept from its token is `protected`.
 
-        It becomes `protected`, in place of whichever was, if all three hold. It had not gained a token since its
-        admission (`has_gained_token`). A request that arrived after it is still in the batch. And of all that wait now,
-        it arrived first.
+        It replaces the one that was, if three things hold: it has gained no token since its admission
+        (`has_gained_token`); a request that arrived after it is still in the batch; and it arrived first of all that
+        wait now.
 
         Args:
             request: the last of the batch.
@@ -179,14 +178,13 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     def has_gained_token(self, request: Request) -> bool:
         """Whether a request is in the batch, and has generated a token since it was admitted.
 
-        To have little left to compute is not enough: one token short of the end of its prompt, a request may be
-        preempted as at its beginning.
+        Computed tokens do not count: one token short of the end of its prompt, a request may still be preempted.
         """
         raise NotImplementedError(
             "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
         )
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
-        """As `FairSharingScheduler.admit`; and it is noted how many tokens of output the request has by now."""
+        """As `FairSharingScheduler.admit`; and `num_outputs_at_admission` is set."""
         request.num_outputs_at_admission = len(request.output_token_ids)
         super().admit(request, output, found)

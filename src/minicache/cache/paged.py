@@ -1,9 +1,9 @@
 """Keys and values in blocks: storage that many sequences share, and two views of it that a model can run on.
 
-Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values; which block belongs
-to whom is `minicache.memory.blocks`' business. `PagedKVCache` is `KVCache` without the reservation: a batch of
-sequences of one length. `RaggedStep` is one step of a serving engine: sequences of any lengths, each with its own
-number of new tokens.
+Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values for each layer; which
+sequence has which block is decided by `minicache.memory.blocks`. `PagedKVCache` is `KVCache` without the reservation: a
+batch of sequences of one length. `RaggedStep` is one step of a serving engine: sequences of any lengths, each with its
+own number of new tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PagedStorage:
     keys and its values through it (Kwon et al. 2023, §4.2).
 
     Args:
-        pool: who owns which block; its num_blocks and block_size are the storage's.
+        pool: allocates the blocks; its num_blocks and block_size are the storage's.
         num_layers: attention layers, ≥ 1.
         num_kv_heads: key/value heads (H_kv), ≥ 1.
         head_dim: size of one head (d), ≥ 1.
@@ -74,7 +74,7 @@ class PagedStorage:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def k(self, layer: int) -> Tensor:
-        """The keys of `layer`, `[num_blocks, block_size, H_kv, d]`: the storage itself, to read and to write.
+        """The keys of `layer`, `[num_blocks, block_size, H_kv, d]`: the storage itself, to be read and written.
 
         Raises:
             IndexError: there is no such layer (negative ones included).
@@ -89,11 +89,11 @@ class PagedStorage:
 
 
 class PagedKVCache(KVCache):
-    """`KVCache` over blocks: the same calls and answers, and memory that is taken as tokens come.
+    """`KVCache` over blocks: the same methods and results, and memory that is allocated as tokens come.
 
-    Each sequence of the batch has a `BlockTable`. Layer 0's `append` takes the blocks that the pass needs, for the
-    whole batch or not at all; every layer writes through the same slots. `reset` gives all blocks back to the pool. A
-    cache that is dropped without `reset` keeps its blocks: there is no finaliser.
+    Each sequence of the batch has a `BlockTable`. Layer 0's `append` allocates the blocks that the forward pass needs,
+    for the whole batch or not at all; every layer writes to the same slots. `reset` gives all blocks back to the pool.
+    A cache that is dropped without `reset` keeps its blocks: there is no finaliser.
 
     Args:
         num_layers: attention layers, ≥ 1.
@@ -103,12 +103,12 @@ class PagedKVCache(KVCache):
         head_dim: size of one head (d), ≥ 1.
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
-        block_size: rows of a block, ≥ 1, in a storage of its own. A storage that is given has its pool's block size.
+        block_size: tokens of a block, ≥ 1, in a storage of its own. A given storage has its pool's.
         storage: blocks to share with other caches. None: a storage of its own, with a new pool of just enough blocks
             for `max_seq_len` tokens of every sequence.
 
     Attributes:
-        storage: where the rows are.
+        storage: where keys and values are.
         block_tables: a `BlockTable` for each sequence, to be read.
 
     Raises:
@@ -160,12 +160,12 @@ class PagedKVCache(KVCache):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that every layer holds, per sequence. The tables are ahead of it while a pass is under way."""
+        """Tokens that every layer holds, per sequence. During a forward pass the tables are ahead of it."""
         return self.block_tables[0].num_tokens - (self._turns.num_new if self._turns.in_pass else 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that nobody else can have.
+        """Bytes that no other cache can use.
 
         With a storage of its own: keys and values, all layers, `max_seq_len` rows of every sequence, as in `KVCache`.
         Over a shared storage nothing is reserved, and it is `nbytes_allocated`.
@@ -186,7 +186,7 @@ class PagedKVCache(KVCache):
         return self.batch_size * self.num_tokens * self.storage.row_nbytes
 
     def positions(self, num_new_tokens: int) -> Tensor:
-        """Where the next tokens stand in their sequences, for rotary embeddings.
+        """The positions of the next tokens in their sequences, for rotary embeddings.
 
         Args:
             num_new_tokens: T, how many tokens come next, ≥ 0.
@@ -205,7 +205,7 @@ class PagedKVCache(KVCache):
         """Store the keys and values of T new tokens in `layer`.
 
         Values are copied; no gradient flows through a cache. A call that raises has written nothing, changed no table
-        and begun no pass. Where in the storage the rows go is settled at layer 0, once for all layers.
+        and begun no forward pass. The slots are computed at layer 0, once for all layers.
 
         Args:
             layer: 0 … num_layers − 1; must be the layer whose turn it is (see `KVCache`).
@@ -234,7 +234,7 @@ class PagedKVCache(KVCache):
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of every token that `layer` holds, gathered from the blocks.
 
-        Between forward passes S = num_tokens. During one, a layer that has its new rows shows them too.
+        Between forward passes S = num_tokens. During one, a layer that has its new rows returns them too.
 
         Args:
             layer: 0 … num_layers − 1.
@@ -285,7 +285,7 @@ class PagedKVCache(KVCache):
     def reset(self) -> None:
         """Forget every token and give the blocks back to the pool: the next append writes position 0 again.
 
-        Also ends a forward pass that stopped half-way, so a cache can be used again after an error in the model.
+        Also ends an incomplete forward pass, so a cache can be used again after an error in the model.
         """
         for table in self.block_tables:
             table.release()
@@ -295,7 +295,7 @@ class PagedKVCache(KVCache):
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of every sequence, and give back the blocks that are then empty.
 
-        Ends a forward pass that stopped half-way, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it.
+        Ends an incomplete forward pass, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it.
 
         Args:
             num_tokens: how many to keep, 0 … the cache's num_tokens.
@@ -315,8 +315,8 @@ class PagedKVCache(KVCache):
         """A cache with the same tokens in the same blocks: nothing is copied.
 
         Both read the shared blocks; neither may write to one. So where num_tokens is no multiple of the block size,
-        `append` raises SharedBlockError in both, until the other has let go of the unfinished block (`reset`, or
-        `truncate`). A fork of a cache with a storage of its own shares that storage: the two have the room of one.
+        `append` raises SharedBlockError in both, until the other has freed the unfinished block (`reset`, or
+        `truncate`). A fork of a cache with a storage of its own shares that storage: together they have one's blocks.
 
         Returns:
             A new cache over the same storage.
@@ -341,12 +341,12 @@ class PagedKVCache(KVCache):
         return fork
 
     def _num_rows(self, layer: int) -> int:
-        """Rows that `layer` holds of each sequence: those of a pass under way as soon as it has them."""
+        """Rows that `layer` holds of each sequence, those of a forward pass under way included."""
         check_layer(layer, self.num_layers)
         return self.num_tokens + (self._turns.num_new if self._turns.is_ahead(layer) else 0)
 
     def _metadata_of(self, num_rows: int, num_new: int) -> kernels.AttentionMetadata:
-        """Of the last `num_new` of each sequence's `num_rows` tokens. All layers of a pass share one."""
+        """For the last `num_new` of each sequence's `num_rows` tokens; made once for all layers of a forward pass."""
         if (num_rows, num_new) not in self._metadata:
             context_lens = torch.full((self.batch_size,), num_rows, device=self.device)
             starts = None
@@ -356,7 +356,7 @@ class PagedKVCache(KVCache):
         return self._metadata[num_rows, num_new]
 
     def _take_slots(self, num_new: int) -> None:
-        """Begin a pass of T tokens: take blocks, and prepare what all layers share."""
+        """Begin a forward pass of T tokens: allocate blocks, and prepare what all layers share."""
         if self.num_tokens + num_new > self.max_seq_len:
             raise CacheOverflowError(
                 f"{self.num_tokens} tokens + {num_new} new > max_seq_len {self.max_seq_len}: "
@@ -367,29 +367,29 @@ class PagedKVCache(KVCache):
         self._follow_tables()
 
     def _follow_tables(self) -> None:
-        """Make `_tables`, the tensor that kernels read, say what the block tables say."""
+        """Copy the block tables into `_tables`, the tensor that kernels read."""
         self._tables = _tensor_of(self.block_tables, self.device)
         self._metadata: dict[tuple[int, int], kernels.AttentionMetadata] = {}  # by rows and new tokens of a sequence
 
 
 class RaggedStep:
-    """One step of an engine: sequences of any lengths, each with some new tokens, in one pass of the model.
+    """One step of an engine: sequences of any lengths, each with some new tokens, in one forward pass.
 
     The new tokens of all sequences lie one sequence after the other in a batch of 1, without padding, N in all. So a
     model that takes `[1, N]` token ids and a cache needs no second forward: `model(token_ids[None], step)`. A sequence
     in its prompt brings many tokens, a sequence in decode brings one, and both may be in one step (Yu et al. 2022,
     §3).
 
-    All blocks are taken when the step is made, or none. A step serves one pass: each layer is appended to once, in
-    order. If the pass is given up, the tables keep the new tokens' slots until their owner truncates them.
+    All blocks are allocated when the step is made, or none. A step serves one forward pass: each layer is appended to
+    once, in order. If the pass fails, the tables keep the new tokens' slots until they are truncated.
 
     Args:
-        storage: where the rows are.
+        storage: where keys and values are.
         tables: a `BlockTable` over the storage's pool for each of B ≥ 1 sequences; they grow.
         num_new_tokens: how many tokens each sequence brings, ≥ 1 each.
 
     Attributes:
-        slot_mapping: `[N]` int64, where each new token's row goes.
+        slot_mapping: `[N]` int64, the slot of each new token.
         context_lens: `[B]` int64, tokens of each sequence, the new ones too.
         query_start_loc: `[B + 1]` int64: of the N tokens, query_start_loc[i] : query_start_loc[i + 1] are sequence i's.
         block_tables: `[B, max_blocks]` int64, each sequence's blocks in order, −1 after the last.
@@ -399,7 +399,7 @@ class RaggedStep:
         ValueError: no sequences, not one count for each table, a count below 1, a table over another pool, or a table
             given twice.
         OutOfBlocksError: the pool has fewer free blocks than the step needs. No table has changed.
-        SharedBlockError: a new token's row would lie in a block that another table reads too. No table has changed.
+        SharedBlockError: a new token's slot would lie in a block that another table has too. No table has changed.
     """
 
     def __init__(self, storage: PagedStorage, tables: Sequence[BlockTable], num_new_tokens: Sequence[int]) -> None:
@@ -427,7 +427,7 @@ class RaggedStep:
         self._is_over = False
 
     def positions(self, num_new_tokens: int) -> Tensor:
-        """Where the step's tokens stand, each in its own sequence.
+        """The positions of the step's tokens, each in its own sequence.
 
         Args:
             num_new_tokens: N, the tokens of all sequences together.
@@ -520,8 +520,8 @@ class RaggedStep:
 def _grow(tables: Sequence[BlockTable], counts: Sequence[int]) -> list[int]:
     """Append counts[i] tokens to tables[i], to all or to none.
 
-    An engine's tables are no BlockTables: a scheduler has given them their blocks, and has seen to it who writes where.
-    There a request may find a block in the very step that fills it (phase 8).
+    Only `BlockTable`s are checked for shared blocks. An engine has other tables: its scheduler copies shared blocks
+    before they are written, and a request may read a block in the step that fills it (phase 8).
 
     Returns:
         The slots of the new tokens, table after table.
@@ -538,7 +538,7 @@ def _grow(tables: Sequence[BlockTable], counts: Sequence[int]) -> list[int]:
 
 
 def _tensor_of(tables: Sequence[BlockTable], device: torch.device) -> Tensor:
-    """Block tables as kernels read them: `[B, max_blocks]` int64. −1 fills up, so that reading the tail is an error."""
+    """Block tables as kernels read them: `[B, max_blocks]` int64, padded with −1: reading the tail is an error."""
     width = max(len(table.block_ids) for table in tables)
     rows = [table.block_ids + [-1] * (width - len(table.block_ids)) for table in tables]
     return torch.tensor(rows, dtype=torch.int64, device=device)
@@ -552,7 +552,7 @@ def _check_storage(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise unless a cache of these sizes can live in `storage`."""
+    """Raise unless `storage` has these sizes, dtype and device."""
     here = (storage.num_layers, storage.num_kv_heads, storage.head_dim)
     if here != (num_layers, num_kv_heads, head_dim):
         raise ValueError(

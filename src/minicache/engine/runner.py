@@ -1,8 +1,8 @@
 """What a step of the engine runs on: the model, and the keys and values of the requests that it serves.
 
-A scheduler's blocks are numbers. `PagedMemory` stores them in a `PagedStorage`, and moves those that a step swaps or
-copies; `DenseMemory` gives each request a `KVCache` of its own, and stores nothing in blocks. Either makes the cache of
-one step, on which any model runs. No phase builds this module.
+A scheduler's blocks are numbers. `PagedMemory` keeps their contents in a `PagedStorage`, and moves those that a step
+swaps or copies; `DenseMemory` gives each request a `KVCache` of its own. Either makes the cache of one step, on which
+any model runs. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ModelConfig(Protocol):
 class Model(Protocol):
     """What the engine asks of a model: `minicache.model.MiniGPT` is one, and so is any `torch.nn.Module` like it.
 
-    A model may have the two halves of its forward pass apart: `hidden_states(token_ids, cache) -> [1, N, hidden_size]`
-    and `logits(hidden) -> […, vocab]`. The engine then computes the logits of those tokens only from which it picks.
+    A model may also offer the two halves of its forward pass: `hidden_states(token_ids, cache) -> [1, N, hidden_size]`
+    and `logits(hidden) -> […, vocab]`. The engine then computes only the logits that it needs.
     """
 
     @property
@@ -77,7 +77,7 @@ class Model(Protocol):
         """Token ids `[1, N]` int64 and the cache of one step → logits `[1, N, vocab]`."""
 
     def parameters(self) -> Any:
-        """The weights, of which the first tells dtype and device."""
+        """The weights; dtype and device are the first one's."""
 
 
 _Model = TypeVar("_Model", bound=Model)
@@ -87,7 +87,7 @@ _Given = TypeVar("_Given")
 
 
 def find_model(model: str | Path | _Given) -> Path | _Given:
-    """Where the model is that an engine was asked for.
+    """Find the model that an engine was asked for.
 
     Args:
         model: "minigpt", the path of a checkpoint or of a Hugging Face folder, a hub name, or a model. A local path
@@ -97,7 +97,7 @@ def find_model(model: str | Path | _Given) -> Path | _Given:
         The path of the file or folder, which may not exist; a model as it was given.
 
     Raises:
-        HubError: a hub name, and the model can neither be downloaded nor is it here already.
+        HubError: a hub name, and the model is neither here already nor can it be downloaded.
         MissingExtraError: a hub name, and `huggingface_hub` is not installed.
     """
     if not isinstance(model, str | Path):
@@ -110,7 +110,7 @@ def find_model(model: str | Path | _Given) -> Path | _Given:
 
 
 def load_tokenizer(model: Path | object) -> Tokenizer | None:
-    """The tokenizer of what `find_model` has found: MiniGPT's, the folder's, or None.
+    """The tokenizer of the model that `find_model` has found: MiniGPT's, the folder's, or None.
 
     Raises:
         CheckpointError: the folder has one that cannot be read.
@@ -127,12 +127,12 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
     Args:
         model: as for `find_model`.
         dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder. But 16
-            bits become float32, with a warning, on a CPU that does not compute in them and would be many times slower.
+            bits become float32, with a warning, on a CPU that has no instructions for them and would be many times
+            slower.
         device: where to hold them; None: the CPU.
 
     Returns:
-        The model. What was loaded here is laid out for its device (`lay_out`); a model that is given is returned as it
-        is.
+        The given model, as it is; or the one that was loaded, laid out for its device (`lay_out`).
 
     Raises:
         CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
@@ -168,7 +168,7 @@ def _require_device(device: torch.device | str) -> None:
 
 
 def _widened(model: Decoder, folder: Path, dtype: torch.dtype | None) -> Decoder:
-    """The model in float32 if nobody chose its dtype, and this CPU does not compute in it."""
+    """The model, converted to float32 if no dtype was asked for and this CPU has no instructions for its own."""
     weights = next(iter(model.parameters()))
     if dtype is not None or weights.device.type != "cpu" or computes_in(weights.dtype):
         return model
@@ -261,7 +261,7 @@ class Memory(Protocol):
         """The blocks' memory; None where there are no blocks."""
 
     def move_blocks(self, output: SchedulerOutput) -> None:
-        """Make the copies that a step asks for, all of which must be made before its model runs."""
+        """Make the copies that a step asks for. Must be called before the model runs."""
 
     def make_step(self, output: SchedulerOutput) -> Cache:
         """The cache for a step: its tokens are those of `output.scheduled`, one request after the other.
@@ -272,17 +272,17 @@ class Memory(Protocol):
         """
 
     def forget(self, request_id: RequestId) -> None:
-        """A request is finished: drop what is held for it, if anything."""
+        """Drop what is held for a finished request, if anything."""
 
     def clear(self) -> None:
-        """A step has failed, and no token of any request counts as computed: drop what is held for all of them."""
+        """Drop what is held for all requests: a step has failed, and none of their tokens counts as computed."""
 
 
 class PagedMemory:
-    """Keys and values in the blocks that the scheduler gives: one storage for all requests.
+    """Keys and values in the blocks that the scheduler allocates: one storage for all requests.
 
     Args:
-        model: tells the sizes, dtype and device.
+        model: sizes, dtype and device are its own.
         scheduler: its pool is the storage's; its host pool, if it has one, is the host storage's.
 
     Attributes:
@@ -306,7 +306,7 @@ class PagedMemory:
         self.num_steps = 0
 
     def move_blocks(self, output: SchedulerOutput) -> None:
-        """As `Memory.move_blocks`: out first, then in, then on the device: a block may be in all three."""
+        """As `Memory.move_blocks`: first out, then in, then on the device, as one block may be in all three."""
         if self.host_storage is not None:
             for pairs in output.swapped_out.values():  # one request at a time: two may share a block
                 self.host_storage.swap_out(pairs)
@@ -329,14 +329,14 @@ class PagedMemory:
         return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
 
     def forget(self, request_id: RequestId) -> None:
-        """Nothing to do: the scheduler has taken the blocks back."""
+        """Nothing to do: the scheduler has freed the blocks."""
 
     def clear(self) -> None:
         """Nothing to do: as `forget`."""
 
 
 class RequestTable:
-    """A request's blocks, as `RaggedStep` reads a `BlockTable`. It allocates none: the scheduler has.
+    """A request's blocks, as the `BlockTable` that `RaggedStep` reads. It allocates none: the scheduler has.
 
     Args:
         storage: the blocks' memory.
@@ -345,7 +345,7 @@ class RequestTable:
     Attributes:
         pool: the storage's.
         block_ids: the request's.
-        num_tokens: those that are computed, and those that were appended here.
+        num_tokens: the computed tokens, and those that were appended here.
     """
 
     __slots__ = ("block_ids", "num_tokens", "pool")
@@ -356,7 +356,7 @@ class RequestTable:
         self.num_tokens = request.num_computed_tokens
 
     def blocks_needed(self, num_new_tokens: int) -> int:
-        """None: the request has them."""
+        """0: the scheduler has allocated all of them."""
         return 0
 
     def append(self, num_new_tokens: int) -> list[int]:
@@ -374,10 +374,10 @@ class RequestTable:
 class DenseMemory:
     """A `KVCache` of its own for each request, with room for its longest answer.
 
-    The scheduler counts blocks as ever; nothing is stored in them.
+    The scheduler counts blocks as always; nothing is stored in them.
 
     Args:
-        model: tells the sizes, dtype and device.
+        model: sizes, dtype and device are its own.
         scheduler: must not swap, nor have a prefix cache.
 
     Attributes:
@@ -428,7 +428,7 @@ class DenseMemory:
 
 
 def _cache_maker(model: Model, max_model_len: int | None) -> Callable[[int], KVCache]:
-    """A function that makes an empty cache for one sequence of at most so many tokens, and at most max_model_len."""
+    """A function: num_tokens → an empty cache for one sequence of so many tokens, but at most max_model_len."""
     config, weights = model.config, next(iter(model.parameters()))
 
     def make(num_tokens: int) -> KVCache:

@@ -3,15 +3,15 @@
 The functions here check their arguments once, for both backends, and pass them on: CPU tensors to PyTorch, CUDA tensors
 to Triton (`store`, `gather`, `decode`, `split_kv`, `prefill`, phase 4). In PyTorch attention goes through `cpu`, which
 batches short sequences, cuts long prompts into tiles, and leaves the rest to `plain`, phase 3's; `oracle` has the
-options that models seldom ask for. A backend is imported when it is first needed, so that the package works where
+options that models seldom ask for. A backend is imported when it is first needed, so the package works where
 Triton does not. No phase builds this module.
 
 The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
 is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size (Kwon et al.
 2023, §4.2).
 
-Tensors on a GPU are never looked into by a check: that would wait for the device. What needs values (slots, lengths,
-block ids) is checked for CPU tensors only.
+No check reads the values of a GPU tensor: that would wait for the device. Slots, lengths and block ids are checked for
+CPU tensors only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def store_kv(
 ) -> None:
     """Write one row of keys and one of values to each slot, in place.
 
-    Values are stored, not history: no gradient flows through a cache. Two rows for one slot: one of them wins, and
-    which is undefined.
+    No gradient flows through a cache. If two rows have one slot, it is undefined which of them is kept.
 
     Args:
         k: keys `[N, H_kv, d]`, in the cache's dtype; any strides.
@@ -198,10 +197,10 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Causal attention of each sequence's newest tokens over all its rows, read where they lie.
 
-    Sequence i owns the query rows query_start_loc[i] : query_start_loc[i + 1]; call their number n. They are its last n
-    tokens, and context_lens[i] counts them too: query t of them stands at position context_lens[i] − n + t and sees the
-    rows 0 … context_lens[i] − n + t. Sequences with n = 1 (decode) may stand between others, and n = 0 is a sequence
-    that has its rest. Heads, rows that are never read, and options are as in `paged_decode_attention`.
+    Sequence i has the query rows query_start_loc[i] : query_start_loc[i + 1]; call their number n. They are its last n
+    tokens, and context_lens[i] counts them too: query t of them is at position context_lens[i] − n + t and sees the
+    rows 0 … context_lens[i] − n + t. Sequences with n = 1 (decode) or n = 0 (no query) may stand between others. Heads,
+    rows that are never read, and options are as in `paged_decode_attention`.
 
     Args:
         q: queries `[N, H, d]` of all sequences, one sequence after the other; floating point, H a multiple of H_kv.
@@ -239,8 +238,8 @@ def paged_prefill_attention(
 class AttentionMetadata:
     """Which tokens attend to which in one step of a model: the same for all its layers.
 
-    What a backend works out from it (which sequences attend together, how a prompt is cut into tiles) is kept here, so
-    it is worked out once a step and not once a layer. The tensors must not change afterwards.
+    A backend keeps here what it derives from it (which sequences attend together, how a prompt is cut into tiles), so
+    that is computed once a step and not once a layer. The tensors must not change afterwards.
 
     Args:
         block_tables: `[B, max_blocks]` int32 or int64, as in `paged_decode_attention`.
@@ -252,7 +251,7 @@ class AttentionMetadata:
         block_tables: as given.
         context_lens: as given.
         query_start_loc: as given.
-        plans: what a backend has worked out, by what it depends on besides this metadata.
+        plans: what a backend has derived, by the other things that it depends on.
     """
 
     def __init__(self, block_tables: Tensor, context_lens: Tensor, query_start_loc: Tensor | None = None) -> None:
@@ -285,8 +284,8 @@ def paged_attention(
 ) -> Tensor:
     """Decode or prefill attention of one layer, in a step whose metadata is made once for all layers.
 
-    It gives what `paged_decode_attention` or `paged_prefill_attention` gives for the same tensors. Those check tables
-    and lengths at every call; here they are taken for right.
+    The result is that of `paged_decode_attention` or `paged_prefill_attention` for the same tensors. Unlike those, it
+    does not check tables and lengths.
 
     Args:
         q: queries `[N, H, d]` of all sequences, one sequence after the other, in the dtype of the cache.
@@ -360,7 +359,7 @@ def _attend(
 
 
 def _choose(backend: Backend | None, cache: Tensor) -> Backend:
-    """The backend that runs on the cache's device; where it is Triton, make sure that it can."""
+    """The backend to use: the given one, or that of the cache's device. Raise if it is Triton and Triton cannot run."""
     if backend not in (None, "torch", "triton"):
         raise ValueError(f'backend must be "torch", "triton" or None; got {backend!r}')
     chosen = backend or ("triton" if cache.device.type == "cuda" else "torch")
@@ -484,7 +483,7 @@ def _options(
     sliding_window: int | None,
     softcap: float | None,
 ) -> dict[str, Any]:
-    """The options but the scale, by name, once they have been checked: None where one is not given."""
+    """The options but the scale, checked, by name."""
     if scale is not None and not isinstance(scale, float | int):
         raise TypeError(f"scale must be a float; got {type(scale).__name__}")
     if softcap is not None and not softcap > 0:

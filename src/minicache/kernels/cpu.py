@@ -1,7 +1,7 @@
-"""Paged attention on a CPU: who attends with whom is planned once a step, and no step builds a square of scores.
+"""Paged attention on a CPU: short sequences attend together, long prompts in tiles, as planned once a step.
 
-`plain` goes from one sequence to the next. For 32 sequences of a hundred tokens, in each of six layers, those are
-hundreds of calls a step, and making them takes longer than the arithmetic. Here sequences with one query and about the
+`plain` goes from one sequence to the next. For 32 sequences of a hundred tokens, in each of six layers, that is
+hundreds of calls a step, whose overhead is longer than the arithmetic. Here sequences with one query and about the
 same number of visible tokens are gathered into a rectangle and attend in one call, as long as the rectangle is small
 enough to be read again from the processor's cache.
 
@@ -59,7 +59,7 @@ def paged_attention(
     ]
     if alone.shape[0]:
         out.append(_one_by_one(alone, k_cache, v_cache, plan.rest, scale, sliding_window))
-    return torch.cat(out).index_select(0, plan.places)
+    return torch.cat(out).index_select(0, plan.inverse)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,8 @@ class _Rectangle:
     """Sequences that attend together, n of them, with at most S visible tokens each.
 
     Attributes:
-        slots: `[n · S]` int64, where each token's keys and values lie. After a sequence's last token its first stands
-            in: it is masked, but not even what is masked may be NaN, and only the sequence's own tokens are sure not
-            to be.
+        slots: `[n · S]` int64, each token's slot. A sequence with fewer tokens is padded with its first one: padding is
+            masked, but must not be NaN, as other sequences' or unused slots may be.
         bias: `[n, 1, 1, S]`, to be added to the scores: 0, and −inf after a sequence's last token.
     """
 
@@ -82,16 +81,16 @@ class _Plan:
     """How the sequences of a step attend.
 
     Attributes:
-        rectangles: the sequences that attend together. Where there are none, the next three are empty.
+        rectangles: the sequences that attend together. If there are none, the next three are empty.
         order: `[N]` int64, the step's queries, rectangle after rectangle, and last those of `rest`.
-        places: `[N]` int64, where each query stands in `order`.
+        inverse: `[N]` int64, the index of each query in `order`.
         sizes: how many queries each rectangle has, and how many `rest`.
         rest: the sequences that attend one by one, long prompts cut into tiles.
     """
 
     rectangles: list[_Rectangle]
     order: Tensor
-    places: Tensor
+    inverse: Tensor
     sizes: list[int]
     rest: AttentionMetadata
 
@@ -116,7 +115,7 @@ def _make_plan(
     starts = metadata.starts
     visible = [length if window is None else min(length, window) for length in metadata.lengths]
     single = [i for i, (start, end) in enumerate(pairwise(starts)) if end - start == 1 and visible[i]]
-    groups = _who_with_whom(single, visible, max_tokens)
+    groups = _pack(single, visible, max_tokens)
     members = list(chain.from_iterable(groups))
     grouped = set(members)
     others = [i for i in range(len(visible)) if i not in grouped]
@@ -131,14 +130,14 @@ def _make_plan(
     return _Plan(_rectangles(metadata, groups, visible, block_size, dtype), order, order.argsort(), sizes, rest)
 
 
-def _who_with_whom(sequences: list[int], visible: list[int], max_tokens: int) -> list[list[int]]:
-    """Sequences of about one length in groups of two or more whose rectangles have at most `max_tokens` tokens.
+def _pack(sequences: list[int], visible: list[int], max_tokens: int) -> list[list[int]]:
+    """Group sequences of similar lengths, two or more each, so that a rectangle has at most `max_tokens` tokens.
 
-    Of a group the last is the longest.
+    The last of a group is its longest.
     """
     groups: list[list[int]] = []
     for sequence in sorted(sequences, key=visible.__getitem__):
-        # The newcomer is the longest so far, so the rectangle would be as wide as it is long.
+        # They come by length, so the new one would be the rectangle's width.
         if groups and (len(groups[-1]) + 1) * visible[sequence] <= max_tokens:
             groups[-1].append(sequence)
         else:
@@ -153,7 +152,7 @@ def _rectangles(
     members = torch.tensor(list(chain.from_iterable(groups)))
     counts = torch.tensor(visible)[members, None]
     first = metadata.context_lens[members, None] - counts
-    # One rectangle of them all, of which each group cuts its own: a dozen calls, and not a dozen for each group.
+    # One rectangle for all groups, of which each takes a slice: a dozen calls, and not a dozen for each group.
     column = torch.arange(max(visible[group[-1]] for group in groups))
     exists = column < counts
     positions = first + torch.where(exists, column, 0)
@@ -171,7 +170,7 @@ def _rectangles(
 def _tiles(metadata: AttentionMetadata, sequences: list[int], window: int | None) -> AttentionMetadata:
     """Metadata of some of the sequences, those with many queries cut into tiles: sequences over the same blocks.
 
-    A whole prompt without a window stays whole: its mask is the triangle that PyTorch knows without being given one.
+    A whole prompt without a window is not cut: PyTorch needs no mask for a causal triangle.
     """
     lengths, starts = metadata.lengths, metadata.starts
     owners, ends, counts = [], [], []

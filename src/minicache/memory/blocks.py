@@ -294,11 +294,11 @@ class BlockTable:
         From here on each table grows, shrinks and is released on its own. A block goes back to the pool when all the
         tables that share it have let it go.
         """
-        twin = BlockTable(self.pool)
+        child = BlockTable(self.pool)
         self.pool.share(self.block_ids)
-        twin.block_ids = self.block_ids.copy()
-        twin.num_tokens = self.num_tokens
-        return twin
+        child.block_ids = self.block_ids.copy()
+        child.num_tokens = self.num_tokens
+        return child
 
     def release(self) -> None:
         """Let all blocks go, the last one first. What is left is an empty table, which may be used again."""

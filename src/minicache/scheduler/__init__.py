@@ -1,4 +1,4 @@
-"""Which requests compute in the next step, and in which blocks: one module a stage, each built on the one before.
+"""Which requests compute in the next step, and in which blocks: one module a stage.
 
 | stage | name | built in | decides anew |
 |---|---|---|---|
@@ -74,8 +74,8 @@ def create_scheduler(
         max_num_seqs: batch slots, ≥ 1: the most requests in the batch.
         max_num_batched_tokens: the most tokens of one step, ≥ 1.
         max_model_len: the most tokens of one request, ≥ 2. None: as many as fit.
-        preemption: "recompute" or "swap". "static" and "continuous" never preempt: these three do nothing there, and
-            are checked all the same.
+        preemption: "recompute" or "swap". "static" and "continuous" never preempt: there these three are
+            checked, and otherwise ignored.
         num_host_blocks: blocks of the CPU swap space, ≥ 0; ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free, 0 ≤ watermark < 1.
         prefix_caching: find beginnings of prompts that are computed already. Not with "static" and "continuous", which

@@ -1,7 +1,7 @@
 """What every scheduler is: a waiting queue, a batch, a pool of blocks, and the life of a request between them.
 
-Phase 5 builds it. An engine calls `schedule()`, runs the model on what the output says, and passes the new tokens to
-`update_from_output()`; between steps, requests come (`add_request`) and go (`abort_request`). The stages differ in
+Phase 5 builds it. An engine calls `schedule()`, runs the model on the scheduled tokens, and passes the generated tokens
+to `update_from_output()`; between steps, requests come (`add_request`) and go (`abort_request`). The stages differ in
 which requests of the batch compute, which waiting ones join it, and what happens when memory runs out: the hooks at the
 end of the class. Pure standard library.
 """
@@ -54,7 +54,7 @@ class Scheduler(ABC):
         max_num_batched_tokens: as given.
         max_model_len: as given.
         first_come: whether the stage guarantees that no request in `waiting` arrived before one ahead of it there, or
-            in `running`. A stage with another order says False.
+            in `running`. False for a stage with another order.
         chunks_prompts: whether a prompt may be longer than one step (phase 9).
 
     Raises:
@@ -127,8 +127,8 @@ class Scheduler(ABC):
         Raises:
             TypeError: it is no Request.
             ValueError: an unfinished request has the same id, or this one is not new. Nothing has changed.
-            RequestTooLargeError: it can never be served; `check_size` says why. Nothing has changed, no number was
-                used up, and the request may be given to another scheduler.
+            RequestTooLargeError: it can never be served (`check_size`). Nothing has changed, no number was used up, and
+                the request may be given to another scheduler.
         """
         if not isinstance(request, Request):
             raise TypeError(f"a scheduler serves a Request(request_id, prompt_token_ids, max_tokens); got {request!r}")
@@ -146,11 +146,11 @@ class Scheduler(ABC):
         """Raise unless the request can be served once it has the server to itself. Changes nothing.
 
         Its prompt must leave room for one more token within max_model_len, if there is one; it must fit into one step
-        (max_num_batched_tokens), unless the stage computes prompts in chunks (`chunks_prompts`); and what
-        `blocks_to_admit` says must not be more than the whole pool, used or free.
+        (max_num_batched_tokens), unless the stage computes prompts in chunks (`chunks_prompts`); and `blocks_to_admit`
+        must not be more than the whole pool, used or free.
 
         Raises:
-            RequestTooLargeError: the message says which limit, and what to change.
+            RequestTooLargeError: the message names the limit, and what to change.
         """
         name, num_prompt = f"request {request.request_id!r}", request.num_prompt_tokens
         if self.max_model_len is not None and num_prompt >= self.max_model_len:
@@ -177,7 +177,7 @@ class Scheduler(ABC):
         and was never committed, it has failed, and is given up first (`recover`).
 
         Returns:
-            The step's work. Pass it to `update_from_output` with the tokens that came of it.
+            The step's work. Pass it to `update_from_output` with the generated tokens.
         """
         if self.outstanding is not None and self.outstanding.has_work:
             self.recover()
@@ -245,9 +245,9 @@ class Scheduler(ABC):
     def recover(self) -> None:
         """Give up what is computed: a step failed, and its copies and KV entries may or may not have been written.
 
-        Every request of the batch goes back to the waiting queue, counted as preempted, and so does every one that was
-        swapped out: WAITING, without blocks, none of its tokens computed. Tokens already generated stay. No step is
-        outstanding any more. Steps fail rarely, so what recovery costs does not matter; that it is right does.
+        Every request of the batch goes back to the waiting queue, counted as preempted. Then every request of the queue
+        starts over (`restart`), swapped-out ones too. Tokens already generated stay. No step is outstanding any more.
+        Steps fail rarely, so recovery may be slow; it must be right.
         """
         self.outstanding = None
         for request in self.running:
@@ -298,7 +298,7 @@ class Scheduler(ABC):
     # The hooks that stages are made of: for subclasses, not for servers.
 
     def priority_key(self, request: Request) -> PriorityKey:
-        """What `waiting` and `running` are ordered by, the lowest first: arrival. No two requests have the same."""
+        """The key by which `waiting` and `running` are ordered, the lowest first: arrival. Each request has its own."""
         return request.arrival_index, request.fork_index
 
     def head(self) -> Request | None:
@@ -326,10 +326,9 @@ class Scheduler(ABC):
         return self.blocks_to_admit(request) - len(request.block_ids)
 
     def largest_chunk(self, num_tokens: int) -> int:
-        """Of so many tokens that a request has left to compute, the most that one step may compute: here all of them.
+        """The most that one step may compute of a request's `num_tokens` uncomputed tokens: here all of them.
 
-        A step with budget for so many computes no fewer. A stage that computes prompts in chunks (phase 9) may set a
-        limit of its own.
+        If the budget suffices, the step computes exactly so many. Phase 9 sets a limit of its own.
         """
         return num_tokens
 
@@ -363,7 +362,7 @@ class Scheduler(ABC):
         self.token_budget -= num_new
 
     def restart(self, request: Request) -> None:
-        """Take back all that a request outside the batch holds: it is WAITING, and none of its tokens is computed."""
+        """Have a request outside the batch start over: it holds nothing, nothing is computed, and it is WAITING."""
         self.release(request)
         request.num_computed_tokens = 0
         request.status = RequestStatus.WAITING
@@ -410,7 +409,7 @@ class Scheduler(ABC):
                 raise InvariantError(f"block {block_id} has {counted} references, and {listed} requests list it")
 
     def _check_tokens(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> None:
-        """Raise unless `token_ids` are the tokens that the outstanding step has to bring."""
+        """Raise unless `token_ids` are the tokens that the outstanding step needs."""
         if output is not self.outstanding:
             raise ValueError("this output was committed or given up before, or a later schedule() took its place")
         scheduled = output.num_scheduled_tokens
@@ -429,7 +428,7 @@ class Scheduler(ABC):
             raise ValueError(f"a token id must be at least 0, got {lowest}")
 
     def _forget(self, request: Request) -> None:
-        """Finish a request that has left the queue or the batch."""
+        """Release a finished request that has left the queue or the batch; its id is free again."""
         self.release(request)
         del self._requests[request.request_id]
 

@@ -13,10 +13,10 @@ from minicache.scheduler.static import StaticBatchScheduler
 class ContinuousBatchScheduler(StaticBatchScheduler):
     """Admits requests at every step.
 
-    That is all that is new. Memory is still reserved for the longest answer when a request is admitted, as in Orca's
-    Algorithm 1: a request in the batch can never run short, and most of what it holds is never used.
+    Memory is still reserved for the longest answer when a request is admitted, as in Orca's Algorithm 1: a request in
+    the batch can never run short, and most of what it holds is never used.
     """
 
     def may_admit(self, output: SchedulerOutput) -> bool:
-        """Whether waiting requests may join the batch in this step: in every one."""
+        """Whether waiting requests may join the batch in this step: always."""
         return True

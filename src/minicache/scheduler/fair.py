@@ -24,11 +24,11 @@ class PriorityScheduler(PagedScheduler):
 
     **Priority** is `Request.priority`, the lower the better; among equals `arrival_time`, the earlier the better; among
     those, the one that was added first. So without priorities it is strict first come, first served. No request is
-    preempted for the sake of a better one: a better request that comes later waits for free blocks like every other.
+    preempted in favour of a better one that arrives later: that one waits for free blocks like any other.
 
     **Compatibility.** Every batch holds requests of one `Request.group`: that of the request that was admitted when the
-    batch was empty, the best of all that waited. A request of another class keeps its position in the queue, and is
-    passed over until the batch has drained.
+    batch was empty, the best of all that waited. A request of another class waits in its position in the queue until
+    the batch has drained.
 
     Arguments and errors are `PagedScheduler`'s.
     """
@@ -36,7 +36,7 @@ class PriorityScheduler(PagedScheduler):
     first_come = False
 
     def priority_key(self, request: Request) -> PriorityKey:
-        """What `waiting` and `running` are ordered by: priority, arrival_time, arrival_index, fork_index."""
+        """The key by which `waiting` and `running` are ordered: priority, arrival_time, arrival_index, fork_index."""
         return request.priority, request.arrival_time, request.arrival_index, request.fork_index
 
     def head(self) -> Request | None:

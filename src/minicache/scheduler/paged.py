@@ -14,8 +14,7 @@ from typing import Literal, Unpack, get_args
 from minicache.errors import InvariantError, require_count
 from minicache.memory.blocks import BlockPool
 from minicache.request import Request, RequestStatus
-from minicache.scheduler.base import SchedulerOptions
-from minicache.scheduler.continuous import ContinuousBatchScheduler
+from minicache.scheduler.base import Scheduler, SchedulerOptions
 from minicache.scheduler.output import SchedulerOutput
 
 Preemption = Literal["recompute", "swap"]
@@ -30,7 +29,7 @@ class PagedOptions(SchedulerOptions, total=False):
 
 
 def require_paged_options(preemption: object, num_host_blocks: object, watermark: object) -> None:
-    """Refuse what `PagedScheduler` adds to the options of `Scheduler` unless it can be. It documents them.
+    """Check the options that `PagedScheduler` adds to those of `Scheduler`; it documents them.
 
     Raises:
         TypeError: `num_host_blocks` is not an int, or `watermark` is not a number.
@@ -49,14 +48,14 @@ class AllocStatus(Enum):
     """When a request's blocks can be allocated."""
 
     OK = "now"
-    """They are free, and the watermark's besides."""
+    """They are free, and so are the watermark's."""
     LATER = "later"
     """Once other requests have left."""
     NEVER = "never"
-    """The whole pool has fewer."""
+    """The whole pool has too few."""
 
 
-class PagedScheduler(ContinuousBatchScheduler):
+class PagedScheduler(Scheduler):
     """Admits by free blocks, grows requests block by block, and preempts the newest when blocks run out.
 
     The batch is in the order of admission, which is that of arrival: `running[0]` is the oldest and `running[-1]` the
@@ -64,12 +63,12 @@ class PagedScheduler(ContinuousBatchScheduler):
 
     Args:
         preemption: "recompute" frees a victim's blocks, and computes its tokens again when it comes back; "swap" copies
-            them to CPU swap space, and back. A victim that finds no room there is recomputed.
+            them to CPU swap space, and back. A victim for which there is no room is recomputed.
         num_host_blocks: blocks of the CPU swap space, ≥ 0; ≥ 1 for "swap".
         watermark: the part of the pool, 0 ≤ watermark < 1, that an admission must leave free for the batch to grow
             into, rounded down to whole blocks. It delays no admission into an empty batch.
-        options: `Scheduler`'s. A request that was preempted may have outgrown max_num_batched_tokens: it is then
-            computed in one step all the same, and no other is admitted in that step.
+        options: `Scheduler`'s. A preempted request that has outgrown max_num_batched_tokens is recomputed in one step,
+            in which no other is admitted.
 
     Attributes:
         host_pool: the `BlockPool` of the CPU swap space; None unless preemption is "swap".
@@ -104,13 +103,11 @@ class PagedScheduler(ContinuousBatchScheduler):
     def schedule_waiting(self, output: SchedulerOutput) -> None:
         """Admit requests (`admit`) from the `head` of the queue while there are a batch slot, budget, and free blocks.
 
-        A request that `can_allocate` says can NEVER be admitted is finished as FINISHED_CAPACITY, named in
-        `output.finished`, and the next head is looked at. Otherwise the loop stops at the first request that cannot be
-        admitted now: none is bypassed.
+        If `can_allocate` is NEVER, the request is finished as FINISHED_CAPACITY and named in `output.finished`. If it
+        is LATER, or the `num_new_tokens` exceed the remaining `token_budget`, the loop stops: no request is bypassed.
 
-        Blocks must be OK by `can_allocate`. The `num_new_tokens` must fit into what is left of the `token_budget`; but
-        a request that has outgrown max_num_batched_tokens, so no step has room for it, is admitted where a token is
-        left, as the only one admitted in its step.
+        A request whose `num_new_tokens` exceed max_num_batched_tokens fits into no step's budget. It is admitted if any
+        budget is left and no other was admitted before it in this step.
 
         Args:
             output: the step so far, to which admitted requests are added.
@@ -145,9 +142,9 @@ class PagedScheduler(ContinuousBatchScheduler):
             found: of its tokens, the blocks that `find_prefix` has found.
 
         Returns:
-            NEVER: the whole pool has fewer than `blocks_to_admit`, free or not. OK: `blocks_to_take` are free, and the
-            watermark's blocks (⌊watermark · num_blocks⌋) besides; with an empty batch the watermark asks for none, or
-            a large request could wait for ever for blocks that no request uses. LATER: neither.
+            NEVER: the whole pool has fewer than `blocks_to_admit`, free or not. OK: `blocks_to_take` are free, and so
+            are the watermark's ⌊watermark · num_blocks⌋. With an empty batch the watermark needs none, or a large
+            request could wait for ever for blocks that no request uses. LATER: neither.
         """
         if self.blocks_to_admit(request) > self.pool.num_blocks:
             return AllocStatus.NEVER
@@ -156,14 +153,14 @@ class PagedScheduler(ContinuousBatchScheduler):
         return AllocStatus.OK if enough else AllocStatus.LATER
 
     def blocks_to_take(self, request: Request, found: Sequence[int] = ()) -> int:
-        """Free blocks that must be there to admit `request`: `blocks_to_admit`, less the found ones that are in use.
+        """Free blocks needed to admit `request`: `blocks_to_admit`, less the found ones that are in use.
 
         A found block that is free counts like any other: sharing it takes it out of the free list.
         """
         return self.blocks_to_admit(request) - sum(self.pool.ref_count(block_id) > 0 for block_id in found)
 
     def num_new_tokens(self, request: Request, found: Sequence[int] = ()) -> int:
-        """Tokens that a step computes in which `request` is admitted: all that are neither computed nor found."""
+        """Tokens that this step computes if it admits `request`: all that are neither computed nor found."""
         return request.num_tokens - max(request.num_computed_tokens, len(found) * self.pool.block_size)
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
@@ -184,16 +181,16 @@ class PagedScheduler(ContinuousBatchScheduler):
     def schedule_running(self, output: SchedulerOutput) -> None:
         """Schedule the next tokens of every request in the batch (`schedule_tokens`), with the blocks that they need.
 
-        From the oldest to the newest: each gets its `blocks_missing` from the pool (`grow`). Where too few are free,
-        `make_room` preempts from the other end. A request that is preempted before its turn computes nothing.
+        From the oldest to the newest: each gets its `blocks_missing` from the pool (`grow`). If too few are free,
+        `make_room` preempts from the other end of the batch.
 
         Args:
             output: the step so far, in which nothing is scheduled yet.
         """
-        for request in self.running:  # which `make_room` shortens, at its end
+        for request in self.running:  # `make_room` may remove requests from its end
             if missing := self.blocks_missing(request):
                 if missing > self.pool.num_free and not self.make_room(request, output):
-                    return  # it was the last of the batch, and has left it
+                    return  # `request` was the last of the batch, and has left it
                 self.grow(request, output)
             self.schedule_tokens(request, output)
 
@@ -204,7 +201,7 @@ class PagedScheduler(ContinuousBatchScheduler):
         return -(-num_tokens // self.pool.block_size) - len(request.block_ids)
 
     def grow(self, request: Request, output: SchedulerOutput) -> None:
-        """Give a request of the batch its `blocks_missing`, behind those that it has. They are free."""
+        """Append its `blocks_missing`, which are free, to the blocks of a request in the batch."""
         request.block_ids += self.pool.allocate(self.blocks_missing(request))
 
     def make_room(self, request: Request, output: SchedulerOutput) -> bool:
@@ -215,7 +212,7 @@ class PagedScheduler(ContinuousBatchScheduler):
         is finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`.
 
         Args:
-            request: of the batch, the one that grows. Those before it have had their turn.
+            request: of the batch, the one that grows. Those before it are scheduled already.
             output: the step so far.
 
         Returns:
@@ -292,7 +289,7 @@ class PagedScheduler(ContinuousBatchScheduler):
             self.release_host(request)
 
     def release_host(self, request: Request) -> None:
-        """Give the request's host blocks back to `host_pool`, the last one first; it has none then."""
+        """Give the request's host blocks back to `host_pool`, the last one first, and leave it without any."""
         assert self.host_pool is not None
         self.host_pool.free(request.host_block_ids[::-1])
         request.host_block_ids = []

@@ -1,6 +1,6 @@
-"""Prefix caching: a prompt's beginning that some blocks hold already is not computed again.
+"""Prefix caching: the beginning of a prompt is not computed if cached blocks hold it.
 
-Phase 8 builds it, on the scheduler of phase 6. Full blocks are known by the hash of their tokens and of all before them
+Phase 8 builds it, on the scheduler of phase 6. A full block is cached under the hash of its tokens and all before them
 (`minicache.memory.prefix`); a request that is admitted shares the blocks of the longest beginning that is cached. Pure
 standard library.
 """
@@ -29,12 +29,12 @@ class PrefixCachingScheduler(PagedScheduler):
     shares these blocks. At least its last token is always computed, because the model must run on something to generate
     the next one. Blocks stay cached after their requests have finished, until they are allocated for other tokens.
 
-    A block can be found from the `schedule()` on that fills it, so a request that is admitted in the same step finds it
-    too: the forward pass writes it before it is read. That is safe because a step is computed as it was scheduled, also
-    for a request that has been finished from outside meanwhile, or it fails, and `recover` forgets every hash.
+    A block can be found as soon as the tokens that fill it are scheduled. A request that is admitted in the same step
+    may share it: the forward pass writes a block before it reads it. A scheduled step is computed in full, even for a
+    request that is finished from outside before it runs; if it fails, `recover` drops every hash.
 
-    Blocks that fill up while requests run are only noted, for a step must be quick. They are cached when a request
-    looks for blocks, or releases its own (`cache_filled`).
+    Blocks that decode fills are hashed late, to keep steps short: they are noted, and cached when a request looks for a
+    prefix or releases its blocks (`cache_filled`).
 
     Args:
         prefix_caching: False: find nothing, and cache nothing.
@@ -56,7 +56,7 @@ class PrefixCachingScheduler(PagedScheduler):
 
     @property
     def prefix_caching(self) -> bool:
-        """Whether beginnings that are computed already are looked for."""
+        """Whether there is a prefix cache."""
         return self._cache is not None
 
     @property
@@ -69,11 +69,11 @@ class PrefixCachingScheduler(PagedScheduler):
     def find_prefix(self, request: Request) -> list[int]:
         """The cached blocks that hold the longest beginning of a request's tokens. Shares none of them.
 
-        What was filled since the last look is cached first (`cache_filled`).
+        Noted blocks are cached first (`cache_filled`).
 
         Returns:
-            Their ids, in order, used or free; of at most all tokens but the last. None without a prefix cache, and none
-            for a request that is swapped out: its own are in CPU swap space.
+            Their ids, in order, used or free. They never hold the request's last token. [] without a prefix cache, and
+            for a request that is swapped out: its own blocks are in CPU swap space.
         """
         if self._cache is None or request.status is RequestStatus.SWAPPED:
             return []
@@ -84,8 +84,8 @@ class PrefixCachingScheduler(PagedScheduler):
     def hashes(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` blocks of a request's tokens, each computed once.
 
-        They are kept in `request.block_hashes`: what is there is right and is not computed again, for tokens are only
-        ever added at the end. The first block's parent is `root_hash` of the request's cache_salt and adapter.
+        They are kept in `request.block_hashes`. Tokens are only ever appended, so a hash that is there stays valid. The
+        first block's parent is `root_hash` of the request's cache_salt and adapter.
 
         Args:
             request: has so many full blocks of tokens, prompt and output together.
@@ -103,8 +103,7 @@ class PrefixCachingScheduler(PagedScheduler):
     def cache_blocks(self, request: Request, start: int, stop: int) -> None:
         """Cache the blocks of a request that become full when its tokens start … stop − 1 are computed.
 
-        They are those whose last token is among these. A block that stays unfinished is cached by a later step; one
-        that was full before is cached already. Without a prefix cache nothing happens.
+        These are the blocks whose last token is among those tokens. Without a prefix cache nothing happens.
 
         Args:
             request: in the batch; it has the blocks for these tokens.
@@ -124,10 +123,10 @@ class PrefixCachingScheduler(PagedScheduler):
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
         """As `PagedScheduler.admit`; but the found blocks are shared first, and their tokens count as computed.
 
-        That is for a WAITING request, new or preempted by recompute, of a scheduler with a prefix cache. The `stats`
-        count an admission, the tokens that the request has, and those that were found. `num_cached_tokens` is set to
-        the latter at the first admission, and not when the request comes back from a preemption. Blocks that this step
-        fills are cached at once (`cache_blocks`): the next request of the queue may begin alike.
+        With a prefix cache, and for a WAITING request, new or preempted by recompute: the found blocks are its first
+        `block_ids`, and the `stats` count an admission, the request's tokens, and the found ones, which are its
+        `num_cached_tokens` unless it was preempted before. Blocks that this step fills are cached at once
+        (`cache_blocks`): the next request of the queue may have the same prefix.
 
         Args:
             request: WAITING or SWAPPED, in `waiting`.
@@ -150,8 +149,7 @@ class PrefixCachingScheduler(PagedScheduler):
     def schedule_running(self, output: SchedulerOutput) -> None:
         """As `PagedScheduler.schedule_running`; with a prefix cache, requests that fill a block in this step are noted.
 
-        They are appended to `_filled`, in batch order: (request, start, stop) if the step computes its tokens start …
-        stop − 1.
+        `_filled` gets (request, start, stop) for each, in batch order: the step computes its tokens start … stop − 1.
         """
         super().schedule_running(output)
         if self._cache is None:
@@ -164,9 +162,9 @@ class PrefixCachingScheduler(PagedScheduler):
         ]
 
     def release(self, request: Request) -> None:
-        """As `PagedScheduler.release`; but the blocks that it has filled are cached first (`cache_filled`).
+        """As `PagedScheduler.release`; but noted blocks are cached first (`cache_filled`).
 
-        If it failed (FINISHED_ERROR), what its blocks hold is not to be trusted: they lose their hashes (`uncache`).
+        If the request failed (FINISHED_ERROR), its blocks lose their hashes (`uncache`): their contents are in doubt.
         """
         self.cache_filled()
         if self._cache is not None and request.status is RequestStatus.FINISHED_ERROR:
@@ -174,13 +172,13 @@ class PrefixCachingScheduler(PagedScheduler):
         super().release(request)
 
     def recover(self) -> None:
-        """As `Scheduler.recover`; and the prefix cache forgets every hash."""
+        """As `Scheduler.recover`; and the prefix cache drops every hash."""
         super().recover()
         if self._cache is not None:
             self._cache.reset()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what blocks hold, as is needed when the model's weights change.
+        """Drop every hash, as is needed when the model's weights change.
 
         Raises:
             ValueError: there is no prefix cache, or a request holds blocks. Nothing has changed.

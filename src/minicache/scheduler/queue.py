@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from minicache.request import Request, RequestId
 
 PriorityKey = tuple[float, ...]
-"""Numbers that requests are ordered by, the lowest first. No two requests have the same."""
+"""Numbers by which requests are ordered, the lowest first. Each request has its own."""
 
 
 def arrival_key(request: Request) -> PriorityKey:
@@ -125,7 +125,7 @@ class RequestQueue(Mapping[RequestId, Request]):
         """The request with the lowest key, which stays in the queue; None if there is none.
 
         Args:
-            group: look only at requests of this compatibility class. None: at all.
+            group: look only at requests of this compatibility class. None: at all of them.
         """
         heap = self._by_group.get(group)
         return heap.first() if heap else None

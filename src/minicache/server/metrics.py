@@ -171,12 +171,12 @@ class Life:
 
     Attributes:
         arrival: when it arrived.
-        num_prompt: tokens to count as prompt tokens when its first token comes: 0 for a twin, whose parent did that.
+        num_prompt: tokens to count as prompt tokens when its first token comes: 0 for a fork, whose parent did that.
         admitted: when it was scheduled first; None before.
         first_token: when its first token came; None before.
         last_token: when its newest came.
         num_outputs: tokens of output that it had then.
-        num_given: of these, the tokens that a twin has got from its parent.
+        num_given: of these, the tokens that a fork has got from its parent.
     """
 
     arrival: float
@@ -292,7 +292,7 @@ class Metrics(Observer):
         self.count_refused("too_large")
 
     def on_fork(self, scheduler: Scheduler, parent: Request, child: Request) -> None:
-        """A twin has its parent's past: its arrival, its admission, and the tokens that it was given."""
+        """A fork has its parent's past: its arrival, its admission, and the tokens that it was given."""
         with self._lock:
             now = self._clock()
             past = self._lives.get(parent) or Life(child.arrival_time or now, 0, now, now, now)

@@ -68,9 +68,8 @@ class LLM:
         cache: "paged": blocks; "dense": a `KVCache` for each request.
         num_blocks: blocks of the cache. None: as many as 64 MiB hold, but at least for one request of max_model_len
             tokens and at most for max_num_seqs such (`minicache.engine.runner.default_num_blocks`).
-        block_size, max_num_seqs, max_num_batched_tokens, preemption, num_host_blocks, watermark, prefix_caching,
-            long_prefill_threshold, reserve_full_prompt: as for `minicache.scheduler.create_scheduler`. A dense cache
-            neither swaps nor shares.
+        block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
+            `minicache.scheduler.create_scheduler`, which documents them. A dense cache neither swaps nor shares.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
         dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
             folder. A model that is given has its own.

@@ -68,10 +68,10 @@ class PagedStorage:
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks: keys and values, all layers."""
-        return self.pool.num_blocks * self.pool.block_size * self.row_nbytes
+        return self.pool.num_blocks * self.pool.block_size * self.token_nbytes
 
     @property
-    def row_nbytes(self) -> int:
+    def token_nbytes(self) -> int:
         """Bytes of one token: keys and values, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 

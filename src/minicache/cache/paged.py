@@ -66,10 +66,10 @@ class PagedStorage:
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks: keys and values, all layers."""
-        return self.pool.num_blocks * self.pool.block_size * self.row_nbytes
+        return self.pool.num_blocks * self.pool.block_size * self.token_nbytes
 
     @property
-    def row_nbytes(self) -> int:
+    def token_nbytes(self) -> int:
         """Bytes of one token: keys and values, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
@@ -172,18 +172,18 @@ class PagedKVCache(KVCache):
         """
         if not self._owns_storage:
             return self.nbytes_allocated
-        return self.batch_size * self.max_seq_len * self.storage.row_nbytes
+        return self.batch_size * self.max_seq_len * self.storage.token_nbytes
 
     @property
     def nbytes_allocated(self) -> int:
         """Bytes of the blocks that the tables hold, finished or not; blocks shared with a fork count in both."""
         num_blocks = sum(len(table.block_ids) for table in self.block_tables)
-        return num_blocks * self.storage.pool.block_size * self.storage.row_nbytes
+        return num_blocks * self.storage.pool.block_size * self.storage.token_nbytes
 
     @property
     def nbytes_used(self) -> int:
         """The part of `nbytes_allocated` that holds tokens: `num_tokens` rows of every sequence."""
-        return self.batch_size * self.num_tokens * self.storage.row_nbytes
+        return self.batch_size * self.num_tokens * self.storage.token_nbytes
 
     def positions(self, num_new_tokens: int) -> Tensor:
         """The positions of the next tokens in their sequences, for rotary embeddings.

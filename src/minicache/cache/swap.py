@@ -52,7 +52,7 @@ class HostStorage:
     @property
     def nbytes(self) -> int:
         """Bytes of all host blocks: keys and values, all layers."""
-        return self.num_host_blocks * self.storage.pool.block_size * self.storage.row_nbytes
+        return self.num_host_blocks * self.storage.pool.block_size * self.storage.token_nbytes
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy blocks of the storage into host blocks: keys and values of every layer. The storage stays as it is.

@@ -124,7 +124,7 @@ def _totals(
 
     config = model.config
     last = max(by_position["KV cache"])
-    row_nbytes = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, "float32")
+    token_nbytes = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, "float32")
     lengths = [(len(prompt), len(run.token_ids)) for prompt, run in zip(prompts, runs["KV cache"], strict=True)]
     computed = {
         "recompute": sum(p * n + n * (n - 1) // 2 for p, n in lengths),
@@ -139,7 +139,7 @@ def _totals(
             f"{seconds[way]:.2f}",
             f"{by_position[way][last]:.2f}",
             f"{computed[way]:,}",
-            f"{row_nbytes:,}" if way == "KV cache" else "0",
+            f"{token_nbytes:,}" if way == "KV cache" else "0",
             f"{seconds['recompute'] / seconds[way]:.1f} ×",
         )
     return table

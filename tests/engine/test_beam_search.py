@@ -254,3 +254,27 @@ def test_it_ends_when_no_beam_can_be_better():
     assert search.advance([[(2, -1.0), (3, -1.5), (0, -1.5), (1, -2.0)]]) == []
     assert search.is_over
     assert [beam.token_ids for beam in search.answers] == [[2], [3]]
+
+
+@pytest.mark.parametrize("options", [{}, {"scheduler": "paged"}, {"cache": "dense"}, {"prefix_caching": True}])
+def test_a_search_whose_logits_are_no_numbers_fails_alone(both, prompts, options):
+    """Its beams say "error": NaN ranks nothing. The other searches find what they find without it."""
+    model, spoilt, params = both[1], 49, BeamSearchParams(3, 6, stop_token_ids=[49])
+
+    def answers(llm, wanted):
+        return [[(beam.token_ids, beam.finish_reason) for beam in beams] for beams in beam_search(llm, wanted, params)]
+
+    good = [[each % spoilt for each in prompt] for prompt in prompts[:2]]
+    expected = [answers(LLM(model), [prompt])[0] for prompt in good]
+    handle = model.embed_tokens.register_forward_hook(
+        lambda module, token_ids, embedded: embedded.masked_fill((token_ids[0] == spoilt)[..., None], torch.nan)
+    )
+    try:
+        llm = LLM(model, **options)
+        first, bad, second = answers(llm, [good[0], [3, spoilt, 5], good[1]])
+    finally:
+        handle.remove()
+    assert bad == [([], "error")]
+    assert [first, second] == expected
+    assert not llm.has_unfinished
+    assert llm.scheduler.pool.num_used == 0

@@ -63,7 +63,7 @@ class Beam:
     Attributes:
         token_ids: its tokens, the one that ended it included.
         score: log-probability over length to the power of the penalty. The higher the better.
-        finish_reason: "stop", "length" or "capacity".
+        finish_reason: "stop", "length", "capacity", or "error": the model's logits were not finite.
         text: its text; "" without a tokenizer.
     """
 
@@ -167,11 +167,11 @@ class BeamSearch:
             return []
         return [step for _, step in going_on]
 
-    def give_up(self) -> None:
-        """End the search with what it has: the beams so far count as answers, with finish reason "capacity"."""
+    def give_up(self, finish_reason: str = "capacity") -> None:
+        """End the search with what it has: the beams so far count as answers, with this finish reason."""
         for beam in self.beams:
             score = self.score(beam.log_prob, max(1, len(beam.token_ids)))
-            self.keep(Beam([*beam.token_ids], score, "capacity"))
+            self.keep(Beam([*beam.token_ids], score, finish_reason))
         self.is_over, self.beams = True, []
 
     def score(self, log_prob: float, length: int) -> float:
@@ -290,9 +290,10 @@ class _Run:
         self.llm.memory.move_blocks(output)
         outgrown = [self.unfinished[request_id][0] for request_id in output.finished]
         token_ids: dict[RequestId, int] = {}
+        failed: list[_Search] = []
         decided: list[tuple[_Search, list[Request], list[Step]]] = []
         if output.scheduled:
-            self.note_candidates(output, self.llm.run_model(output), token_ids)
+            failed = self.note_candidates(output, self.llm.run_model(output), token_ids)
             for each in self.searches:
                 if each.requests and each not in outgrown and None not in each.candidates:
                     parents = each.requests
@@ -308,11 +309,23 @@ class _Run:
         for each in outgrown:
             each.search.give_up()
             self.end(each)
+        for each in failed:
+            for request in each.requests:
+                self.llm.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
+            each.search.give_up("error")
+            self.end(each)
         for each, parents, steps in decided:
             self.go_on(each, parents, steps)
 
-    def note_candidates(self, output: SchedulerOutput, logits: Tensor, token_ids: dict[RequestId, int]) -> None:
-        """Note the candidates of each beam of the step, and give it its likeliest token for the time being."""
+    def note_candidates(
+        self, output: SchedulerOutput, logits: Tensor, token_ids: dict[RequestId, int]
+    ) -> list[_Search]:
+        """Note the candidates of each beam of the step, and give it its likeliest token for the time being.
+
+        Returns:
+            The searches with a beam whose logits are not finite: it has no candidates.
+        """
+        failed = []
         for row, (request, num_new) in enumerate(
             zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
         ):
@@ -323,8 +336,11 @@ class _Run:
             best = log_probs.topk(min(each.search.num_candidates, len(log_probs)))
             candidates = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
             token_ids[request.request_id] = candidates[0][0]
-            if each.candidates[index] is None:
+            if candidates[0][1] != candidates[0][1]:  # NaN: log_softmax makes it of infinities too
+                failed.append(each)
+            elif each.candidates[index] is None:
                 each.candidates[index] = candidates
+        return failed
 
     def go_on(self, each: _Search, parents: list[Request], steps: list[Step]) -> None:
         """Have the next beams computed: by their parents' requests, by forks of these, or by new requests."""

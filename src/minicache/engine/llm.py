@@ -51,9 +51,9 @@ class LLM:
     """Serves many requests at once, step by step.
 
     **When a step fails**, `step()` raises the error, and every unfinished request is back in the waiting queue with
-    nothing computed (`recover`). Its generated tokens stay, and random generators are as before the step, so the steps
-    that follow give the same tokens as without the failure. If a step fails again, abort the requests that cause it
-    (`abort_request`) and go on with the others.
+    nothing computed (`recover`). Its generated tokens stay, and a failed copy or forward pass has moved no random
+    generator, so the steps that follow give the same tokens as without the failure. If a step fails again, abort the
+    requests that cause it (`abort_request`) and go on with the others.
 
     **When one request fails**, because its logits are not finite or its tokens cannot be decoded, it alone is finished,
     as FINISHED_ERROR: its last chunk has the finish_reason "error".

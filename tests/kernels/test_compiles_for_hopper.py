@@ -25,6 +25,7 @@ REGISTERS = 64 * 1024
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.timeout(400),
+    pytest.mark.slow,
 ]
 
 

@@ -78,6 +78,7 @@ def test_bytes_of_the_goal() -> None:
     assert [rung.nbytes(work) for rung in RUNGS] == [eight_times, eight_times, once, once, once, once + splits]
 
 
+@pytest.mark.slow
 def test_all_contestants_of_the_benchmark_agree() -> None:
     """In a process of its own, as one would start it."""
     command = [sys.executable, "-m", "benchmarks.kernels", "--check"]

@@ -285,6 +285,7 @@ def test_the_weights_are_no_part_of_the_file(save):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="only Linux says how much memory was in use")
 def test_there_are_never_two_copies_of_the_weights(save, tmp_path):
     """100 MiB of bfloat16, loaded as bfloat16: with a second copy somewhere, of the file's pages too, it were 200."""

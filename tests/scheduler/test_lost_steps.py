@@ -281,7 +281,9 @@ class Run:
             assert audit_trace(self.steps, **limits, first_come=self.plain.first_come) == len(self.steps)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize(
+    "seed", [*range(100), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 300))]
+)
 def test_no_request_reads_what_was_not_computed_for_it(seed: int) -> None:
     run = Run(seed)
     run.serve()

@@ -61,3 +61,18 @@ def test_every_step_is_the_one_that_vllm_schedules(workload, mode):
             f"step {step} of {len(expected)}\nexpected {theirs}\n     got {ours}\n"
             f"workload { {name: workload[name] for name in OPTIONS} }, {mode}\nrequests {workload['requests']}"
         )
+
+
+def test_what_the_rule_saves() -> None:
+    """The table of phase 9's page on admission: vLLM's own schedules of the workloads without a prefix cache."""
+    workloads = json.loads(gzip.decompress((GOLDEN / "first_come.json.gz").read_bytes()))
+    workloads = [each for each in workloads if not each["prefix_caching"]]
+    # The last token of a request is generated and never computed.
+    needed = sum(length + max_tokens - 1 for each in workloads for _, length, max_tokens, _ in each["requests"])
+    counted = {}
+    for mode in ("first_chunk_must_fit", "full_prompt_must_fit"):
+        steps = [step for each in workloads for step in each["steps"][mode]]
+        computed = sum(sum(tokens.values()) for tokens, _ in steps)
+        counted[mode] = sum(len(preempted) for _, preempted in steps), computed - needed, len(steps)
+    assert (len(workloads), needed) == (60, 69_422)
+    assert counted == {"first_chunk_must_fit": (468, 42_356, 9_816), "full_prompt_must_fit": (38, 3_880, 9_851)}

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from torch import Tensor
+from torch import Tensor, nn
 
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedStorage, RaggedStep
@@ -24,13 +22,12 @@ from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError, require_count
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
-from minicache.kernels import cpu
 from minicache.memory.blocks import BlockTable, blocks_for
 from minicache.model import Decoder, load_minigpt
 from minicache.model.checkpoint import SHIPPED
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
-from minicache.model.minigpt import Cache, Transformer
+from minicache.model.minigpt import Cache
 from minicache.model.tokenizer import folder_tokenizer
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
@@ -83,6 +80,9 @@ class Model(Protocol):
         """The weights; dtype and device are the first one's."""
 
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
 _Given = TypeVar("_Given")
 
 
@@ -128,7 +128,7 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         model: as for `find_model`.
         dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder. But 16
             bits become float32, with a warning, on a CPU that has no instructions for them and would be many times
-            slower.
+            slower; and on a GPU float32 becomes bfloat16, or float16 if that is an older one (`half_on_gpu`).
         device: where to hold them; None: the CPU.
 
     Returns:
@@ -146,8 +146,10 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
     model = find_model(model)
     if isinstance(model, Path):
         if model.is_dir():
-            return _widened(load_folder(model, dtype=dtype, device=device or "cpu"), model, dtype)
-        return load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu")
+            loaded = load_folder(model, dtype=dtype, device=device or "cpu")
+            return _widened(loaded if dtype else half_on_gpu(loaded), model, dtype)
+        minigpt = load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu")
+        return minigpt if dtype else half_on_gpu(minigpt)
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
         raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
     weights = next(iter(model.parameters()))
@@ -183,6 +185,24 @@ def _widened(model: Decoder, folder: Path, dtype: torch.dtype | None) -> Decoder
     return model.float()
 
 
+def half_on_gpu(model: _Module) -> _Module:
+    """Convert a model on a CUDA device, in place, to the 16 bits that its matrix units take; not one on the CPU.
+
+    float32 becomes bfloat16, which has its range. A GPU before compute capability 8.0 has no bfloat16: there it, too,
+    becomes float16.
+
+    Returns:
+        The model itself.
+    """
+    weights = next(iter(model.parameters()))
+    if weights.device.type != "cuda":
+        return model
+    has_bfloat16 = torch.cuda.get_device_capability(weights.device) >= (8, 0)
+    if has_bfloat16 and weights.dtype == torch.float16:
+        return model
+    return model.to(torch.bfloat16 if has_bfloat16 else torch.float16)
+
+
 def computes_in(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for a floating-point dtype. Without them PyTorch converts every number."""
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
@@ -191,35 +211,10 @@ def computes_in(dtype: torch.dtype) -> bool:
     return kind is None or any(has and kind in name for name, has in capabilities.items())
 
 
-def prepare(model: Model, *, in_place: bool) -> None:
-    """Get a model ready for an engine's steps: on a CPU its weights are joined, and its kernels compiled or loaded.
-
-    Compiling takes some seconds, once on a machine; a terminal shows its progress.
-
-    Args:
-        model: one that `minicache.model.fused.fuse` does not take runs as it is.
-        in_place: as for `fuse`. Not for a model that others have too.
-    """
-    if not cpu.is_available():
-        return
-    from minicache.kernels.cpu.warming import warm_up
-    from minicache.model import fused
-
-    if not fused.fuse(model, in_place=in_place):
-        return
-    config: Any = model.config
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Compiling kernels")
-        warm_up(
-            config.head_dim,
-            config.num_heads // config.num_kv_heads,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
-
-
-def default_num_blocks(model: Model, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """How many blocks an engine's cache has if num_blocks is not given: as many as DEFAULT_NBYTES hold.
+def default_num_blocks(
+    model: Model, block_size: int, max_num_seqs: int, max_model_len: int, nbytes: int = DEFAULT_NBYTES
+) -> int:
+    """How many blocks an engine's cache has if num_blocks is not given: as many as `nbytes` hold.
 
     At least those of one request of max_model_len tokens, and at most those of max_num_seqs such requests.
 
@@ -233,7 +228,7 @@ def default_num_blocks(model: Model, block_size: int, max_num_seqs: int, max_mod
     dtype: torch.dtype = next(iter(model.parameters())).dtype
     block_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize * block_size
     for_one = blocks_for(max_model_len, block_size)
-    return max(for_one, min(DEFAULT_NBYTES // block_nbytes, for_one * max_num_seqs))
+    return max(for_one, min(nbytes // block_nbytes, for_one * max_num_seqs))
 
 
 def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Tensor:
@@ -248,11 +243,6 @@ def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Te
     Returns:
         `[B, vocab]`.
     """
-    if isinstance(cache, RaggedStep) and cpu.is_available():
-        from minicache.model import fused
-
-        if fused.is_fused(model):
-            return fused.logits_at(cast(Transformer, model), token_ids, cache, rows)
     if hasattr(model, "hidden_states") and hasattr(model, "logits"):
         return cast(Tensor, model.logits(model.hidden_states(token_ids, cache)[0, rows]))
     return model(token_ids, cache)[0, rows]
@@ -327,14 +317,8 @@ class PagedMemory:
 
     def make_step(self, output: SchedulerOutput) -> Cache:
         """As `Memory.make_step`: a `RaggedStep` over the requests' blocks."""
+        require_blocks(output, self.storage.pool.block_size)
         counts = list(output.num_scheduled_tokens.values())
-        block_size = self.storage.pool.block_size
-        for request, count in zip(output.scheduled, counts, strict=True):
-            if request.num_computed_tokens + count > len(request.block_ids) * block_size:
-                raise InvariantError(
-                    f"the scheduler has {request!r} compute {count} tokens, and has given it {len(request.block_ids)} "
-                    f"blocks of {block_size}"
-                )
         tables = [RequestTable(self.storage, request) for request in output.scheduled]
         self.num_steps += 1
         return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
@@ -344,6 +328,16 @@ class PagedMemory:
 
     def clear(self) -> None:
         """Nothing to do: as `forget`."""
+
+
+def require_blocks(output: SchedulerOutput, block_size: int) -> None:
+    """Raise InvariantError unless every request of a step has blocks for its new tokens."""
+    for request, count in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+        if request.num_computed_tokens + count > len(request.block_ids) * block_size:
+            raise InvariantError(
+                f"the scheduler has {request!r} compute {count} tokens, and has given it {len(request.block_ids)} "
+                f"blocks of {block_size}"
+            )
 
 
 class RequestTable:

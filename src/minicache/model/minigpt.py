@@ -78,8 +78,8 @@ class Transformer(nn.Module):
 
         Raises:
             TypeError: `token_ids` is not an int64 tensor.
-            ValueError: it is not `[B, T]` with T ≥ 1, or a token would stand past `max_seq_len`.
-            IndexError: a token id lies outside the vocabulary.
+            ValueError: it is not `[B, T]` with T ≥ 1, or a token would stand past `max_seq_len` (CPU tensors).
+            IndexError: a token id lies outside the vocabulary (CPU tensors).
             CacheOverflowError: the cache has no room for T more tokens. Nothing was written.
         """
         return self.logits(self.hidden_states(token_ids, cache))
@@ -97,10 +97,10 @@ class Transformer(nn.Module):
         Returns:
             `[B, T, hidden_size]`.
         """
-        self.check_token_ids(token_ids)
+        self._check_token_ids(token_ids)
         num_new = token_ids.shape[1]
         positions = torch.arange(num_new, device=token_ids.device) if cache is None else cache.positions(num_new)
-        self.check_positions(positions)
+        self._check_positions(positions)
         cos, sin = self.rotation(positions)
         # One axis for the heads, after T: [T, 1, d] or [B, T, 1, d], either broadcasts against [B, T, H, d].
         rotation = cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -121,20 +121,22 @@ class Transformer(nn.Module):
         """The number of trained values; a tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def check_token_ids(self, token_ids: Tensor) -> None:
-        """Raise what `forward` raises, unless these can be its tokens."""
+    def _check_token_ids(self, token_ids: Tensor) -> None:
         if not isinstance(token_ids, Tensor) or token_ids.dtype != torch.int64:
             got = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
             raise TypeError(f"token_ids must be an int64 tensor [B, T]; got {got}")
         if token_ids.ndim != 2 or 0 in token_ids.shape:
             raise ValueError(f"token_ids must be [B, T] with at least one token; got {list(token_ids.shape)}")
+        if token_ids.device.type != "cpu":  # reading a value would wait for the device
+            return
         lowest, highest = (int(bound) for bound in token_ids.aminmax())
         if lowest < 0 or highest >= self.config.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise IndexError(f"token id {wrong} is outside the vocabulary, 0 … {self.config.vocab_size - 1}")
 
-    def check_positions(self, positions: Tensor) -> None:
-        """Raise what `forward` raises, unless the model's tokens can stand there."""
+    def _check_positions(self, positions: Tensor) -> None:
+        if positions.device.type != "cpu":
+            return
         last = int(positions.max())
         if last >= self.config.max_seq_len:
             raise ValueError(

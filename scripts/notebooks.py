@@ -91,9 +91,9 @@ def run(script: Path) -> NotebookNode:
     notebook = read(script)
     metadata = dict(notebook.metadata)
     resources = {"metadata": {"path": str(ROOT)}}
-    # Where a slow kernel happens to flush its prints must not show.
-    quiet = {"record_timing": False, "coalesce_streams": True}
-    NotebookClient(notebook, timeout=TIMEOUT, resources=resources, **quiet).execute()
+    # What a kernel printed is one output, wherever it happened to be flushed.
+    client = NotebookClient(notebook, timeout=TIMEOUT, record_timing=False, coalesce_streams=True, resources=resources)
+    client.execute()
     notebook.metadata = metadata  # the kernel adds its Python version
     return notebook
 

@@ -5,7 +5,7 @@ random Llama (6 layers, hidden size 256, 8 query over 2 KV heads, 4,096 tokens, 
 `transformers`' `generate` on the batch, padded on the left; and its continuous batching, `generate_batch`, with a cache
 and a step as large as the work, without which it is slower. All three take turns in another order each round; recorded
 are minimum and median. The ceiling is what the linear layers take alone, on as many tokens at a time, with their
-weights as PyTorch stores them; and for comparison laid out as the engine has them (`minicache.engine.runner.lay_out`).
+weights as PyTorch stores them; and for comparison laid out as the engine has them (`minicache.model.fused`).
 
 Then the engine with 1, 8, 32 batch slots; answers of ragged lengths; and MiniGPT, one sequence, through either cache.
 One thread: with two, a shared machine stalls. Our engine's scheduler is "fair". The default, "chunked", would order the
@@ -35,7 +35,7 @@ from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
-from minicache.engine.runner import lay_out
+from minicache.engine.runner import prepare
 from minicache.engine.sampling import SamplingParams
 from minicache.engine.timing import timed
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
@@ -71,7 +71,8 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     llama, model = the_same_model()
-    as_stored, model = model, lay_out(deepcopy(model))
+    as_stored = deepcopy(model)
+    prepare(model, in_place=True)
     work, few, eight = make_work(), make_work(2), make_work(8)
     ragged = make_ragged_work()
     ways: dict[str, Callable[[], float]] = {

@@ -173,8 +173,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
 
     monkeypatch.setattr(kernels, "store_kv", store)
     monkeypatch.setattr(kernels, "paged_attention", attended)
-    monkeypatch.setattr(Transformer, "_check_token_ids", lambda model, token_ids: None)  # as on a GPU
-    monkeypatch.setattr(Transformer, "_check_positions", lambda model, positions: None)
+    monkeypatch.setattr(Transformer, "check_token_ids", lambda model, token_ids: None)  # as on a GPU
+    monkeypatch.setattr(Transformer, "check_positions", lambda model, positions: None)
     return Traced()
 
 

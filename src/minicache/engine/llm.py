@@ -31,6 +31,7 @@ from minicache.engine.runner import (
     load_model,
     load_tokenizer,
     logits_at,
+    prepare,
 )
 from minicache.engine.sampling import SamplingParams, pick_tokens
 from minicache.engine.stopping import Tokenizer
@@ -130,6 +131,7 @@ class LLM:
     ) -> None:
         model = find_model(model)
         self.model = load_model(model, dtype, device)
+        prepare(self.model, in_place=self.model is not model)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         longest = self.model.config.max_seq_len
         if not isinstance(scheduler, Scheduler):

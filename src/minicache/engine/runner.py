@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor, nn
 
 from minicache.cache.dense import KVCache
@@ -22,12 +24,13 @@ from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError, require_count
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
+from minicache.kernels import cpu
 from minicache.memory.blocks import BlockTable, blocks_for
 from minicache.model import Decoder, load_minigpt
 from minicache.model.checkpoint import SHIPPED
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
-from minicache.model.minigpt import Cache
+from minicache.model.minigpt import Cache, Transformer
 from minicache.model.tokenizer import folder_tokenizer
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
@@ -79,8 +82,6 @@ class Model(Protocol):
     def parameters(self) -> Any:
         """The weights; dtype and device are the first one's."""
 
-
-_Model = TypeVar("_Model", bound=Model)
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -134,7 +135,7 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         device: where to hold them; None: the CPU.
 
     Returns:
-        The given model, as it is; or the one that was loaded, laid out for its device (`lay_out`).
+        The given model, or the one that was loaded.
 
     Raises:
         CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
@@ -149,9 +150,9 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
     if isinstance(model, Path):
         if model.is_dir():
             loaded = load_folder(model, dtype=dtype, device=device or "cpu")
-            return lay_out(_widened(loaded if dtype else half_on_gpu(loaded), model, dtype))
+            return _widened(loaded if dtype else half_on_gpu(loaded), model, dtype)
         minigpt = load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu")
-        return lay_out(minigpt if dtype else half_on_gpu(minigpt))
+        return minigpt if dtype else half_on_gpu(minigpt)
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
         raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
     weights = next(iter(model.parameters()))
@@ -213,25 +214,31 @@ def computes_in(dtype: torch.dtype) -> bool:
     return kind is None or any(has and kind in name for name, has in capabilities.items())
 
 
-def lay_out(model: _Model) -> _Model:
-    """Lay a model's float32 linear weights out column by column, in place: the same values, in another order in memory.
+def prepare(model: Model, *, in_place: bool) -> None:
+    """Get a model ready for an engine's steps: on a CPU its weights are joined, and its kernels compiled or loaded.
 
-    A decode step multiplies few rows by each weight, and a CPU does that faster in this order; `benchmarks/engine.py`
-    measures by how much, for 1, 8 and 32 rows. In 16 bits it is slower: there, and on a GPU, nothing is changed. Such
-    weights are not contiguous: `safetensors` refuses to save them.
+    Compiling takes some seconds, once on a machine; a terminal shows its progress.
 
-    Returns:
-        The model itself.
+    Args:
+        model: one that `minicache.model.fused.fuse` does not take runs as it is.
+        in_place: as for `fuse`. Not for a model that others have too.
     """
-    if isinstance(model, nn.Module):
-        for layer in model.modules():
-            if (
-                isinstance(layer, nn.Linear)
-                and layer.weight.device.type == "cpu"
-                and layer.weight.dtype == torch.float32
-            ):
-                layer.weight.data = layer.weight.data.t().contiguous().t()
-    return model
+    if not cpu.is_available():
+        return
+    from minicache.kernels.cpu.warming import warm_up
+    from minicache.model import fused
+
+    if not fused.fuse(model, in_place=in_place):
+        return
+    config: Any = model.config
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Compiling kernels")
+        warm_up(
+            config.head_dim,
+            config.num_heads // config.num_kv_heads,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
 
 
 def default_num_blocks(
@@ -266,6 +273,11 @@ def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Te
     Returns:
         `[B, vocab]`.
     """
+    if isinstance(cache, RaggedStep) and cpu.is_available():
+        from minicache.model import fused
+
+        if fused.is_fused(model):
+            return fused.logits_at(cast(Transformer, model), token_ids, cache, rows)
     if hasattr(model, "hidden_states") and hasattr(model, "logits"):
         return cast(Tensor, model.logits(model.hidden_states(token_ids, cache)[0, rows]))
     return model(token_ids, cache)[0, rows]
@@ -389,14 +401,15 @@ class RequestTable:
 
     def append(self, num_new_tokens: int) -> list[int]:
         """The slots of the next tokens, as `BlockTable.append` gives them."""
-        start = self.num_tokens
-        self.num_tokens = start + num_new_tokens
-        return [self.slot(position) for position in range(start, self.num_tokens)]
-
-    def slot(self, position: int) -> int:
-        """The slot of the token at `position`: block · block_size + offset."""
-        block_size = self.pool.block_size
-        return self.block_ids[position // block_size] * block_size + position % block_size
+        block_size, start = self.pool.block_size, self.num_tokens
+        self.num_tokens = end = start + num_new_tokens
+        if num_new_tokens == 1:
+            return [self.block_ids[start // block_size] * block_size + start % block_size]
+        slots: list[int] = []
+        for index in range(start // block_size, blocks_for(end, block_size)):  # block by block: prompts are long
+            first, at = self.block_ids[index] * block_size, index * block_size
+            slots.extend(range(first + max(start - at, 0), first + min(end - at, block_size)))
+        return slots
 
 
 class DenseMemory:

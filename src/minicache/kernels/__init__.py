@@ -326,9 +326,9 @@ def _attend(
     paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
     if _choose(backend, k_cache) == "torch":
         if k_cache.dtype == q.dtype and all(options[name] is None for name in options if name != "sliding_window"):
-            from minicache.kernels import cpu
+            from minicache.kernels import tiles
 
-            return cpu.paged_attention(
+            return tiles.paged_attention(
                 q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"]
             )
         from minicache.kernels import oracle

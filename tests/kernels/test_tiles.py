@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minicache import kernels
-from minicache.kernels import cpu, oracle, plain
+from minicache.kernels import oracle, plain, tiles
 
 HEAD_DIM, BLOCK = 8, 4
 
@@ -44,7 +44,7 @@ def queries(num: int, num_heads: int = 4, dtype: torch.dtype = torch.float32) ->
 def test_decode_together_is_decode_alone(rectangle: int, num_heads: int, lengths: list[int]) -> None:
     paged, q = a_batch(lengths), queries(len(lengths), num_heads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "RECTANGLE_NBYTES", rectangle)
+        patch.setattr(tiles, "RECTANGLE_NBYTES", rectangle)
         got = kernels.paged_decode_attention(q, *paged, scale=0.3)
     torch.testing.assert_close(got, plain.paged_decode_attention(q, *paged, scale=0.3))
 
@@ -55,7 +55,7 @@ def test_decode_together_is_decode_alone(rectangle: int, num_heads: int, lengths
 def test_decode_through_a_window(rectangle: int, lengths: list[int], window: int) -> None:
     paged, q = a_batch(lengths), queries(len(lengths))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "RECTANGLE_NBYTES", rectangle)
+        patch.setattr(tiles, "RECTANGLE_NBYTES", rectangle)
         got = kernels.paged_decode_attention(q, *paged, scale=0.3, sliding_window=window)
     torch.testing.assert_close(got, oracle.paged_decode_attention(q, *paged, scale=0.3, sliding_window=window))
 
@@ -72,7 +72,7 @@ def test_prompts_beside_sequences_in_decode(tile: int, counts: list[tuple[int, i
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
     q = queries(int(new.sum()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "QUERY_TILE", tile)
+        patch.setattr(tiles, "QUERY_TILE", tile)
         got = kernels.paged_prefill_attention(q, *paged, starts, sliding_window=window)
     torch.testing.assert_close(got, oracle.paged_prefill_attention(q, *paged, starts, sliding_window=window))
 

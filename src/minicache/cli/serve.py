@@ -40,7 +40,9 @@ def serve(
         typer.Option(envvar="MINICACHE_API_KEY", help="What clients of /v1 have to show.", show_default=False),
     ] = None,
     scheduler: Annotated[Stage, typer.Option(help="The stage of the course that schedules.")] = "chunked",
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Blocks of the cache; default: 64 MiB.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="Blocks of the cache; default: 64 MiB.")
+    ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="The most requests in a batch.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a step.")] = 8192,
@@ -49,8 +51,12 @@ def serve(
     prefix_caching: Annotated[bool, typer.Option(help="Find beginnings of prompts again.")] = True,
     preemption: Annotated[Literal["recompute", "swap"], typer.Option(help="When blocks run out.")] = "recompute",
     num_host_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the host pool, for swap.")] = 0,
-    dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's, 16 bits on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help='"cpu", "cuda"; default: cpu.')] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="What part of a GPU's free memory the cache takes.")
+    ] = 0.9,
+    enforce_eager: Annotated[bool, typer.Option(help="On a GPU: decode without CUDA graphs.")] = False,
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Of the CPU; default: 1 for a small model, else all.")
     ] = None,
@@ -87,6 +93,8 @@ def serve(
             prefix_caching=prefix_caching and scheduler in ("paged", "fair", "chunked"),
             dtype=None if dtype is None else getattr(torch, dtype),
             device=device,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
         )
         name = served_model_name or model
         server = Server(

@@ -25,6 +25,7 @@ from benchmarks._record import record
 from benchmarks.engine import SHAPE, make_work
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
+from minicache.kernels.cpu import rows
 from minicache.kernels.cpu.steps import StepPlan
 from minicache.model import MiniGPT, fused
 
@@ -135,9 +136,7 @@ def clocks() -> Iterator[dict[str, float]]:
     with (
         mock.patch.object(fused, "_product", clocked("products", fused._product)),
         mock.patch.object(StepPlan, "attend", clocked("attention", StepPlan.attend)),
-        mock.patch.multiple(
-            fused.kernels, **{name: clocked("kernels", getattr(fused.kernels, name)) for name in SMALL_KERNELS}
-        ),
+        mock.patch.multiple(rows, **{name: clocked("kernels", getattr(rows, name)) for name in SMALL_KERNELS}),
         mock.patch.object(fused, "logits_at", clocked("forward", fused.logits_at)),
     ):
         yield seconds

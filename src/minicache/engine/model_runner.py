@@ -34,9 +34,7 @@ class ModelRunner(Protocol):
         """Pick tokens from some rows of what `run_model` gave, each by its sampler; None where a row gives none."""
 
 
-def find_runner(
-    model: Model, memory: Memory, max_num_seqs: int, *, in_place: bool, enforce_eager: bool
-) -> ModelRunner | None:
+def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eager: bool) -> ModelRunner | None:
     """The runner for a model, ready to run.
 
     On a CPU the model's weights are joined, and the kernels are compiled or loaded. Compiling takes some seconds, once
@@ -46,7 +44,6 @@ def find_runner(
         model: what is to be run.
         memory: where the requests' keys and values are.
         max_num_seqs: the most requests of a batch.
-        in_place: as for `minicache.model.fused.fuse`. Not for a model that others have too.
         enforce_eager: on a GPU, no CUDA graphs.
 
     Returns:
@@ -63,7 +60,7 @@ def find_runner(
     from minicache.kernels.cpu.warming import warm_up
     from minicache.model.fused import fuse
 
-    fused = fuse(model, in_place=in_place)
+    fused = fuse(model)
     if fused is None:
         return None
     config: Any = model.config

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -133,12 +133,15 @@ def clocks() -> Iterator[dict[str, float]]:
 
         return run
 
-    with (
-        mock.patch.object(fused, "_product", clocked("products", fused._product)),
-        mock.patch.object(StepPlan, "attend", clocked("attention", StepPlan.attend)),
-        mock.patch.multiple(rows, **{name: clocked("kernels", getattr(rows, name)) for name in SMALL_KERNELS}),
-        mock.patch.object(fused, "logits_at", clocked("forward", fused.logits_at)),
-    ):
+    places: list[tuple[Any, str, str]] = [
+        (fused, "_product", "products"),
+        (StepPlan, "attend", "attention"),
+        (fused, "logits_at", "forward"),
+    ]
+    places += [(rows, name, "kernels") for name in SMALL_KERNELS]
+    with ExitStack() as stack:
+        for place, name, part in places:
+            stack.enter_context(mock.patch.object(place, name, clocked(part, getattr(place, name))))
         yield seconds
 
 

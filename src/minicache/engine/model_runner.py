@@ -7,7 +7,7 @@ is a runner that does the same in fewer calls, and it is asked instead. No phase
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import Progress
@@ -63,13 +63,8 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
     fused = fuse(model)
     if fused is None:
         return None
-    config: Any = model.config
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Compiling kernels")
-        warm_up(
-            config.head_dim,
-            config.num_heads // config.num_kv_heads,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+        warm_up(lambda done, total: progress.update(task, completed=done, total=total))
     return CPUModelRunner(fused, memory)

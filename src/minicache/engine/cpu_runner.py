@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minicache.cache.packed import StepSize, pack
+from minicache.cache.packed import step_tensors
 from minicache.engine.runner import PagedMemory, require_blocks
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.model import fused
@@ -33,8 +33,7 @@ class CPUModelRunner:
         require_blocks(output, storage.pool.block_size)
         self._memory.num_steps += 1
         width = max(len(request.block_ids) for request in output.scheduled)
-        size = StepSize(sum(counts), len(counts), width)
-        step = size.views(pack(output.scheduled, counts, storage.pool.block_size, size))
+        step = step_tensors(output.scheduled, counts, storage.pool.block_size, width)
         with torch.inference_mode():
             return fused.logits_at(self._model, storage, step)
 

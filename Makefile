@@ -10,7 +10,7 @@ say := printf '\n\033[1m%s\033[0m\n'
 $(SETUP): pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
-.PHONY: help setup demo test check lint docs serve figures notebooks clean
+.PHONY: help setup demo test check lint docs serve figures notebooks gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ figures: $(SETUP) ## draw every figure of the docs again
 
 notebooks: $(SETUP) ## execute the notebooks, two at a time
 	@$(BIN)/python -m scripts.notebooks execute
+
+gpu: $(SETUP) ## measure everything on this machine's NVIDIA GPU: half an hour
+	@$(BIN)/python -m benchmarks.gpu
 
 clean: ## remove what builds made; learners' work and .venv stay
 	@rm -rf site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

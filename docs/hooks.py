@@ -51,6 +51,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "shared/stylesheets/palette.css", content=palette_css()))
     files.append(File.generated(config, "shared/images/mark.svg", content=mark_svg()))
     if config.theme["language"] == "en":
+        # Not a page: it is to be opened on a machine with a GPU.
+        colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
+        files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
         for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
             for name, content in rendered(notebook).items():
                 files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))

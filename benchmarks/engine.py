@@ -35,10 +35,10 @@ from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
-from minicache.engine.runner import prepare
 from minicache.engine.sampling import SamplingParams
 from minicache.engine.timing import timed
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
+from minicache.model.fused import fuse
 
 REPEATS = 5
 SHORTEST, LONGEST = 50, 100
@@ -72,7 +72,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     llama, model = the_same_model()
     as_stored = deepcopy(model)
-    prepare(model, in_place=True)
+    fuse(model, in_place=True)
     work, few, eight = make_work(), make_work(2), make_work(8)
     ragged = make_ragged_work()
     ways: dict[str, Callable[[], float]] = {

@@ -28,7 +28,7 @@ ROOT = DOCS.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from scripts import notebooks  # noqa: E402
+from scripts import notebook_pages  # noqa: E402
 
 # This plugin lists all its variables at every build; its warnings are enough.
 logging.getLogger("mkdocs.plugins.mkdocs_macros.util").setLevel(logging.WARNING)
@@ -63,7 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 @cache
 def rendered(notebook: Path) -> dict[str, str | bytes]:
     """A notebook's page and pictures, and the notebook itself to download."""
-    return {**notebooks.render(notebook), notebook.name: notebook.read_bytes()}
+    return {**notebook_pages.render(notebook), notebook.name: notebook.read_bytes()}
 
 
 def palette_css() -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from minicache import kernels
-from minicache.engine import llm as llm_module
+from minicache.engine import model_runner
 from minicache.engine.decoding import decode
 from minicache.engine.gpu_runner import GPUModelRunner, Run, eagerly, padded_batch
 from minicache.engine.llm import LLM
@@ -68,7 +68,7 @@ def test_a_step_is_one_copy_and_waits_once(
     graphs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(llm_module, "CUDACapture", lambda device: eagerly)
+    monkeypatch.setattr(model_runner, "CUDACapture", lambda device: eagerly)
     llm = LLM(gpu_model, enforce_eager=not graphs, **({"num_blocks": 100} | options))
     fine = llm.run_model
     copies, reads = [], []
@@ -173,8 +173,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
 
     monkeypatch.setattr(kernels, "store_kv", store)
     monkeypatch.setattr(kernels, "paged_attention", attended)
-    monkeypatch.setattr(Transformer, "check_token_ids", lambda model, token_ids: None)  # as on a GPU
-    monkeypatch.setattr(Transformer, "check_positions", lambda model, positions: None)
+    monkeypatch.setattr(Transformer, "_check_token_ids", lambda model, token_ids: None)  # as on a GPU
+    monkeypatch.setattr(Transformer, "_check_positions", lambda model, positions: None)
     return Traced()
 
 
@@ -187,7 +187,7 @@ def test_replayed_steps_give_the_same_tokens(traced: Traced) -> None:
     model = MiniGPT(config).double().eval()
     llm = LLM(model, num_blocks=100, block_size=3)
     assert isinstance(llm.memory, PagedMemory)
-    llm.gpu_runner = GPUModelRunner(model, llm.memory, 256, traced)
+    llm.runner = GPUModelRunner(model, llm.memory, 256, traced)
     prompts, lengths = [[7], [1, 2, 3], [4, 5]], range(4, 13, 4)
     got = serve(llm, prompts, [SamplingParams(length) for length in lengths])
     for prompt, length, tokens in zip(prompts, lengths, got.values(), strict=True):
@@ -199,7 +199,7 @@ def test_padding_touches_no_slot(model: MiniGPT, prompts: list[list[int]]) -> No
     """5 requests in a step of 8: 5 slots are written, and no others."""
     llm = LLM(model, num_blocks=100, block_size=4)
     assert isinstance(llm.memory, PagedMemory)
-    llm.gpu_runner = GPUModelRunner(model, llm.memory, 256, eagerly)
+    llm.runner = GPUModelRunner(model, llm.memory, 256, eagerly)
     requests = [llm.answers[llm.add_request(prompt, SamplingParams(8))].request for prompt in prompts[:5]]
     llm.step()
     before = llm.memory.storage.k(0).clone()
@@ -218,7 +218,7 @@ def test_capturing_that_fails_is_no_error(
 
     llm = LLM(model, num_blocks=100)
     assert isinstance(llm.memory, PagedMemory)
-    llm.gpu_runner = GPUModelRunner(model, llm.memory, 256, fails)
+    llm.runner = GPUModelRunner(model, llm.memory, 256, fails)
     got = serve(llm, prompts[:3], [SamplingParams(5, ignore_eos=True)] * 3)
     assert list(got.values()) == [alone(prompt, 5) for prompt in prompts[:3]]
     assert caplog.text.count("not permitted when stream is capturing") == 1
@@ -246,6 +246,6 @@ def test_a_model_of_unknown_make_gets_no_graph(model: MiniGPT, prompts: list[lis
 
     llm = LLM(Other(), num_blocks=100)
     assert isinstance(llm.memory, PagedMemory)
-    llm.gpu_runner = GPUModelRunner(llm.model, llm.memory, 256, refuses)
+    llm.runner = GPUModelRunner(llm.model, llm.memory, 256, refuses)
     params = SamplingParams(5, ignore_eos=True)
     assert serve(llm, prompts[:2], [params] * 2)[0] == LLM(model).generate(prompts[:1], params)[0].token_ids

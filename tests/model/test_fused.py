@@ -3,20 +3,20 @@
 import gc
 import weakref
 from copy import deepcopy
-from itertools import accumulate
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from minicache.cache.packed import StepTensors
 from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.engine.llm import LLM
 from minicache.engine.runner import logits_at
 from minicache.engine.sampling import SamplingParams
 from minicache.memory.blocks import BlockPool, BlockTable
-from minicache.model import Decoder, DecoderConfig, MiniGPT, MiniGPTConfig
+from minicache.model import Decoder, DecoderConfig, MiniGPT, MiniGPTConfig, fused
 from minicache.model.decoder import Llama3Scaling
-from minicache.model.fused import fuse, is_fused
+from minicache.model.fused import fuse
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_layers": 3, "max_seq_len": 512}
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -50,9 +50,9 @@ def a_model(config, seed=0):
 
 
 class Served:
-    """Four sequences of a model in blocks, step by step."""
+    """Four sequences of a model in blocks, step by step: through the modules, or fused."""
 
-    def __init__(self, model, block_size=4):
+    def __init__(self, model, run, block_size=4):
         config = model.config
         pool = BlockPool(300, block_size)
         self.storage = PagedStorage(pool, config.num_layers, config.num_kv_heads, config.head_dim)
@@ -60,69 +60,79 @@ class Served:
             self.storage.k(layer).fill_(torch.nan)
             self.storage.v(layer).fill_(torch.nan)
         self.tables = [BlockTable(pool) for _ in range(4)]
-        self.model = model
+        self.model, self.logits_at = model, run
+
+    def step(self, counts, seed=0):
+        tokens = torch.randint(97, (sum(counts),), generator=torch.Generator().manual_seed(seed))
+        return tokens, RaggedStep(self.storage, self.tables, counts)
 
     @torch.inference_mode()
-    def run(self, counts, seed, rows=None):
-        tokens = torch.randint(97, (1, sum(counts)), generator=torch.Generator().manual_seed(seed))
-        step = RaggedStep(self.storage, self.tables, counts)
-        rows = torch.tensor([end - 1 for end in accumulate(counts)] if rows is None else rows)
-        return logits_at(self.model, tokens, step, rows)
+    def run(self, counts, seed):
+        return self.logits_at(self.model, *self.step(counts, seed))
+
+
+def by_modules(model, tokens, step):
+    return logits_at(model, tokens[None], step, step.query_start_loc[1:] - 1)
+
+
+def by_kernels(model, tokens, step):
+    return fused.logits_at(model, step.storage, tensors_of(tokens, step))
+
+
+def tensors_of(tokens, step):
+    last = step.query_start_loc[1:] - 1
+    positions = step.positions(len(tokens))
+    return StepTensors(
+        tokens, positions, step.slot_mapping, last, step.context_lens, step.query_start_loc, step.block_tables
+    )
+
+
+def pair(name_or_model, block_size=4, **options):
+    """The same model served in both ways."""
+    model = a_model(MODELS[name_or_model]) if isinstance(name_or_model, str) else name_or_model
+    modules = Served(deepcopy(model), by_modules, block_size)
+    assert fuse(model, **options) is model
+    return modules, Served(model, by_kernels, block_size)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_caches_are_those_of_the_modules(name, in_place):
-    model = a_model(MODELS[name])
-    modules, fused = Served(deepcopy(model)), Served(model)
-    assert fuse(model, in_place=in_place)
-    assert is_fused(model)
-    assert not is_fused(modules.model)
+    modules, kernels = pair(name, in_place=in_place)
     for seed, counts in enumerate([[5, 12, 3, 1], *STEPS.values()]):
-        torch.testing.assert_close(fused.run(counts, seed), modules.run(counts, seed), atol=2e-5, rtol=2e-5)
-    for layer in range(model.config.num_layers):
-        for ours, theirs in zip(
-            (fused.storage.k(layer), fused.storage.v(layer)),
-            (modules.storage.k(layer), modules.storage.v(layer)),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5, equal_nan=True)
-
-
-def test_any_rows_can_be_read():
-    model = a_model(MODELS["windows"])
-    modules, fused = Served(deepcopy(model)), Served(model)
-    fuse(model)
-    for seed, rows in enumerate(([0, 6, 11, 12], list(range(20)), [19])):
-        ours, theirs = (each.run([6, 6, 1, 7], seed, rows) for each in (fused, modules))
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+        close(kernels.run(counts, seed), modules.run(counts, seed))
+    for layer in range(kernels.storage.num_layers):
+        close(kernels.storage.k(layer), modules.storage.k(layer))
+        close(kernels.storage.v(layer), modules.storage.v(layer))
 
 
 def test_more_rows_than_go_through_a_feed_forward_block_at_a_time():
-    model = a_model(MODELS["biases"])
-    modules, fused = Served(deepcopy(model), 8), Served(model, 8)
-    fuse(model)
+    modules, kernels = pair("biases", block_size=8)
     counts = [500, 13, 499, 30]
-    torch.testing.assert_close(fused.run(counts, 0), modules.run(counts, 0), atol=2e-5, rtol=2e-5)
+    close(kernels.run(counts, 0), modules.run(counts, 0))
 
 
-def test_what_a_model_refuses_is_refused_before_anything_is_written():
-    model = a_model(MODELS["minigpt"])
-    fuse(model)
-    served = Served(model)
-    step = RaggedStep(served.storage, served.tables, [1, 1, 1, 1])
-    rows = torch.arange(4)
-    with pytest.raises(IndexError, match="outside the vocabulary"):
-        logits_at(model, torch.tensor([[1, 2, 97, 3]]), step, rows)
-    with pytest.raises(ValueError, match="made for 4 tokens"):
-        logits_at(model, torch.tensor([[1, 2, 3]]), step, rows)
-    step.slot_mapping[0] = 4 * 300
-    with pytest.raises(IndexError, match="no slot 1200"):
-        logits_at(model, torch.tensor([[1, 2, 3, 4]]), step, rows)
-    step.slot_mapping[0], step.block_tables[1, 0] = 0, 300
-    with pytest.raises(IndexError, match="no block 300"):
-        logits_at(model, torch.tensor([[1, 2, 3, 4]]), step, rows)
-    assert served.storage.k(0).isnan().all()
+def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_written():
+    _, kernels = pair("minigpt")
+    storage, model = kernels.storage, kernels.model
+    tokens, step = kernels.step([1, 1, 1, 1])
+    good = tensors_of(tokens, step)
+    wrong = {
+        "token_ids": (torch.tensor([1, 2, 97, 3]), "index out of range"),
+        "positions": (torch.tensor([0, 0, 512, 0]), "out of bounds"),
+        "slot_mapping": (torch.tensor([0, 4, 8, 4 * 300]), "no slot 1200"),
+        "block_tables": (torch.tensor([[0], [300], [2], [3]]), "no block 300"),
+    }
+    for name, (values, message) in wrong.items():
+        with pytest.raises(IndexError, match=message):
+            fused.logits_at(model, storage, good._replace(**{name: values}))
+    with pytest.raises(ValueError, match="context_len"):
+        fused.logits_at(model, storage, good._replace(context_lens=torch.tensor([1, 1, 5, 1])))
+    assert storage.k(0).isnan().all()
 
 
 # Whose weights they are
@@ -148,15 +158,13 @@ def test_copies_leave_the_model_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 def test_a_weight_that_is_changed_later_counts(in_place):
-    """In a step of the same engine too: fine-tune, ask, fine-tune, ask."""
-    model = a_model(MODELS["normed queries, tied"])
-    fuse(model, in_place=in_place)
-    fused = Served(model)
-    fused.run([3, 4, 5, 6], 0)
-    model.load_state_dict(a_model(MODELS["normed queries, tied"], seed=1).state_dict())
-    modules = Served(deepcopy(model))
-    fused = Served(model)
-    torch.testing.assert_close(fused.run([3, 4, 5, 6], 0), modules.run([3, 4, 5, 6], 0), atol=2e-5, rtol=2e-5)
+    """In the next step of the same engine: fine-tune, ask, fine-tune, ask."""
+    modules, kernels = pair("normed queries, tied", in_place=in_place)
+    close(kernels.run([3, 4, 5, 6], 0), modules.run([3, 4, 5, 6], 0))
+    other = a_model(MODELS["normed queries, tied"], seed=1).state_dict()
+    kernels.model.load_state_dict(other)
+    modules.model.load_state_dict(other)
+    close(kernels.run([1, 1, 2, 6], 1), modules.run([1, 1, 2, 6], 1))
 
 
 def test_what_cannot_be_fused_is_left_alone():
@@ -164,19 +172,16 @@ def test_what_cannot_be_fused_is_left_alone():
         def logits(self, hidden):
             return 2 * super().logits(hidden)
 
-    assert not fuse(Doubled(MODELS["minigpt"]))
-    assert not fuse(a_model(MODELS["minigpt"]).bfloat16())
-    assert not fuse(a_model(MiniGPTConfig(**(SIZES | HEADS | {"head_dim": 12}))))
-    assert not fuse("minigpt")
+    assert fuse(Doubled(MODELS["minigpt"])) is None
+    assert fuse(a_model(MODELS["minigpt"]).bfloat16()) is None
+    assert fuse(a_model(MiniGPTConfig(**(SIZES | HEADS | {"head_dim": 12})))) is None
+    assert fuse("minigpt") is None
 
 
-def test_a_model_that_is_converted_runs_through_its_modules():
+def test_a_model_that_is_converted_is_fused_no_more():
     model = a_model(MODELS["minigpt"])
-    fuse(model)
-    model.double()
-    assert not is_fused(model)
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    assert len(LLM(model).generate([[1, 2, 3]], params)[0].token_ids) == 4
+    assert fuse(model) is model
+    assert fuse(model.double()) is None
 
 
 def test_a_model_that_is_dropped_is_freed():
@@ -196,7 +201,6 @@ def test_engine_answers_as_the_modules_do():
     answers = LLM(model, block_size=4, max_num_batched_tokens=16).generate(
         prompts, SamplingParams(max_tokens=20, ignore_eos=True)
     )
-    assert is_fused(model)
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = list(prompt)
         with torch.inference_mode():

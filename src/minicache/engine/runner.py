@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 
 from minicache.cache.dense import KVCache
@@ -24,13 +22,12 @@ from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError, require_count
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
-from minicache.kernels import cpu
 from minicache.memory.blocks import BlockTable, blocks_for
 from minicache.model import Decoder, load_minigpt
 from minicache.model.checkpoint import SHIPPED
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
-from minicache.model.minigpt import Cache, Transformer
+from minicache.model.minigpt import Cache
 from minicache.model.tokenizer import folder_tokenizer
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
@@ -214,33 +211,6 @@ def computes_in(dtype: torch.dtype) -> bool:
     return kind is None or any(has and kind in name for name, has in capabilities.items())
 
 
-def prepare(model: Model, *, in_place: bool) -> None:
-    """Get a model ready for an engine's steps: on a CPU its weights are joined, and its kernels compiled or loaded.
-
-    Compiling takes some seconds, once on a machine; a terminal shows its progress.
-
-    Args:
-        model: one that `minicache.model.fused.fuse` does not take runs as it is.
-        in_place: as for `fuse`. Not for a model that others have too.
-    """
-    if not cpu.is_available():
-        return
-    from minicache.kernels.cpu.warming import warm_up
-    from minicache.model import fused
-
-    if not fused.fuse(model, in_place=in_place):
-        return
-    config: Any = model.config
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Compiling kernels")
-        warm_up(
-            config.head_dim,
-            config.num_heads // config.num_kv_heads,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
-
-
 def default_num_blocks(
     model: Model, block_size: int, max_num_seqs: int, max_model_len: int, nbytes: int = DEFAULT_NBYTES
 ) -> int:
@@ -273,11 +243,6 @@ def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Te
     Returns:
         `[B, vocab]`.
     """
-    if isinstance(cache, RaggedStep) and cpu.is_available():
-        from minicache.model import fused
-
-        if fused.is_fused(model):
-            return fused.logits_at(cast(Transformer, model), token_ids, cache, rows)
     if hasattr(model, "hidden_states") and hasattr(model, "logits"):
         return cast(Tensor, model.logits(model.hidden_states(token_ids, cache)[0, rows]))
     return model(token_ids, cache)[0, rows]

@@ -22,10 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from minicache.cache.paged import RaggedStep
+from minicache.cache.packed import StepTensors
+from minicache.cache.paged import PagedStorage
 from minicache.kernels import AttentionMetadata
 from minicache.kernels.cpu import rows as kernels
-from minicache.kernels.cpu.steps import StepPlan, check_slots, plan_step
+from minicache.kernels.cpu.steps import check_slots, plan_step
 from minicache.model.decoder import Decoder
 from minicache.model.minigpt import MiniGPT, Transformer
 
@@ -39,7 +40,7 @@ HEAD_NBYTES = 64 * 2**20
 for memory whatever the layout, and the copy would cost as much again."""
 
 
-def fuse(model: object, *, in_place: bool = False) -> bool:
+def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
     """Join a model's weights for the CPU, so that `logits_at` can run it.
 
     Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
@@ -52,23 +53,15 @@ def fuse(model: object, *, in_place: bool = False) -> bool:
             the model is left as it is, and the matrices are copies.
 
     Returns:
-        Whether `logits_at` can run it now: it is a float32 `MiniGPT` or `Decoder` on the CPU, and the kernels take
-        heads of its size. If not, nothing was changed.
+        The model, which `logits_at` can run now. None, and nothing was changed: it is no float32 `MiniGPT` or
+        `Decoder` on the CPU, or the kernels do not take heads of its size.
     """
     if not (_can_fuse(model) and isinstance(model, Transformer)):
-        return False
+        return None
     weights = _WEIGHTS.get(model)
     if weights is None or not weights.are_those_of(model):
         _WEIGHTS[model] = _Weights.of(model, in_place)
-    return True
-
-
-def is_fused(model: object) -> bool:
-    """Whether `logits_at` can run this model: it was fused, and has not been converted since."""
-    if not isinstance(model, Transformer) or model not in _WEIGHTS:
-        return False
-    weight = model.embed_tokens.weight
-    return weight.dtype == torch.float32 and weight.is_cpu
+    return model
 
 
 def _can_fuse(model: Any) -> bool:
@@ -79,55 +72,53 @@ def _can_fuse(model: Any) -> bool:
     return bool(model.config.head_dim % 8 == 0)
 
 
-def logits_at(model: Transformer, token_ids: Tensor, step: RaggedStep, rows: Tensor) -> Tensor:
-    """Run the model over a step's tokens, and return the logits of some of them.
+def logits_at(model: Transformer, storage: PagedStorage, step: StepTensors) -> Tensor:
+    """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
         model: after `fuse`. If a weight was changed since, in place or not, the weights are joined anew.
-        token_ids: `[1, N]` int64, those of the step.
-        step: over a float32 storage; its blocks receive the tokens' keys and values.
-        rows: `[B]` int64, rising: the positions among the N of the tokens whose logits are wanted.
+        storage: float32; its blocks receive the tokens' keys and values.
+        step: on the CPU, without padding.
 
     Returns:
         `[B, vocab_size]`.
 
     Raises:
-        TypeError, ValueError, IndexError: as the model's `forward`, and for a step whose tables or lengths cannot be.
+        IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
+        ValueError: a length is more than its table has room for, or less than its sequence's new tokens.
     """
-    model.check_token_ids(token_ids)
-    num_new, num_rows = token_ids.shape[1], rows.shape[0]
-    positions = step.positions(num_new)
-    model.check_positions(positions)
     weights = _WEIGHTS[model]
     if not weights.are_current:
         weights = _WEIGHTS[model] = _Weights.of(model, weights.in_place)
+    num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
-    cos, sin = (_array(table) for table in model.rotation(positions))
-    pool = step.storage.pool
-    slots = check_slots(step.slot_mapping, pool.num_blocks * pool.block_size)
-    plan = _plan_of(AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc), step)
-    residual, room = _array(model.embed_tokens(token_ids)[0]), _Room(config, num_new)
+    cos, sin = (_array(table) for table in model.rotation(step.positions))
+    num_blocks, block_size = storage.pool.num_blocks, storage.pool.block_size
+    slots = check_slots(step.slot_mapping, num_blocks * block_size)
+    decode = AttentionMetadata(step.block_tables, step.context_lens)  # of the last token of each sequence
+    prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
+    plan = plan_step(decode if num_new == num_seqs else prompts, num_blocks, block_size)
+    residual, room = _array(model.embed_tokens(step.token_ids)), _Room(config, num_new)
     kernels.rms_norm(residual, weights.norms[0], eps, room.y_array)
     for index, (layer, next_norm) in enumerate(zip(weights.layers, weights.norms[1:], strict=True)):
         _product(room.y, layer.qkv, room.qkv)
         queries = room.heads_array
-        k_cache, v_cache = _array(step.storage.k(index)), _array(step.storage.v(index))
+        k_cache, v_cache = _array(storage.k(index)), _array(storage.v(index))
         if layer.q_norm is not None:
             kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
         k_rows, v_rows = k_cache.reshape(-1, *k_cache.shape[2:]), v_cache.reshape(-1, *v_cache.shape[2:])
         kernels.rope_store(queries, cos, sin, slots, k_rows, v_rows, config.num_heads)
-        if index == len(weights.layers) - 1 and num_rows < num_new:
+        if index == len(weights.layers) - 1 and num_seqs < num_new:
             # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
-            plan = _plan_of(_each_alone(rows, positions, step), step)
-            chosen = rows.numpy()
-            queries, residual, room = queries[chosen], residual[chosen], _Room(config, num_rows)
+            plan, last = plan_step(decode, num_blocks, block_size), step.last.numpy()
+            queries, residual, room = queries[last], residual[last], _Room(config, num_seqs)
         plan.attend(queries, k_cache, v_cache, scale, layer.window, room.out_array)
         _product(room.out, layer.output, room.y)
         kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
         _feed_forward(layer, room)
         kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
-    logits = torch.empty(num_rows, weights.head.matrix.shape[1])
+    logits = torch.empty(num_seqs, weights.head.matrix.shape[1])
     _product(room.y, weights.head, logits)
     return logits
 
@@ -297,16 +288,6 @@ def _feed_forward(layer: _Layer, room: _Room) -> None:
         _product(rows, layer.gate_up, gate_up)
         kernels.silu_mul(gate_up.numpy(), hidden.numpy())
         _product(hidden, layer.down, rows)
-
-
-def _plan_of(metadata: AttentionMetadata, step: RaggedStep) -> StepPlan:
-    return plan_step(metadata, step.storage.pool.num_blocks, step.storage.pool.block_size)
-
-
-def _each_alone(rows: Tensor, positions: Tensor, step: RaggedStep) -> AttentionMetadata:
-    """Metadata of some tokens of a step, each a sequence of its own over the blocks of its sequence."""
-    sequences = torch.searchsorted(step.query_start_loc, rows, right=True) - 1
-    return AttentionMetadata(step.block_tables[sequences], positions[rows] + 1)
 
 
 def _array(tensor: Tensor) -> Array:

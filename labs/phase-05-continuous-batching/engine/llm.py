@@ -22,7 +22,7 @@ from torch import Tensor
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.engine.gpu_memory import cache_nbytes
-from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
+from minicache.engine.model_runner import find_runner
 from minicache.engine.runner import (
     DenseMemory,
     Memory,
@@ -93,7 +93,7 @@ class LLM:
         scheduler: decides what runs; observed, if there are observers.
         forks: whether further answers to a prompt are forks of the first (phase 8).
         memory: where the requests' keys and values are.
-        gpu_runner: runs the steps of a paged cache on a GPU; None elsewhere.
+        runner: runs the model's steps in a way of their own (`minicache.engine.model_runner`); None: `run_model` does.
         answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
             and the others have an `AnswerId`.
 
@@ -167,10 +167,13 @@ class LLM:
         self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
-        self.gpu_runner: GPUModelRunner | None = None
-        if self.device.type == "cuda" and isinstance(self.memory, PagedMemory):
-            capture = None if enforce_eager else CUDACapture(self.device)
-            self.gpu_runner = GPUModelRunner(self.model, self.memory, scheduler.max_num_seqs, capture)
+        self.runner = find_runner(
+            self.model,
+            self.memory,
+            scheduler.max_num_seqs,
+            in_place=self.model is not model,
+            enforce_eager=enforce_eager,
+        )
         self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far

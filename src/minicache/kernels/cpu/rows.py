@@ -11,6 +11,8 @@ from numba import njit
 
 from minicache.kernels.cpu.vectors import OPTIONS, add, div, exp, full, load, mul, store, sub
 
+# vectors.py as compiled code knows it, sha256: 9aec3a3be4cc4c24
+
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 # What LLVM may change so that a loop over numbers becomes one over vectors. Not "nnan" or "ninf": NaN must stay NaN.
@@ -99,14 +101,19 @@ def norm_heads(qkv, q_weight, k_weight, eps, num_heads):
 
 @njit(**OPTIONS)
 def store_kv(k, v, k_cache, v_cache, slots):
-    """Write rows k, v `[N, H_kv, d]` to their slots `[N]` int64 of caches `[num_slots, H_kv, d]`; −1 skips a row."""
+    """Write rows k, v `[N, H_kv, d]` to their slots `[N]` int64 of caches `[num_slots, H_kv, d]`; −1 skips a row.
+
+    Of k and v the last axis is contiguous, and d a multiple of 8.
+    """
+    num_kv_heads, head_dim = k.shape[1], k.shape[2]
     for r in range(slots.size):
-        slot = slots[r]
-        if slot >= 0:
-            for h in range(k.shape[1]):
-                for i in range(k.shape[2]):
-                    k_cache[slot, h, i] = k[r, h, i]
-                    v_cache[slot, h, i] = v[r, h, i]
+        if slots[r] >= 0:
+            for h in range(num_kv_heads):
+                k_at, v_at = (r * k.strides[0] + h * k.strides[1]) // 4, (r * v.strides[0] + h * v.strides[1]) // 4
+                at = (slots[r] * num_kv_heads + h) * head_dim
+                for i in range(0, head_dim, 8):
+                    store(k_cache, at + i, load(k, k_at + i))
+                    store(v_cache, at + i, load(v, v_at + i))
 
 
 _ROWS, _WEIGHT, _HEADS = "float32[:, ::1]", "float32[::1]", "float32[:, :, ::1]"
@@ -119,4 +126,4 @@ SIGNATURES = {
     norm_heads: f"void({_HEADS}, {_WEIGHT}, {_WEIGHT}, float32, int64)",
     store_kv: f"void(float32[:, :, :], float32[:, :, :], {_HEADS}, {_HEADS}, int64[::1])",
 }
-"""What each kernel is compiled for before a model runs."""
+"""What each kernel is compiled for, and takes: an array of another dtype or layout is a TypeError."""

@@ -3,6 +3,8 @@
 A query of a decode step is a sequence of the decode kernel. So is each query of a short prompt: query t of a sequence
 has the sequence's blocks and a context of its own, the tokens up to t. A long prompt attends in PyTorch (`tiles`),
 where its queries share the reading of a key. Which prompts are long is decided sequence by sequence.
+
+Importing this module compiles the kernels, or loads them, unless that has been done (`warming`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minicache.kernels import AttentionMetadata, tiles
-from minicache.kernels.cpu.attention import decode_kernel
+from minicache.kernels.cpu import rows
+from minicache.kernels.cpu.attention import decode
+from minicache.kernels.cpu.warming import warm_up
 
-LONGEST_PROMPT = 256
-"""The most new tokens of a sequence that attend through the decode kernel, each by itself."""
+warm_up()
+
+LONGEST_PROMPT = 128
+"""The most tokens of a whole prompt that attend through the decode kernel, each by itself.
+
+Measured (`benchmarks/short_prompts.py`): up to here the kernel takes less time at each shape, or about the same.
+"""
+
+LONGEST_CHUNK = 8
+"""The same for new tokens that others come before. Each of them reads all of those, which PyTorch reads once."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,42 @@ class _Prompt:
     start: int
     end: int
     metadata: AttentionMetadata
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """`minicache.kernels.paged_attention` with the numba kernels, and with a scale. No gradient flows.
+
+    Returns:
+        `[N, H, d]` float32. Zeros for a sequence with context_lens 0.
+    """
+    plan = plan_step(metadata, *k_cache.shape[:2])
+    q = q.detach()
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out = torch.empty(q.shape)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    plan.attend(q.numpy(), k_cache.numpy(), v_cache.numpy(), scale, sliding_window or 0, out.numpy())
+    return out
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """`minicache.kernels.store_kv` with the numba kernel; contiguous caches.
+
+    Raises:
+        IndexError: a slot lies outside the cache. Nothing was written.
+    """
+    slots = check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
+    flat = (storage.flatten(0, 1).numpy() for storage in (k_cache, v_cache))
+    k, v = (new.detach() if new.stride(2) == 1 else new.detach().contiguous() for new in (k, v))
+    rows.store_kv(k.numpy(), v.numpy(), *flat, np.ascontiguousarray(slots))
 
 
 class StepPlan:
@@ -81,17 +129,15 @@ class StepPlan:
         """
         if len(q) != self.num_queries or len(out) != self.num_queries:
             raise ValueError(f"this step has {self.num_queries} queries; q has {len(q)} rows, out {len(out)}")
-        num_heads, head_dim = out.shape[1:]
         for part in self._parts:
-            rows, result = q[part.start : part.end], out[part.start : part.end]
+            queries, result = q[part.start : part.end], out[part.start : part.end]
             if isinstance(part, _Queries):
-                kernel = decode_kernel(head_dim, num_heads // k_cache.shape[2])
-                kernel(rows, k_cache, v_cache, part.block_tables, part.context_lens, scale, window, result)
+                decode(queries, k_cache, v_cache, part.block_tables, part.context_lens, scale, window, result)
             else:
                 k, v = torch.from_numpy(k_cache), torch.from_numpy(v_cache)
-                queries = torch.from_numpy(rows[:, :num_heads])
+                heads = torch.from_numpy(queries[:, : out.shape[1]])
                 attended = tiles.paged_attention(
-                    queries, k, v, part.metadata, scale=float(scale), sliding_window=window or None
+                    heads, k, v, part.metadata, scale=float(scale), sliding_window=window or None
                 )
                 result[:] = attended.numpy()
 
@@ -128,7 +174,7 @@ def _make_plan(metadata: AttentionMetadata, num_blocks: int, block_size: int) ->
         raise ValueError(
             f"sequence {wrong} has {context_lens[wrong]} tokens, its {num_new[wrong]} newest cannot be among them"
         )
-    is_long = num_new > LONGEST_PROMPT
+    is_long = num_new > np.where(num_new == context_lens, LONGEST_PROMPT, LONGEST_CHUNK)
     parts: list[_Queries | _Prompt] = []
     # Between one long prompt and the next, consecutive sequences attend in one call of the kernel.
     borders = [-1, *np.flatnonzero(is_long).tolist(), len(num_new)]

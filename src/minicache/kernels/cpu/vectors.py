@@ -1,8 +1,10 @@
 """Eight float32 at a time, in Triton's vocabulary: load, store, full, fma, maximum, exp, total.
 
 A value of the type `float32x8` is a vector of LLVM's, `<8 x float>`: one register where the processor has AVX, two
-where its registers hold four numbers. Operations are lane by lane, and none of them checks a bound. Numba caches
-compiled code by the file of the kernel: after a change here, remove `kernels/cpu/__pycache__`.
+where its registers hold four numbers. Operations are lane by lane, and none of them checks a bound.
+
+Numba keeps compiled code for as long as the kernel's own file stays the same, and does not look at this one. So a
+kernel's file names the state of this one that it was written for, and a test holds them together.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from numba.extending import intrinsic, register_model
 LANES = 8
 OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 """How kernels are compiled: without the interpreter's lock, kept on disk, without checks of bounds or divisors."""
+INLINE = {"forceinline": True, "error_model": "numpy", "boundscheck": False}
+"""How a part of a kernel is compiled: as if it were written there."""
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -164,6 +168,16 @@ def keep(typingctx, vector, count, other):
 
 
 @intrinsic
+def first(typingctx, vector):
+    """The first lane of a vector."""
+
+    def generate(context, builder, signature, args):
+        return builder.extract_element(args[0], ir.Constant(_INT, 0))
+
+    return types.float32(float32x8), generate
+
+
+@intrinsic
 def total(typingctx, vector):
     """The sum of the lanes."""
 
@@ -228,7 +242,7 @@ _C0, _C1, _C2 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
 _C3, _C4, _C5 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
 
 
-@njit(**OPTIONS)
+@njit(**INLINE)
 def exp(x):
     """e**x in each lane, to 1e-7 of it (Cephes' polynomial); 0 below −87, e**88 above 88, NaN for NaN."""
     capped = where_at_least(full(_HIGH), x, x, full(_HIGH))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from benchmarks._record import record
 from benchmarks.engine import SHAPE, make_work
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
+from minicache.kernels.cpu import rows
 from minicache.kernels.cpu.steps import StepPlan
 from minicache.model import MiniGPT, fused
 
@@ -132,14 +133,15 @@ def clocks() -> Iterator[dict[str, float]]:
 
         return run
 
-    with (
-        mock.patch.object(fused, "_product", clocked("products", fused._product)),
-        mock.patch.object(StepPlan, "attend", clocked("attention", StepPlan.attend)),
-        mock.patch.multiple(
-            fused.kernels, **{name: clocked("kernels", getattr(fused.kernels, name)) for name in SMALL_KERNELS}
-        ),
-        mock.patch.object(fused, "logits_at", clocked("forward", fused.logits_at)),
-    ):
+    places: list[tuple[Any, str, str]] = [
+        (fused, "_product", "products"),
+        (StepPlan, "attend", "attention"),
+        (fused, "logits_at", "forward"),
+    ]
+    places += [(rows, name, "kernels") for name in SMALL_KERNELS]
+    with ExitStack() as stack:
+        for place, name, part in places:
+            stack.enter_context(mock.patch.object(place, name, clocked(part, getattr(place, name))))
         yield seconds
 
 

@@ -187,8 +187,12 @@ def other_language(lang: str, page: str, text: str, *, here: str) -> str:
 
 
 def result(name: str, key: str, form: str = "") -> str:
-    """The value at `key` of benchmarks/results/<name>.json, formatted: dots go deeper, numbers index a list."""
-    return format(_value(name, key), form)
+    """The value at `key` of benchmarks/results/<name>.json, formatted: dots go deeper, numbers index a list.
+
+    null is "not measured": the benchmark could not run that part where it ran.
+    """
+    value = _value(name, key)
+    return "not measured" if value is None else format(value, form)
 
 
 def result_table(name: str, key: str, /, **columns: str) -> str:
@@ -219,9 +223,11 @@ def gpus() -> str:
 
 
 def _value(name: str, key: str) -> Any:
-    """What is at `key` of benchmarks/results/<name>.json."""
+    """What is at `key` of benchmarks/results/<name>.json; None if that is null, or below a null."""
     value: Any = _results(name)
     for part in key.split("."):
+        if value is None:
+            break
         try:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):

@@ -7,7 +7,7 @@ is a runner that does the same in fewer calls, and it is asked instead. No phase
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import Progress
@@ -34,9 +34,7 @@ class ModelRunner(Protocol):
         """Pick tokens from some rows of what `run_model` gave, each by its sampler; None where a row gives none."""
 
 
-def find_runner(
-    model: Model, memory: Memory, max_num_seqs: int, *, in_place: bool, enforce_eager: bool
-) -> ModelRunner | None:
+def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eager: bool) -> ModelRunner | None:
     """The runner for a model, ready to run.
 
     On a CPU the model's weights are joined, and the kernels are compiled or loaded. Compiling takes some seconds, once
@@ -46,7 +44,6 @@ def find_runner(
         model: what is to be run.
         memory: where the requests' keys and values are.
         max_num_seqs: the most requests of a batch.
-        in_place: as for `minicache.model.fused.fuse`. Not for a model that others have too.
         enforce_eager: on a GPU, no CUDA graphs.
 
     Returns:
@@ -63,16 +60,11 @@ def find_runner(
     from minicache.kernels.cpu.warming import warm_up
     from minicache.model.fused import fuse
 
-    fused = fuse(model, in_place=in_place)
+    fused = fuse(model)
     if fused is None:
         return None
-    config: Any = model.config
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Compiling kernels")
-        warm_up(
-            config.head_dim,
-            config.num_heads // config.num_kv_heads,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+        warm_up(lambda done, total: progress.update(task, completed=done, total=total))
     return CPUModelRunner(fused, memory)

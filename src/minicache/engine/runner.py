@@ -22,8 +22,9 @@ from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError, require_count
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
+from minicache.kernels import cpu
 from minicache.memory.blocks import BlockTable, blocks_for
-from minicache.model import Decoder, load_minigpt
+from minicache.model import Decoder, MiniGPT, load_minigpt
 from minicache.model.checkpoint import SHIPPED
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
@@ -132,7 +133,7 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         device: where to hold them; None: the CPU.
 
     Returns:
-        The given model, or the one that was loaded.
+        The given model; or the one that was loaded, its weights joined for the CPU (`minicache.model.fused`).
 
     Raises:
         CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
@@ -145,11 +146,18 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         _require_device(device)
     model = find_model(model)
     if isinstance(model, Path):
+        loaded: MiniGPT | Decoder
         if model.is_dir():
             loaded = load_folder(model, dtype=dtype, device=device or "cpu")
-            return _widened(loaded if dtype else half_on_gpu(loaded), model, dtype)
-        minigpt = load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu")
-        return minigpt if dtype else half_on_gpu(minigpt)
+            loaded = _widened(loaded if dtype else half_on_gpu(loaded), model, dtype)
+        else:
+            loaded = load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu")
+            loaded = loaded if dtype else half_on_gpu(loaded)
+        if cpu.is_available():
+            from minicache.model.fused import fuse  # imports numba
+
+            fuse(loaded, in_place=True)  # nobody else has this model: no weight need be held twice
+        return loaded
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
         raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
     weights = next(iter(model.parameters()))

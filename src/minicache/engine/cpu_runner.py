@@ -26,16 +26,18 @@ class CPUModelRunner:
     def __init__(self, model: Transformer, memory: PagedMemory) -> None:
         self._model = model
         self._memory = memory
+        self._caches = fused.layer_caches(memory.storage)
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `ModelRunner.run_model`."""
-        storage, counts = self._memory.storage, list(output.num_scheduled_tokens.values())
-        require_blocks(output, storage.pool.block_size)
+        counts = list(output.num_scheduled_tokens.values())
+        block_size = self._memory.storage.pool.block_size
+        require_blocks(output, block_size)
         self._memory.num_steps += 1
         width = max(len(request.block_ids) for request in output.scheduled)
-        step = step_tensors(output.scheduled, counts, storage.pool.block_size, width)
+        step = step_tensors(output.scheduled, counts, block_size, width)
         with torch.inference_mode():
-            return fused.logits_at(self._model, storage, step)
+            return fused.logits_at(self._model, self._caches, step)
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """As `ModelRunner.pick_tokens`."""

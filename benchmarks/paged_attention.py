@@ -1,6 +1,6 @@
 """What attention through block tables costs on a CPU: ours, other ways to do it, and no paging at all.
 
-One decode step of float32. The rows lie in blocks of 16 anywhere in the storage. All ways compute the same numbers; they
+One decode step of float32. The rows lie in blocks of 16 anywhere in the storage. All ways compute the same numbers and
 take turns, and what is recorded is each one's CPU time, its minimum and its median. `minicache` is the default, numba's
 kernel where numba is installed; `pytorch` is the other backend. `contiguous` has each sequence's rows side by side and
 shows what the indirection costs. One thread: with two, a shared machine stalls. Of the first size there are the figures

@@ -46,6 +46,14 @@ class EngineStoppedError(MinicacheError):
     """The engine takes no requests any more, or has ended before this one was answered."""
 
 
+class EngineNotReadyError(MinicacheError):
+    """The engine's process is starting, for the first time or again: come back in a few seconds."""
+
+
+class EngineDiedError(MinicacheError):
+    """The engine's process has ended by itself while it had this request. Another is started: send it again."""
+
+
 class StepFailedError(MinicacheError):
     """A step of the model failed in which this request took part. Its cause is what the model raised."""
 

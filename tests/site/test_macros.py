@@ -82,6 +82,12 @@ def test_result_follows_dots_and_formats(macros: ModuleType, results: Path) -> N
     assert macros.result("speed", "cached.ms.1", ".2f") == "2.50"
 
 
+def test_result_says_that_null_was_not_measured(macros: ModuleType, results: Path) -> None:
+    (results / "speed.json").write_text(json.dumps({"peer": None}), encoding="utf-8")
+    assert macros.result("speed", "peer", ",.0f") == "not measured"
+    assert macros.result("speed", "peer.ms.0", ",.0f") == "not measured"
+
+
 @pytest.mark.parametrize(("name", "key"), [("speed", "cached.seconds"), ("speed", "cached.ms.7"), ("other", "cached")])
 def test_result_refuses_what_was_not_measured(macros: ModuleType, results: Path, name: str, key: str) -> None:
     (results / "speed.json").write_text(json.dumps({"cached": {"ms": [1.25]}}), encoding="utf-8")

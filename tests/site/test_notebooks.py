@@ -1,6 +1,6 @@
 """The notebooks: current, executed from their scripts, and rendered with words for every picture."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -10,14 +10,16 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.py"))
 
 
-@pytest.fixture(scope="module")
-def notebooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("notebooks_under_test", ROOT / "scripts" / "notebooks.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def notebooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("scripts.notebooks")
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("scripts.notebook_pages")
 
 
 @pytest.mark.slow
@@ -47,7 +49,7 @@ Image(base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4
 
 @pytest.fixture
 def write(notebooks: ModuleType, tmp_path: Path):
-    import nbformat  # takes two seconds, which no other test's worker should wait for
+    import nbformat  # takes a while, for which no other test's worker should wait
 
     def write(alt: str = 'alt="one pixel"') -> Path:
         script = tmp_path / "tiny.py"
@@ -58,8 +60,8 @@ def write(notebooks: ModuleType, tmp_path: Path):
     return write
 
 
-def test_rendered_page_has_text_output_and_a_described_picture(notebooks: ModuleType, write) -> None:
-    files = notebooks.render(write().with_suffix(".ipynb"))
+def test_rendered_page_has_text_output_and_a_described_picture(pages: ModuleType, write) -> None:
+    files = pages.render(write().with_suffix(".ipynb"))
     page = files.pop("notebook.md")
     (picture,) = files
     assert files[picture].startswith(b"\x89PNG")
@@ -68,9 +70,9 @@ def test_rendered_page_has_text_output_and_a_described_picture(notebooks: Module
     assert "# A title\n" in page
 
 
-def test_a_picture_without_words_is_refused(notebooks: ModuleType, write) -> None:
-    with pytest.raises(notebooks.NotebookError, match="alt"):
-        notebooks.render(write(alt="").with_suffix(".ipynb"))
+def test_a_picture_without_words_is_refused(pages: ModuleType, write) -> None:
+    with pytest.raises(pages.NotebookError, match="alt"):
+        pages.render(write(alt="").with_suffix(".ipynb"))
 
 
 def test_executing_twice_writes_the_same_file(notebooks: ModuleType, write) -> None:

@@ -68,8 +68,6 @@ def store_kv(
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
-    if backend is None and _is_numbas(k_cache, v_cache):
-        backend = "numba"
     chosen = _choose(backend, k_cache, v_cache)
     if chosen != "triton":
         if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
@@ -120,10 +118,9 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         raise ValueError(f"num_tokens must be 0 … {room}, what {block_table.shape[0]} blocks hold; got {num_tokens}")
     if cache.is_meta:
         return cache.new_empty(num_tokens, *cache.shape[2:])
-    chosen = _choose(backend, cache)
-    if chosen == "numba":
+    if backend == "numba":
         raise KernelUnavailableError('numba gathers nothing, its kernels read blocks in place: ask for "torch" or None')
-    if chosen == "torch":
+    if _choose(backend, cache, numba_can=False) == "torch":
         from minicache.kernels import plain
 
         return plain.gather_kv(cache, block_table, num_tokens)
@@ -341,14 +338,12 @@ def _attend(
         return torch.empty_like(q)
     starts = () if metadata.query_start_loc is None else (metadata.query_start_loc,)
     paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
-    wants_gradient = q.requires_grad and torch.is_grad_enabled()
     extra = [name for name in options if options[name] is not None and name != "sliding_window"]
-    if backend is None and not extra and not wants_gradient and _is_numbas(k_cache, v_cache):
-        backend = "numba"
-    chosen = _choose(backend, k_cache, v_cache)
+    if backend == "numba" and extra:
+        raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: ask for backend "torch" or None')
+    wants_gradient = q.requires_grad and torch.is_grad_enabled()
+    chosen = _choose(backend, k_cache, v_cache, numba_can=not extra and not wants_gradient)
     if chosen == "numba":
-        if extra:
-            raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: ask for backend "torch" or None')
         from minicache.kernels.cpu import steps
 
         return steps.paged_attention(
@@ -388,32 +383,30 @@ def _attend(
 # Which backend
 
 
-def _choose(backend: Backend | None, *caches: Tensor) -> Backend:
-    """The backend to use: the given one, or that of the caches' device. Raise if it cannot run on them."""
+def _choose(backend: Backend | None, *caches: Tensor, numba_can: bool = True) -> Backend:
+    """The backend to use: the given one, or the caches' device's. Raise if it cannot run on them.
+
+    Unless it is asked for by name, numba runs only where it can: `numba_can`, and these caches.
+    """
     if backend not in (None, "torch", "triton", "numba"):
         raise ValueError(f'backend must be "torch", "triton", "numba" or None; got {backend!r}')
-    chosen = backend or ("triton" if caches[0].device.type == "cuda" else "torch")
-    if chosen == "triton":
+    device = caches[0].device
+    if backend == "triton" or (backend is None and device.type == "cuda"):
         from minicache.kernels import runtime
 
-        runtime.require_triton(caches[0].device)
-        runtime.require_support(caches[0].device, caches[0].dtype, caches[0].shape[3])
-    if chosen == "numba":
-        from minicache.kernels import cpu
-
-        reason = cpu.why_not(*caches)
-        if reason is not None:
-            raise KernelUnavailableError(reason)
-    return chosen
-
-
-def _is_numbas(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether numba stores and attends, unless another backend is asked for."""
-    if k_cache.dtype != torch.float32 or k_cache.device.type != "cpu":
-        return False
+        runtime.require_triton(device)
+        runtime.require_support(device, caches[0].dtype, caches[0].shape[3])
+        return "triton"
+    if backend == "torch" or (backend is None and (not numba_can or is_plain_replaced())):
+        return "torch"
     from minicache.kernels import cpu
 
-    return not is_plain_replaced() and cpu.why_not(k_cache, v_cache) is None
+    reason = cpu.why_not(*caches)
+    if reason is None:
+        return "numba"
+    if backend == "numba":
+        raise KernelUnavailableError(reason)
+    return "torch"
 
 
 def is_plain_replaced() -> bool:

@@ -17,7 +17,7 @@ the ratios of our engine to each. No engine may share a prompt's KV entries with
 compared: an engine whose token is not the likeliest by more than rounding fails the benchmark.
 
 The ceiling is what the linear layers take alone, on as many tokens at a time, with their weights as PyTorch stores
-them; and for comparison laid out column by column (`minicache.engine.runner.lay_out`). Then MiniGPT, one sequence,
+them; and for comparison laid out column by column (`minicache.model.fused`). Then MiniGPT, one sequence,
 through either cache.
 
     python -m benchmarks.engine
@@ -52,9 +52,9 @@ from benchmarks._record import record
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache
 from minicache.engine.decoding import decode
-from minicache.engine.runner import lay_out
 from minicache.engine.timing import timed
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
+from minicache.model.fused import fuse
 
 ROUNDS: Final = 7
 SHORTEST, LONGEST = 50, 100
@@ -115,7 +115,8 @@ def take_turns(
         The counted runs, and the seconds of the linear layers: "stored_1" … with the weights as PyTorch stores them,
         "laid_out_1" …, and "prompts", the pass over all prompts.
     """
-    laid_out = lay_out(deepcopy(model))
+    laid_out = deepcopy(model)
+    fuse(laid_out, in_place=True)
     layers = {f"stored_{batch}": partial(linear_layers, model, batch, batch) for batch in BATCHES}
     layers |= {f"laid_out_{batch}": partial(linear_layers, laid_out, batch, batch) for batch in BATCHES}
     layers["prompts"] = partial(linear_layers, model, sum(map(len, rows["32"].work.prompts)), NUM_REQUESTS)

@@ -46,6 +46,14 @@ class EngineStoppedError(MinicacheError):
     """The engine takes no requests any more, or has ended before this one was answered."""
 
 
+class EngineNotReadyError(MinicacheError):
+    """The engine's process is starting, for the first time or again: come back in a few seconds."""
+
+
+class EngineDiedError(MinicacheError):
+    """The engine's process has ended by itself while it had this request. Another is started: send it again."""
+
+
 class StepFailedError(MinicacheError):
     """A step of the model failed in which this request took part. Its cause is what the model raised."""
 
@@ -59,7 +67,7 @@ class InvariantError(MinicacheError):
 
 
 class KernelUnavailableError(MinicacheError):
-    """A Triton kernel was asked for where none can run: no Triton, no GPU, no interpreter, or one that miscomputes."""
+    """A kernel was asked for where it cannot run: no Triton, GPU or interpreter, or one that miscomputes; no numba."""
 
 
 class MemoryAccessError(MinicacheError):

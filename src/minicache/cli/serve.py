@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,16 +14,12 @@ from minicache.cli.labs import Mine, use_labs
 from minicache.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    import torch
-
-    from minicache.engine.logprobs import ServedLLM
+    from minicache.replica.messages import EngineInfo
 
 app = typer.Typer()
 
 Stage = Literal["static", "continuous", "paged", "fair", "chunked"]
 DType = Literal["float32", "float16", "bfloat16"]
-
-MAX_SMALL = 50_000_000  # parameters up to which a second thread makes a step slower
 
 
 @app.command()
@@ -49,58 +46,89 @@ def serve(
     prefix_caching: Annotated[bool, typer.Option(help="Find beginnings of prompts again.")] = True,
     preemption: Annotated[Literal["recompute", "swap"], typer.Option(help="When blocks run out.")] = "recompute",
     num_host_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the host pool, for swap.")] = 0,
-    dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's, 16 bits on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help='"cpu", "cuda"; default: cpu.')] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="What part of a GPU's free memory the cache takes.")
+    ] = 0.9,
+    enforce_eager: Annotated[bool, typer.Option(help="On a GPU: decode without CUDA graphs.")] = False,
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Of the CPU; default: 1 for a small model, else all.")
     ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long SIGTERM waits for answers.")] = 30.0,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Engines, each in a process of its own; requests go to the least loaded.")
+    ] = 1,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="The engine in a thread of the server's process, as phase 10 builds it."),
+    ] = False,
     mine: Mine = False,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, metrics, and a page that shows the engine at work."""
+    """Serve a model over HTTP: OpenAI's API, metrics, and a page that shows the engine at work.
+
+    The engine runs in a process of its own, which is started again if it dies. With --mine it runs in a thread of the
+    server's, --in-process: that thread is yours.
+    """
     console = Console(highlight=False)
     if mine:
         use_labs(console)
+        in_process = True
+    if in_process and replicas > 1:
+        raise typer.BadParameter("several --replicas are processes: leave out --in-process and --mine")
     try:
+        from minicache.engine.async_engine import AsyncEngine
+        from minicache.engine.runner import find_model, load_tokenizer
+        from minicache.replica.client import EngineClient
+        from minicache.replica.llm import make_llm
+        from minicache.replica.messages import EngineOptions
+        from minicache.replica.process import starter
         from minicache.server.app import create_app
         from minicache.server.running import Server
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"serving needs {error.name}: pip install 'minicache[serve]'") from error
     listener = _bind(host, port)
-    import torch
+    options = EngineOptions(
+        model=model,
+        scheduler=scheduler,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        preemption=preemption,
+        num_host_blocks=num_host_blocks,
+        prefix_caching=prefix_caching,
+        dtype=dtype,
+        device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
+        num_threads=num_threads,
+    )
+    name = served_model_name or model
+    with console.status(f"Starting {name}") as status:
 
-    from minicache.engine.logprobs import ServedLLM
+        def on_ready(at: int) -> None:
+            status.stop()
+            gc.collect()
+            gc.freeze()  # what lives as long as the process is not looked at again by each collection
+            _say(console, api.state.served.backend.info, name, replicas, f"http://{host}:{at}", api_key is not None)
 
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    try:
-        llm = ServedLLM(
-            model,
-            scheduler=scheduler,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            preemption=preemption,
-            num_host_blocks=num_host_blocks,
-            prefix_caching=prefix_caching and scheduler in ("paged", "fair", "chunked"),
-            dtype=None if dtype is None else getattr(torch, dtype),
-            device=device,
-        )
-        name = served_model_name or model
-        server = Server(
-            create_app(llm, served_model_name=name, max_waiting=max_waiting, api_key=api_key),
-            host,
-            port,
-            drain_seconds=drain_seconds,
-            on_listening=lambda at: _say(console, llm, name, f"http://{host}:{at}", api_key is not None),
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if num_threads is None and _num_parameters(llm) <= MAX_SMALL:
-        torch.set_num_threads(1)
-    server.run(sockets=[listener])
+        try:
+            tokenizer = load_tokenizer(find_model(model))
+            engine: AsyncEngine | EngineClient
+            if in_process:
+                engine = AsyncEngine(make_llm(options, tokenizer), max_waiting=max_waiting)
+            else:
+                engine = EngineClient(starter(options), tokenizer, num_replicas=replicas, max_waiting=max_waiting)
+                engine.on_progress = lambda doing: status.update(f"Starting {name}: {doing}")
+            api = create_app(engine, served_model_name=name, api_key=api_key)
+            server = Server(api, host, port, drain_seconds=drain_seconds, on_ready=on_ready)
+            server.run(sockets=[listener])
+            if server.start_error is not None:
+                raise server.start_error
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -117,19 +145,13 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _num_parameters(llm: ServedLLM) -> int:
-    parameters: list[torch.Tensor] = list(llm.model.parameters())
-    return sum(each.numel() for each in parameters)
-
-
-def _say(console: Console, llm: ServedLLM, name: str, url: str, has_key: bool) -> None:
+def _say(console: Console, info: EngineInfo, name: str, replicas: int, url: str, has_key: bool) -> None:
     """What is served, and how to get at it."""
-    scheduler = llm.scheduler
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
-    table.add_row("model", name)
-    blocks = f"{scheduler.pool.num_blocks} blocks of {scheduler.pool.block_size} tokens"
-    table.add_row("cache", f"{blocks}, up to {scheduler.max_num_seqs} requests in a batch")
+    table.add_row("model", name + (f", {replicas} engines" if replicas > 1 else ""))
+    blocks = f"{info.cache.num_blocks} blocks of {info.cache.block_size} tokens"
+    table.add_row("cache", f"{blocks}, up to {info.max_num_seqs} requests in a batch")
     table.add_row("page", f"{url}/")
     table.add_row("API", f"{url}/v1" + (" (asks for the API key)" if has_key else ""))
     table.add_row("metrics", f"{url}/metrics")

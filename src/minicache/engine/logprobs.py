@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minicache.engine.answers import Chunk, Prompt, TokenLogprobs
+from minicache.engine.answers import AnswerId, Chunk, Prompt, TokenLogprobs
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import require_count
-from minicache.request import RequestId
+from minicache.request import RequestId, RequestStatus
 from minicache.scheduler import SchedulerOutput
 
 __all__ = ["MAX_LOGPROBS", "ServedLLM", "TokenLogprobs"]
@@ -68,6 +68,20 @@ class ServedLLM(LLM):
         for each in self.answers_of(request_id):
             self.answers[each].num_logprobs = num_logprobs
         return request_id
+
+    def stop_answer(self, request_id: RequestId, index: int) -> None:
+        """End one answer of a request, as a stop string in its text does: for callers that keep the texts themselves.
+
+        It gets no further chunk. The request's other answers go on. One that is finished already stays as it is.
+
+        Args:
+            request_id: of `add_request`.
+            index: which of its answers.
+        """
+        name = AnswerId(request_id, index) if index else request_id
+        if self.answers.pop(name, None) is not None:
+            self.scheduler.finish_request(name, RequestStatus.FINISHED_STOPPED)
+            self.memory.forget(name)
 
     def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
         """As `LLM.pick`; and the log probabilities of what was picked are kept for `collect`."""

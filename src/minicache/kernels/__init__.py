@@ -1,10 +1,11 @@
-"""Store, gather and attend through block tables: four functions, two backends.
+"""Store, gather and attend through block tables: four functions, three backends.
 
-The functions here check their arguments once, for both backends, and pass them on: CPU tensors to PyTorch, CUDA tensors
-to Triton (`store`, `gather`, `decode`, `split_kv`, `prefill`, phase 4). In PyTorch attention goes through `cpu`, which
-batches short sequences, cuts long prompts into tiles, and leaves the rest to `plain`, phase 3's; `oracle` has the
-options that models seldom ask for. A backend is imported when it is first needed, so the package works where
-Triton does not. No phase builds this module.
+The functions here check their arguments once, for all backends, and pass them on: CUDA tensors to Triton (`store`,
+`gather`, `decode`, `split_kv`, `prefill`, phase 4), CPU tensors to numba (`cpu`) or PyTorch. numba attends where it is
+installed, the cache is float32 and no gradient is wanted. In PyTorch attention goes through `tiles`, which cuts long
+prompts into tiles and leaves the rest to `plain`, phase 3's; `oracle` has the options that models seldom ask for. A
+backend is imported when it is first needed, so the package works where Triton and numba do not. No phase builds this
+module.
 
 The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
 is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size (Kwon et al.
@@ -17,14 +18,15 @@ CPU tensors only.
 from __future__ import annotations
 
 from functools import cached_property
+from os.path import dirname
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from minicache.errors import require_count
+from minicache.errors import KernelUnavailableError, require_count
 
-Backend = Literal["torch", "triton"]
+Backend = Literal["torch", "triton", "numba"]
 
 _STORABLE = (torch.int8, torch.float8_e4m3fn)
 """What a cache may hold instead of the dtype of the queries: numbers that a scale turns into keys and values."""
@@ -40,18 +42,19 @@ def store_kv(
     Args:
         k: keys `[N, H_kv, d]`, in the cache's dtype; any strides.
         v: values, the same shape and dtype.
-        k_cache: `[num_blocks, block_size, H_kv, d]`; any strides on a GPU, contiguous where PyTorch stores.
+        k_cache: `[num_blocks, block_size, H_kv, d]`; any strides on a GPU, contiguous on a CPU.
         v_cache: the same shape and dtype.
         slot_mapping: `[N]` int32 or int64, where each row goes: a slot 0 … num_blocks · block_size − 1, or −1 to skip
             the row (a batch's padding).
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run, which
+            took as long as PyTorch for a few rows and half as long for those of prompts.
 
     Raises:
         TypeError: something is no tensor, or has the wrong dtype.
-        ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or it is PyTorch and a
-            cache is not contiguous.
+        ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or a cache on a CPU is
+            not contiguous.
         IndexError: a slot lies outside the cache (CPU tensors). Nothing was written.
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
     """
     _check_caches(k_cache, v_cache)
     _check_tensor("slot_mapping", slot_mapping, k_cache.device)
@@ -65,9 +68,17 @@ def store_kv(
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
-    if _choose(backend, k_cache) == "torch":
+    if backend is None and _is_numbas(k_cache, v_cache):
+        backend = "numba"
+    chosen = _choose(backend, k_cache, v_cache)
+    if chosen != "triton":
         if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-            raise ValueError("PyTorch stores into contiguous caches only: it takes a slot for a row's number in memory")
+            raise ValueError("a CPU stores into contiguous caches only: it takes a slot for a row's number in memory")
+        if chosen == "numba":
+            from minicache.kernels.cpu import steps
+
+            steps.store_kv(k, v, k_cache, v_cache, slot_mapping)
+            return
         from minicache.kernels import plain
 
         plain.store_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -87,7 +98,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         block_table: `[max_blocks]` int32 or int64, the sequence's blocks in order. Entries past the last block in use
             may be anything.
         num_tokens: how many rows, 0 … max_blocks · block_size.
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", or None to go by the device; numba has none.
 
     Returns:
         `[num_tokens, H_kv, d]`, the cache's dtype. To be read: it may be a view of the cache.
@@ -97,7 +108,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         ValueError: shapes do not fit, tensors are on different devices, `num_tokens` is negative or more than the table
             has room for, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
     """
     _check_caches(cache, cache)
     _check_tensor("block_table", block_table, cache.device)
@@ -109,7 +120,10 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         raise ValueError(f"num_tokens must be 0 … {room}, what {block_table.shape[0]} blocks hold; got {num_tokens}")
     if cache.is_meta:
         return cache.new_empty(num_tokens, *cache.shape[2:])
-    if _choose(backend, cache) == "torch":
+    chosen = _choose(backend, cache)
+    if chosen == "numba":
+        raise KernelUnavailableError('numba gathers nothing, its kernels read blocks in place: ask for "torch" or None')
+    if chosen == "torch":
         from minicache.kernels import plain
 
         return plain.gather_kv(cache, block_table, num_tokens)
@@ -157,7 +171,8 @@ def paged_decode_attention(
         softcap: c > 0: score = c · tanh(score / c), after the scale, before ALiBi and the mask. None is no cap.
         num_splits: into how many parts a Triton kernel cuts each sequence, ≥ 1; None chooses by how large the batch and
             the block tables are. PyTorch does not split.
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
+            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
 
     Returns:
         `[B, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
@@ -167,7 +182,7 @@ def paged_decode_attention(
         ValueError: shapes do not fit, tensors are on different devices, a length is more than its table has room for
             (CPU tensors), an option has an impossible value, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -215,7 +230,8 @@ def paged_prefill_attention(
         v_scale: alike for the values.
         sliding_window: W ≥ 1, as there.
         softcap: c > 0, as there.
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
+            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
 
     Returns:
         `[N, H, d]`, the dtype of `q`.
@@ -226,7 +242,7 @@ def paged_prefill_attention(
             backend is unknown. For CPU tensors also: a length is more than its table has room
             for or less than its queries, or query_start_loc does not go from 0 to N without falling.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -293,7 +309,8 @@ def paged_attention(
         v_cache: values, the same shape and dtype.
         metadata: of the step.
         sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
+            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
 
     Returns:
         `[N, H, d]`, the dtype of `q`.
@@ -302,7 +319,7 @@ def paged_attention(
         TypeError: `q` has another dtype than the cache, or `sliding_window` is no int.
         ValueError: `q` does not fit the cache, `sliding_window` is below 1, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors, PyTorch).
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
     """
     _check_queries(q, k_cache)
     options = _options(q, k_cache, None, None, None, None, sliding_window, None)
@@ -324,11 +341,24 @@ def _attend(
         return torch.empty_like(q)
     starts = () if metadata.query_start_loc is None else (metadata.query_start_loc,)
     paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
-    if _choose(backend, k_cache) == "torch":
-        if k_cache.dtype == q.dtype and all(options[name] is None for name in options if name != "sliding_window"):
-            from minicache.kernels import cpu
+    wants_gradient = q.requires_grad and torch.is_grad_enabled()
+    extra = [name for name in options if options[name] is not None and name != "sliding_window"]
+    if backend is None and not extra and not wants_gradient and _is_numbas(k_cache, v_cache):
+        backend = "numba"
+    chosen = _choose(backend, k_cache, v_cache)
+    if chosen == "numba":
+        if extra:
+            raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: ask for backend "torch" or None')
+        from minicache.kernels.cpu import steps
 
-            return cpu.paged_attention(
+        return steps.paged_attention(
+            q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"]
+        )
+    if chosen == "torch":
+        if k_cache.dtype == q.dtype and not extra:
+            from minicache.kernels import tiles
+
+            return tiles.paged_attention(
                 q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"]
             )
         from minicache.kernels import oracle
@@ -358,17 +388,39 @@ def _attend(
 # Which backend
 
 
-def _choose(backend: Backend | None, cache: Tensor) -> Backend:
-    """The backend to use: the given one, or that of the cache's device. Raise if it is Triton and Triton cannot run."""
-    if backend not in (None, "torch", "triton"):
-        raise ValueError(f'backend must be "torch", "triton" or None; got {backend!r}')
-    chosen = backend or ("triton" if cache.device.type == "cuda" else "torch")
+def _choose(backend: Backend | None, *caches: Tensor) -> Backend:
+    """The backend to use: the given one, or that of the caches' device. Raise if it cannot run on them."""
+    if backend not in (None, "torch", "triton", "numba"):
+        raise ValueError(f'backend must be "torch", "triton", "numba" or None; got {backend!r}')
+    chosen = backend or ("triton" if caches[0].device.type == "cuda" else "torch")
     if chosen == "triton":
         from minicache.kernels import runtime
 
-        runtime.require_triton(cache.device)
-        runtime.require_support(cache.device, cache.dtype, cache.shape[3])
+        runtime.require_triton(caches[0].device)
+        runtime.require_support(caches[0].device, caches[0].dtype, caches[0].shape[3])
+    if chosen == "numba":
+        from minicache.kernels import cpu
+
+        reason = cpu.why_not(*caches)
+        if reason is not None:
+            raise KernelUnavailableError(reason)
     return chosen
+
+
+def _is_numbas(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether numba stores and attends, unless another backend is asked for."""
+    if k_cache.dtype != torch.float32 or k_cache.device.type != "cpu":
+        return False
+    from minicache.kernels import cpu
+
+    return not is_plain_replaced() and cpu.why_not(k_cache, v_cache) is None
+
+
+def is_plain_replaced() -> bool:
+    """Whether a learner's file stands in for `minicache.kernels.plain`: then a CPU runs that file, and not numba."""
+    from minicache.kernels import plain
+
+    return dirname(str(plain.__file__)) != dirname(__file__)
 
 
 def _num_processors(device: torch.device) -> int:

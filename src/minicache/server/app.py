@@ -1,6 +1,6 @@
 """The HTTP API: routes, errors, and who may come in. No phase builds this module.
 
-`create_app` puts an `AsyncEngine` behind OpenAI's routes. A request is read and checked (`protocol`), becomes one or
+`create_app` puts an engine behind OpenAI's routes. A request is read and checked (`protocol`), becomes one or
 more streams of the engine, and is answered in OpenAI's shape (`shapes`), as one body or as events (`streaming`).
 """
 
@@ -13,10 +13,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any, TypeGuard, cast
 
@@ -28,17 +29,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minicache import __version__
 from minicache.engine.answers import Chunk, Prompt, check_prompt_length, prompt_token_ids
 from minicache.engine.async_engine import AnswerStream, AsyncEngine
-from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
+from minicache.engine.stopping import Tokenizer
 from minicache.errors import (
+    EngineDiedError,
+    EngineNotReadyError,
     EngineStoppedError,
     MinicacheError,
     QueueFullError,
     RequestTooLargeError,
     StepFailedError,
 )
-from minicache.scheduler.observe import observe
-from minicache.server.live import LiveView, live_routes
+from minicache.replica.client import EngineClient, EngineStream
+from minicache.server.backend import Backend, backend_of
+from minicache.server.live import live_routes
 from minicache.server.metrics import Metrics
 from minicache.server.protocol import (
     ApiError,
@@ -61,6 +65,10 @@ MAX_BODY_NBYTES = 4 * 2**20
 BODY_SECONDS = 30.0
 """So long a body may take to come. Who sends half of one would otherwise hold its connection, and the server's end."""
 
+WRITE_NOW = "minicache.write_now"
+"""An extension in a request's ASGI scope. Its "write" writes some bytes of the body at once, if the connection has room
+for them, and returns whether it has."""
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request cannot be served as it is."},
     401: {"model": ErrorBody, "description": "The API key is missing or wrong."},
@@ -68,7 +76,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     413: {"model": ErrorBody, "description": "The body is too large."},
     429: {"model": ErrorBody, "description": "All admission slots are taken. Retry-After says when to come back."},
     500: {"model": ErrorBody, "description": "The model failed on this request."},
-    503: {"model": ErrorBody, "description": "The server is stopping."},
+    503: {"model": ErrorBody, "description": "The server is stopping, or its engine is starting, or has died."},
 }
 
 
@@ -77,9 +85,8 @@ class Served:
     """What the routes share.
 
     Attributes:
-        engine: answers.
+        backend: the engine, and what is known of it.
         model: the name that it is served by.
-        metrics: counts.
         stopping: is set when the server is to stop.
         reading: the time limits of bodies that have not come yet.
         tokenizing: the thread in which texts become token ids: neither the event loop nor the engine waits for a long
@@ -87,13 +94,22 @@ class Served:
         created: when it began, in seconds since 1970.
     """
 
-    engine: AsyncEngine
+    backend: Backend
     model: str
-    metrics: Metrics
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     reading: set[asyncio.Timeout] = field(default_factory=set)
     tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "minicache-tokenizer"))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def engine(self) -> AsyncEngine | EngineClient:
+        """Answers."""
+        return self.backend.engine
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts."""
+        return self.backend.metrics
 
     def stop(self) -> None:
         """Refuse new requests from now on, and end what would last for ever. To be called in the event loop."""
@@ -104,19 +120,18 @@ class Served:
 
 
 def create_app(
-    llm: LLM,
+    engine: AsyncEngine | EngineClient,
     *,
     served_model_name: str = "minigpt",
-    max_waiting: int = 256,
     api_key: str | None = None,
     max_body_nbytes: int = MAX_BODY_NBYTES,
 ) -> FastAPI:
-    """The API as an ASGI application. Its lifespan starts the engine's thread and stops it.
+    """The API as an ASGI application. Its lifespan starts the engine and stops it.
 
     Args:
-        llm: the engine; a `ServedLLM`, if log probabilities are to be had.
+        engine: in a thread of this process (its `LLM` a `ServedLLM`, if log probabilities are to be had), or in
+            processes of its own.
         served_model_name: what clients call the model.
-        max_waiting: as `AsyncEngine`.
         api_key: what clients of `/v1/…` have to show; None: nothing.
         max_body_nbytes: a larger body is refused.
 
@@ -124,13 +139,11 @@ def create_app(
         The application; `app.state.served` is its `Served`.
 
     Raises:
-        TypeError, ValueError: max_waiting is not a count, or the API key is empty.
+        ValueError: the API key is empty.
     """
     if api_key == "":
         raise ValueError("the API key is empty: any client would have it")
-    metrics, view = Metrics(served_model_name, llm.scheduler), LiveView(llm.scheduler)
-    llm.scheduler = observe(llm.scheduler, metrics, view)
-    served = Served(AsyncEngine(llm, max_waiting=max_waiting), served_model_name, metrics)
+    served = Served(backend_of(engine, served_model_name), served_model_name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -149,7 +162,7 @@ def create_app(
     app.state.served = served
     app.include_router(_openai_routes(served))
     app.include_router(_server_routes(served))
-    app.include_router(live_routes(view, served.stopping))
+    app.include_router(live_routes(served.backend.picture, served.stopping))
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(MinicacheError, _told)
     app.add_exception_handler(RequestValidationError, _told)
@@ -168,10 +181,7 @@ def _server_routes(served: Served) -> APIRouter:
     @router.get("/health", responses={503: {"model": ErrorBody, "description": "It is stopping, or has failed."}})
     async def health() -> dict[str, str]:
         """Whether the server takes requests."""
-        if served.engine.error is not None:
-            raise ApiError(503, f"the engine has ended: {served.engine.error}", kind="server_error")
-        if served.engine.is_draining:
-            raise ApiError(503, "the server is stopping", kind="server_error")
+        served.engine.check_admission(0)
         return {"status": "ok"}
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -184,29 +194,27 @@ def _server_routes(served: Served) -> APIRouter:
 
 def _openai_routes(served: Served) -> APIRouter:
     router = APIRouter(prefix="/v1", responses=ERRORS)
-    card = ModelCard(
-        id=served.model,
-        created=served.created,
-        max_model_len=served.engine.llm.max_model_len,
-    )
+
+    def card() -> ModelCard:
+        return ModelCard(id=served.model, created=served.created, max_model_len=served.backend.info.max_model_len)
 
     @router.get("/models")
     async def list_models() -> ModelList:
         """The served models: one."""
-        return ModelList(data=[card])
+        return ModelList(data=[card()])
 
     @router.get("/models/{model:path}")
     async def retrieve_model(model: str) -> ModelCard:
         """One model."""
         _check_model(served, model)
-        return card
+        return card()
 
     @router.post("/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several prompts."""
         _check_model(served, body.model)
         body.refuse_unsupported()
-        shape = CompletionShape(served.model, served.engine.llm.tokenizer, usage=body.wants_usage_chunk())
+        shape = CompletionShape(served.model, served.backend.tokenizer, usage=body.wants_usage_chunk())
         params = body.sampling_params(16 if body.max_tokens is None else body.max_tokens)
         return await _answer(served, body, request, shape, body.prompts(), "prompt", params, body.logprobs)
 
@@ -215,10 +223,10 @@ def _openai_routes(served: Served) -> APIRouter:
         """Answer a conversation."""
         _check_model(served, body.model)
         body.refuse_unsupported()
-        shape = ChatShape(served.model, served.engine.llm.tokenizer, usage=body.wants_usage_chunk())
+        shape = ChatShape(served.model, served.backend.tokenizer, usage=body.wants_usage_chunk())
         limit = body.token_limit()
-        params = body.sampling_params(card.max_model_len if limit is None else limit)
-        prompt = _chat_prompt(served.engine.llm, body.messages)
+        params = body.sampling_params(served.backend.info.max_model_len if limit is None else limit)
+        prompt = _chat_prompt(served.backend.tokenizer, body.messages)
         return await _answer(served, body, request, shape, [prompt], "messages", params, body.num_logprobs())
 
     return router
@@ -230,13 +238,13 @@ def _check_model(served: Served, model: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _chat_prompt(llm: LLM, messages: Sequence[ChatMessage]) -> str | Conversation:
+def _chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[ChatMessage]) -> str | Conversation:
     """A conversation as a prompt: for the model's chat template; without one, the messages' texts one after another.
 
     MiniGPT has no template: it knows no roles, and goes on from where the texts end.
     """
     conversation = [{"role": message.role, "content": message.text()} for message in messages]
-    if hasattr(llm.tokenizer, "apply_chat_template"):
+    if hasattr(tokenizer, "apply_chat_template"):
         return conversation
     return " ".join(message["content"] for message in conversation)
 
@@ -247,15 +255,15 @@ async def _tokenize(served: Served, prompts: Sequence[Prompt | Conversation]) ->
     Raises:
         Exception: as `new_answers` of the prompts; ValueError: a chat template refuses its messages.
     """
-    llm = served.engine.llm
+    info, tokenizer = served.backend.info, served.backend.tokenizer
     for prompt in prompts:
         text = "".join(each["content"] for each in prompt) if _is_conversation(prompt) else prompt
-        check_prompt_length(cast(Prompt, text), llm.max_model_len, llm.tokenizer)
+        check_prompt_length(cast(Prompt, text), info.max_model_len, tokenizer)
 
     def token_ids(prompt: Prompt | Conversation) -> list[int]:
         if _is_conversation(prompt):
-            prompt = cast(Any, llm.tokenizer).apply_chat_template(prompt)
-        return prompt_token_ids(cast(Prompt, prompt), llm.model.config.vocab_size, llm.max_model_len, llm.tokenizer)
+            prompt = cast(Any, tokenizer).apply_chat_template(prompt)
+        return prompt_token_ids(cast(Prompt, prompt), info.vocab_size, info.max_model_len, tokenizer)
 
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(served.tokenizing, lambda: [token_ids(prompt) for prompt in prompts])
@@ -285,6 +293,7 @@ async def _answer(
     with ExitStack() as stack:  # if one of several prompts is refused, the others are aborted
         streams = await _begin(served, prompts, param, params, options, stack)
         if body.stream:
+            _write_directly(request.scope, shape, streams, params.n)
             pieces = _pieces(served, shape, streams, params.n, body.wants_usage_chunk())
             return EventStream(pieces, stack.pop_all().close)
         try:
@@ -292,6 +301,25 @@ async def _answer(
         except ClientLeftError:
             return Response(status_code=499)  # for the log: nobody reads it
     return _json_response(200, shape.whole(choices, _num_prompt_tokens(streams)))
+
+
+def _write_directly(scope: Scope, shape: Shape, streams: Sequence[AnswerStream], num_answers: int) -> None:
+    """Have chunks written to the connection where they are made, if stream and connection can do that.
+
+    `_pieces` gets what is left: a chunk that the connection has no room for now, errors, the end. At 64 streams, waking
+    a task for each token would cost more than all else that a token costs here.
+    """
+    extension: Any = scope.get("extensions", {}).get(WRITE_NOW)
+    if extension is None:
+        return
+    write: Callable[[bytes], bool] = extension["write"]
+
+    def write_chunk(first_index: int, chunk: Chunk) -> bool:
+        return write(shape.events(first_index, (chunk,)))
+
+    for index, stream in enumerate(streams):
+        if isinstance(stream, EngineStream):
+            stream.write = partial(write_chunk, index * num_answers)
 
 
 async def _begin(
@@ -309,7 +337,7 @@ async def _begin(
     with _refusals(served, "n"):
         served.engine.check_admission(len(prompts) * params.n)
 
-    async def begin(token_ids: Prompt) -> AnswerStream:
+    async def begin(token_ids: list[int]) -> AnswerStream:
         return stack.enter_context(await served.engine.add_request(token_ids, params, **options))
 
     with _refusals(served, param):
@@ -330,6 +358,11 @@ def _refusals(served: Served, param: str) -> Iterator[None]:
         raise
     except EngineStoppedError:
         served.metrics.count_refused("stopping")
+        raise
+    except EngineNotReadyError:
+        served.metrics.count_refused("not_ready")
+        raise
+    except (EngineDiedError, StepFailedError):
         raise
     except RequestTooLargeError as error:
         raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
@@ -412,6 +445,11 @@ def _as_api_error(error: Exception, served: Served) -> ApiError:
             return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
         case EngineStoppedError():
             return ApiError(503, str(error), kind="server_error", code="stopping", headers={"Retry-After": "1"})
+        case EngineNotReadyError():
+            return ApiError(503, str(error), kind="server_error", code="not_ready", headers={"Retry-After": "1"})
+        case EngineDiedError():
+            served.metrics.count_failed()
+            return ApiError(503, str(error), kind="server_error", code="engine_died", headers={"Retry-After": "1"})
         case StepFailedError():
             served.metrics.count_failed()
             return ApiError(500, str(error), kind="server_error", code="step_failed")

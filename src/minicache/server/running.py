@@ -7,13 +7,14 @@ import math
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from minicache.server.app import Served
+from minicache.server.app import WRITE_NOW, Served
 
 _GRACE = 3  # seconds beyond the drain, for clients that do not read what they were sent
 _MAX_HEAD_NBYTES = 64 * 2**10
@@ -59,6 +60,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope["extensions"] = {WRITE_NOW: {"write": partial(_write_now, self.cycle)}}
         cycles = dict.fromkeys((*self._unanswered, self.cycle))  # the last is not new if this was an upgrade
         self._unanswered = tuple(each for each in cycles if each is not None and not each.response_complete)
 
@@ -89,6 +92,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_head_timer()
 
 
+def _write_now(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """Write a piece of a body whose head was sent, if the connection has room, and return whether it has.
+
+    It is what `cycle.send` does, without a coroutine; for bodies of no given length over HTTP/1.1 only.
+    """
+    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
+
+
 class Server(uvicorn.Server):
     """uvicorn, and an engine that it drains.
 
@@ -100,8 +114,12 @@ class Server(uvicorn.Server):
         host: the address to listen on.
         port: 0: any that is free.
         drain_seconds: as above.
-        on_listening: is called with the port, as soon as clients can come.
+        on_ready: is called with the port, as soon as the engine takes requests. (The server listens before: what comes
+            until then is answered by a 503.)
         log_level: of uvicorn.
+
+    Attributes:
+        start_error: why the engine could not be started, in which case `run` returns; else None.
 
     Raises:
         ValueError: drain_seconds is negative, or not finite.
@@ -114,7 +132,7 @@ class Server(uvicorn.Server):
         port: int = 8000,
         *,
         drain_seconds: float = 30.0,
-        on_listening: Callable[[int], object] = lambda port: None,
+        on_ready: Callable[[int], object] = lambda port: None,
         log_level: str = "warning",
     ) -> None:
         if not (math.isfinite(drain_seconds) and drain_seconds >= 0):
@@ -131,16 +149,23 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._served: Served = app.state.served
         self._drain_seconds = drain_seconds
-        self._on_listening = on_listening
+        self.start_error: Exception | None = None
+        self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """Begin to listen."""
+        """Begin to listen, and wait for the engine."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)  # type: ignore[arg-type]
-        if self.started:
-            self._on_listening(self.servers[0].sockets[0].getsockname()[1])
+        if not self.started:
+            return
+        try:
+            await self._served.backend.ready()
+        except Exception as error:
+            self.start_error, self.should_exit = error, True
+        else:
+            self._on_ready(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came, or `stop` was called."""

@@ -1,0 +1,296 @@
+"""A transformer's forward pass as an engine's steps need it on a CPU: few large products, and compiled kernels between.
+
+The modules of `minicache.model.minigpt` and `minicache.model.decoder` say what is computed, one operation after the
+other. For 32 sequences that is some sixty calls a layer, and most of a decode step is spent between the products. Here
+a layer is four products and five kernels (`minicache.kernels.cpu`): the weights of queries, keys and values are one
+matrix, and so are those of gate and up; keys and values go straight into the blocks; and of the last layer only the
+rows whose logits are read are computed beyond keys and values.
+
+The result is that of the modules but for rounding; they are the fallback, and the oracle of the tests. No phase builds
+this module.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from minicache.cache.packed import StepTensors
+from minicache.cache.paged import PagedStorage
+from minicache.kernels import AttentionMetadata
+from minicache.kernels.cpu import rows as kernels
+from minicache.kernels.cpu.steps import check_slots, plan_step
+from minicache.model.decoder import Decoder
+from minicache.model.minigpt import MiniGPT, Transformer
+
+Array = NDArray[np.float32]
+
+MLP_ROWS = 512
+"""How many rows go through a feed-forward block at a time: so what is between its products stays in the CPU's cache."""
+
+HEAD_NBYTES = 64 * 2**20
+"""The largest embedding of which a copy is laid out for the product with the output rows. Above it, the product waits
+for memory whatever the layout, and the copy would cost as much again."""
+
+
+def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
+    """Join a model's weights for the CPU, so that `logits_at` can run it.
+
+    Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
+    (`benchmarks/engine.py`).
+
+    Args:
+        model: anything.
+        in_place: the model's parameters become views of the joined matrices, so that no weight is held twice. The model
+            computes what it did; but `safetensors` refuses to save parameters that lie in one memory. If not in place,
+            the model is left as it is, and the matrices are copies.
+
+    Returns:
+        The model, which `logits_at` can run now. None, and nothing was changed: it is no float32 `MiniGPT` or
+        `Decoder` on the CPU, or the kernels do not take heads of its size.
+    """
+    if not (_can_fuse(model) and isinstance(model, Transformer)):
+        return None
+    weights = _WEIGHTS.get(model)
+    if weights is None or not weights.are_those_of(model):
+        _WEIGHTS[model] = _Weights.of(model, in_place)
+    return model
+
+
+def _can_fuse(model: Any) -> bool:
+    if type(model) not in (MiniGPT, Decoder):  # a subclass may compute something else
+        return False
+    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in model.parameters()):
+        return False
+    return bool(model.config.head_dim % 8 == 0)
+
+
+def logits_at(model: Transformer, storage: PagedStorage, step: StepTensors) -> Tensor:
+    """Run a model over a step's tokens, and return the logits after the last token of each sequence.
+
+    Args:
+        model: after `fuse`. If a weight was changed since, in place or not, the weights are joined anew.
+        storage: float32; its blocks receive the tokens' keys and values.
+        step: on the CPU, without padding.
+
+    Returns:
+        `[B, vocab_size]`.
+
+    Raises:
+        IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
+        ValueError: a length is more than its table has room for, or less than its sequence's new tokens.
+    """
+    weights = _WEIGHTS[model]
+    if not weights.are_current:
+        weights = _WEIGHTS[model] = _Weights.of(model, weights.in_place)
+    num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
+    config = weights.config
+    eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
+    cos, sin = (_array(table) for table in model.rotation(step.positions))
+    num_blocks, block_size = storage.pool.num_blocks, storage.pool.block_size
+    slots = check_slots(step.slot_mapping, num_blocks * block_size)
+    decode = AttentionMetadata(step.block_tables, step.context_lens)  # of the last token of each sequence
+    prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
+    plan = plan_step(decode if num_new == num_seqs else prompts, num_blocks, block_size)
+    residual, room = _array(model.embed_tokens(step.token_ids)), _Room(config, num_new)
+    kernels.rms_norm(residual, weights.norms[0], eps, room.y_array)
+    for index, (layer, next_norm) in enumerate(zip(weights.layers, weights.norms[1:], strict=True)):
+        _product(room.y, layer.qkv, room.qkv)
+        queries = room.heads_array
+        k_cache, v_cache = _array(storage.k(index)), _array(storage.v(index))
+        if layer.q_norm is not None:
+            kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
+        k_rows, v_rows = k_cache.reshape(-1, *k_cache.shape[2:]), v_cache.reshape(-1, *v_cache.shape[2:])
+        kernels.rope_store(queries, cos, sin, slots, k_rows, v_rows, config.num_heads)
+        if index == len(weights.layers) - 1 and num_seqs < num_new:
+            # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
+            plan, last = plan_step(decode, num_blocks, block_size), step.last.numpy()
+            queries, residual, room = queries[last], residual[last], _Room(config, num_seqs)
+        plan.attend(queries, k_cache, v_cache, scale, layer.window, room.out_array)
+        _product(room.out, layer.output, room.y)
+        kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
+        _feed_forward(layer, room)
+        kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
+    logits = torch.empty(num_seqs, weights.head.matrix.shape[1])
+    _product(room.y, weights.head, logits)
+    return logits
+
+
+class _Room:
+    """Memory for what a layer computes of some rows, the same for all layers; and the same memory as kernels see it.
+
+    Args:
+        config: of the model.
+        num_rows: N.
+
+    Attributes:
+        y: `[N, hidden_size]`, what was normed, or what is added next to the residual stream.
+        qkv: `[N, (H + 2 · H_kv) · d]`.
+        out: `[N, H · d]`, what attention gives.
+        parts: of at most MLP_ROWS rows of `y` each: these rows, and room for their gate and up and for the product of
+            both.
+        y_array, heads_array, out_array: `y`; `qkv` and `out` head by head, `[N, heads, d]`.
+    """
+
+    def __init__(self, config: Any, num_rows: int) -> None:
+        head_dim, num_heads = config.head_dim, config.num_heads
+        self.y = torch.empty(num_rows, config.hidden_size)
+        self.qkv = torch.empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
+        self.out = torch.empty(num_rows, num_heads * head_dim)
+        self.y_array = self.y.numpy()
+        self.heads_array = self.qkv.numpy().reshape(num_rows, -1, head_dim)
+        self.out_array = self.out.numpy().reshape(num_rows, -1, head_dim)
+        size = min(num_rows, MLP_ROWS)
+        gate_up = torch.empty(size, 2 * config.intermediate_size)
+        hidden = torch.empty(size, config.intermediate_size)
+        self.parts = [(rows, gate_up[: rows.shape[0]], hidden[: rows.shape[0]]) for rows in torch.split(self.y, size)]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Linear layers with the same input, as one.
+
+    Attributes:
+        matrix: `[in, Σ out]`, contiguous.
+        bias: `[Σ out]`; None: none of them has one.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *layers: nn.Linear, in_place: bool) -> _Joined:
+        """Join layers; in place, their weights and biases become views of the joined ones."""
+        sizes = [layer.out_features for layer in layers]
+        matrix = torch.cat([layer.weight.detach().t() for layer in layers], dim=1)
+        has_bias = layers[0].bias is not None
+        bias = torch.cat([layer.bias.detach() for layer in layers]) if has_bias else None
+        if in_place:
+            for layer, columns in zip(layers, torch.split(matrix, sizes, dim=1), strict=True):
+                layer.weight.data = columns.t()
+        return cls(matrix, bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The weights of one block."""
+
+    qkv: _Joined
+    output: _Joined
+    gate_up: _Joined
+    down: _Joined
+    norm: Array
+    q_norm: Array | None
+    k_norm: Array | None
+    window: int
+
+    @classmethod
+    def of(cls, block: Any, in_place: bool) -> _Layer:
+        """Join the weights of a `minicache.model.minigpt.Block`."""
+        q_norm, k_norm = (
+            getattr(getattr(block.self_attn, name, None), "weight", None) for name in ("q_norm", "k_norm")
+        )
+        qkv, output, gate_up, down = (_Joined.of(*layers, in_place=in_place) for layers in _linear_layers(block))
+        norm, window = _array(block.post_attention_layernorm.weight), getattr(block.self_attn, "window", None)
+        q_norm, k_norm = None if q_norm is None else _array(q_norm), None if k_norm is None else _array(k_norm)
+        return cls(qkv, output, gate_up, down, norm, q_norm, k_norm, window or 0)
+
+
+def _linear_layers(block: Any) -> tuple[tuple[nn.Linear, ...], ...]:
+    """The linear layers of a block, those with the same input together."""
+    attention, mlp = block.self_attn, block.mlp
+    return (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The joined weights of a model.
+
+    Attributes:
+        config: of the model.
+        layers: of each block.
+        norms: of each block the gain of its first norm, which is computed with the sum before it; last the model's own.
+        head: the output layer.
+        in_place: whether the model's parameters are views of these.
+        parameters: the model's.
+        seen: of each where it was and how often it had been changed, when they were joined.
+    """
+
+    config: Any
+    layers: list[_Layer]
+    norms: list[Array]
+    head: _Joined
+    in_place: bool
+    parameters: list[nn.Parameter]
+    seen: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, model: Any, in_place: bool) -> _Weights:
+        """Join a model's weights."""
+        layers, head = [_Layer.of(block, in_place) for block in model.layers], _output_matrix(model, in_place)
+        norms = [*(block.input_layernorm for block in model.layers), model.norm]
+        parameters = list(model.parameters())
+        gains = [_array(norm.weight) for norm in norms]
+        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters))
+
+    @property
+    def are_current(self) -> bool:
+        """Whether no parameter has been changed since."""
+        return self.seen == _versions(self.parameters)
+
+    def are_those_of(self, model: Transformer) -> bool:
+        """Whether these still are the model's weights: it has the same parameters, and none has been changed."""
+        own = list(model.parameters())
+        return len(own) == len(self.parameters) and all(map(operator.is_, own, self.parameters)) and self.are_current
+
+
+def _versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
+    """Where each parameter is, and how often it has been changed in place."""
+    return [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+
+
+_WEIGHTS: WeakKeyDictionary[Transformer, _Weights] = WeakKeyDictionary()
+"""Of every model that was fused. No attribute of the model: a copy of a model would copy it, and be stale."""
+
+
+def _output_matrix(model: Any, in_place: bool) -> _Joined:
+    """The output layer. Where it is the embedding, a copy laid out for the product, unless that is large."""
+    layer = getattr(model, "lm_head", None)
+    if layer is not None:
+        return _Joined.of(layer, in_place=in_place)
+    matrix = model.embed_tokens.weight.detach().t()
+    return _Joined(matrix.contiguous() if matrix.nbytes <= HEAD_NBYTES else matrix, None)
+
+
+def _product(rows: Tensor, weights: _Joined, out: Tensor) -> None:
+    """Multiply rows by joined weights."""
+    if weights.bias is None:
+        torch.mm(rows, weights.matrix, out=out)
+    else:
+        torch.addmm(weights.bias, rows, weights.matrix, out=out)
+
+
+def _feed_forward(layer: _Layer, room: _Room) -> None:
+    """SwiGLU of the rows of `room.y`, in place."""
+    for rows, gate_up, hidden in room.parts:
+        _product(rows, layer.gate_up, gate_up)
+        kernels.silu_mul(gate_up.numpy(), hidden.numpy())
+        _product(hidden, layer.down, rows)
+
+
+def _array(tensor: Tensor) -> Array:
+    """The tensor's memory as numpy sees it."""
+    array: Array = tensor.detach().numpy()
+    return array

@@ -142,7 +142,7 @@ def simulated_gpu(patch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     from minicache.kernels import split_kv, store
 
     decode, prefill = kernels_of_triton
-    patch.setattr(kernels, "_choose", lambda backend, cache: "triton")
+    patch.setattr(kernels, "_choose", lambda backend, *caches, **_: "triton")
     patch.setattr(kernels, "_num_processors", lambda device: 4)
     patch.setattr(store, "store_kv", launched(plain.store_kv))
     patch.setattr(decode, "paged_decode_attention", launched(oracle.paged_decode_attention))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minicache import kernels
-from minicache.kernels import oracle, plain
+from minicache.kernels import oracle, plain, runtime
 
 CUDA = torch.device("cuda", 0)
 
@@ -142,7 +142,8 @@ def simulated_gpu(patch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     from minicache.kernels import split_kv, store
 
     decode, prefill = kernels_of_triton
-    patch.setattr(kernels, "_choose", lambda backend, *caches, **_: "triton")
+    patch.setattr(runtime, "require_triton", lambda *about: None)
+    patch.setattr(runtime, "require_support", lambda *about: None)
     patch.setattr(kernels, "_num_processors", lambda device: 4)
     patch.setattr(store, "store_kv", launched(plain.store_kv))
     patch.setattr(decode, "paged_decode_attention", launched(oracle.paged_decode_attention))

@@ -106,6 +106,17 @@ def test_result_table_has_a_row_for_each_entry(macros: ModuleType, results: Path
         macros.result_table("speed", "rungs", share="share")
 
 
+def test_each_gpu_has_a_table(macros: ModuleType, results: Path) -> None:
+    assert macros.gpus() == "*Not measured.*"
+    about = {"gpu": "Tesla T4", "capability": "7.5", "dtype": "float16", "machine": "a notebook", "date": "2027-01-01"}
+    rows = [{"what": "copy bandwidth", "found": "240 GB/s"}]
+    (results / "gpu-tesla-t4.json").write_text(json.dumps(about | {"summary": rows}), encoding="utf-8")
+    assert macros.gpus() == (
+        "**Tesla T4** (compute capability 7.5, float16, a notebook, 2027-01-01):\n\n"
+        "| what | Tesla T4 |\n| --- | --- |\n| copy bandwidth | 240 GB/s |"
+    )
+
+
 def test_machine_needs_machine_and_command(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"machine": "a laptop", "command": "python x.py"}), encoding="utf-8")
     assert macros.machine("speed") == "Measured on a laptop, with `python x.py`."

@@ -1,6 +1,8 @@
 """The notebooks: current, executed from their scripts, and rendered with words for every picture."""
 
 import importlib
+import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +32,18 @@ def test_notebook_is_current_and_runs(notebooks: ModuleType, name: str) -> None:
     notebooks.assert_current(script)
     executed = notebooks.run(script)
     assert all(cell.execution_count for cell in executed.cells if cell.cell_type == "code" and cell.source)
+
+
+def test_the_notebook_for_a_borrowed_gpu_is_clean_and_current() -> None:
+    """Nobody runs it here: no outputs, code that compiles, and the script that it starts is there."""
+    notebook = json.loads((ROOT / "notebooks" / "colab" / "gpu.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    source = "\n".join("".join(cell["source"]) for cell in cells)
+    plain = re.sub(r"^( *)[!%].*", r"\1pass", source, flags=re.MULTILINE)
+    compile(plain, "gpu.ipynb", "exec")
+    (script,) = re.findall(r"!python -m ([\w.]+)", source)
+    assert (ROOT / script.replace(".", "/")).with_suffix(".py").is_file()
 
 
 SCRIPT = """# %% [markdown]

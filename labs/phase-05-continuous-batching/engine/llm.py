@@ -167,13 +167,7 @@ class LLM:
         self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
-        self.runner = find_runner(
-            self.model,
-            self.memory,
-            scheduler.max_num_seqs,
-            in_place=self.model is not model,
-            enforce_eager=enforce_eager,
-        )
+        self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
         self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far

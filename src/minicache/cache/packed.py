@@ -1,7 +1,7 @@
-"""One step's integers in one buffer, and a step's cache over them: how an engine's own runners make a step.
+"""The integers of a step, made at once from its requests, and a step's cache over them.
 
-`minicache.cache.paged.RaggedStep` makes a step from block tables, list by list. Here the same tensors are views of one
-buffer: a GPU gets it in one copy, and a CPU has fewer small tensors to make. No phase builds this module.
+`minicache.cache.paged.RaggedStep` makes the same tensors from block tables, token by token. An engine's own runners
+make them with few operations, and for a GPU in one buffer, which is copied at once. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ compiles a kernel again where a pointer or a number stops being divisible by 16.
 
 
 class StepTensors(NamedTuple):
-    """All integers of a step, int64: views of one buffer.
+    """All integers of a step, int64.
 
     Attributes:
         token_ids: `[N]`, of all sequences, one after the other.
@@ -80,35 +80,46 @@ class StepSize(NamedTuple):
         return StepTensors._make([*vectors, tables.view(self.num_seqs, self.width)])
 
 
-def pack(requests: Sequence[Request], counts: Sequence[int], block_size: int, size: StepSize) -> Tensor:
-    """The integers of a step, in a buffer on the host.
+def step_tensors(requests: Sequence[Request], counts: Sequence[int], block_size: int, width: int) -> StepTensors:
+    """The integers of a step, on the CPU.
 
     Args:
         requests: in batch order; their blocks have room for the new tokens.
         counts: how many tokens each computes, ≥ 1.
         block_size: tokens of a block.
+        width: columns of the block tables, at least the most blocks of a request.
+    """
+    tables = np.full((len(requests), width), -1)
+    token_ids: list[int] = []
+    for table, request, count in zip(tables, requests, counts, strict=True):
+        table[: len(request.block_ids)] = request.block_ids
+        token_ids += request.token_ids(request.num_computed_tokens, request.num_computed_tokens + count)
+    starts = np.array([0, *accumulate(counts)])
+    ends, owner = starts[1:], np.repeat(np.arange(len(requests)), counts)
+    context_lens = np.array([request.num_computed_tokens for request in requests]) + counts
+    positions = np.arange(len(token_ids)) + (context_lens - ends)[owner]
+    slots = tables[owner, positions // block_size] * block_size + positions % block_size
+    arrays = (np.array(token_ids), positions, slots, ends - 1, context_lens, starts, tables)
+    return StepTensors._make(map(torch.from_numpy, arrays))
+
+
+def pack(requests: Sequence[Request], counts: Sequence[int], block_size: int, size: StepSize) -> Tensor:
+    """The integers of a step, in one buffer on the host.
+
+    Args:
+        requests: as for `step_tensors`.
+        counts: likewise.
+        block_size: likewise.
         size: of the step, at least that of the requests. What is left is padding.
 
     Returns:
         `[size.buffer_size]` int64; in pinned memory where there is a GPU, so that copying it need not wait.
     """
-    tables = np.full((len(requests), size.width), -1)
-    token_ids: list[int] = []
-    for table, request, count in zip(tables, requests, counts, strict=True):
-        table[: len(request.block_ids)] = request.block_ids
-        token_ids += request.token_ids(request.num_computed_tokens, request.num_computed_tokens + count)
-    ends = np.array([*accumulate(counts)])
-    owner = np.repeat(np.arange(len(requests)), counts)
-    context_lens = np.array([request.num_computed_tokens for request in requests]) + counts
-    positions = np.arange(len(token_ids)) + (context_lens - ends)[owner]
-    slots = tables[owner, positions // block_size] * block_size + positions % block_size
-    parts = (token_ids, positions, slots, ends - 1, context_lens, [0, *ends], tables)
-
     buffer = torch.empty(size.buffer_size, dtype=torch.int64, pin_memory=torch.cuda.is_available())
-    for view, values, padding in zip(size.views(buffer), parts, PADDING, strict=True):
-        array = view.numpy()
-        array[: len(values)] = values
-        array[len(values) :] = padding
+    tensors = step_tensors(requests, counts, block_size, size.width)
+    for view, values, padding in zip(size.views(buffer), tensors, PADDING, strict=True):
+        view[: values.shape[0]] = values
+        view[values.shape[0] :] = padding
     return buffer
 
 

@@ -26,7 +26,7 @@ from typing import IO, NoReturn
 
 from minicache.course.table import Phase
 from minicache.course.workspace import phase_imports
-from minicache.errors import CourseError
+from minicache.errors import CourseError, KernelUnavailableError
 
 PLUGINS = ("minicache.course.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 """What a run loads, and no other plugin that is installed: looking for those takes longer than most tasks' tests."""
@@ -146,9 +146,11 @@ def load(preload: Sequence[str]) -> dict[str, str]:
     for name in ("pytest", *PLUGINS, "minicache.course.session"):
         import_module(name)
     for name in preload:
-        with suppress(ImportError):  # the run that needs it will say so
+        with suppress(ImportError, KernelUnavailableError):  # the run that needs it will say so
             if name == "triton":  # built for the GPU or for the interpreter when it is imported, here and for all runs
-                import_module("minicache.kernels.runtime").interpret_without_gpu()
+                runtime = import_module("minicache.kernels.runtime")
+                runtime.interpret_without_gpu()
+                runtime.require_triton(runtime.usual_device())  # its canary runs once, here
             import_module(name)
     gc.collect()
     gc.freeze()  # what is loaded stays: no run need look through it for garbage, and pytest looks five times at its end

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minicache.cache.packed import StepSize, pack
+from minicache.cache.packed import step_tensors
 from minicache.engine.runner import PagedMemory, require_blocks
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.model import fused
@@ -26,17 +26,18 @@ class CPUModelRunner:
     def __init__(self, model: Transformer, memory: PagedMemory) -> None:
         self._model = model
         self._memory = memory
+        self._caches = fused.layer_caches(memory.storage)
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `ModelRunner.run_model`."""
-        storage, counts = self._memory.storage, list(output.num_scheduled_tokens.values())
-        require_blocks(output, storage.pool.block_size)
+        counts = list(output.num_scheduled_tokens.values())
+        block_size = self._memory.storage.pool.block_size
+        require_blocks(output, block_size)
         self._memory.num_steps += 1
         width = max(len(request.block_ids) for request in output.scheduled)
-        size = StepSize(sum(counts), len(counts), width)
-        step = size.views(pack(output.scheduled, counts, storage.pool.block_size, size))
+        step = step_tensors(output.scheduled, counts, block_size, width)
         with torch.inference_mode():
-            return fused.logits_at(self._model, storage, step)
+            return fused.logits_at(self._model, self._caches, step)
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """As `ModelRunner.pick_tokens`."""

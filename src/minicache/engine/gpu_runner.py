@@ -1,10 +1,10 @@
 """A model's steps on a GPU: one copy of integers a step, decode as CUDA graphs, and nothing that waits for the device.
 
 A GPU computes what it was asked for some time ago, and the host asks for more meanwhile. So a step must read nothing
-back until its tokens are picked, and should ask with few calls. `minicache.cache.packed` puts all integers of a
-step into one buffer, which is copied at once. A decode step makes the same calls every
-time, hundreds of them: they are captured once for each size as a CUDA graph, and replayed by one call, over the same
-buffer with new numbers. No phase builds this module.
+back until its tokens are picked, and should ask with few calls. `minicache.cache.packed` puts all integers of a step
+into one buffer, which is copied at once. A decode step makes the same calls every time, hundreds of them: they are
+captured once for each size as a CUDA graph, and replayed by one call, over the same buffer with new numbers. No phase
+builds this module.
 """
 
 from __future__ import annotations

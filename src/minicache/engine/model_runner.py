@@ -16,7 +16,7 @@ from torch import Tensor
 from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
 from minicache.engine.runner import Memory, Model, PagedMemory
 from minicache.engine.sampling import TokenSampler
-from minicache.kernels import cpu
+from minicache.kernels import cpu, is_plain_replaced
 from minicache.scheduler import SchedulerOutput
 
 
@@ -47,14 +47,14 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
         enforce_eager: on a GPU, no CUDA graphs.
 
     Returns:
-        None: the engine runs this model itself.
+        None: the engine runs this model itself, through the kernels that a learner has written if there are any.
     """
     if not isinstance(memory, PagedMemory):
         return None
     device = memory.storage.device
     if device.type == "cuda":
         return GPUModelRunner(model, memory, max_num_seqs, None if enforce_eager else CUDACapture(device))
-    if device.type != "cpu" or not cpu.is_available():
+    if device.type != "cpu" or not cpu.is_available() or is_plain_replaced():
         return None
     from minicache.engine.cpu_runner import CPUModelRunner  # these import numba
     from minicache.kernels.cpu.warming import warm_up

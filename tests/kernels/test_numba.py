@@ -148,7 +148,7 @@ def test_queries_and_caches_may_be_strided() -> None:
     assert_decodes(paged, torch.randn(2, 32, 8).transpose(1, 2))
 
 
-MIXED = [(0, 5), (30, 1), (0, 150), (10, 0), (3, 2), (100, 40), (7, 8), (0, 128), (0, 1), (300, 9)]
+MIXED = [(0, 5), (30, 1), (0, 150), (10, 0), (3, 2), (100, 40), (7, 8), (0, 96), (0, 1), (300, 9)]
 
 
 @pytest.mark.parametrize("window", [None, 20])

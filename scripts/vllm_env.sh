@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environment in which benchmarks/engine.py runs vLLM's CPU backend: 3.5 GB, some minutes.
-# scripts/vllm_env.sh [FOLDER]: by default .venv-vllm, where the benchmark looks. If it exists, it is completed.
+# scripts/vllm_env.sh [FOLDER]: by default .venv-vllm, where the benchmark looks. What is there already is kept.
 # PYTHON=/path/to/python3.12 scripts/vllm_env.sh chooses another interpreter.
 set -euo pipefail
 
@@ -14,10 +14,20 @@ fail() {
   exit 1
 }
 
+ready() {
+  local frozen
+  frozen=$("$folder/bin/pip" freeze) && grep -Fqx "$vllm" <<<"$frozen" && ! grep -Eq '^torch(vision|audio|codec)\b' <<<"$frozen" &&
+    "$folder/bin/python" -c "import torch, vllm"
+}
+
 command -v g++ >/dev/null || fail "vLLM compiles the model with g++, and there is none (Debian, Ubuntu: apt install g++)."
 if [ ! -x "$folder/bin/pip" ]; then
   echo "Making $folder with $("${PYTHON:-python3}" --version)"
   "${PYTHON:-python3}" -m venv "$folder" || fail "${PYTHON:-python3} cannot make a virtual environment in $folder."
+fi
+if ready 2>/dev/null; then
+  echo "$vllm is ready in $folder"
+  exit
 fi
 echo "Installing $torch and $vllm"
 "$folder/bin/pip" install --disable-pip-version-check "$torch" "$vllm" || fail "pip's own message stands above."
@@ -25,5 +35,5 @@ echo "Installing $torch and $vllm"
 echo "Removing torchvision, torchaudio and torchcodec"
 "$folder/bin/pip" uninstall --disable-pip-version-check --yes torchvision torchaudio torchcodec
 echo "Importing vLLM"
-"$folder/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready:", vllm.__file__)' ||
-  fail "it is installed and cannot be imported: Python's own message stands above."
+ready || fail "it is installed and cannot be imported: Python's own message stands above."
+echo "$vllm is ready in $folder"

@@ -16,7 +16,7 @@ from minicache.engine.sampling import SamplingParams
 from minicache.memory.blocks import BlockPool, BlockTable
 from minicache.model import Decoder, DecoderConfig, MiniGPT, MiniGPTConfig, fused
 from minicache.model.decoder import Llama3Scaling
-from minicache.model.fused import fuse
+from minicache.model.fused import fuse, layer_caches
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_layers": 3, "max_seq_len": 512}
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -77,7 +77,7 @@ def by_modules(model, tokens, step):
 
 def by_kernels(model, tokens, step):
     assert fuse(model) is model
-    return fused.logits_at(model, step.storage, tensors_of(tokens, step))
+    return fused.logits_at(model, layer_caches(step.storage), tensors_of(tokens, step))
 
 
 def tensors_of(tokens, step):
@@ -130,9 +130,9 @@ def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_w
     }
     for name, (values, message) in wrong.items():
         with pytest.raises(IndexError, match=message):
-            fused.logits_at(model, storage, good._replace(**{name: values}))
+            fused.logits_at(model, layer_caches(storage), good._replace(**{name: values}))
     with pytest.raises(ValueError, match="context_len"):
-        fused.logits_at(model, storage, good._replace(context_lens=torch.tensor([1, 1, 5, 1])))
+        fused.logits_at(model, layer_caches(storage), good._replace(context_lens=torch.tensor([1, 1, 5, 1])))
     assert storage.k(0).isnan().all()
 
 

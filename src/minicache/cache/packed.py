@@ -131,14 +131,25 @@ class PackedStep:
     Args:
         storage: where keys and values are.
         tensors: of the step.
-        is_decode: each sequence brings one token.
+        num_new_tokens: how many tokens each sequence brings. None: one each, in a step that is captured once and run
+            again with other numbers.
+        lengths: the context lengths, if `num_new_tokens` is given.
     """
 
-    def __init__(self, storage: PagedStorage, tensors: StepTensors, *, is_decode: bool) -> None:
+    def __init__(
+        self,
+        storage: PagedStorage,
+        tensors: StepTensors,
+        *,
+        num_new_tokens: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         self.storage = storage
         self.tensors = tensors
-        starts = None if is_decode else tensors.query_start_loc
-        self._metadata = kernels.AttentionMetadata(tensors.block_tables, tensors.context_lens, starts)
+        starts = None if num_new_tokens is None or max(num_new_tokens) == 1 else tensors.query_start_loc
+        self._metadata = kernels.AttentionMetadata(
+            tensors.block_tables, tensors.context_lens, starts, lengths=lengths, num_new_tokens=num_new_tokens
+        )
 
     def positions(self, num_new_tokens: int) -> Tensor:
         """The positions of the step's N tokens: `[N]` int64."""

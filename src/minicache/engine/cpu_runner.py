@@ -27,18 +27,21 @@ class CPUModelRunner:
     def __init__(self, model: Transformer, memory: PagedMemory) -> None:
         self._model = model
         self._memory = memory
+        self._caches = fused.layer_caches(memory.storage)
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `ModelRunner.run_model`."""
-        storage, counts = self._memory.storage, list(output.num_scheduled_tokens.values())
-        require_blocks(output, storage.pool.block_size)
+        counts = list(output.num_scheduled_tokens.values())
+        block_size = self._memory.storage.pool.block_size
+        require_blocks(output, block_size)
         self._memory.num_steps += 1
         width = max(len(request.block_ids) for request in output.scheduled)
-        step = step_tensors(output.scheduled, counts, storage.pool.block_size, width)
+        step = step_tensors(output.scheduled, counts, block_size, width)
         with torch.inference_mode():
             if fused.fuse(self._model) is not None:
-                return fused.logits_at(self._model, storage, step)
-            cache = PackedStep(storage, step, is_decode=max(counts) == 1)
+                return fused.logits_at(self._model, self._caches, step)
+            lengths = step.context_lens.tolist()
+            cache = PackedStep(self._memory.storage, step, num_new_tokens=counts, lengths=lengths)
             return logits_at(self._model, step.token_ids[None], cache, step.last)
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:

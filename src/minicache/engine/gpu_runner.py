@@ -95,7 +95,7 @@ class DecodeGraph:
             view.fill_(padding)  # so that what runs before the first step writes to no slot
 
         def run() -> Tensor:
-            return model.hidden_states(tensors.token_ids[None], PackedStep(storage, tensors, is_decode=True))[0]
+            return model.hidden_states(tensors.token_ids[None], PackedStep(storage, tensors))[0]
 
         self._run = capture(run)
 
@@ -169,9 +169,15 @@ class GPUModelRunner:
         """The logits after the last token of each request, by as many calls as it takes."""
         storage = self._memory.storage
         size = StepSize(sum(counts), len(requests), aligned(_longest(requests)))
+        # Decodes first: each kernel then computes a slice of the step (`minicache.kernels.mixed`).
+        order = sorted(range(len(counts)), key=lambda i: counts[i] > 1)
+        requests, counts = [requests[i] for i in order], [counts[i] for i in order]
         packed = pack(requests, counts, storage.pool.block_size, size)
+        last = size.views(packed).last
+        last.copy_(last[torch.tensor(order).argsort()])  # the logits come in batch order
         tensors = size.views(packed.to(storage.device, non_blocking=True))
-        step = PackedStep(storage, tensors, is_decode=max(counts) == 1)
+        lengths = [request.num_computed_tokens + count for request, count in zip(requests, counts, strict=True)]
+        step = PackedStep(storage, tensors, num_new_tokens=counts, lengths=lengths)
         return logits_at(self._model, tensors.token_ids[None], step, tensors.last)
 
 

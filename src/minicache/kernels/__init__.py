@@ -17,7 +17,9 @@ CPU tensors only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from os.path import dirname
 from typing import Any, Literal
 
@@ -54,7 +56,7 @@ def store_kv(
         ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or a cache on a CPU is
             not contiguous.
         IndexError: a slot lies outside the cache (CPU tensors). Nothing was written.
-        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype.
     """
     _check_caches(k_cache, v_cache)
     _check_tensor("slot_mapping", slot_mapping, k_cache.device)
@@ -68,8 +70,6 @@ def store_kv(
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
-    if backend is None and _is_numbas(k_cache, v_cache):
-        backend = "numba"
     chosen = _choose(backend, k_cache, v_cache)
     if chosen != "triton":
         if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
@@ -108,7 +108,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         ValueError: shapes do not fit, tensors are on different devices, `num_tokens` is negative or more than the table
             has room for, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype.
     """
     _check_caches(cache, cache)
     _check_tensor("block_table", block_table, cache.device)
@@ -120,10 +120,9 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         raise ValueError(f"num_tokens must be 0 … {room}, what {block_table.shape[0]} blocks hold; got {num_tokens}")
     if cache.is_meta:
         return cache.new_empty(num_tokens, *cache.shape[2:])
-    chosen = _choose(backend, cache)
-    if chosen == "numba":
+    if backend == "numba":
         raise KernelUnavailableError('numba gathers nothing, its kernels read blocks in place: ask for "torch" or None')
-    if chosen == "torch":
+    if _choose(backend, cache, numba_can=False) == "torch":
         from minicache.kernels import plain
 
         return plain.gather_kv(cache, block_table, num_tokens)
@@ -182,7 +181,7 @@ def paged_decode_attention(
         ValueError: shapes do not fit, tensors are on different devices, a length is more than its table has room for
             (CPU tensors), an option has an impossible value, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head sizes or head counts.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -242,7 +241,7 @@ def paged_prefill_attention(
             backend is unknown. For CPU tensors also: a length is more than its table has room
             for or less than its queries, or query_start_loc does not go from 0 to N without falling.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head sizes or head counts.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -257,36 +256,59 @@ class AttentionMetadata:
     A backend keeps here what it derives from it (which sequences attend together, how a prompt is cut into tiles), so
     that is computed once a step and not once a layer. The tensors must not change afterwards.
 
+    On a GPU give `lengths` and `num_new_tokens` too. Whoever makes a step knows them; without them the first layer of
+    a step that is no decode step waits for the device, to read them there.
+
     Args:
         block_tables: `[B, max_blocks]` int32 or int64, as in `paged_decode_attention`.
         context_lens: `[B]` int32 or int64, likewise.
         query_start_loc: `[B + 1]` int32 or int64, as in `paged_prefill_attention`. None: a decode step, in which each
             sequence has one query.
+        lengths: the numbers in `context_lens`. None: read them there when they are needed.
+        num_new_tokens: how many queries each sequence has. None: read it in `query_start_loc`.
 
     Attributes:
         block_tables: as given.
         context_lens: as given.
         query_start_loc: as given.
+        known_lengths: `lengths` as given.
         plans: what a backend has derived, by the other things that it depends on.
     """
 
-    def __init__(self, block_tables: Tensor, context_lens: Tensor, query_start_loc: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        query_start_loc: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        num_new_tokens: Sequence[int] | None = None,
+    ) -> None:
         self.block_tables = block_tables
         self.context_lens = context_lens
         self.query_start_loc = query_start_loc
+        self.known_lengths = lengths
         self.plans: dict[object, Any] = {}
+        self._num_new_tokens = num_new_tokens
 
     @cached_property
     def lengths(self) -> list[int]:
-        """`context_lens` as a list. On a GPU this waits for the device."""
-        return self.context_lens.tolist()
+        """`context_lens` as a list. On a GPU this waits for the device, unless the lengths were given."""
+        return self.context_lens.tolist() if self.known_lengths is None else list(self.known_lengths)
 
     @cached_property
     def starts(self) -> list[int]:
-        """`query_start_loc` as a list. On a GPU this waits for the device."""
+        """`query_start_loc` as a list. On a GPU this waits for the device, unless `num_new_tokens` was given."""
         if self.query_start_loc is None:
-            return list(range(len(self.lengths) + 1))
-        return self.query_start_loc.tolist()
+            return list(range(self.context_lens.shape[0] + 1))
+        if self._num_new_tokens is None:
+            return self.query_start_loc.tolist()
+        return [0, *accumulate(self._num_new_tokens)]
+
+    @cached_property
+    def max_context_len(self) -> int | None:
+        """The longest of the lengths if they were given, else None: asking for it never waits for the device."""
+        return None if self.known_lengths is None else max(self.known_lengths)
 
 
 def paged_attention(
@@ -319,11 +341,21 @@ def paged_attention(
         TypeError: `q` has another dtype than the cache, or `sliding_window` is no int.
         ValueError: `q` does not fit the cache, `sliding_window` is below 1, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors, PyTorch).
-        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head sizes or head counts.
     """
     _check_queries(q, k_cache)
     options = _options(q, k_cache, None, None, None, None, sliding_window, None)
-    return _attend(q, k_cache, v_cache, metadata, None, options, None, backend)
+    if q.is_meta or _choose(backend, k_cache, v_cache) != "triton":
+        return _attend(q, k_cache, v_cache, metadata, None, options, None, backend)
+    from minicache.kernels import mixed
+
+    parts = mixed.parts(metadata)
+    if len(parts) == 1:  # it has all queries
+        return _attend(q, k_cache, v_cache, parts[0].metadata, None, options, None, "triton")
+    out = torch.empty_like(q)
+    for part in parts:
+        out[part.rows] = _attend(q[part.rows], k_cache, v_cache, part.metadata, None, options, None, "triton")
+    return out
 
 
 def _attend(
@@ -341,14 +373,12 @@ def _attend(
         return torch.empty_like(q)
     starts = () if metadata.query_start_loc is None else (metadata.query_start_loc,)
     paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
-    wants_gradient = q.requires_grad and torch.is_grad_enabled()
     extra = [name for name in options if options[name] is not None and name != "sliding_window"]
-    if backend is None and not extra and not wants_gradient and _is_numbas(k_cache, v_cache):
-        backend = "numba"
-    chosen = _choose(backend, k_cache, v_cache)
+    if backend == "numba" and extra:
+        raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: ask for backend "torch" or None')
+    wants_gradient = q.requires_grad and torch.is_grad_enabled()
+    chosen = _choose(backend, k_cache, v_cache, numba_can=not extra and not wants_gradient)
     if chosen == "numba":
-        if extra:
-            raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: ask for backend "torch" or None')
         from minicache.kernels.cpu import steps
 
         return steps.paged_attention(
@@ -375,8 +405,9 @@ def _attend(
     from minicache.kernels import split_kv
 
     if num_splits is None:
-        # The tables' width bounds every context, and reading the lengths themselves would wait for the GPU.
-        longest = metadata.block_tables.shape[1] * k_cache.shape[1]
+        longest = metadata.max_context_len or metadata.block_tables.shape[1] * k_cache.shape[1]  # what tables can hold
+        if options["sliding_window"] is not None:
+            longest = min(longest, options["sliding_window"])
         num_splits = split_kv.choose_num_splits(q.shape[0], k_cache.shape[2], longest, _num_processors(q.device))
     if num_splits > 1:
         return split_kv.paged_decode_attention(*paged, **options, num_splits=num_splits)
@@ -388,32 +419,30 @@ def _attend(
 # Which backend
 
 
-def _choose(backend: Backend | None, *caches: Tensor) -> Backend:
-    """The backend to use: the given one, or that of the caches' device. Raise if it cannot run on them."""
+def _choose(backend: Backend | None, *caches: Tensor, numba_can: bool = True) -> Backend:
+    """The backend to use: the given one, or the caches' device's. Raise if it cannot run on them.
+
+    Unless it is asked for by name, numba runs only where it can: `numba_can`, and these caches.
+    """
     if backend not in (None, "torch", "triton", "numba"):
         raise ValueError(f'backend must be "torch", "triton", "numba" or None; got {backend!r}')
-    chosen = backend or ("triton" if caches[0].device.type == "cuda" else "torch")
-    if chosen == "triton":
-        from minicache.kernels import runtime
+    device = caches[0].device
+    if backend == "triton" or (backend is None and device.type == "cuda"):
+        from minicache.kernels import configs, runtime
 
-        runtime.require_triton(caches[0].device)
-        runtime.require_support(caches[0].device, caches[0].dtype, caches[0].shape[3])
-    if chosen == "numba":
-        from minicache.kernels import cpu
-
-        reason = cpu.why_not(*caches)
-        if reason is not None:
-            raise KernelUnavailableError(reason)
-    return chosen
-
-
-def _is_numbas(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether numba stores and attends, unless another backend is asked for."""
-    if k_cache.dtype != torch.float32 or k_cache.device.type != "cpu":
-        return False
+        runtime.require_triton(device)
+        configs.require_storable(configs.architecture(device), caches[0].dtype)
+        return "triton"
+    if backend == "torch" or (backend is None and (not numba_can or is_plain_replaced())):
+        return "torch"
     from minicache.kernels import cpu
 
-    return not is_plain_replaced() and cpu.why_not(k_cache, v_cache) is None
+    reason = cpu.why_not(*caches)
+    if reason is None:
+        return "numba"
+    if backend == "numba":
+        raise KernelUnavailableError(reason)
+    return "torch"
 
 
 def is_plain_replaced() -> bool:

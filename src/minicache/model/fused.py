@@ -13,11 +13,11 @@ this module.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -109,12 +109,12 @@ def _parts_of(kind: type[MiniGPT | Decoder], config: Any) -> list[tuple[str, obj
         return _parts(kind(config))
 
 
-def logits_at(model: Transformer, storage: PagedStorage, step: StepTensors) -> Tensor:
+def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensors) -> Tensor:
     """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
         model: after `fuse`, and not changed since.
-        storage: float32; its blocks receive the tokens' keys and values.
+        caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
 
     Returns:
@@ -129,26 +129,24 @@ def logits_at(model: Transformer, storage: PagedStorage, step: StepTensors) -> T
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
     cos, sin = (_array(table) for table in model.rotation(step.positions))
-    num_blocks, block_size = storage.pool.num_blocks, storage.pool.block_size
+    num_blocks, block_size = caches[0].k.shape[:2]
     slots = check_slots(step.slot_mapping, num_blocks * block_size)
     decode = AttentionMetadata(step.block_tables, step.context_lens)  # of the last token of each sequence
     prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
     plan = plan_step(decode if num_new == num_seqs else prompts, num_blocks, block_size)
     residual, room = _array(model.embed_tokens(step.token_ids)), _Room(config, num_new)
     kernels.rms_norm(residual, weights.norms[0], eps, room.y_array)
-    for index, (layer, next_norm) in enumerate(zip(weights.layers, weights.norms[1:], strict=True)):
+    for layer, next_norm, cache in zip(weights.layers, weights.norms[1:], caches, strict=True):
         _product(room.y, layer.qkv, room.qkv)
         queries = room.heads_array
-        k_cache, v_cache = _array(storage.k(index)), _array(storage.v(index))
         if layer.q_norm is not None:
             kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
-        k_rows, v_rows = k_cache.reshape(-1, *k_cache.shape[2:]), v_cache.reshape(-1, *v_cache.shape[2:])
-        kernels.rope_store(queries, cos, sin, slots, k_rows, v_rows, config.num_heads)
-        if index == len(weights.layers) - 1 and num_seqs < num_new:
+        kernels.rope_store(queries, cos, sin, slots, cache.k_slots, cache.v_slots, config.num_heads)
+        if layer is weights.layers[-1] and num_seqs < num_new:
             # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
             plan, last = plan_step(decode, num_blocks, block_size), step.last.numpy()
             queries, residual, room = queries[last], residual[last], _Room(config, num_seqs)
-        plan.attend(queries, k_cache, v_cache, scale, layer.window, room.out_array)
+        plan.attend(queries, cache.k, cache.v, scale, layer.window, room.out_array)
         _product(room.out, layer.output, room.y)
         kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
         _feed_forward(layer, room)
@@ -156,6 +154,28 @@ def logits_at(model: Transformer, storage: PagedStorage, step: StepTensors) -> T
     logits = torch.empty(num_seqs, weights.head.matrix.shape[1])
     _product(room.y, weights.head, logits)
     return logits
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of one layer, as kernels see them: block by block, and slot by slot.
+
+    Attributes:
+        k: `[num_blocks, block_size, H_kv, d]`.
+        v: alike.
+        k_slots: the same memory, `[num_slots, H_kv, d]`.
+        v_slots: alike.
+    """
+
+    k: Array
+    v: Array
+    k_slots: Array
+    v_slots: Array
+
+
+def layer_caches(storage: PagedStorage) -> list[LayerCache]:
+    """What `logits_at` writes to and reads: the memory of a float32 storage on the CPU, layer by layer."""
+    pairs = [(storage.k(layer), storage.v(layer)) for layer in range(storage.num_layers)]
+    return [LayerCache(*(_array(each) for each in (k, v, k.flatten(0, 1), v.flatten(0, 1)))) for k, v in pairs]
 
 
 class _Room:

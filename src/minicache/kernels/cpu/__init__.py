@@ -19,7 +19,7 @@ from torch import Tensor
 def why_unavailable() -> str | None:
     """Why numba compiles nothing here, and what to do about it; None if it does."""
     try:
-        from minicache.kernels.cpu import vectors  # noqa: F401
+        from minicache.kernels.cpu import attention  # noqa: F401
     except ModuleNotFoundError:
         return "numba is not installed: pip install 'minicache[cpu]'"
     except ImportError as error:  # for one, a numpy that is newer than this numba knows

@@ -173,8 +173,28 @@ def decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, out):
                 scale_row(out, (i * num_heads + h) * head_dim, head_dim, _ONE / row_sum[h])
 
 
+@njit(**OPTIONS)
+def find_fault(block_tables, context_lens, num_blocks, block_size):
+    """The first sequence whose length does not fit its table, or that has a block that is not in the cache.
+
+    `decode` would read whatever lies there. Arguments as there, and of the caches the number and the size of blocks.
+
+    Returns:
+        The sequence's index, and the length or the block that is wrong; −1 and 0 if there is none.
+    """
+    room = block_tables.shape[1] * block_size
+    for i in range(context_lens.size):
+        if context_lens[i] < 0 or context_lens[i] > room:
+            return i, context_lens[i]
+        for j in range(-(-context_lens[i] // block_size)):
+            if block_tables[i, j] < 0 or block_tables[i, j] >= num_blocks:
+                return i, block_tables[i, j]
+    return -1, 0
+
+
 SIGNATURES = {
+    find_fault: "UniTuple(int64, 2)(int64[:, :], int64[:], int64, int64)",
     decode: "void(float32[:, :, :], float32[:, :, :, :], float32[:, :, :, :], int64[:, :], int64[:], float32, int64, "
-    "float32[:, :, ::1])"
+    "float32[:, :, ::1])",
 }
 """What the kernel is compiled for, and takes."""

@@ -252,13 +252,16 @@ class _Layer:
     @classmethod
     def of(cls, block: Any, in_place: bool) -> _Layer:
         """Join the weights of a `minicache.model.minigpt.Block`."""
-        q_norm, k_norm = (
-            getattr(getattr(block.self_attn, name, None), "weight", None) for name in ("q_norm", "k_norm")
-        )
+        q_norm, k_norm = (_gain(getattr(block.self_attn, name, None)) for name in ("q_norm", "k_norm"))
         qkv, output, gate_up, down = (_Joined.of(*layers, in_place=in_place) for layers in _linear_layers(block))
-        norm, window = _array(block.post_attention_layernorm.weight), getattr(block.self_attn, "window", None)
-        q_norm, k_norm = None if q_norm is None else _array(q_norm), None if k_norm is None else _array(k_norm)
-        return cls(qkv, output, gate_up, down, norm, q_norm, k_norm, window or 0)
+        window = getattr(block.self_attn, "window", None)
+        return cls(qkv, output, gate_up, down, _gain(block.post_attention_layernorm), q_norm, k_norm, window or 0)
+
+
+def _gain(norm: nn.Module | None) -> Any:
+    """The gain of a norm, as kernels take it: an array `[width]`; None if there is no norm."""
+    weight = getattr(norm, "weight", None)
+    return None if weight is None else _array(weight.contiguous())
 
 
 def _linear_layers(block: Any) -> tuple[tuple[nn.Linear, ...], ...]:
@@ -297,7 +300,7 @@ class _Weights:
         """Join a model's weights."""
         layers, head = [_Layer.of(block, in_place) for block in model.layers], _output_matrix(model, in_place)
         norms = [*(block.input_layernorm for block in model.layers), model.norm]
-        return cls(model.config, layers, [_array(norm.weight) for norm in norms], head, in_place, _Seen(model))
+        return cls(model.config, layers, [_gain(norm) for norm in norms], head, in_place, _Seen(model))
 
 
 class _Seen:

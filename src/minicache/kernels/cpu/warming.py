@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pickle import UnpicklingError
 from threading import Lock
+
+from minicache.errors import KernelUnavailableError
 
 _LOCK = Lock()
 
@@ -17,6 +20,10 @@ def warm_up(progress: Callable[[int, int], None] = lambda done, total: None) -> 
 
     Args:
         progress: called with how many kernels are ready, and how many there are, from (0, n) to (n, n).
+
+    Raises:
+        KernelUnavailableError: compiled code cannot be read, for a file is damaged, or not be written, for the disk is
+            full.
     """
     from minicache.kernels.cpu import attention, rows
 
@@ -25,6 +32,12 @@ def warm_up(progress: Callable[[int, int], None] = lambda done, total: None) -> 
     with _LOCK:
         for done, (kernel, signature) in enumerate(signatures.items(), 1):
             if not kernel.signatures:
-                kernel.compile(signature)
+                try:
+                    kernel.compile(signature)
+                except (OSError, EOFError, UnpicklingError) as error:
+                    raise KernelUnavailableError(
+                        f"compiled code cannot be read or written in {kernel.stats.cache_path} ({error!r}): delete this "
+                        "folder, or set NUMBA_CACHE_DIR to another"
+                    ) from error
                 kernel.disable_compile()  # else another layout of an array would compile another kernel, in a step
             progress(done, len(signatures))

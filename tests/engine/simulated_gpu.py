@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minicache import kernels
-from minicache.kernels import oracle, plain, runtime
+from minicache.kernels import configs, oracle, plain, runtime
 
 CUDA = torch.device("cuda", 0)
 
@@ -143,7 +143,7 @@ def simulated_gpu(patch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 
     decode, prefill = kernels_of_triton
     patch.setattr(runtime, "require_triton", lambda *about: None)
-    patch.setattr(runtime, "require_support", lambda *about: None)
+    patch.setattr(configs, "architecture", lambda device: configs.INTERPRETER)
     patch.setattr(kernels, "_num_processors", lambda device: 4)
     patch.setattr(store, "store_kv", launched(plain.store_kv))
     patch.setattr(decode, "paged_decode_attention", launched(oracle.paged_decode_attention))

@@ -76,6 +76,7 @@ def by_modules(model, tokens, step):
 
 
 def by_kernels(model, tokens, step):
+    assert fuse(model) is model
     return fused.logits_at(model, layer_caches(step.storage), tensors_of(tokens, step))
 
 

@@ -115,8 +115,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_shape(self)
-        if not self.sliding_windows:
-            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        windows = tuple(self.sliding_windows) or (None,) * self.num_layers
+        object.__setattr__(self, "sliding_windows", windows)  # a list's config could not be hashed
         if len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"{len(self.sliding_windows)} windows for {self.num_layers} layers: give one for each")
         for window in self.sliding_windows:

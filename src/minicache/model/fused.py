@@ -13,8 +13,10 @@ this module.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -45,23 +47,32 @@ def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
     """Join a model's weights for the CPU, so that `logits_at` can run it.
 
     Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
-    (`benchmarks/engine.py`).
+    (`benchmarks/engine.py`). A model that was fused before, and has not changed since, is returned at once; one that
+    has changed is joined anew. A change is noticed if PyTorch counts it, if a module or a parameter is another, or if
+    a few numbers spread over each parameter differ: so any optimizer's step is. A single number that is written
+    through `.data` is not.
 
     Args:
         model: anything.
         in_place: the model's parameters become views of the joined matrices, so that no weight is held twice. The model
             computes what it did; but `safetensors` refuses to save parameters that lie in one memory. If not in place,
-            the model is left as it is, and the matrices are copies.
+            the model is left as it is, and the matrices are copies. A model that was joined in place stays so.
 
     Returns:
         The model, which `logits_at` can run now. None, and nothing was changed: it is no float32 `MiniGPT` or
-        `Decoder` on the CPU, or the kernels do not take heads of its size.
+        `Decoder` on the CPU, the kernels do not take its sizes, or it computes something else than its class: a module
+        in it was replaced, or has a hook.
     """
-    if not (_can_fuse(model) and isinstance(model, Transformer)):
+    if not isinstance(model, Transformer):
         return None
     weights = _WEIGHTS.get(model)
-    if weights is None or not weights.are_those_of(model):
-        _WEIGHTS[model] = _Weights.of(model, in_place)
+    if weights is not None and weights.seen.is_unchanged():
+        return model
+    if not _can_fuse(model):
+        return None
+    # Not as inference tensors, whatever the caller's mode: the parameters that become views may be trained later.
+    with torch.inference_mode(False), torch.no_grad():
+        _WEIGHTS[model] = _Weights.of(model, in_place or (weights is not None and weights.in_place))
     return model
 
 
@@ -70,14 +81,39 @@ def _can_fuse(model: Any) -> bool:
         return False
     if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in model.parameters()):
         return False
-    return bool(model.config.head_dim % 8 == 0)
+    if model.config.head_dim % 8 or model.config.intermediate_size < 8:
+        return False
+    if any(_detours(model)):
+        return False
+    return _parts(model) == _parts_of(type(model), model.config)
+
+
+def _detours(model: nn.Module) -> Iterator[object]:
+    """Of each module its hooks, and whether its `forward` was replaced: what is true here, the kernels would skip."""
+    for module in model.modules():
+        yield module._forward_pre_hooks
+        yield module._forward_hooks
+        yield "forward" in vars(module)
+
+
+def _parts(model: nn.Module) -> list[tuple[str, object]]:
+    """What a model is made of: the types of its modules, and the shapes of its parameters."""
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters())]
+
+
+@lru_cache(maxsize=8)
+def _parts_of(kind: type[MiniGPT | Decoder], config: Any) -> list[tuple[str, object]]:
+    """What a model is made of if nobody has replaced a part of it."""
+    with torch.device("meta"):
+        return _parts(kind(config))
 
 
 def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensors) -> Tensor:
     """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
-        model: after `fuse`. If a weight was changed since, in place or not, the weights are joined anew.
+        model: after `fuse`, and not changed since.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
 
@@ -89,8 +125,6 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         ValueError: a length is more than its table has room for, or less than its sequence's new tokens.
     """
     weights = _WEIGHTS[model]
-    if not weights.are_current:
-        weights = _WEIGHTS[model] = _Weights.of(model, weights.in_place)
     num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
@@ -196,6 +230,9 @@ class _Joined:
         if in_place:
             for layer, columns in zip(layers, torch.split(matrix, sizes, dim=1), strict=True):
                 layer.weight.data = columns.t()
+            if bias is not None:
+                for layer, numbers in zip(layers, torch.split(bias, sizes), strict=True):
+                    layer.bias.data = numbers
         return cls(matrix, bias)
 
 
@@ -245,8 +282,7 @@ class _Weights:
         norms: of each block the gain of its first norm, which is computed with the sum before it; last the model's own.
         head: the output layer.
         in_place: whether the model's parameters are views of these.
-        parameters: the model's.
-        seen: of each where it was and how often it had been changed, when they were joined.
+        seen: the model as it was when they were joined.
     """
 
     config: Any
@@ -254,32 +290,67 @@ class _Weights:
     norms: list[Array]
     head: _Joined
     in_place: bool
-    parameters: list[nn.Parameter]
-    seen: list[tuple[int, int]]
+    seen: _Seen
 
     @classmethod
     def of(cls, model: Any, in_place: bool) -> _Weights:
         """Join a model's weights."""
         layers, head = [_Layer.of(block, in_place) for block in model.layers], _output_matrix(model, in_place)
         norms = [*(block.input_layernorm for block in model.layers), model.norm]
-        parameters = list(model.parameters())
-        gains = [_array(norm.weight) for norm in norms]
-        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters))
-
-    @property
-    def are_current(self) -> bool:
-        """Whether no parameter has been changed since."""
-        return self.seen == _versions(self.parameters)
-
-    def are_those_of(self, model: Transformer) -> bool:
-        """Whether these still are the model's weights: it has the same parameters, and none has been changed."""
-        own = list(model.parameters())
-        return len(own) == len(self.parameters) and all(map(operator.is_, own, self.parameters)) and self.are_current
+        return cls(model.config, layers, [_array(norm.weight) for norm in norms], head, in_place, _Seen(model))
 
 
-def _versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
-    """Where each parameter is, and how often it has been changed in place."""
-    return [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+class _Seen:
+    """A model as it is, to find out in some microseconds, before each step, whether it still is that model.
+
+    Args:
+        model: its modules are remembered, but not the model itself: it may be freed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._members = [members for module in modules for members in (module._modules, module._parameters)]
+        self._values = list(self._all_members())
+        self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+        self._attributes = [vars(module) for module in modules]
+        self._parameters = list(model.parameters())
+        self._versions = self._all_versions()
+        # Not all optimizers count what they change. The views also keep the memory, which no other weight can be given.
+        self._samples = [_sample(parameter) for parameter in self._parameters]
+        self._numbers = np.concatenate(self._samples).tobytes()
+
+    def is_unchanged(self) -> bool:
+        """Whether the model is made of the same modules and parameters, none has got a hook, and no weight is other."""
+        values = list(self._all_members())
+        return (
+            len(values) == len(self._values)
+            and all(map(operator.is_, values, self._values))
+            and not any(self._hooks)
+            and not any("forward" in attributes for attributes in self._attributes)
+            and self._versions == self._all_versions()
+            and self._numbers == np.concatenate(self._samples).tobytes()
+        )
+
+    def _all_members(self) -> Iterator[object]:
+        return chain.from_iterable(members.values() for members in self._members)
+
+    def _all_versions(self) -> list[tuple[int, int]]:
+        """Where each parameter is, and how often it has been changed in place, as far as PyTorch counts that."""
+        return [(each.data_ptr(), _version(each)) for each in self._parameters]
+
+
+def _version(parameter: nn.Parameter) -> int:
+    try:
+        return parameter._version
+    except RuntimeError:  # it was made in inference mode, in which nothing is counted
+        return 0
+
+
+def _sample(parameter: nn.Parameter) -> Array:
+    """At least four numbers of a parameter, or all: a view."""
+    numbers = parameter.detach()
+    numbers = numbers.diagonal() if numbers.ndim == 2 else numbers
+    return _array(numbers[:: max(1, len(numbers) // 4)])
 
 
 _WEIGHTS: WeakKeyDictionary[Transformer, _Weights] = WeakKeyDictionary()

@@ -146,18 +146,8 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         _require_device(device)
     model = find_model(model)
     if isinstance(model, Path):
-        loaded: MiniGPT | Decoder
-        if model.is_dir():
-            loaded = load_folder(model, dtype=dtype, device=device or "cpu")
-            loaded = _widened(loaded if dtype else half_on_gpu(loaded), model, dtype)
-        else:
-            loaded = load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu")
-            loaded = loaded if dtype else half_on_gpu(loaded)
-        if cpu.is_available():
-            from minicache.model.fused import fuse  # imports numba
-
-            fuse(loaded, in_place=True)  # nobody else has this model: no weight need be held twice
-        return loaded
+        with torch.inference_mode(False):  # whatever the caller's mode: the model may be trained later
+            return _load(model, dtype, device or "cpu")
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
         raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
     weights = next(iter(model.parameters()))
@@ -167,6 +157,22 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
             f"model itself, model.to(…), and leave dtype and device out"
         )
     return model
+
+
+def _load(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
+    """As `load_model`, of a checkpoint's or a folder's path."""
+    loaded: MiniGPT | Decoder
+    if path.is_dir():
+        loaded = load_folder(path, dtype=dtype, device=device)
+        loaded = _widened(loaded if dtype else half_on_gpu(loaded), path, dtype)
+    else:
+        loaded = load_minigpt(path, dtype=dtype or torch.float32, device=device)
+        loaded = loaded if dtype else half_on_gpu(loaded)
+    if cpu.is_available():
+        from minicache.model.fused import fuse  # imports numba
+
+        fuse(loaded, in_place=True)  # nobody else has this model: no weight need be held twice
+    return loaded
 
 
 def _require_device(device: torch.device | str) -> None:

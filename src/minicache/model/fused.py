@@ -71,7 +71,7 @@ def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
     if not _can_fuse(model):
         return None
     # Not as inference tensors, whatever the caller's mode: the parameters that become views may be trained later.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False):
         _WEIGHTS[model] = _Weights.of(model, in_place or (weights is not None and weights.in_place))
     return model
 
@@ -336,14 +336,7 @@ class _Seen:
 
     def _all_versions(self) -> list[tuple[int, int]]:
         """Where each parameter is, and how often it has been changed in place, as far as PyTorch counts that."""
-        return [(each.data_ptr(), _version(each)) for each in self._parameters]
-
-
-def _version(parameter: nn.Parameter) -> int:
-    try:
-        return parameter._version
-    except RuntimeError:  # it was made in inference mode, in which nothing is counted
-        return 0
+        return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in self._parameters]
 
 
 def _sample(parameter: nn.Parameter) -> Array:

@@ -7,6 +7,7 @@ all of them, and of the two the larger numbers count.
 
     python -m benchmarks.compiled              all launches, half an hour; → benchmarks/results/compiled.json
     python -m benchmarks.compiled --corners    a selection, in about a minute: lines of JSON, and nothing is recorded
+    python -m benchmarks.compiled --corners store gather    only these launchers
 """
 
 from __future__ import annotations
@@ -90,13 +91,14 @@ class Launch:
 
 
 def main(
+    launchers: Annotated[list[str] | None, typer.Argument(help="With --corners: only these, such as decode.")] = None,
     corners: Annotated[bool, typer.Option(help="Compile a selection, print it, and record nothing.")] = False,
 ) -> None:
     """Compile what the launchers launch."""
     if corners:
         for launch in selection():
-            for each in rows(launch):
-                print(json.dumps(each), flush=True)
+            if not launchers or launch.launcher in launchers:
+                print_rows(launch)
         return
     every = track(list(launches()), description="Compiling", console=Console(stderr=True))
     found = [each for launch in every for each in rows(launch)]
@@ -109,6 +111,16 @@ def main(
             "refused": by_architecture(each for each in found if "refused" in each),
         },
     )
+
+
+def print_rows(launch: Launch) -> None:
+    """A line of JSON for each kernel, or one with the error."""
+    try:
+        found = rows(launch)
+    except Exception as error:  # the next launch may tell more
+        found = [{"launcher": launch.launcher, "architecture": f"sm_{launch.architecture}", "error": repr(error)}]
+    for each in found:
+        print(json.dumps(each), flush=True)
 
 
 def by_architecture(found: Iterable[Row]) -> dict[str, list[Row]]:

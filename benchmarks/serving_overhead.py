@@ -1,16 +1,18 @@
-"""What engine and server cost over the bare model: three ladders in one run, at 1, 16 and 64 requests.
+"""What engine and server cost over the bare model: four ladders in one run, at 1, 16 and 64 requests.
 
 - **model**: what a step cannot do without. A `RaggedStep` over the same contexts, one pass of the model, the likeliest
   token of each sequence, and that as Python's ints. No scheduler, no requests, no text.
 - **engine**: `LLM.step()` in the same thread, as often as it takes.
-- **server**: `create_app` under uvicorn in a process of its own, so many streams over HTTP, each on its own connection.
-  The client is this process: the load client, which notes when each token came.
+- **thread**: `minicache serve --in-process`, so many streams over HTTP, each on its own connection. The client is this
+  process: the load client, which notes when each token came.
+- **server**: `minicache serve`, whose engine has a process of its own; the same clients.
 
 All requests come at once, with prompts of 64 tokens, and want 128 more, whatever these are. Counted are the tokens from
-the 33rd to the 97th of each answer: by then all requests run, and none has ended. So all three ladders compute the same
+the 33rd to the 97th of each answer: by then all requests run, and none has ended. So all four ladders compute the same
 steps. The ladders take turns in another order each round. Time is cut into windows of 16 tokens, recorded is of each
 window the least of all rounds, and their sum: what the machine takes while nobody disturbs it. Processor time is
-recorded beside it: on a machine with fewer cores than busy threads, that is what serving costs.
+recorded beside it, of server and engine together: on a machine with fewer cores than busy threads, that is what serving
+costs.
 
 Two models: the shipped one (its steps are short, so that all else weighs more), and the random Llama of
 `benchmarks/engine.py`, 6.6 times as large. One thread for PyTorch.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import random
 import statistics
 import time
@@ -30,6 +33,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -48,7 +53,7 @@ from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
 from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
-from minicache.model import MiniGPT, load_minigpt
+from minicache.model import MiniGPT, load_minigpt, save_minigpt
 
 GOAL = 0.15
 BATCHES = (1, 16, 64)
@@ -57,7 +62,7 @@ NUM_PROMPT, NUM_NEW = 64, 128
 FIRST, LAST, WINDOW = 32, 96, 16
 BLOCK_SIZE = 16
 NUM_BLOCKS = max(BATCHES) * blocks_for(NUM_PROMPT + NUM_NEW, BLOCK_SIZE)
-LADDERS = ("model", "engine", "server")
+LADDERS = ("model", "engine", "thread", "server")
 
 
 class Words:
@@ -138,11 +143,12 @@ def of_model(name: str) -> dict[str, Any]:
     """All ladders of one model."""
     model, _ = make_model(name)
     llm = make_llm(LLM, name)
-    with a_server(name) as (endpoint, cpu):
+    with a_server(name, in_process=True) as threaded, a_server(name, in_process=False) as apart:
         ladders: dict[str, Callable[[int, int], Run]] = {
             "model": partial(bare, model),
             "engine": partial(stepped, llm),
-            "server": partial(served, endpoint, cpu, model.config.vocab_size),
+            "thread": partial(served, *threaded, model.config.vocab_size),
+            "server": partial(served, *apart, model.config.vocab_size),
         }
         rng = random.Random(0)
         turns = [(turn, batch, each) for turn in range(ROUNDS[name]) for batch in BATCHES for each in in_turns(rng)]
@@ -227,10 +233,10 @@ def requests_of(batch: int, turn: int, vocab_size: int) -> list[Any]:
 
 
 @contextmanager
-def a_server(name: str) -> Iterator[tuple[Endpoint, Callable[[], float]]]:
-    """A server in a process of its own: where it listens, and a call that asks for its processor time."""
+def a_server(name: str, *, in_process: bool) -> Iterator[tuple[Endpoint, Callable[[], float]]]:
+    """A server: where it listens, and a call that asks for its processor time, with its engine's."""
     here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(name, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(name, in_process, there))
     process.start()
 
     def cpu() -> float:
@@ -245,24 +251,47 @@ def a_server(name: str) -> Iterator[tuple[Endpoint, Callable[[], float]]]:
         process.join(30)
 
 
-def serve(name: str, wire: Connection) -> None:
+def serve(name: str, in_process: bool, wire: Connection) -> None:
     """What the process runs."""
     import threading
 
+    from minicache.engine.async_engine import AsyncEngine
+    from minicache.replica import EngineClient, EngineOptions
+    from minicache.replica.process import starter
     from minicache.server.app import create_app
     from minicache.server.running import Server
 
     torch.set_num_threads(1)
-    app = create_app(make_llm(ServedLLM, name), served_model_name="bench")
-    server = Server(app, port=0, drain_seconds=1.0, on_listening=wire.send)
+    engine: AsyncEngine | EngineClient
+    with TemporaryDirectory() as folder:
+        if in_process:
+            engine = AsyncEngine(make_llm(ServedLLM, name))
+        else:
+            _, tokenizer = make_model(name)
+            model = name
+            if name != "minigpt":
+                model = f"{folder}/model.safetensors"
+                save_minigpt(make_model(name)[0], model)
+            options = EngineOptions(model=model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_threads=1)
+            engine = EngineClient(starter(options), tokenizer)
+        server = Server(
+            create_app(engine, served_model_name="bench"), port=0, drain_seconds=1.0, on_listening=wire.send
+        )
 
-    def obey() -> None:
-        while wire.recv() == "cpu":
-            wire.send(time.process_time())
-        server.stop()
+        def obey() -> None:
+            while wire.recv() == "cpu":
+                processes = [each.process for each in engine.replicas] if isinstance(engine, EngineClient) else []
+                wire.send(time.process_time() + sum(cpu_of(each.pid) for each in processes if each))
+            server.stop()
 
-    threading.Thread(target=obey, daemon=True).start()
-    server.run()
+        threading.Thread(target=obey, daemon=True).start()
+        server.run()
+
+
+def cpu_of(pid: int) -> float:
+    """Processor time of another process, in seconds. Linux: the fields 14 and 15 of its stat (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # What is recorded
@@ -280,6 +309,8 @@ def compared(runs: dict[str, list[Run]], batch: int) -> dict[str, Any]:
         "median_ms_per_step": {each: round(1e3 * seconds, 4) for each, seconds in median.items()},
         "tokens_per_second": {each: round(batch / seconds, 1) for each, seconds in least.items()},
         "engine_over_model": round(least["engine"] / least["model"] - 1, 4),
+        "thread_over_engine": round(least["thread"] / least["engine"] - 1, 4),
+        "thread_over_model": round(least["thread"] / least["model"] - 1, 4),
         "server_over_engine": round(least["server"] / least["engine"] - 1, 4),
         "server_over_model": round(least["server"] / least["model"] - 1, 4),
         "cpu_ms_per_token": {each: round(1e3 * min(map(cpu_per_token, of)) / batch, 4) for each, of in runs.items()},
@@ -294,12 +325,12 @@ def cpu_per_token(run: Run) -> float:
 def show(figures: dict[str, Any]) -> None:
     """Milliseconds a step, and the overhead."""
     table = Table(title="Milliseconds a step, and how much longer than the model alone", box=SIMPLE_HEAD)
-    for heading in ("model", "requests", *LADDERS, "engine over model", "server over model"):
+    for heading in ("model", "requests", *LADDERS, "engine over model", "thread over model", "server over model"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for name, told in figures.items():
         for batch, found in told["batches"].items():
             ms = [f"{found['ms_per_step'][each]:.2f}" for each in LADDERS]
-            over = [f"{found[each]:+.1%}" for each in ("engine_over_model", "server_over_model")]
+            over = [f"{found[each]:+.1%}" for each in ("engine_over_model", "thread_over_model", "server_over_model")]
             table.add_row(name, batch, *ms, *over)
     Console(highlight=False).print(table)
 

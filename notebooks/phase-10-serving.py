@@ -143,7 +143,7 @@ print(f"and by {median(thread_late):.2f} ms or more beside a thread.")
 @contextmanager
 def a_server(max_num_seqs=16, max_waiting=64):
     """A server on 127.0.0.1: its port and its engine."""
-    app = create_app(ServedLLM(max_num_seqs=max_num_seqs), max_waiting=max_waiting)
+    app = create_app(AsyncEngine(ServedLLM(max_num_seqs=max_num_seqs), max_waiting=max_waiting))
     listening, port = threading.Event(), []
     server = Server(app, port=0, drain_seconds=1, on_listening=lambda at: (port.append(at), listening.set()))
     thread = threading.Thread(target=server.run)

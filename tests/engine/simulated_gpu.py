@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minicache import kernels
-from minicache.kernels import oracle, plain, runtime
+from minicache.kernels import configs, oracle, plain, runtime
 
 CUDA = torch.device("cuda", 0)
 
@@ -139,11 +139,11 @@ def simulated_gpu(patch: pytest.MonkeyPatch) -> Iterator[Traffic]:
         pytest.importorskip("minicache.kernels.decode"),
         pytest.importorskip("minicache.kernels.prefill"),
     )
-    from minicache.kernels import configs, split_kv, store
+    from minicache.kernels import split_kv, store
 
     decode, prefill = kernels_of_triton
     patch.setattr(runtime, "require_triton", lambda *about: None)
-    patch.setattr(configs, "architecture", lambda device: 90)
+    patch.setattr(configs, "architecture", lambda device: configs.INTERPRETER)
     patch.setattr(kernels, "_num_processors", lambda device: 4)
     patch.setattr(store, "store_kv", launched(plain.store_kv))
     patch.setattr(decode, "paged_decode_attention", launched(oracle.paged_decode_attention))

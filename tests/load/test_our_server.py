@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from minicache import cli
+from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.logprobs import ServedLLM
 from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
 from minicache.server.app import create_app
@@ -22,7 +23,7 @@ def url():
     """A server with two batch slots and four places in the line."""
     torch.set_num_threads(1)
     ports, is_up = [], threading.Event()
-    app = create_app(ServedLLM(max_num_seqs=2), served_model_name="minigpt", max_waiting=4)
+    app = create_app(AsyncEngine(ServedLLM(max_num_seqs=2), max_waiting=4), served_model_name="minigpt")
     server = Server(app, port=0, on_listening=lambda port: (ports.append(port), is_up.set()))
     thread = threading.Thread(target=server.run)
     thread.start()

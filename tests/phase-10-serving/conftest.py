@@ -552,7 +552,7 @@ class Served:
         from minicache.server.running import Server
 
         self.llm, self.port = TinyLLM(max_num_seqs=2), None
-        app = create_app(self.llm, served_model_name="tiny", max_waiting=1)
+        app = create_app(AsyncEngine(self.llm, max_waiting=1), served_model_name="tiny")
         self.engine = app.state.served.engine
         self._server = Server(app, port=0, drain_seconds=0.2, on_listening=self._listening)
         self._clients = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.logprobs import ServedLLM
 from minicache.server.app import create_app
 
@@ -25,7 +26,7 @@ def served(save, add_tokenizer) -> Iterator[tuple]:
     saved = save("llama", vocab_size=300, eos_token_id=1, fresh=True)
     theirs = add_tokenizer(saved.folder)
     llm = ServedLLM(saved.folder, num_blocks=200, prefix_caching=True)
-    with TestClient(create_app(llm, served_model_name="org/cat")) as client:
+    with TestClient(create_app(AsyncEngine(llm), served_model_name="org/cat")) as client:
         yield client, saved.theirs, theirs
     assert llm.scheduler.num_running == 0
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from torch import Tensor
 
 from minicache.engine.async_engine import AsyncEngine
@@ -21,10 +23,14 @@ from minicache.engine.logprobs import ServedLLM
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
 from minicache.model.minigpt import MiniGPT, MiniGPTConfig
+from minicache.replica.client import EngineClient
+from minicache.replica.core import EngineCore
+from minicache.replica.llm import info_of
+from minicache.replica.messages import Ready, encode
 from minicache.server.app import Served, create_app
 from minicache.server.running import Server
 
-OF_APP = ("served_model_name", "max_waiting", "api_key", "max_body_nbytes")
+OF_APP = ("served_model_name", "api_key", "max_body_nbytes")
 """Options of `create_app`."""
 
 SECONDS = 60
@@ -95,21 +101,75 @@ def parse_events(body: bytes) -> list[Any]:
     return events
 
 
+class CoreInThread:
+    """An engine's process, but for the process: a thread of the test's, so that a test can break its model."""
+
+    pid = 0
+
+    def __init__(self, llm: ServedLLM, address: str) -> None:
+        self._context = zmq.Context()
+        self._is_killed = False
+        self.thread = threading.Thread(target=self._run, args=(llm, address), name="engine under test")
+        self.thread.start()
+
+    def _run(self, llm: ServedLLM, address: str) -> None:
+        with suppress(zmq.ContextTerminated), self._context.socket(zmq.PAIR) as socket:
+            socket.connect(address)
+            core = EngineCore(llm, socket)
+            socket.send(encode(Ready(info_of(llm))))
+            core.run()
+
+    async def wait(self) -> int:
+        while self.thread.is_alive() and not self._is_killed:
+            await asyncio.sleep(0.002)
+        return 0
+
+    def kill(self) -> None:
+        """A thread cannot be killed: it ends when it looks for a message."""
+        if not self._is_killed:
+            self._is_killed = True
+            threading.Thread(target=self._context.term, daemon=True).start()
+
+
 @dataclass
 class Running:
-    """A server that answers. Leaving the block stops it, and looks whether anything is left of its requests."""
+    """A server that answers. Leaving the block stops it, and looks whether anything is left of its requests.
+
+    Attributes:
+        llm: the engine; without a tokenizer if it is behind a socket.
+        tokenizer: of the API.
+        cores: the engines of kind "process".
+        cut: requests that were unfinished when the server stopped.
+        kind: "thread": an `AsyncEngine`; "process": an `EngineClient` and an `EngineCore`, which runs in a thread.
+    """
 
     llm: ServedLLM
+    kind: str
+    tokenizer: Any
     options: dict[str, Any]
     drain_seconds: float = 10.0
+    max_waiting: int = 256
     server: Server = field(init=False)
     port: int = field(init=False, default=0)
+    cores: list[CoreInThread] = field(init=False, default_factory=list)
+    cut: set[Any] = field(init=False, default_factory=set)
 
     def __enter__(self) -> Running:
         torch.set_num_threads(1)
-        app = create_app(self.llm, **self.options)
+        self.engine: AsyncEngine | EngineClient
+        if self.kind == "thread":
+            self.engine = AsyncEngine(self.llm, max_waiting=self.max_waiting)
+        else:
+            self.engine = EngineClient(self._start_core, self.tokenizer, max_waiting=self.max_waiting)
+        app = create_app(self.engine, **self.options)
+        stop_engine = self.engine.stop
+
+        async def stop() -> None:
+            self.cut |= self.engine.streams.keys()
+            await stop_engine()
+
+        self.engine.stop = stop  # type: ignore[method-assign]
         self.served: Served = app.state.served
-        self.engine: AsyncEngine = self.served.engine
         listening = threading.Event()
 
         def on_listening(port: int) -> None:
@@ -122,10 +182,16 @@ class Running:
         assert listening.wait(SECONDS), "the server does not listen"
         return self
 
+    async def _start_core(self, address: str) -> CoreInThread:
+        self.cores.append(CoreInThread(self.llm, address))
+        return self.cores[-1]
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+        for core in self.cores:
+            core.thread.join(SECONDS)
         if error is None:
             self.assert_all_is_given_back()
 
@@ -177,14 +243,19 @@ class Running:
 
     def wait_until_idle(self) -> None:
         """Until all answers have ended, and the thread has nothing left to do."""
-        self.wait_until(lambda: not self.engine.num_unfinished and self.engine.commands.empty())
+        self.wait_until(lambda: not self.engine.num_unfinished and self._has_obeyed())
         self.wait_until(lambda: not self.llm.has_unfinished and not self.llm.answers)
+
+    def _has_obeyed(self) -> bool:
+        return isinstance(self.engine, EngineClient) or self.engine.commands.empty()
 
     def assert_all_is_given_back(self) -> None:
         """Nobody has a place, a stream, an answer or a block any more; the books agree."""
-        assert self.engine.error is None
+        assert getattr(self.engine, "error", None) is None
         assert self.engine.num_unfinished == 0
         assert not self.engine.streams
+        for request_id in self.cut:  # a process would have ended with these
+            self.llm.abort_request(request_id)
         assert not self.llm.answers
         assert not self.llm.has_unfinished
         scheduler = self.llm.scheduler
@@ -226,11 +297,17 @@ def tiny() -> Breakable:
 Serve = Callable[..., Running]
 
 
+@pytest.fixture(scope="module", params=["thread", "process"])
+def engine_kind(request: pytest.FixtureRequest) -> str:
+    """Where the engine is, as `Running` says it: what the API does must not depend on it."""
+    return str(request.param)
+
+
 @pytest.fixture
-def serve(model: Breakable) -> Iterator[Serve]:
+def serve(model: Breakable, engine_kind: str) -> Iterator[Serve]:
     """A function that starts a server with options of `ServedLLM` and `create_app`, and the test's model."""
     with ExitStack() as stack:
-        yield lambda **options: stack.enter_context(running(model, **options))
+        yield lambda **options: stack.enter_context(running(model, engine_kind, **options))
 
 
 @pytest.fixture
@@ -242,12 +319,15 @@ def gate(serve: Serve) -> Iterator[threading.Event]:
 
 
 @pytest.fixture(scope="module")
-def serve_for_module(minigpt: MiniGPT) -> Serve:
+def serve_for_module(minigpt: MiniGPT, engine_kind: str) -> Serve:
     """The same for a module's own fixture: a context manager, and a model that cannot be broken."""
-    return lambda **options: running(Breakable(minigpt), **options)
+    return lambda **options: running(Breakable(minigpt), engine_kind, **options)
 
 
-def running(model: Breakable, *, drain_seconds: float = 10.0, **options: Any) -> Running:
+def running(model: Breakable, kind: str, **options: Any) -> Running:
+    of_server = {name: options.pop(name) for name in ("drain_seconds", "max_waiting") if name in options}
     of_app = {name: options.pop(name) for name in OF_APP if name in options}
-    settings: dict[str, Any] = {"num_blocks": 256, "prefix_caching": True, "tokenizer": Tokenizer(), **options}
-    return Running(ServedLLM(model, **settings), of_app, drain_seconds)
+    tokenizer = options.pop("tokenizer", None) or Tokenizer()
+    settings: dict[str, Any] = {"num_blocks": 256, "prefix_caching": True, **options}
+    llm = ServedLLM(model, tokenizer=tokenizer if kind == "thread" else None, **settings)
+    return Running(llm, kind, tokenizer, of_app, **of_server)

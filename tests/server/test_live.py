@@ -15,12 +15,15 @@ import pytest
 from fastapi import FastAPI
 
 from minicache.palette import PALETTE
+from minicache.replica import view as replica_view
+from minicache.replica.messages import Picture
+from minicache.replica.view import LiveView
 from minicache.request import Request
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import observe
 from minicache.scheduler.sharing import SharingScheduler
 from minicache.server import live
-from minicache.server.live import LiveView, live_routes, pictures
+from minicache.server.live import AskPicture, live_routes, pictures
 
 STATIC = Path(live.__file__).parent / "static"
 
@@ -28,6 +31,19 @@ STATIC = Path(live.__file__).parent / "static"
 def watched(scheduler: Scheduler) -> tuple[Scheduler, LiveView]:
     view = LiveView(scheduler)
     return observe(scheduler, view), view
+
+
+def asking(view: LiveView) -> AskPicture:
+    """As a backend asks a view."""
+    shown = [Picture(0, b"")]
+
+    async def ask() -> Picture:
+        picture = view.snapshot()
+        if picture["version"] != shown[0].version:
+            shown[0] = Picture(picture["version"], json.dumps(picture).encode())
+        return shown[0]
+
+    return ask
 
 
 def add(scheduler: Scheduler, names: Sequence[str], num_prompt: int = 10, max_tokens: int = 5) -> list[Request]:
@@ -44,8 +60,8 @@ def report(scheduler: Scheduler, output: SchedulerOutput) -> None:
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture of every step that somebody looks at, however quickly they follow each other."""
-    monkeypatch.setattr(live, "PICTURE_SECONDS", 0.0)
-    monkeypatch.setattr(live, "MAX_SHARE", 1e9)
+    monkeypatch.setattr(replica_view, "PICTURE_SECONDS", 0.0)
+    monkeypatch.setattr(replica_view, "MAX_SHARE", 1e9)
 
 
 NAMES = ["static", "continuous", "paged", "fair", "chunked"]
@@ -212,13 +228,14 @@ def test_a_picture_can_be_read_while_the_engine_runs(every_step: None) -> None:
 
 
 def test_the_stream_shows_what_is_new_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_view, "PICTURE_SECONDS", 0.01)
     monkeypatch.setattr(live, "PICTURE_SECONDS", 0.01)
     monkeypatch.setattr(live, "KEEP_ALIVE_SECONDS", 0.05)
     scheduler, view = watched(create_scheduler("chunked", num_blocks=20, block_size=4))
 
     async def look() -> list[bytes]:
         stopping = asyncio.Event()
-        stream = pictures(view, stopping)
+        stream = pictures(asking(view), stopping)
         events = [await anext(stream), await anext(stream)]
         add(scheduler, "a", max_tokens=1)
         report(scheduler, scheduler.schedule())
@@ -238,7 +255,7 @@ def test_the_stream_shows_what_is_new_and_ends_with_the_server(monkeypatch: pyte
 def get(paths: Sequence[str]) -> list[httpx.Response]:
     _, view = watched(create_scheduler("chunked", num_blocks=20, block_size=4))
     app = FastAPI()
-    app.include_router(live_routes(view, asyncio.Event()))
+    app.include_router(live_routes(asking(view), asyncio.Event()))
     assert app.openapi()["paths"] == {}
 
     async def fetch() -> list[httpx.Response]:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from minicache.engine.answers import Chunk
+from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams
 from minicache.server.app import create_app
@@ -141,7 +142,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
 def address() -> Iterator[str]:
     ports: Queue[int] = Queue()
     llm = UnhurriedLLM(num_blocks=256, block_size=4, max_num_seqs=8)
-    server = Server(create_app(llm), port=0, on_listening=ports.put)
+    server = Server(create_app(AsyncEngine(llm)), port=0, on_listening=ports.put)
     thread = threading.Thread(target=server.run)
     thread.start()
     yield f"http://127.0.0.1:{ports.get(timeout=30)}/"

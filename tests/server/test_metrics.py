@@ -77,8 +77,8 @@ def request_of(request_id: Any, num_prompt_tokens: int = 5, max_tokens: int = 4,
 
 def watched(stage: str = "paged", **options: Any) -> tuple[Scheduler, Metrics]:
     scheduler = create_scheduler(stage, **{"num_blocks": 10} | options)
-    metrics = Metrics("minigpt", scheduler)
-    return observe(scheduler, metrics), metrics
+    metrics = Metrics("minigpt")
+    return observe(scheduler, metrics.watch(scheduler)), metrics
 
 
 def step(scheduler: Scheduler) -> SchedulerOutput:
@@ -92,8 +92,8 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
 
 def test_the_times_of_one_request() -> None:
     clock, scheduler = Clock(), create_scheduler("chunked", num_blocks=10, max_num_batched_tokens=16)
-    metrics = Metrics("minigpt", scheduler, clock=clock)
-    scheduler = observe(scheduler, metrics)
+    metrics = Metrics("minigpt")
+    scheduler = observe(scheduler, metrics.watch(scheduler, clock=clock))
     scheduler.add_request(request_of("a", 20, 3, arrival_time=999.0))
     assert (Sample(metrics)["vllm:num_requests_running"], Sample(metrics)["vllm:num_requests_waiting"]) == (0, 1)
     clock.now = 1000.5
@@ -127,8 +127,8 @@ def test_the_times_of_one_request() -> None:
 
 def test_a_request_without_an_arrival_time_arrives_when_it_is_added() -> None:
     clock, scheduler = Clock(), create_scheduler("paged", num_blocks=10)
-    metrics = Metrics("minigpt", scheduler, clock=clock)
-    scheduler = observe(scheduler, metrics)
+    metrics = Metrics("minigpt")
+    scheduler = observe(scheduler, metrics.watch(scheduler, clock=clock))
     scheduler.add_request(request_of("a"))
     clock.now += 0.5
     step(scheduler)
@@ -137,8 +137,8 @@ def test_a_request_without_an_arrival_time_arrives_when_it_is_added() -> None:
 
 def test_what_ends_before_it_began() -> None:
     clock, scheduler = Clock(), create_scheduler("paged", num_blocks=10)
-    metrics = Metrics("minigpt", scheduler, clock=clock)
-    scheduler = observe(scheduler, metrics)
+    metrics = Metrics("minigpt")
+    scheduler = observe(scheduler, metrics.watch(scheduler, clock=clock))
     scheduler.add_request(request_of("a"))
     clock.now += 2.0
     assert scheduler.abort_request("a")
@@ -222,8 +222,9 @@ def test_ended_requests_are_forgotten() -> None:
 def test_twins() -> None:
     clock = Clock()
     scheduler: Any = create_scheduler("chunked", num_blocks=20)
-    metrics = Metrics("minigpt", scheduler, clock=clock)
-    scheduler = observe(observe(scheduler, Recorder(lambda _: None)), metrics)
+    metrics = Metrics("minigpt")
+    watch = metrics.watch(scheduler, clock=clock)
+    scheduler = observe(observe(scheduler, Recorder(lambda _: None)), watch)
     scheduler.add_request(request_of("a", 10, 4))
     clock.now += 1.0
     step(scheduler)
@@ -342,8 +343,9 @@ SETUPS: list[tuple[str, dict[str, Any]]] = [
 def test_against_the_trace(stage: str, options: dict[str, Any]) -> None:
     clock, steps = Clock(), list[TraceStep]()
     scheduler = create_scheduler(stage, **{"num_blocks": 8, "max_num_seqs": 6} | options)
-    metrics, diary = Metrics("minigpt", scheduler, clock=clock), Diary(clock)
-    scheduler = observe(observe(scheduler, Recorder(steps.append, clock), diary), metrics)
+    metrics, diary = Metrics("minigpt"), Diary(clock)
+    watch = metrics.watch(scheduler, clock=clock)
+    scheduler = observe(observe(scheduler, Recorder(steps.append, clock), diary), watch)
     live_through(scheduler, diary, clock, random.Random(stage))
     got, tokens, requests = Sample(metrics), token_times(steps), list(diary.requests.values())
     assert min(diary.num_lost, diary.num_cut) > 0, "no step failed, or nobody left in the middle of one"
@@ -415,8 +417,8 @@ def test_gauges_follow_every_call(stage: str) -> None:
 
 def llm_of(**options: Any) -> tuple[LLM, Metrics]:
     scheduler = create_scheduler("chunked", **{"num_blocks": 64, "max_model_len": 512} | options)
-    metrics = Metrics("minigpt", scheduler)
-    return LLM(scheduler=scheduler, observers=[metrics]), metrics
+    metrics = Metrics("minigpt")
+    return LLM(scheduler=scheduler, observers=[metrics.watch(scheduler)]), metrics
 
 
 def test_an_llm_with_stop_strings_several_answers_and_aborts() -> None:
@@ -475,24 +477,25 @@ class Interrupted(list[Request]):
 
     def __iter__(self) -> Iterator[Request]:
         self.thread.start()
-        self.thread.join(0.1)  # long enough for a scrape that does not wait
+        self.thread.join()
         return super().__iter__()
 
 
-def test_a_scrape_in_the_middle_of_an_update_waits_for_its_end() -> None:
+def test_a_scrape_in_the_middle_of_an_update_sees_nothing_of_it() -> None:
     scheduler = create_scheduler("paged", num_blocks=10)
-    metrics = Metrics("minigpt", scheduler)
+    metrics = Metrics("minigpt")
+    watch = metrics.watch(scheduler)
     request, scrapes = request_of("a", max_tokens=1), list[Sample]()
     scheduler.add_request(request)
-    metrics.on_add(scheduler, request)
+    watch.on_add(scheduler, request)
     output = scheduler.schedule()
-    metrics.on_schedule(scheduler, output)
+    watch.on_schedule(scheduler, output)
     ended = Interrupted(scheduler.update_from_output(output, {"a": TOKEN}), lambda: scrapes.append(Sample(metrics)))
-    metrics.on_update(scheduler, output, ended)
+    watch.on_update(scheduler, output, ended)
     ended.thread.join()
-    [got] = scrapes
-    assert got["vllm:generation_tokens_total"] == sum(got.ended().values()) == 1
-    assert got["vllm:num_requests_running"] == 0
+    for got, num_done in ((scrapes[0], 0), (Sample(metrics), 1)):
+        assert got["vllm:generation_tokens_total"] == sum(got.ended().values()) == num_done
+        assert got["vllm:num_requests_running"] == 1 - num_done
 
 
 def test_every_scrape_is_of_one_moment() -> None:

@@ -17,8 +17,8 @@ KEY = "a key"
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.getfixturevalue("serve_for_module")(api_key=KEY, max_num_seqs=8, max_waiting=8) as running:
+def server(serve_for_module: Any) -> Iterator[Any]:
+    with serve_for_module(api_key=KEY, max_num_seqs=8, max_waiting=8) as running:
         yield running
 
 

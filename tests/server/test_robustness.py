@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,10 +22,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: applicatio
 
 
 @pytest.fixture(scope="module")
-def server(minigpt: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+def server(serve_for_module: Any) -> Iterator[Any]:
     """One server for all tests that leave it as it was."""
-    serve_module = request.getfixturevalue("serve_for_module")
-    with serve_module(max_body_nbytes=2**17) as running:
+    with serve_for_module(max_body_nbytes=2**17) as running:
         yield running
 
 
@@ -329,14 +329,15 @@ def chat(*texts: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text} for text in texts], "temperature": 0, **fields}
 
 
-@pytest.mark.parametrize("tokenizer", [Watched(), WithTemplate()], ids=["without a template", "with a template"])
-def test_texts_are_tokenized_neither_in_the_event_loop_nor_in_the_engine(serve: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize("new_tokenizer", [Watched, WithTemplate], ids=["without a template", "with a template"])
+def test_texts_are_tokenized_neither_in_the_event_loop_nor_in_the_engine(serve: Any, new_tokenizer: Any) -> None:
+    tokenizer = new_tokenizer()
     server = serve(tokenizer=tokenizer)
     assert server.complete("Yesterday I", max_tokens=1).status == 200
     assert server.ask("POST", CHAT, chat("Yesterday I", max_tokens=1)).status == 200
     assert len(tokenizer.threads) == 2
     assert server.thread not in tokenizer.threads
-    assert "minicache-engine" not in {each.name for each in tokenizer.threads}
+    assert not {"minicache-engine", "engine under test"} & {each.name for each in tokenizer.threads}
 
 
 def test_while_a_text_is_tokenized_the_server_answers_and_steps_go_on(serve: Any) -> None:
@@ -375,7 +376,7 @@ def test_what_can_never_fit_is_refused_before_it_is_tokenized(
     assert answer.status == 400
     assert answer.json["error"]["code"] == "context_length_exceeded"
     assert answer.json["error"]["param"] == param
-    assert not server.llm.tokenizer.threads
+    assert not server.tokenizer.threads
 
 
 def test_a_chat_that_is_too_long_by_its_tokens_names_its_messages(serve: Any) -> None:
@@ -613,7 +614,7 @@ def test_a_poisoned_request_fails_alone(serve: Any, model: Any) -> None:
     server = serve()
     wish = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     expected = server.ask("POST", "/v1/completions", wish).json["choices"]
-    told = {5, 6, *server.llm.tokenizer.encode(expected[0]["text"])}
+    told = {5, 6, *server.tokenizer.encode(expected[0]["text"])}
     bad = next(token_id for token_id in range(1, 600) if token_id not in told)
     connection = server.open()
     model.before = poison(bad)
@@ -690,7 +691,7 @@ def test_a_request_without_logits_fails_alone(serve: Any, model: Any, fields: di
     server = serve(num_blocks=512)
     wish = {"prompt": [5, 6], "max_tokens": 60, "ignore_eos": True, "temperature": 0}
     expected = server.ask("POST", "/v1/completions", wish).json["choices"]
-    told = {5, 6, *server.llm.tokenizer.encode(expected[0]["text"])}
+    told = {5, 6, *server.tokenizer.encode(expected[0]["text"])}
     bad = next(token_id for token_id in range(1, 346) if token_id not in told)
 
     def spoil(module: Any, arguments: Any, embedded: torch.Tensor) -> torch.Tensor:
@@ -737,7 +738,7 @@ def test_a_log_probability_of_nothing_is_still_json(serve: Any, model: Any) -> N
 
 def test_a_tokenizer_that_raises_fails_its_step_and_no_more(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve()
-    tokenizer = server.llm.tokenizer
+    tokenizer = server.tokenizer
     decode = tokenizer.decode
 
     def raise_for_many(ids: Any) -> str:
@@ -767,11 +768,11 @@ def test_a_tokenizer_that_raises_for_log_probabilities_ends_the_stream_with_an_e
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
-    tokenizer = server.llm.tokenizer
+    tokenizer = server.tokenizer
     decode = tokenizer.decode
 
     def raise_for_one(ids: Any) -> str:
-        if threading.current_thread() is server.thread:
+        if sys._getframe(1).f_code.co_name == "_token_text":
             raise RuntimeError("cannot be written")
         return str(decode(ids))
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,12 +198,28 @@ class Nursery:
         return line
 
 
+def children(pid: int) -> list[int]:
+    """Its child processes; none where that cannot be told."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return list(map(int, path.read_text().split())) if path.exists() else []
+
+
+def wait_for_the_end(pids: list[int]) -> None:
+    """Nobody waits for an orphan: it may stay as a zombie."""
+    end = time.monotonic() + SECONDS
+    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+        assert time.monotonic() < end, "an engine has outlived its server"
+        time.sleep(0.01)
+
+
 def test_killed_and_started_again_it_serves_on_the_same_port_until_sigterm() -> None:
     with Nursery() as nursery:
         port = nursery.start(0)
         stream = stream_from(port, max_tokens=500)
+        engines = children(nursery.pid)
         nursery.end(signal.SIGKILL)
         assert nursery.status() == -signal.SIGKILL
+        wait_for_the_end(engines)
         with suppress(ConnectionError):
             assert b"[DONE]" not in read_all(stream)
         assert nursery.start(port) == port
@@ -218,11 +235,12 @@ def test_killed_and_started_again_it_serves_on_the_same_port_until_sigterm() -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max-model-len", "100000"], "the model takes 512 tokens"),
-        (["--device", "nowhere"], "no device"),
+        (["--max-model-len", "100000"], "the model takes 512 tokens"),  # the engine's process says so
+        (["--in-process", "--device", "nowhere"], "no device"),
+        (["--in-process", "--replicas", "2"], "leave out --in-process"),
         (["--api-key", ""], "the API key is empty"),
         (["--drain-seconds", "inf"], "drain_seconds must be"),
-        (["--preemption", "swap"], "num_host_blocks"),
+        (["--in-process", "--preemption", "swap"], "num_host_blocks"),
     ],
 )
 def test_options_that_cannot_be_are_told_in_words(options: list[str], words: str) -> None:

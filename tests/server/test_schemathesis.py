@@ -24,8 +24,8 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.getfixturevalue("serve_for_module")() as running:
+def server(serve_for_module: Any) -> Iterator[Any]:
+    with serve_for_module() as running:
         yield running
 
 

@@ -108,7 +108,7 @@ def serve(
     name = served_model_name or model
     with console.status(f"Starting {name}") as status:
 
-        def on_ready(at: int) -> None:
+        def on_listening(at: int) -> None:
             status.stop()
             gc.collect()
             gc.freeze()  # what lives as long as the process is not looked at again by each collection
@@ -123,7 +123,7 @@ def serve(
                 engine = EngineClient(starter(options), tokenizer, num_replicas=replicas, max_waiting=max_waiting)
                 engine.on_progress = lambda doing: status.update(f"Starting {name}: {doing}")
             api = create_app(engine, served_model_name=name, api_key=api_key)
-            server = Server(api, host, port, drain_seconds=drain_seconds, on_ready=on_ready)
+            server = Server(api, host, port, drain_seconds=drain_seconds, on_listening=on_listening)
             server.run(sockets=[listener])
             if server.start_error is not None:
                 raise server.start_error

@@ -166,15 +166,17 @@ class GPUModelRunner:
         return self._graphs[size](packed)[: len(requests)]
 
     def _run(self, requests: list[Request], counts: list[int]) -> Tensor:
-        """The logits after the last token of each request, by as many calls as it takes."""
+        """The logits after the last token of each request, by as many calls as it takes.
+
+        In the step decodes stand before chunks, so that attention computes each kind from views of the step's tensors.
+        """
         storage = self._memory.storage
-        size = StepSize(sum(counts), len(requests), aligned(_longest(requests)))
-        # Decodes first: each kernel then computes a slice of the step (`minicache.kernels.mixed`).
-        order = sorted(range(len(counts)), key=lambda i: counts[i] > 1)
+        order = sorted(range(len(requests)), key=lambda i: counts[i] > 1)
         requests, counts = [requests[i] for i in order], [counts[i] for i in order]
+        size = StepSize(sum(counts), len(requests), aligned(_longest(requests)))
         packed = pack(requests, counts, storage.pool.block_size, size)
         last = size.views(packed).last
-        last.copy_(last[torch.tensor(order).argsort()])  # the logits come in batch order
+        last[order] = last.clone()  # the logits come in the order of the batch
         tensors = size.views(packed.to(storage.device, non_blocking=True))
         lengths = [request.num_computed_tokens + count for request, count in zip(requests, counts, strict=True)]
         step = PackedStep(storage, tensors, num_new_tokens=counts, lengths=lengths)

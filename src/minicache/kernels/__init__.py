@@ -181,7 +181,7 @@ def paged_decode_attention(
         ValueError: shapes do not fit, tensors are on different devices, a length is more than its table has room for
             (CPU tensors), an option has an impossible value, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head sizes or head counts.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -241,7 +241,7 @@ def paged_prefill_attention(
             backend is unknown. For CPU tensors also: a length is more than its table has room
             for or less than its queries, or query_start_loc does not go from 0 to N without falling.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head sizes or head counts.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -341,7 +341,7 @@ def paged_attention(
         TypeError: `q` has another dtype than the cache, or `sliding_window` is no int.
         ValueError: `q` does not fit the cache, `sliding_window` is below 1, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors, PyTorch).
-        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head sizes or head counts.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
     _check_queries(q, k_cache)
     options = _options(q, k_cache, None, None, None, None, sliding_window, None)

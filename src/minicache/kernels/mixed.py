@@ -3,17 +3,16 @@
 The prefill kernel computes any step, but a sequence with a single query takes a whole tile of its query rows, and one
 program walks through all of its context. The decode kernel has a tile of the size of one query's heads, and split-KV
 gives a long context to several programs. So `minicache.kernels.paged_attention` divides a step's sequences, once for
-all layers, from lengths that the host has: nothing here waits for the device if the metadata was given them. If the
-decodes come first, or last, nothing is copied to it either.
+all layers, from lengths that the host has: nothing here waits for the device if the metadata was given them.
 
 No phase builds this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -54,38 +53,49 @@ def _divide(metadata: AttentionMetadata) -> list[Part]:
     chunks = [i for i, count in enumerate(counts) if count > 1]
     if not decodes:
         return whole
-    divided = [_part(metadata, decodes, None)]
-    if chunks:
-        divided.append(_part(metadata, chunks, [counts[i] for i in chunks]))
-    return divided
+    groups = [group for group in (decodes, chunks) if group]
+    apart = [group for group in groups if not _are_neighbours(group)]
+    indices = iter(_copied([numbers for group in apart for numbers in _indices(metadata, group)], metadata))
+    return [_part(metadata, group, counts, indices) for group in groups]
 
 
-def _part(metadata: AttentionMetadata, sequences: list[int], num_new_tokens: list[int] | None) -> Part:
-    """The part of these sequences, in their order. `num_new_tokens` None: one each."""
-    starts, device = metadata.starts, metadata.context_lens.device
-    chosen = _index(sequences, device)
-    rows = _index(list(chain.from_iterable(range(starts[i], starts[i + 1]) for i in sequences)), device)
-    query_start_loc = None
-    if num_new_tokens is not None and isinstance(chosen, slice):
-        assert metadata.query_start_loc is not None
-        query_start_loc = metadata.query_start_loc[chosen.start : chosen.stop + 1] - starts[chosen.start]
-    elif num_new_tokens is not None:
-        query_start_loc = _to_device([0, *accumulate(num_new_tokens)], device)
-    lengths = None if metadata.known_lengths is None else [metadata.known_lengths[i] for i in sequences]
-    tables, context_lens = metadata.block_tables[chosen], metadata.context_lens[chosen]
+def _part(metadata: AttentionMetadata, group: list[int], counts: list[int], indices: Iterator[Tensor]) -> Part:
+    """The part of some sequences: views where they are neighbours, else copies by the next three `indices`."""
+    first, end = group[0], group[-1] + 1
+    starts: Tensor
+    sequences: slice | Tensor
+    rows: slice | Tensor
+    if _are_neighbours(group) and metadata.query_start_loc is not None:
+        sequences, rows = slice(first, end), slice(metadata.starts[first], metadata.starts[end])
+        starts = metadata.query_start_loc[first : end + 1] - metadata.starts[first]
+    else:
+        sequences, rows, starts = next(indices), next(indices), next(indices)
+    known = metadata.known_lengths
     part = AttentionMetadata(
-        tables, context_lens, query_start_loc, lengths=lengths, num_new_tokens=num_new_tokens or [1] * len(sequences)
+        metadata.block_tables[sequences],
+        metadata.context_lens[sequences],
+        None if counts[first] == 1 else starts,
+        lengths=None if known is None else [known[i] for i in group],
+        num_new_tokens=[counts[i] for i in group],
     )
     return Part(rows, part)
 
 
-def _index(chosen: list[int], device: torch.device) -> slice | Tensor:
-    """A slice if the chosen numbers are neighbours: its result is a view, and nothing is copied to the device."""
-    if chosen[-1] - chosen[0] == len(chosen) - 1:
-        return slice(chosen[0], chosen[-1] + 1)
-    return _to_device(chosen, device)
+def _are_neighbours(group: list[int]) -> bool:
+    """Whether rising numbers follow each other without a gap."""
+    return group[-1] - group[0] == len(group) - 1
 
 
-def _to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Int64 numbers on the device. From pinned memory the copy is queued there, and the host goes on."""
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def _indices(metadata: AttentionMetadata, group: list[int]) -> list[list[int]]:
+    """The numbers of some sequences and of their queries, and where the queries of each begin among these."""
+    starts = metadata.starts
+    rows = [row for i in group for row in range(starts[i], starts[i + 1])]
+    return [group, rows, [0, *accumulate(starts[i + 1] - starts[i] for i in group)]]
+
+
+def _copied(lists: list[list[int]], metadata: AttentionMetadata) -> Sequence[Tensor]:
+    """Lists of int64 on the step's device, in one copy. From pinned memory it is queued there, and the host goes on."""
+    if not lists:
+        return ()
+    pinned = torch.tensor([number for numbers in lists for number in numbers], pin_memory=torch.cuda.is_available())
+    return torch.split(pinned.to(metadata.context_lens.device, non_blocking=True), [len(numbers) for numbers in lists])

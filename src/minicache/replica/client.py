@@ -353,7 +353,7 @@ class EngineClient:
             if late:
                 for replica in self.replicas:
                     replica.kill()
-            await asyncio.gather(*self._tasks)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             self._context.term()
             self._folder.cleanup()
 
@@ -598,6 +598,7 @@ class EngineClient:
         except (OSError, zmq.ZMQError) as error:
             return f"the engine's process could not be started: {error}"
         finally:
+            replica.kill()  # if this task was cancelled: the event loop ends
             replica.close()
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with status {status}"
         return f"the engine's process {how}"

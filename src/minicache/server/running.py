@@ -114,8 +114,8 @@ class Server(uvicorn.Server):
         host: the address to listen on.
         port: 0: any that is free.
         drain_seconds: as above.
-        on_ready: is called with the port, as soon as the engine takes requests. (The server listens before: what comes
-            until then is answered by a 503.)
+        on_listening: is called with the port, as soon as clients can come: the server listens, and the engine is ready.
+            (What comes between the two is answered by a 503.)
         log_level: of uvicorn.
 
     Attributes:
@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
         port: int = 8000,
         *,
         drain_seconds: float = 30.0,
-        on_ready: Callable[[int], object] = lambda port: None,
+        on_listening: Callable[[int], object] = lambda port: None,
         log_level: str = "warning",
     ) -> None:
         if not (math.isfinite(drain_seconds) and drain_seconds >= 0):
@@ -150,7 +150,7 @@ class Server(uvicorn.Server):
         self._served: Served = app.state.served
         self._drain_seconds = drain_seconds
         self.start_error: Exception | None = None
-        self._on_ready = on_ready
+        self._on_listening = on_listening
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -165,7 +165,7 @@ class Server(uvicorn.Server):
         except Exception as error:
             self.start_error, self.should_exit = error, True
         else:
-            self._on_ready(self.servers[0].sockets[0].getsockname()[1])
+            self._on_listening(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came, or `stop` was called."""

@@ -63,7 +63,7 @@ def rope_store(qkv, cos, sin, slots, k_cache, v_cache, num_heads):
     """Turn queries and keys by their positions' angles, in place, and write keys and values to their slots.
 
     qkv `[N, H + 2 · H_kv, d]`; cos, sin `[N, d]`, a row for each row of qkv, as `model.minigpt.turns` gives them: the
-    sine's first half is negative; slots `[N]` int64, all in the cache; k_cache, v_cache `[num_slots, H_kv, d]`;
+    sine's first half is negative; slots `[N]` int64, −1 stores nothing; k_cache, v_cache `[num_slots, H_kv, d]`;
     num_heads H.
     """
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[2]
@@ -75,10 +75,11 @@ def rope_store(qkv, cos, sin, slots, k_cache, v_cache, num_heads):
                 qkv[r, h, i] = a * cos[r, i] + b * sin[r, i]
                 qkv[r, h, i + half] = b * cos[r, i + half] + a * sin[r, i + half]
         slot = slots[r]
-        for h in range(num_kv_heads):
-            for i in range(head_dim):
-                k_cache[slot, h, i] = qkv[r, num_heads + h, i]
-                v_cache[slot, h, i] = qkv[r, num_heads + num_kv_heads + h, i]
+        if slot >= 0:
+            for h in range(num_kv_heads):
+                for i in range(head_dim):
+                    k_cache[slot, h, i] = qkv[r, num_heads + h, i]
+                    v_cache[slot, h, i] = qkv[r, num_heads + num_kv_heads + h, i]
 
 
 @njit(fastmath=_FAST, **OPTIONS)

@@ -225,7 +225,7 @@ def check_slots(slot_mapping: Tensor, num_slots: int) -> NDArray[np.int64]:
         num_slots: of the caches.
 
     Raises:
-        IndexError: a slot is below −1 or past the last. (`rope_store` wants none below 0.)
+        IndexError: a slot is below −1 or past the last.
     """
     slots: NDArray[np.int64] = slot_mapping.long().numpy()
     if slots.size and (slots.min() < -1 or slots.max() >= num_slots):

@@ -179,6 +179,15 @@ def test_what_cannot_be_fused_is_left_alone():
     assert fuse("minigpt") is None
 
 
+def test_a_model_that_computes_something_else_than_its_class_is_left_alone():
+    """Its kernels would skip a hook, and know nothing of a module that has taken another's place."""
+    hooked, replaced, patched = (a_model(MODELS["minigpt"]) for _ in range(3))
+    hooked.layers[1].register_forward_hook(lambda module, args, out: 2 * out)
+    replaced.layers[0].mlp.down_proj = torch.nn.Sequential(replaced.layers[0].mlp.down_proj, torch.nn.Tanh())
+    patched.layers[0].mlp.forward = torch.nn.Identity()
+    assert [fuse(model) for model in (hooked, replaced, patched)] == [None] * 3
+
+
 def test_a_model_that_is_converted_is_fused_no_more():
     model = a_model(MODELS["minigpt"])
     assert fuse(model) is model

@@ -10,7 +10,7 @@ say := printf '\n\033[1m%s\033[0m\n'
 $(SETUP): pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
-.PHONY: help setup demo test check lint docs serve figures notebooks clean
+.PHONY: help setup demo test check lint docs serve figures notebooks gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,9 +40,8 @@ lint: $(SETUP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-docs: $(SETUP) ## build the site, both languages, into site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f mkdocs.yml -d site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f mkdocs.es.yml -d site/es
+docs: $(SETUP) ## build the site, both languages at once, into site/
+	@$(BIN)/python -m scripts.docs site
 
 serve: docs ## read the site on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
@@ -50,8 +49,11 @@ serve: docs ## read the site on http://127.0.0.1:8000
 figures: $(SETUP) ## draw every figure of the docs again
 	@$(BIN)/python -m scripts.figures
 
-notebooks: $(SETUP) ## execute the notebooks
-	@$(BIN)/python scripts/notebooks.py execute
+notebooks: $(SETUP) ## execute the notebooks, two at a time
+	@$(BIN)/python -m scripts.notebooks execute
+
+gpu: $(SETUP) ## measure everything on this machine's NVIDIA GPU: half an hour
+	@$(BIN)/python -m benchmarks.gpu
 
 clean: ## remove what builds made; learners' work and .venv stay
 	@rm -rf site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

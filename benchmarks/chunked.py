@@ -51,7 +51,6 @@ from benchmarks._record import record
 from minicache.arithmetic.arithmetic import cache_bytes_per_token, cache_capacity_tokens, weight_bytes
 from minicache.arithmetic.specs import A100_80GB, LLAMA_3_8B
 from minicache.engine.llm import LLM
-from minicache.engine.runner import lay_out
 from minicache.engine.sampling import SamplingParams
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.request import Request, RequestId
@@ -254,7 +253,7 @@ def stall_measured() -> dict[str, Any]:
 def random_model() -> MiniGPT:
     """The model that is timed, its weights as the engine lays them out."""
     torch.manual_seed(0)
-    return lay_out(MiniGPT(SHAPE).eval())
+    return MiniGPT(SHAPE).eval()
 
 
 def stalled(model: MiniGPT, way: str, budget: int) -> Stall:

@@ -1,46 +1,62 @@
-"""How fast the engine serves: beside `transformers`, and beside its own linear layers.
+"""How fast the engine serves: next to vLLM and `transformers`, and next to its own linear layers.
 
-32 requests of 50 to 100 prompt tokens, 2,415 together, want 100 tokens each, greedily. They are served by the same
-random Llama (6 layers, hidden size 256, 8 query over 2 KV heads, 4,096 tokens, float32) in three ways: our engine;
-`transformers`' `generate` on the batch, padded on the left; and its continuous batching, `generate_batch`, with a cache
-and a step as large as the work, without which it is slower. All three take turns in another order each round; recorded
-are minimum and median. The ceiling is what the linear layers take alone, on as many tokens at a time, with their
-weights as PyTorch stores them; and for comparison laid out as the engine has them (`minicache.engine.runner.lay_out`).
+The same random Llama (6 layers, hidden size 256, 8 query over 2 KV heads, 4,096 tokens, float32) is served greedily by
+our engine, with its defaults; by vLLM's CPU backend, compiled (its default) and eager; by `transformers`' `generate`,
+in batches padded on the left; and by its continuous batching. Each engine is a process with one thread
+(`benchmarks/_contestant.py`). vLLM takes part where scripts/vllm_env.sh has made its environment; elsewhere its figures
+are null. The work is:
 
-Then the engine with 1, 8, 32 batch slots; answers of ragged lengths; and MiniGPT, one sequence, through either cache.
-One thread: with two, a shared machine stalls. Our engine's scheduler is "fair". The default, "chunked", would order the
-same steps: no step of these has more tokens than it allows, 8,192.
+- 32 requests of 50 to 100 prompt tokens, 2,415 together, that want 100 tokens each, with 32 batch slots;
+- the first 8 of them with 8 batch slots, and the first 2 with one;
+- ragged: 64 requests that want 1 to 199 tokens, with 32 batch slots. `generate` goes on to the longest of a batch, and
+  only the tokens that are wanted count.
+
+After a run that is not counted, for each engine and work, they take turns in another order each round. Recorded are the
+tokens per second of the fastest round and of the median, by wall time and by the CPU time of the engine's process, and
+the ratios of our engine to each. No engine may share a prompt's KV entries with an earlier round. All answers are
+compared: an engine whose token is not the likeliest by more than rounding fails the benchmark.
+
+The ceiling is what the linear layers take alone, on as many tokens at a time, with their weights as PyTorch stores
+them; and for comparison laid out column by column (`minicache.model.fused`). Then MiniGPT, one sequence,
+through either cache.
 
     python -m benchmarks.engine
+
+It takes about 10 minutes with vLLM.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from torch import Tensor
 
+from benchmarks._contestant import ENGINES, Contestant, Run, Work, is_here
 from benchmarks._record import record
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache
 from minicache.engine.decoding import decode
-from minicache.engine.llm import LLM
-from minicache.engine.runner import lay_out
-from minicache.engine.sampling import SamplingParams
 from minicache.engine.timing import timed
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
+from minicache.model.fused import fuse
 
-REPEATS = 5
+ROUNDS: Final = 7
 SHORTEST, LONGEST = 50, 100
 NUM_REQUESTS, NUM_NEW = 32, 100
 BATCHES = (1, 8, 32)
@@ -55,46 +71,73 @@ SHAPE = MiniGPTConfig(
     max_seq_len=512,
 )
 NUM_RAGGED, MOST_RAGGED = 64, 199
+NEAR_TIE: Final = 1e-3
+"""The most by which a token's logit may be below the largest: rounding differs from engine to engine."""
 CACHES = {"dense": KVCache, "paged": PagedKVCache}
 
 transformers: Any = import_module("transformers")  # Any: much of it has no types
 
 
-class Work(NamedTuple):
-    """What is to be served: prompts, and for each how many tokens it wants."""
+class Row(NamedTuple):
+    """Work, and the batch slots to serve it with."""
 
-    prompts: list[list[int]]
-    num_new: list[int]
+    work: Work
+    max_num_seqs: int
+
+
+Runs = Mapping[str, Mapping[str, list[Run]]]
+"""Row → engine → its counted runs; an engine that is not measured is missing, or has none."""
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     llama, model = the_same_model()
-    as_stored, model = model, lay_out(deepcopy(model))
-    work, few, eight = make_work(), make_work(2), make_work(8)
-    ragged = make_ragged_work()
-    ways: dict[str, Callable[[], float]] = {
-        "minicache": partial(serve, model, work, 32),
-        "static": partial(generate, llama, work, 32),
-        "continuous": partial(generate_batch, llama, work),
-        "minicache_1": partial(serve, model, few, 1),
-        "static_1": partial(generate, llama, few, 1),
-        "minicache_8": partial(serve, model, eight, 8),
-        "static_8": partial(generate, llama, eight, 8),
-        "minicache_ragged": partial(serve, model, ragged, 32),
-        "static_ragged": partial(generate, llama, ragged, 32),
-        "linear_prompts": partial(linear_layers, as_stored, sum(map(len, work.prompts)), NUM_REQUESTS),
-        **{f"linear_{batch}": partial(linear_layers, as_stored, batch, batch) for batch in BATCHES},
-        **{f"laid_out_{batch}": partial(linear_layers, model, batch, batch) for batch in BATCHES},
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    rows = make_rows()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        llama.save_pretrained(folder)
+        names = [name for name in ENGINES if is_here(name)]
+        engines = [stack.enter_context(closing(Contestant(name, Path(folder)))) for name in names]
+        runs, linear = take_turns(engines, rows, model)
+    figures = results(runs, rows, linear)
+    show(figures)
+    agreement = {name: agreement_of(name, llama, runs, rows) for name in names}
+    about = {"model": f"random Llama, {model.num_parameters():,} parameters, float32", "threads": 1, "rounds": ROUNDS}
+    record("engine", about | figures | {"agreement": agreement} | caches())
+
+
+def take_turns(
+    engines: list[Contestant], rows: Mapping[str, Row], model: MiniGPT
+) -> tuple[dict[str, dict[str, list[Run]]], dict[str, list[float]]]:
+    """Have every engine do every row's work in every round; and the seconds of the linear layers, in between.
+
+    Returns:
+        The counted runs, and the seconds of the linear layers: "stored_1" … with the weights as PyTorch stores them,
+        "laid_out_1" …, and "prompts", the pass over all prompts.
+    """
+    laid_out = deepcopy(model)
+    fuse(laid_out, in_place=True)
+    layers = {f"stored_{batch}": partial(linear_layers, model, batch, batch) for batch in BATCHES}
+    layers |= {f"laid_out_{batch}": partial(linear_layers, laid_out, batch, batch) for batch in BATCHES}
+    layers["prompts"] = partial(linear_layers, model, sum(map(len, rows["32"].work.prompts)), NUM_REQUESTS)
+    pairs = [(name, engine) for name in rows for engine in engines if takes_part(engine.name, name)]
+    runs: dict[str, dict[str, list[Run]]] = {name: {} for name in rows}
+    for name, engine in track(pairs, description="Warming up"):
+        engine.serve(*rows[name])
+        runs[name][engine.name] = []
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
     rng = random.Random(0)
-    for _ in track(range(REPEATS), description="Serving"):
-        for name in rng.sample(list(ways), len(ways)):
-            seconds[name].append(ways[name]())
-    agreement = agrees(llama, work, answers(model, work))
-    record("engine", results(model, seconds, {"_1": few, "_8": eight, "_ragged": ragged}) | agreement | caches())
+    for _ in track(range(ROUNDS), description="Serving"):
+        for name, engine in rng.sample(pairs, len(pairs)):
+            runs[name][engine.name].append(engine.serve(*rows[name]))
+        for name, alone in layers.items():
+            seconds[name].append(alone())
+    return runs, seconds
+
+
+def takes_part(engine: str, row: str) -> bool:
+    """Whether an engine is asked to do a row's work. Continuous batching of `transformers` has no batch slots."""
+    return engine != "continuous" or row == "32"
 
 
 # The model and the work
@@ -141,96 +184,67 @@ def make_ragged_work() -> Work:
     return Work(prompts, [rng.randint(1, MOST_RAGGED) for _ in prompts])
 
 
-# The ways to serve it, each in seconds
+def make_rows() -> dict[str, Row]:
+    """What is served: "1", "8" and "32" batch slots, and "ragged"."""
+    return {
+        "1": Row(make_work(2), 1),
+        "8": Row(make_work(8), 8),
+        "32": Row(make_work(), 32),
+        "ragged": Row(make_ragged_work(), 32),
+    }
 
 
-def serve(model: MiniGPT, work: Work, max_num_seqs: int) -> float:
-    """Our engine. Its cache is there before the clock starts, as a server's is."""
-    engine = LLM(model, scheduler="fair", max_num_seqs=max_num_seqs)
-    params = [SamplingParams(max_tokens=num_new, ignore_eos=True) for num_new in work.num_new]
-    start = time.perf_counter()
-    completions = engine.generate(work.prompts, params)
-    seconds = time.perf_counter() - start
-    check([len(completion.token_ids) for completion in completions], work)
-    return seconds
-
-
-def generate(llama: Any, work: Work, batch_size: int) -> float:
-    """`transformers`' `generate`, one batch after the other, each until its longest answer is complete."""
-    lengths: list[int] = []
-    start = time.perf_counter()
-    for first in range(0, len(work.prompts), batch_size):
-        prompts, num_new = work.prompts[first : first + batch_size], work.num_new[first : first + batch_size]
-        width = max(map(len, prompts))
-        token_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        config = transformers.GenerationConfig(
-            max_new_tokens=max(num_new), do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        with torch.inference_mode():
-            out = llama.generate(token_ids, attention_mask=mask, generation_config=config)
-        lengths += [min(out.shape[1] - width, wanted) for wanted in num_new]
-    seconds = time.perf_counter() - start
-    check(lengths, work)
-    return seconds
-
-
-def generate_batch(llama: Any, work: Work) -> float:
-    """`transformers`' continuous batching. Its cache is there before the clock starts, too: the manager is kept."""
-    config = transformers.GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    sizes = transformers.generation.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=4096)
-    start = time.perf_counter()
-    out = llama.generate_batch(
-        work.prompts, generation_config=config, continuous_batching_config=sizes, persistent_manager=True, warmup=False
-    )
-    seconds = time.perf_counter() - start
-    check([len(answer.generated_tokens) for answer in out.values()], work)
-    return seconds
-
-
-def check(lengths: Sequence[int], work: Work) -> None:
-    """Raise unless every answer has the tokens that were wanted: who generates less is not faster."""
-    if list(lengths) != work.num_new:
-        raise RuntimeError(f"answers of {lengths} tokens, and {work.num_new} were wanted")
+# The ceiling
 
 
 def linear_layers(model: MiniGPT, num_tokens: int, num_logits: int) -> float:
-    """The linear layers alone, the best of 5 passes: what a pass of the model takes at least, whatever runs it."""
+    """CPU seconds of the linear layers alone, the best of 5 passes: no pass of the model takes less."""
     layers = [module for module in model.layers.modules() if isinstance(module, torch.nn.Linear)]
     inputs = {width: torch.randn(num_tokens, width) for width in {layer.in_features for layer in layers}}
     seconds = []
     with torch.inference_mode():
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.thread_time()
             for layer in layers:
                 layer(inputs[layer.in_features])
             F.linear(inputs[SHAPE.hidden_size][:num_logits], model.embed_tokens.weight)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.thread_time() - start)
     return min(seconds)
 
 
 # Are they the same tokens?
 
 
-def answers(model: MiniGPT, work: Work) -> list[list[int]]:
-    """What our engine answers."""
-    completions = LLM(model, scheduler="fair", max_num_seqs=len(work.prompts)).generate(
-        work.prompts, SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
-    )
-    return [completion.token_ids for completion in completions]
+def agreement_of(name: str, llama: Any, runs: Runs, rows: Mapping[str, Row]) -> dict[str, Any]:
+    """`agrees` for all answers of an engine's last round; and how many of them are not our engine's, token by token.
+
+    Raises:
+        RuntimeError: a token is not the likeliest by more than NEAR_TIE.
+    """
+    prompts, answers, ours = [], [], []
+    for row, (work, _) in rows.items():
+        if name in runs[row]:
+            prompts += work.prompts
+            answers += runs[row][name][-1].token_ids
+            ours += runs[row]["minicache"][-1].token_ids
+    agreement = agrees(llama, Work(prompts, [len(answer) for answer in answers]), answers)
+    if agreement["largest_gap"] > NEAR_TIE:
+        raise RuntimeError(f"{name} generates other tokens than the likeliest: {agreement}")
+    num_that_differ = sum(answer != our for answer, our in zip(answers, ours, strict=True))
+    return {"num_answers": len(answers), "num_answers_that_differ": num_that_differ} | agreement
 
 
 def agrees(llama: Any, work: Work, token_ids: list[list[int]]) -> dict[str, Any]:
-    """How many of our tokens are those that `transformers` finds likeliest after the same tokens.
+    """How many of an engine's tokens are those that `transformers` finds likeliest after the same tokens.
 
-    Where they differ, `largest_gap` is by how much its logit of ours is below its largest: a near tie, or an error.
+    Where they differ, `largest_gap` is by how much the token's logit is below the largest: a near tie, or an error.
     """
     gaps: list[Tensor] = []
     for prompt, answer in zip(work.prompts, token_ids, strict=True):
         with torch.inference_mode():
             logits = llama(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
-        ours = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        gaps.append(logits.amax(dim=1) - ours)
+        its = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        gaps.append(logits.amax(dim=1) - its)
     gap = torch.cat(gaps)
     return {
         "num_tokens": len(gap),
@@ -248,7 +262,7 @@ def caches() -> dict[str, Any]:
     model = load_minigpt()
     config = model.config
     runs: dict[str, list[list[float]]] = {name: [] for name in CACHES}
-    for _ in track(range(REPEATS), description="Decoding"):
+    for _ in track(range(ROUNDS), description="Decoding"):
         for name, make in CACHES.items():
             cache = make(config.num_layers, 1, config.num_kv_heads, config.max_seq_len, config.head_dim)
             steps = decode(model, torch.tensor([[1]]), config.max_seq_len, cache=cache)
@@ -264,49 +278,93 @@ def caches() -> dict[str, Any]:
 # What is recorded
 
 
-def results(model: MiniGPT, seconds: dict[str, list[float]], others: dict[str, Work]) -> dict[str, Any]:
-    """Tokens per second, and the ratios that pages state: of minima, from one run.
+def results(runs: Runs, rows: Mapping[str, Row], linear: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Tokens per second, and the ratios that pages state, all of one run of the benchmark.
 
     Args:
-        model: ours.
-        seconds: of every run of each way.
-        others: the work of those ways that did not do the 32 requests, by the end of their names.
+        runs: as `take_turns` returns them.
+        rows: the work that they did.
+        linear: seconds of the linear layers, as `take_turns` returns them.
+
+    Returns:
+        In `rows`, for each row: `tokens_per_second` of each engine (`rates`), null if it was not measured; the ratios
+        of our engine to each other, and to the best other by the same clock. And the ceilings, with our share of them.
     """
-    whole_work = make_work()
-    minimum = {name: min(values) for name, values in seconds.items()}
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    num_tokens = {"minicache": sum(whole_work.num_new)}
-    num_tokens |= dict.fromkeys(("static", "continuous"), num_tokens["minicache"])
-    for suffix, work in others.items():
-        num_tokens |= dict.fromkeys((f"minicache{suffix}", f"static{suffix}"), sum(work.num_new))
-    rate = {name: count / minimum[name] for name, count in num_tokens.items()}
-    best_peer = max(("static", "continuous"), key=lambda name: rate[name])
-    ceiling = {batch: batch / minimum[f"linear_{batch}"] for batch in BATCHES}
-    laid_out = {batch: batch / minimum[f"laid_out_{batch}"] for batch in BATCHES}
+    least = {name: min(values) for name, values in linear.items()}
+    ceiling, laid_out = ({str(n): n / least[f"{name}_{n}"] for n in BATCHES} for name in ("stored", "laid_out"))
     # The prompts' pass gives each request its first token, and 99 more passes of 32 give the rest.
-    whole = minimum["linear_prompts"] + (NUM_NEW - 1) * minimum["linear_32"]
+    whole = NUM_REQUESTS * NUM_NEW / (least["prompts"] + (NUM_NEW - 1) * least["stored_32"])
+    each = {name: results_of(runs[name], row) for name, row in rows.items()}
+    ours = {name: each[name]["tokens_per_second"]["minicache"]["cpu"] for name in ceiling}
     return {
-        "model": f"random Llama, {model.num_parameters():,} parameters, float32",
-        "threads": 1,
-        "repeats": REPEATS,
         "num_requests": NUM_REQUESTS,
-        "num_prompt_tokens": sum(map(len, whole_work.prompts)),
+        "num_prompt_tokens": sum(map(len, rows["32"].work.prompts)),
         "num_new_tokens_each": NUM_NEW,
-        "tokens_per_second": {name: round(value, 1) for name, value in rate.items()},
-        "median_tokens_per_second": {name: round(count / median[name], 1) for name, count in num_tokens.items()},
-        "linear_tokens_per_second": {str(batch): round(value, 1) for batch, value in ceiling.items()},
-        "laid_out_tokens_per_second": {str(batch): round(value, 1) for batch, value in laid_out.items()},
-        "linear_prompts_ms": minimum["linear_prompts"] * 1e3,
-        "linear_whole_tokens_per_second": NUM_REQUESTS * NUM_NEW / whole,
-        "best_peer": best_peer,
-        "ratio_to_best_peer": rate["minicache"] / rate[best_peer],
-        "ratio_to_static": rate["minicache"] / rate["static"],
-        "ratio_to_continuous": rate["minicache"] / rate["continuous"],
-        "ratio_to_static_ragged": rate["minicache_ragged"] / rate["static_ragged"],
-        "share_of_ceiling": rate["minicache"] / ceiling[32],
-        "share_of_laid_out_ceiling": rate["minicache"] / laid_out[32],
-        "share_of_whole_ceiling": rate["minicache"] * whole / (NUM_REQUESTS * NUM_NEW),
+        "rows": each,
+        "lowest_ratio_to_best_peer": min(row["ratio_to_best_peer"]["cpu"] for row in each.values()),
+        "linear_tokens_per_second": {name: round(value, 1) for name, value in ceiling.items()},
+        "laid_out_tokens_per_second": {name: round(value, 1) for name, value in laid_out.items()},
+        "linear_prompts_ms": least["prompts"] * 1e3,
+        "linear_whole_tokens_per_second": whole,
+        "share_of_ceiling": {name: ours[name] / ceiling[name] for name in ours},
+        "share_of_laid_out_ceiling": {name: ours[name] / laid_out[name] for name in ours},
+        "share_of_whole_ceiling": ours["32"] / whole,
     }
+
+
+def results_of(runs: Mapping[str, list[Run]], row: Row) -> dict[str, Any]:
+    """One row of `results`."""
+    num_tokens = sum(row.work.num_new)
+    rate = {name: rates(runs[name], num_tokens) if runs.get(name) else None for name in ENGINES}
+    peers = {name: its for name, its in rate.items() if its is not None and name != "minicache"}
+    ours = rate["minicache"]
+    assert ours is not None
+    best_peer = max(peers, key=lambda name: peers[name]["cpu"])
+    best = {clock: max(its[clock] for its in peers.values()) for clock in ours}
+    return {
+        "num_requests": len(row.work.prompts),
+        "num_tokens": num_tokens,
+        "max_num_seqs": row.max_num_seqs,
+        "tokens_per_second": {name: its and _rounded(its) for name, its in rate.items()},
+        "best_peer": best_peer,
+        "ratio_to_best_peer": _ratio(ours, best),
+        "ratio_to": {name: its and _ratio(ours, its) for name, its in rate.items() if name != "minicache"},
+    }
+
+
+def rates(runs: Iterable[Run], num_tokens: int) -> dict[str, float]:
+    """Tokens per second of the fastest run and of the median, by the wall clock and by CPU time."""
+    walls, cpus = zip(*((run.wall, run.cpu) for run in runs), strict=True)
+    seconds = {
+        "wall": min(walls),
+        "wall_median": statistics.median(walls),
+        "cpu": min(cpus),
+        "cpu_median": statistics.median(cpus),
+    }
+    return {clock: num_tokens / value for clock, value in seconds.items()}
+
+
+def _ratio(ours: Mapping[str, float], its: Mapping[str, float]) -> dict[str, float]:
+    return {clock: ours[clock] / its[clock] for clock in ours}
+
+
+def _rounded(rate: Mapping[str, float]) -> dict[str, float]:
+    return {clock: round(value, 1) for clock, value in rate.items()}
+
+
+def show(figures: Mapping[str, Any]) -> None:
+    """Print tokens per CPU second of every engine, and how our engine does beside the best of the others."""
+    table = Table("tokens per CPU second", box=SIMPLE_HEAD)
+    for row in figures["rows"]:
+        table.add_column(row, justify="right")
+    for name in ENGINES:
+        its = [row["tokens_per_second"][name] for row in figures["rows"].values()]
+        table.add_row(name, *("–" if rate is None else f"{rate['cpu']:,.0f}" for rate in its))
+    ratios = [row["ratio_to_best_peer"]["cpu"] for row in figures["rows"].values()]
+    table.add_row("ours / best peer", *(f"{ratio:.2f}" for ratio in ratios))
+    table.add_row("share of linear layers", *(f"{share:.2f}" for share in figures["share_of_ceiling"].values()))
+    Console().print(table)
+    Console().print(f"Share of the linear layers' ceiling for the whole run: {figures['share_of_whole_ceiling']:.2f}")
 
 
 if __name__ == "__main__":

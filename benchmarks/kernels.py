@@ -1,9 +1,10 @@
 """The Triton kernels on a GPU: bytes moved, time, and the share of the bandwidth that copying reaches in the same run.
 
-Decode attention at batch 64, context 4,096, 8 query heads over 1 key/value head and 32 over 8, bf16: ours through block
-tables in random order and in order, against torch's scaled_dot_product_attention and compiled flex_attention over the
-same rows in contiguous memory. Then the ladder (`benchmarks/ladder.py`), store, gather and prefill. What each kernel
-should take is printed before it is measured: the bytes that it asks for, over the bandwidth.
+Decode attention at batch 64, context 4,096, 8 query heads over 1 key/value head and 32 over 8, bf16 (fp16 on a GPU that
+has no bf16): ours through block tables in random order and in order, against torch's scaled_dot_product_attention,
+compiled flex_attention, and FlashAttention if it is installed, over the same rows in contiguous memory. Then the ladder
+(`benchmarks/ladder.py`), store, gather and prefill. What each kernel should take is printed before it is measured: the
+bytes that it asks for, over the bandwidth.
 
 A time is that of a CUDA graph between two events, so that launching from Python is not in it. Before each, 512 MB are
 read, so that nothing is in L2 (and nothing in it waits to be written back). The contestants take turns; minimum and
@@ -22,7 +23,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -37,6 +40,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks._record import record
 from minicache import kernels
 from minicache.arithmetic import specs
+from minicache.engine.gpu_runner import CUDACapture
 from minicache.kernels import runtime
 
 if TYPE_CHECKING:
@@ -52,7 +56,7 @@ H200_PROCESSORS = 132
 FLUSHED_BYTES = 512 * 2**20
 SHARE_GOAL, RATIO_GOAL = 0.85, 1.10
 NOT_MEASURED = "not measured"
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 Contestants = dict[str, Callable[[], Any]]
 console = Console()
@@ -91,7 +95,7 @@ def check_contestants() -> bool:
     from benchmarks.ladder import RUNGS, make_workload
 
     device = str(runtime.usual_device())
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = half() if device == "cuda" else torch.float32
     work = make_workload([48, 48], 4, 2, 16, dtype=dtype, device=device, num_processors=4)
     k, v = dense(work)
     expected = F.scaled_dot_product_attention(work.q[:, :, None].double(), k.double(), v.double(), enable_gqa=True)
@@ -222,34 +226,55 @@ def decode_contestants(work: Workload) -> Contestants:
     one_row = work.q[:, :, None]
     group_rows = work.q.view(batch_size, num_kv_heads, -1, head_dim)
     flex = torch.compile(flex_attention, dynamic=False) if k.is_cuda else flex_attention
-    return {
+    found: Contestants = {
         "paged": lambda: kernels.paged_decode_attention(*work.paged, backend="triton"),
         "paged, blocks in order": lambda: kernels.paged_decode_attention(*in_order.paged, backend="triton"),
         "SDPA": lambda: F.scaled_dot_product_attention(one_row, k, v, enable_gqa=True),
         "SDPA, the group as query rows": lambda: F.scaled_dot_product_attention(group_rows, k, v),
         "flex_attention, compiled": lambda: flex(one_row, k, v, enable_gqa=True),
     }
+    if flash := flash_attention(k):
+        k_rows, v_rows = (rows.transpose(1, 2).contiguous() for rows in (k, v))
+        found["FlashAttention"] = lambda: flash.flash_attn_with_kvcache(
+            work.q[:, None], k_rows, v_rows, cache_seqlens=work.context_lens
+        )
+    return found
 
 
 def other_contestants() -> Contestants:
-    """Store, gather and prefill; and torch's attention over a prompt in contiguous memory."""
-    half: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-    k_cache, v_cache = torch.randn(2, 2 * STORED_TOKENS // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM, **half)
-    k_rows, v_rows = torch.randn(2, STORED_TOKENS, KV_HEADS, HEAD_DIM, **half)
+    """Store, gather and prefill; and torch's attention over a prompt in contiguous memory, and FlashAttention's."""
+    there: dict[str, Any] = {"dtype": half(), "device": "cuda"}
+    k_cache, v_cache = torch.randn(2, 2 * STORED_TOKENS // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM, **there)
+    k_rows, v_rows = torch.randn(2, STORED_TOKENS, KV_HEADS, HEAD_DIM, **there)
     slots = torch.randperm(2 * STORED_TOKENS, device="cuda")[:STORED_TOKENS]
     table = torch.randperm(len(k_cache), dtype=torch.int32, device="cuda")
-    q = torch.randn(2 * PREFILL_TOKENS, PREFILL_HEADS, HEAD_DIM, **half)
+    q = torch.randn(2 * PREFILL_TOKENS, PREFILL_HEADS, HEAD_DIM, **there)
     starts = torch.tensor([0, PREFILL_TOKENS, 2 * PREFILL_TOKENS], dtype=torch.int32, device="cuda")
     tables = table[: 2 * PREFILL_TOKENS // BLOCK_SIZE].view(2, -1)
     q_dense = q.view(2, PREFILL_TOKENS, PREFILL_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
-    k, v = torch.randn(2, 2, KV_HEADS, PREFILL_TOKENS, HEAD_DIM, **half)
+    k, v = torch.randn(2, 2, KV_HEADS, PREFILL_TOKENS, HEAD_DIM, **there)
     lengths = starts.diff()
-    return {
+    found: Contestants = {
         "store": lambda: kernels.store_kv(k_rows, v_rows, k_cache, v_cache, slots),
         "gather": lambda: kernels.gather_kv(k_cache, table, GATHERED_TOKENS),
         "prefill": lambda: kernels.paged_prefill_attention(q, k_cache, v_cache, tables, lengths, starts),
         "prefill, SDPA": lambda: F.scaled_dot_product_attention(q_dense, k, v, is_causal=True, enable_gqa=True),
     }
+    if flash := flash_attention(k):
+        prompts = [rows.transpose(1, 2).contiguous() for rows in (q_dense, k, v)]
+        found["prefill, FlashAttention"] = lambda: flash.flash_attn_func(*prompts, causal=True)
+    return found
+
+
+def half() -> torch.dtype:
+    """What the workloads are in: bfloat16, but on a GPU that has none float16."""
+    lacking = runtime.has_gpu() and torch.cuda.get_device_capability() < (8, 0)
+    return torch.float16 if lacking else torch.bfloat16
+
+
+def flash_attention(rows: Tensor) -> Any:
+    """The package of FlashAttention, if it is installed and these rows are on a GPU; else None."""
+    return import_module("flash_attn") if rows.is_cuda and find_spec("flash_attn") else None
 
 
 def other_rows(bandwidth: float, times: dict[str, Time]) -> list[dict[str, Any]]:
@@ -262,7 +287,7 @@ def other_rows(bandwidth: float, times: dict[str, Time]) -> list[dict[str, Any]]
     ]
     # Two products of 2 · d FLOPs for each pair of a query and a key that it sees; two prompts.
     flops = 2 * 4 * HEAD_DIM * PREFILL_HEADS * PREFILL_TOKENS * (PREFILL_TOKENS + 1) // 2
-    for name in ("prefill", "prefill, SDPA"):
+    for name in ("prefill", "prefill, SDPA", *(["prefill, FlashAttention"] if find_spec("flash_attn") else [])):
         time = times.get(name)
         share = NOT_MEASURED if time is None else f"{flops / time.median / 1e6:.0f} TFLOP/s"
         prediction = f"{flops / specs.H200.peak_flops * 1e6:.0f} µs at the H200's peak"
@@ -277,39 +302,24 @@ def other_rows(bandwidth: float, times: dict[str, Time]) -> list[dict[str, Any]]
 
 def measure(contestants: Contestants) -> dict[str, Time]:
     """The time of each, taking turns. One that cannot run here is named and left out."""
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    capture, replays = CUDACapture(torch.device("cuda")), dict[str, Callable[[], Any]]()
     for name, run in contestants.items():
         try:
-            graphs[name] = captured(run)
+            replays[name] = capture(run)
         except Exception as error:  # another library's contestant must not cost us ours
             console.print(f"[red]{name} did not run: {type(error).__name__}: {error}")
     flushed = torch.zeros(FLUSHED_BYTES // 4, device="cuda")
-    milliseconds: dict[str, list[float]] = {name: [] for name in graphs}
+    milliseconds: dict[str, list[float]] = {name: [] for name in replays}
     for _ in track(range(REPEATS), description="Measuring", console=console, transient=True):
-        for name, graph in graphs.items():
+        for name, replay in replays.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flushed.sum()
             start.record()
-            graph.replay()
+            replay()
             end.record()
             torch.cuda.synchronize()
             milliseconds[name].append(start.elapsed_time(end))
     return {name: Time(min(each) * 1e3, statistics.median(each) * 1e3) for name, each in milliseconds.items()}
-
-
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """`run` as a CUDA graph, after a few calls that compile whatever it needs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 # Workloads and words
@@ -320,7 +330,8 @@ def goal_workload(device: str, num_processors: int, heads: tuple[int, int] = HEA
     from benchmarks.ladder import make_workload
 
     lengths = [CONTEXT_LEN] * BATCH_SIZE
-    return make_workload(lengths, *heads, HEAD_DIM, BLOCK_SIZE, device=device, num_processors=num_processors)
+    sizes = (*heads, HEAD_DIM, BLOCK_SIZE)
+    return make_workload(lengths, *sizes, dtype=half(), device=device, num_processors=num_processors)
 
 
 def dense(work: Workload) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ from benchmarks.engine import SHAPE
 from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
-from minicache.engine.runner import lay_out, logits_at
+from minicache.engine.runner import logits_at
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
@@ -119,9 +119,9 @@ def main() -> None:
 def make_model(name: str) -> tuple[MiniGPT, Words | Tokenizer]:
     """A model and its tokenizer; everybody who calls this gets the same weights."""
     if name == "minigpt":
-        return lay_out(load_minigpt()), Tokenizer()
+        return load_minigpt(), Tokenizer()
     torch.manual_seed(0)
-    return lay_out(MiniGPT(SHAPE).eval()), Words()
+    return MiniGPT(SHAPE).eval(), Words()
 
 
 def make_prompts(model: MiniGPT, batch: int) -> list[list[int]]:

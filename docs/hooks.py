@@ -28,7 +28,7 @@ ROOT = DOCS.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from scripts import notebooks  # noqa: E402
+from scripts import notebook_pages  # noqa: E402
 
 # This plugin lists all its variables at every build; its warnings are enough.
 logging.getLogger("mkdocs.plugins.mkdocs_macros.util").setLevel(logging.WARNING)
@@ -51,6 +51,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "shared/stylesheets/palette.css", content=palette_css()))
     files.append(File.generated(config, "shared/images/mark.svg", content=mark_svg()))
     if config.theme["language"] == "en":
+        # Not a page: it is to be opened on a machine with a GPU.
+        colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
+        files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
         for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
             for name, content in rendered(notebook).items():
                 files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))
@@ -60,7 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 @cache
 def rendered(notebook: Path) -> dict[str, str | bytes]:
     """A notebook's page and pictures, and the notebook itself to download."""
-    return {**notebooks.render(notebook), notebook.name: notebook.read_bytes()}
+    return {**notebook_pages.render(notebook), notebook.name: notebook.read_bytes()}
 
 
 def palette_css() -> str:

@@ -4,6 +4,7 @@
     {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes
     {$ result("decode_cost", "speedup.512", ".1f") $} a number that a benchmark wrote
     {$ result_table("kernels", "rungs", name="rung", bytes="bytes") $}   a list of results as a table
+    {$ gpus() $}                                      what `make gpu` has found, a table for each GPU
     {$ machine("decode_cost") $}                      where and with what command it was measured
     {$ tasks(0) $}  {$ phases() $}                    tables from labs/course.toml
     {$ commands() $}                                  every `minicache` command, from its own help
@@ -66,7 +67,8 @@ def define_env(env: Any) -> None:
     def spanish(page: str, text: str) -> str:
         return other_language("es", page, text, here=env.page.url)
 
-    for function in (source, figure, result, result_table, machine, tasks, phases, commands, roles, english, spanish):
+    results = (result, result_table, gpus, machine)
+    for function in (source, figure, *results, tasks, phases, commands, roles, english, spanish):
         env.macro(function)
 
 
@@ -185,8 +187,12 @@ def other_language(lang: str, page: str, text: str, *, here: str) -> str:
 
 
 def result(name: str, key: str, form: str = "") -> str:
-    """The value at `key` of benchmarks/results/<name>.json, formatted: dots go deeper, numbers index a list."""
-    return format(_value(name, key), form)
+    """The value at `key` of benchmarks/results/<name>.json, formatted: dots go deeper, numbers index a list.
+
+    null is "not measured": the benchmark could not run that part where it ran.
+    """
+    value = _value(name, key)
+    return "not measured" if value is None else format(value, form)
 
 
 def result_table(name: str, key: str, /, **columns: str) -> str:
@@ -205,10 +211,23 @@ def result_table(name: str, key: str, /, **columns: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [list(columns.values()), rules, *rows])
 
 
+def gpus() -> str:
+    """What `make gpu` has found, a table for each GPU: benchmarks/results/gpu-*.json. Without any: "not measured"."""
+    tables = []
+    for path in sorted(RESULTS.glob("gpu-*.json")):
+        about = _results(path.stem)
+        software = f"compute capability {about['capability']}, {about['dtype']}, {about['machine']}, {about['date']}"
+        table = result_table(path.stem, "summary", what="what", found=about["gpu"])
+        tables.append(f"**{about['gpu']}** ({software}):\n\n{table}")
+    return "\n\n".join(tables) or "*Not measured.*"
+
+
 def _value(name: str, key: str) -> Any:
-    """What is at `key` of benchmarks/results/<name>.json."""
+    """What is at `key` of benchmarks/results/<name>.json; None if that is null, or below a null."""
     value: Any = _results(name)
     for part in key.split("."):
+        if value is None:
+            break
         try:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):

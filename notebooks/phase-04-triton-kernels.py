@@ -409,4 +409,17 @@ factor = None
 check(factor, 8)  # each query head reads for itself
 
 # %% [markdown]
-# What a GPU should make of these bytes is on the page *The ladder*: predicted, not yet measured.
+# What a GPU should make of these bytes is on the page *The ladder*: predicted. What GPUs have made of them, `make gpu` finds out, and
+# `notebooks/colab/gpu.ipynb` on a borrowed GPU:
+
+# %%
+import json
+
+results = sorted((clones[0] / "benchmarks" / "results").glob("gpu-*.json"))
+for path in results:
+    about = json.loads(path.read_text())
+    print(about["gpu"], about["dtype"])
+    for row in about["summary"]:
+        print(f"    {row['what']:45} {row['found']}")
+if not results:
+    print("not measured")

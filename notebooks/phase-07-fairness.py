@@ -394,12 +394,12 @@ check(step_of_admission, admitted)
 # %% [markdown]
 # ## 7. Hold it to its guarantee
 #
-# 80 random loads that favour the late: newer ones are more urgent, three groups, pools down to a few blocks, both
+# 40 random loads that favour the late: newer ones are more urgent, three groups, pools down to a few blocks, both
 # preemptions. Phase 6's auditor watches every step, and `Waits` every admission.
 
 # %%
 most, num_steps = 0, 0
-for seed in range(80):
+for seed in range(40):
     rng, waits = random.Random(seed), Waits()
     swap = {"preemption": "swap", "num_host_blocks": 8} if rng.random() < 0.5 else {}
     scheduler = FairScheduler(num_blocks=rng.randint(4, 10), block_size=4, max_num_seqs=rng.randint(1, 4), **swap)

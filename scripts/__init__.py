@@ -1,1 +1,1 @@
-"""The authors' tools: `figures` draws every picture of the docs, `notebooks` executes and renders the notebooks."""
+"""The authors' tools: they draw the figures, execute the notebooks, build the site and its pages of notebooks."""

@@ -1,40 +1,43 @@
-"""The phases' notebooks: executed from their percent scripts, rendered as pages of the site.
+"""The phases' notebooks, executed from their percent scripts. `notebook_pages.py` makes pages of them.
 
-    python scripts/notebooks.py execute            notebooks/*.py → notebooks/*.ipynb, outputs included
-    python scripts/notebooks.py execute --check    run every notebook and write nothing; fails if an .ipynb is stale
+    python -m scripts.notebooks execute            notebooks/*.py → notebooks/*.ipynb, outputs included
+    python -m scripts.notebooks execute --check    run every notebook and write nothing; fails if an .ipynb is stale
 
 The percent script is the source: edit it, or its .ipynb in Jupyter (jupytext keeps the pair in step). A cell that draws
 a picture says what it shows, for those who cannot see it: `# %% alt="time per token against position: …"`.
 """
 
+# ruff: noqa: E402, something comes before the imports
+
 from __future__ import annotations
 
-import re
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
+
+# jsonschema, which nbformat imports, would compile a grammar of URLs for seconds. A notebook has no URL to check.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 import jupytext
 import nbformat
 import typer
 from nbclient import NotebookClient
-from nbconvert import MarkdownExporter
 from nbformat import NotebookNode
 from rich.console import Console
 from rich.progress import track
+
+from scripts.notebook_pages import NotebookError
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 TIMEOUT = 1000
 """Seconds that one cell may take."""
+AT_ONCE = min(2, os.cpu_count() or 1)
+"""Notebooks that run at the same time. They measure on one thread each: more than cores would disturb each other."""
 
 app = typer.Typer(add_completion=False, help="Execute the notebooks from their percent scripts.")
-
-
-class NotebookError(Exception):
-    """A notebook is stale, was never executed, or draws a picture without saying what it shows."""
-
-
-# --- executing ------------------------------------------------------------------------------------------------------
 
 
 @app.callback()
@@ -53,13 +56,21 @@ def execute(
     if not scripts:
         raise typer.BadParameter(f"no notebooks in {NOTEBOOKS}")
     console = Console()
-    for script in track(scripts, description="Executing", console=console):
-        console.print(f"  {script.stem}")
+
+    def run_one(script: Path) -> Path:
         if check:
             assert_current(script)
         notebook = run(script)
         if not check:
             script.with_suffix(".ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+        return script
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            for done in track(pool.map(run_one, scripts), "Executing", len(scripts), console=console):
+                console.print(f"  {done.stem}")
+        finally:
+            pool.shutdown(cancel_futures=True)  # once one has failed, none is begun
 
 
 def read(script: Path) -> NotebookNode:
@@ -80,7 +91,9 @@ def run(script: Path) -> NotebookNode:
     notebook = read(script)
     metadata = dict(notebook.metadata)
     resources = {"metadata": {"path": str(ROOT)}}
-    NotebookClient(notebook, timeout=TIMEOUT, record_timing=False, resources=resources).execute()
+    # What a kernel printed is one output, wherever it happened to be flushed.
+    client = NotebookClient(notebook, timeout=TIMEOUT, record_timing=False, coalesce_streams=True, resources=resources)
+    client.execute()
     notebook.metadata = metadata  # the kernel adds its Python version
     return notebook
 
@@ -89,67 +102,12 @@ def assert_current(script: Path) -> None:
     """Raise NotebookError unless the committed .ipynb has the cells of the script, executed."""
     path = script.with_suffix(".ipynb")
     if not path.is_file():
-        raise NotebookError(f"{path.name} is missing: python scripts/notebooks.py execute {script.stem}")
+        raise NotebookError(f"{path.name} is missing: python -m scripts.notebooks execute {script.stem}")
     committed, source = nbformat.read(path, as_version=4), read(script)
     if [(c.cell_type, c.source) for c in committed.cells] != [(c.cell_type, c.source) for c in source.cells]:
-        raise NotebookError(f"{path.name} is not what {script.name} says: python scripts/notebooks.py execute")
+        raise NotebookError(f"{path.name} is not what {script.name} says: python -m scripts.notebooks execute")
     if not any(cell.get("outputs") for cell in committed.cells):
-        raise NotebookError(f"{path.name} has no outputs: python scripts/notebooks.py execute {script.stem}")
-
-
-# --- rendering ------------------------------------------------------------------------------------------------------
-
-TEMPLATE = """
-{%- extends 'markdown/index.md.j2' -%}
-{%- block stream -%}{{ fenced(output.text) }}{%- endblock -%}
-{%- block data_text scoped -%}{{ fenced(output.data['text/plain']) }}{%- endblock -%}
-{%- block data_png -%}
-![{{ alt(cell) }}]({{ output.metadata.filenames['image/png'] }}){ .notebook-plot loading=lazy }
-{%- endblock -%}
-"""
-
-INTRODUCTION = """
-!!! note "This page is a notebook"
-    It was executed from `notebooks/{name}.py`. [Download it]({name}.ipynb), or run it yourself from the root of the
-    repository: `.venv/bin/jupyter lab notebooks/{name}.ipynb`.
-
-!!! resumen "En español"
-    Esta página es un cuaderno de Jupyter ya ejecutado: los experimentos de la fase, con sus gráficas. Puedes bajarlo
-    y ejecutarlo tú, sobre la referencia o sobre tus propios ficheros.
-"""
-
-
-def render(path: Path) -> dict[str, str | bytes]:
-    """An executed notebook as a page.
-
-    Returns:
-        File name → content: `notebook.md`, and the pictures that it shows.
-
-    Raises:
-        NotebookError: a picture has no alt text.
-    """
-    exporter = MarkdownExporter(raw_template=TEMPLATE)
-    exporter.environment.globals.update(fenced=_fenced, alt=_alt)
-    body, resources = exporter.from_notebook_node(
-        nbformat.read(path, as_version=4), resources={"unique_key": "notebook"}
-    )
-    title, _, rest = body.lstrip().partition("\n")
-    page = f"---\nrender_macros: false\n---\n{title}\n{INTRODUCTION.format(name=path.stem)}\n{rest}"
-    return {"notebook.md": page, **resources.get("outputs", {})}
-
-
-def _fenced(text: str) -> str:
-    """Printed text, without terminal colours."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip()
-    return f"\n```{{ .text .output }}\n{plain}\n```\n"
-
-
-def _alt(cell: Any) -> str:
-    """What a cell's picture shows."""
-    text = cell.metadata.get("alt", "").strip()
-    if not text:
-        raise NotebookError(f'this cell draws a picture: say what it shows, # %% alt="…"\n{cell.source}')
-    return str(text)
+        raise NotebookError(f"{path.name} has no outputs: python -m scripts.notebooks execute {script.stem}")
 
 
 if __name__ == "__main__":

@@ -44,4 +44,6 @@ echo "Installing torch, the largest part (a few minutes the first time)"
 echo "Installing minicache and everything else from constraints.txt"
 .venv/bin/pip install --disable-pip-version-check -c constraints.txt -e ".[dev]" ||
   fail "a package could not be installed: pip's own message stands above."
+# Even where PYTHONDONTWRITEBYTECODE is set: each `minicache` would compile its modules again.
+.venv/bin/python -m compileall -q src
 touch .venv/.installed

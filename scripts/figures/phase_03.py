@@ -274,10 +274,11 @@ def ways_to_attend(figure: Figure, scheme: Scheme) -> None:
     bars = {
         "contiguous, no paging": ("contiguous", "free"),
         "one at a time, group folded": ("folded", "generated"),
-        "one at a time, paged_decode_attention": ("minicache", "generated"),
+        "one at a time, paged_decode_attention": ("pytorch", "generated"),
         "one at a time, enable_gqa=True": ("enable_gqa", "generated"),
         "buckets, padded": ("buckets", "wasted"),
         "all padded, with a mask": ("padded", "wasted"),
+        "compiled, nothing copied": ("minicache", "generated"),
     }
     colours = {"free": "no paging", "generated": "paged, one at a time", "wasted": "paged, with padding"}
     times = [measured["minimum_ms"][key] for key, _ in bars.values()]

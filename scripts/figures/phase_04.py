@@ -211,7 +211,8 @@ def prefill_tiles(figure: Figure, scheme: Scheme) -> None:
     """Three sequences in one launch: which keys each tile of four queries loads, and what a row of it sees."""
     import torch
 
-    from minicache.kernels import prefill as module
+    from minicache.kernels.decode import launch_options
+    from minicache.kernels.prefill import paged_prefill_attention
     from minicache.kernels.tracer import trace
 
     sequences = {"A": (37, 6), "B": (20, 1), "C": (18, 18)}  # tokens, and how many of them are new
@@ -221,8 +222,8 @@ def prefill_tiles(figure: Figure, scheme: Scheme) -> None:
     tables = torch.tensor([[5, 1, 6, 3, 0], [2, 7, 9, 0, 0], [8, 4, 2, 0, 0]])
     paged = (cache, cache.clone(), tables, torch.tensor(lengths), torch.tensor(starts))
     with trace(k_cache=cache) as log:
-        module.paged_prefill_attention(torch.zeros(starts[-1], 8, 256), *paged, scale=1.0)
-    queries = module.prefill_options(torch.zeros(1, 8, 256), cache)["ROWS"] // 8
+        paged_prefill_attention(torch.zeros(starts[-1], 8, 256), *paged, scale=1.0)
+    queries = launch_options(torch.zeros(1, 8, 256), cache, "prefill")["ROWS"] // 8
 
     diagram = Diagram(figure, scheme, width=18, height=13.75)
     left, size, y = 3.4, 0.375, 0.4

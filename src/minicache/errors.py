@@ -67,7 +67,7 @@ class InvariantError(MinicacheError):
 
 
 class KernelUnavailableError(MinicacheError):
-    """A Triton kernel was asked for where none can run: no Triton, no GPU, no interpreter, or one that miscomputes."""
+    """A kernel was asked for where it cannot run: no Triton, GPU or interpreter, or one that miscomputes; no numba."""
 
 
 class MemoryAccessError(MinicacheError):

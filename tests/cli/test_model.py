@@ -96,5 +96,5 @@ def test_train_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; from minicache import cli; sys.exit('torch' in sys.modules)"
+    code = "import sys; from minicache.cli import app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +97,14 @@ class Toys:
         self.color.write_text(color, encoding="utf-8")
         self.nbytes.parent.mkdir(parents=True, exist_ok=True)
         self.nbytes.write_text(nbytes, encoding="utf-8")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_folder() -> Iterator[Path]:
+    """Resident servers that tests start listen here, and end with it. Its path is short: a socket's must be."""
+    with tempfile.TemporaryDirectory(prefix="mc-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
 
 
 @pytest.fixture

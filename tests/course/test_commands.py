@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from minicache import __version__
 from minicache.cli import app
-from minicache.cli.learn import phases_of
+from minicache.cli.learn import names, phases_of
 from minicache.course.starters import write_all
 from minicache.errors import CourseError, MinicacheError
 
@@ -37,6 +37,21 @@ def test_all_commands_are_there() -> None:
     output = run("--help")
     for command in ("status", "grade", "hint", "watch", "reset", "doctor", "grade-class", "generate", "train", "demo"):
         assert command in output
+
+
+def test_a_learners_command_imports_no_other(toys: Toys) -> None:
+    assert names() == {"status", "grade", "hint", "watch", "reset", "doctor", "grade-class"}
+    code = """if True:
+        import sys
+        from minicache.cli import main
+        try:
+            main()
+        finally:
+            print("all" if "minicache.cli.commands" in sys.modules else "one")
+        """
+    for arguments, imported in (["status"], "one"), (["simulate", "--help"], "all"), ([], "all"):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert done.stdout.endswith(f"{imported}\n")
 
 
 def test_from_the_first_look_to_all_points(toys: Toys) -> None:

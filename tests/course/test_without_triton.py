@@ -27,7 +27,7 @@ NOT_WRITTEN = "phase 4, task 1: Store; read docs/en/phase-04-triton-kernels/lab/
 def no_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process that is started can import Triton."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
 def test_phase_4_is_not_graded_and_the_reason_is_told(no_triton: None) -> None:

@@ -1,8 +1,13 @@
-"""benchmarks/engine.py: the work that it gives the engines, and what it makes of their times. No time is measured."""
+"""benchmarks/engine.py: the work that it gives the engines, what they answer, and what it makes of their times.
+
+No time is measured.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,34 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks/ is no part of the package
 pytest.importorskip("transformers")
 
+from benchmarks import _contestant as contestants
 from benchmarks import engine as benchmark
+from benchmarks._contestant import Contestant, Run, Work
+
+from minicache.model import MiniGPTConfig
+
+TINY = MiniGPTConfig(
+    vocab_size=50,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    max_seq_len=64,
+)
+RAGGED = Work([[3, 1, 4], [1, 5], [9, 2, 6, 5, 3, 5], [8], [9, 7, 9, 3]], [6, 1, 9, 4, 6])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny Llama as the engines read it."""
+    path = tmp_path_factory.mktemp("llama")
+    llama, _ = benchmark.the_same_model(TINY)
+    llama.save_pretrained(path)
+    yield path
+    contestants._llama.cache_clear()
+    contestants._minicache.cache_clear()
 
 
 def test_the_work() -> None:
@@ -34,53 +66,88 @@ def test_both_models_are_one() -> None:
         torch.testing.assert_close(model(token_ids), llama(token_ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_agreement_sees_a_wrong_token() -> None:
-    llama, model = benchmark.the_same_model()
-    work = benchmark.Work(benchmark.make_work(2).prompts, [5, 5])
-    params = benchmark.SamplingParams(max_tokens=5, ignore_eos=True)
-    answers = [each.token_ids for each in benchmark.LLM(model).generate(work.prompts, params)]
-    agreement = benchmark.agrees(llama, work, answers)
-    assert (agreement["num_tokens"], agreement["num_tokens_that_differ"]) == (10, 0)
-    answers[1][4] ^= 1
-    agreement = benchmark.agrees(llama, work, answers)
+def test_the_engines_answer_alike(folder: Path) -> None:
+    """Ours, with fewer batch slots than requests; `generate`, in three batches; continuous batching, of one length."""
+    ours = contestants.minicache(str(folder), RAGGED, 2)()
+    assert [len(answer) for answer in ours] == RAGGED.num_new
+    assert contestants.static(str(folder), RAGGED, 2)() == ours
+    even = Work(RAGGED.prompts, [5] * 5)
+    assert contestants.continuous(str(folder), even, 5)() == contestants.minicache(str(folder), even, 5)()
+
+
+@pytest.mark.slow
+def test_an_engine_in_a_process(folder: Path) -> None:
+    """Its answers are those of the same engine here, twice; and if it dies it says why."""
+    with closing(Contestant("minicache", folder)) as engine:
+        runs = [engine.serve(RAGGED, 2) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="token id 50 is outside"):
+            engine.serve(Work([[TINY.vocab_size]], [1]), 2)
+    assert [run.token_ids for run in runs] == [contestants.minicache(str(folder), RAGGED, 2)()] * 2
+    assert all(run.cpu > 0 and run.wall > 0 for run in runs)
+
+
+def test_agreement_sees_a_wrong_token(folder: Path) -> None:
+    llama, _ = benchmark.the_same_model(TINY)
+    work = Work(RAGGED.prompts[:2], [5, 5])
+    answers = contestants.minicache(str(folder), work, 2)()
+    rows = {"2": benchmark.Row(work, 2)}
+    good = benchmark.agreement_of("static", llama, runs_of("2", minicache=answers, static=answers), rows)
+    assert (good["num_answers"], good["num_tokens"], good["num_tokens_that_differ"]) == (2, 10, 0)
+    assert good["num_answers_that_differ"] == 0
+    wrong = [answers[0], [*answers[1][:4], answers[1][4] ^ 1]]
+    agreement = benchmark.agrees(llama, work, wrong)
     assert agreement["num_tokens_that_differ"] == 1
     assert agreement["share_that_agrees"] == pytest.approx(0.9)
     assert agreement["largest_gap"] > 0
+    with pytest.raises(RuntimeError, match="'num_tokens_that_differ': 1"):
+        benchmark.agreement_of("static", llama, runs_of("2", minicache=answers, static=wrong), rows)
+
+
+def runs_of(row: str, **answers: list[list[int]]) -> dict[str, dict[str, list[Run]]]:
+    """What `take_turns` returns: one run of each engine."""
+    return {row: {name: [Run(1, 1, token_ids)] for name, token_ids in answers.items()}}
 
 
 def test_fewer_tokens_than_wanted_are_refused() -> None:
     with pytest.raises(RuntimeError, match="wanted"):
-        benchmark.check([5, 4], benchmark.Work([[1], [1]], [5, 5]))
+        contestants.check([5, 4], Work([[1], [1]], [5, 5]))
 
 
 def test_the_arithmetic() -> None:
-    """3,200 tokens in 2 s beside 4 s and 5 s; 10 ms of linear layers a step, 510 ms for the prompts."""
-    _, model = benchmark.the_same_model()
-    seconds = {
-        "minicache": [2.0, 3.0, 2.5],
-        "static": [5.0],
-        "continuous": [4.0],
-        "minicache_ragged": [1.0],
-        "static_ragged": [3.0],
-        "linear_1": [0.002],
-        "linear_8": [0.004],
-        "linear_32": [0.010],
+    """3,200 tokens in 2 s next to 4 s and 5 s; 10 ms of linear layers a step, 510 ms for the prompts; no vLLM."""
+    rows = benchmark.make_rows()
+    ours, static = [Run(2.0, 1.6, []), Run(3.0, 2.0, []), Run(2.5, 2.5, [])], [Run(5.0, 3.2, [])]
+    runs = {name: {"minicache": ours, "static": static} for name in rows}
+    runs["32"] = {**runs["32"], "continuous": [Run(4.0, 4.0, [])]}
+    linear = {
+        "stored_1": [0.002],
+        "stored_8": [0.004, 0.005],
+        "stored_32": [0.010],
         "laid_out_1": [0.001],
         "laid_out_8": [0.002],
         "laid_out_32": [0.008],
-        "linear_prompts": [0.510],
+        "prompts": [0.510],
     }
-    got = benchmark.results(model, seconds, {"_ragged": benchmark.make_ragged_work()})
+    got = benchmark.results(runs, rows, linear)
     assert got["num_prompt_tokens"] == 2415
-    assert got["tokens_per_second"]["minicache"] == 1600
-    assert got["median_tokens_per_second"]["minicache"] == 1280
-    assert got["best_peer"] == "continuous"
-    assert got["ratio_to_best_peer"] == pytest.approx(2)
-    assert got["ratio_to_static"] == pytest.approx(2.5)
-    assert got["ratio_to_static_ragged"] == pytest.approx(3)
+    row = got["rows"]["32"]
+    assert (row["num_requests"], row["num_tokens"], row["max_num_seqs"]) == (32, 3200, 32)
+    assert row["tokens_per_second"]["minicache"] == {"wall": 1600, "wall_median": 1280, "cpu": 2000, "cpu_median": 1600}
+    assert row["tokens_per_second"]["vllm_compiled"] is None
+    assert row["ratio_to"]["vllm_compiled"] is None
+    # By CPU time the best is static, by the wall clock continuous.
+    assert row["best_peer"] == "static"
+    assert row["ratio_to"]["static"]["cpu"] == pytest.approx(2)
+    assert row["ratio_to"]["static"]["wall"] == pytest.approx(2.5)
+    assert row["ratio_to_best_peer"]["cpu"] == pytest.approx(2)
+    assert row["ratio_to_best_peer"]["wall"] == pytest.approx(2)
+    assert got["rows"]["ragged"]["num_tokens"] == sum(benchmark.make_ragged_work().num_new)
+    assert got["rows"]["1"]["tokens_per_second"]["continuous"] is None
+    assert got["lowest_ratio_to_best_peer"] == pytest.approx(2)
     assert got["linear_tokens_per_second"] == {"1": 500, "8": 2000, "32": 3200}
-    assert got["share_of_ceiling"] == pytest.approx(0.5)
     assert got["laid_out_tokens_per_second"] == {"1": 1000, "8": 4000, "32": 4000}
-    assert got["share_of_laid_out_ceiling"] == pytest.approx(0.4)
+    assert got["share_of_ceiling"]["32"] == pytest.approx(2000 / 3200)
+    assert got["share_of_ceiling"]["8"] == pytest.approx(800 / 1.6 / 2000)
+    assert got["share_of_laid_out_ceiling"]["32"] == pytest.approx(0.5)
     assert got["linear_whole_tokens_per_second"] == pytest.approx(3200 / 1.5)
-    assert got["share_of_whole_ceiling"] == pytest.approx(0.75)
+    assert got["share_of_whole_ceiling"] == pytest.approx(2000 * 1.5 / 3200)

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from minicache.cache.dense import KVCache
 from minicache.engine.llm import LLM, Completion
-from minicache.engine.runner import lay_out
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import CheckpointError, InvariantError, OutOfBlocksError, RequestTooLargeError, UnknownWordError
 from minicache.model import MiniGPT, MiniGPTConfig
@@ -371,12 +370,6 @@ def test_a_model_that_is_given_is_left_as_it_was(tmp_path):
     for name, weight in model.state_dict().items():
         assert weight.equal(before[name][0])
         assert weight.stride() == before[name][1]
-
-
-def test_sixteen_bits_are_not_laid_out_in_another_order():
-    """For so few rows a CPU takes 16-bit weights faster as they are."""
-    for dtype in (torch.bfloat16, torch.float16):
-        assert all(weight.is_contiguous() for weight in lay_out(a_model().to(dtype)).parameters())
 
 
 # A prefix cache

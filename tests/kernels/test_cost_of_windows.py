@@ -59,7 +59,10 @@ def test_no_square_of_scores_or_masks(num_tokens: int, num_new: int, window: int
     tile, reach = 256, num_tokens if window is None else min(num_tokens, window + 256)
     most = max(num_tokens * HEADS * HEAD_DIM, tile * reach * HEADS // KV_HEADS)
     prompt = a_prompt(num_tokens, num_new)
-    assert made_by(lambda: kernels.paged_prefill_attention(**prompt, sliding_window=window)).largest <= most
+    assert (
+        made_by(lambda: kernels.paged_prefill_attention(**prompt, sliding_window=window, backend="torch")).largest
+        <= most
+    )
     q = torch.randn(1, HEADS, num_new, HEAD_DIM)
     k, v = torch.randn(2, 1, KV_HEADS, num_tokens, HEAD_DIM)
     assert made_by(lambda: causal_attention(q, k, v, window=window)).largest <= most
@@ -69,7 +72,9 @@ def test_no_square_of_scores_or_masks(num_tokens: int, num_new: int, window: int
 def test_a_windows_work_does_not_grow_with_the_square(num_tokens: int) -> None:
     """Twice the prompt is at most about twice the numbers."""
     once, twice = (
-        made_by(lambda n=n: kernels.paged_prefill_attention(**a_prompt(n, n), sliding_window=128)).total  # type: ignore[misc]
+        made_by(
+            lambda n=n: kernels.paged_prefill_attention(**a_prompt(n, n), sliding_window=128, backend="torch")
+        ).total  # type: ignore[misc]
         for n in (num_tokens, 2 * num_tokens)
     )
     assert twice <= 2.2 * once
@@ -86,7 +91,7 @@ def test_decode_has_no_cliff_where_a_context_passes_the_window(longest: int) -> 
     k_cache, v_cache = (torch.randn(sum(counts), BLOCK, KV_HEADS, HEAD_DIM) for _ in range(2))
     paged = (torch.randn(32, HEADS, HEAD_DIM), k_cache, v_cache, tables, lengths)
     without, through = (
-        made_by(lambda window=window: kernels.paged_decode_attention(*paged, sliding_window=window))  # type: ignore[misc]
+        made_by(lambda window=window: kernels.paged_decode_attention(*paged, sliding_window=window, backend="torch"))  # type: ignore[misc]
         for window in (None, 512)
     )
     assert through.total <= 1.05 * without.total

@@ -271,3 +271,21 @@ def test_one_scale_for_all_heads_may_be_a_tensor(scale):
     for backend in ("torch", "triton"):
         got = kernels.paged_decode_attention(**given, k_scale=scale, v_scale=scale / 2, backend=backend)
         torch.testing.assert_close(got, expected)
+
+
+def test_a_learners_file_is_never_passed_over_for_a_compiled_kernel(tmp_path):
+    """Where a lab's file stands in for `plain`, a CPU runs it: it is what is being graded, or served."""
+    file = tmp_path / "plain.py"
+    file.write_text("def paged_decode_attention(q, *_, **__):\n    return q + 1\n")
+    code = (
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from minicache.course import finder\n"
+        f"finder.install({{'minicache.kernels.plain': Path({str(file)!r})}})\n"
+        "from minicache import kernels\n"
+        "q, cache = torch.zeros(1, 2, 8), torch.zeros(1, 4, 2, 8)\n"
+        "out = kernels.paged_decode_attention(q, cache, cache, torch.tensor([[0]]), torch.tensor([3]))\n"
+        "print(out.mean().item())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "1.0"

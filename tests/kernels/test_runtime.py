@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,62 +140,3 @@ from triton.runtime.interpreter import InterpreterBuilder
 del InterpreterBuilder.create_dot
 """
     assert "it raised InterpreterError" in said(wrong + REQUIRE, interpret="1")
-
-
-# What a GPU can run
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """`gpu(capability, shared_kb)`: PyTorch says that the GPU is such a one."""
-
-    def pretend(capability, shared_kb):
-        properties = SimpleNamespace(shared_memory_per_multiprocessor=shared_kb * 1024)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        return torch.device("cuda")
-
-    return pretend
-
-
-AMPERE, ADA, HOPPER = ((8, 0), 164), ((8, 9), 100), ((9, 0), 228)
-
-
-@pytest.mark.parametrize(
-    ("card", "dtype", "head_dim", "saying"),
-    [
-        (
-            AMPERE,
-            torch.float8_e4m3fn,
-            128,
-            r"float8_e4m3fn cache needs .* 8\.9 or later; this one has 8\.0: store int8",
-        ),
-        (AMPERE, torch.bfloat16, 512, "head_dim 512 is too large for the kernels, which take 256 at most"),
-        (ADA, torch.float16, 288, "head_dim 288 .* 256 at most"),
-        (HOPPER, torch.bfloat16, 576, "head_dim 576 .* 512 at most"),
-        (HOPPER, torch.float8_e4m3fn, 512, "head_dim 512 .* 256 at most"),
-    ],
-    ids=str,
-)
-def test_what_a_gpu_cannot_run_is_refused_by_name(gpu, card, dtype, head_dim, saying):
-    """Before a launch, and not by Triton's compiler or with all shared memory gone."""
-    with pytest.raises(KernelUnavailableError, match=saying):
-        runtime.require_support(gpu(*card), dtype, head_dim)
-
-
-@pytest.mark.parametrize(
-    ("card", "dtype", "head_dim"),
-    [
-        (AMPERE, torch.int8, 256),
-        (ADA, torch.float8_e4m3fn, 128),
-        (HOPPER, torch.float8_e4m3fn, 256),
-        (HOPPER, torch.bfloat16, 512),
-    ],
-    ids=str,
-)
-def test_what_a_gpu_can_run(gpu, card, dtype, head_dim):
-    runtime.require_support(gpu(*card), dtype, head_dim)
-
-
-def test_the_interpreter_runs_any_head_size():
-    runtime.require_support(torch.device("cpu"), torch.float8_e4m3fn, 576)

@@ -82,6 +82,12 @@ def test_result_follows_dots_and_formats(macros: ModuleType, results: Path) -> N
     assert macros.result("speed", "cached.ms.1", ".2f") == "2.50"
 
 
+def test_result_says_that_null_was_not_measured(macros: ModuleType, results: Path) -> None:
+    (results / "speed.json").write_text(json.dumps({"peer": None}), encoding="utf-8")
+    assert macros.result("speed", "peer", ",.0f") == "not measured"
+    assert macros.result("speed", "peer.ms.0", ",.0f") == "not measured"
+
+
 @pytest.mark.parametrize(("name", "key"), [("speed", "cached.seconds"), ("speed", "cached.ms.7"), ("other", "cached")])
 def test_result_refuses_what_was_not_measured(macros: ModuleType, results: Path, name: str, key: str) -> None:
     (results / "speed.json").write_text(json.dumps({"cached": {"ms": [1.25]}}), encoding="utf-8")
@@ -98,6 +104,17 @@ def test_result_table_has_a_row_for_each_entry(macros: ModuleType, results: Path
     assert macros.result_table("speed", "others", name="kernel") == "*Not measured.*"
     with pytest.raises(macros.PageError, match="share"):
         macros.result_table("speed", "rungs", share="share")
+
+
+def test_each_gpu_has_a_table(macros: ModuleType, results: Path) -> None:
+    assert macros.gpus() == "*Not measured.*"
+    about = {"gpu": "Tesla T4", "capability": "7.5", "dtype": "float16", "machine": "a notebook", "date": "2027-01-01"}
+    rows = [{"what": "copy bandwidth", "found": "240 GB/s"}]
+    (results / "gpu-tesla-t4.json").write_text(json.dumps(about | {"summary": rows}), encoding="utf-8")
+    assert macros.gpus() == (
+        "**Tesla T4** (compute capability 7.5, float16, a notebook, 2027-01-01):\n\n"
+        "| what | Tesla T4 |\n| --- | --- |\n| copy bandwidth | 240 GB/s |"
+    )
 
 
 def test_machine_needs_machine_and_command(macros: ModuleType, results: Path) -> None:

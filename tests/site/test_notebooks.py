@@ -1,6 +1,8 @@
 """The notebooks: current, executed from their scripts, and rendered with words for every picture."""
 
-import importlib.util
+import importlib
+import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -10,14 +12,16 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.py"))
 
 
-@pytest.fixture(scope="module")
-def notebooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("notebooks_under_test", ROOT / "scripts" / "notebooks.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def notebooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("scripts.notebooks")
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("scripts.notebook_pages")
 
 
 @pytest.mark.slow
@@ -28,6 +32,18 @@ def test_notebook_is_current_and_runs(notebooks: ModuleType, name: str) -> None:
     notebooks.assert_current(script)
     executed = notebooks.run(script)
     assert all(cell.execution_count for cell in executed.cells if cell.cell_type == "code" and cell.source)
+
+
+def test_the_notebook_for_a_borrowed_gpu_is_clean_and_current() -> None:
+    """Nobody runs it here: no outputs, code that compiles, and the script that it starts is there."""
+    notebook = json.loads((ROOT / "notebooks" / "colab" / "gpu.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    source = "\n".join("".join(cell["source"]) for cell in cells)
+    plain = re.sub(r"^( *)[!%].*", r"\1pass", source, flags=re.MULTILINE)
+    compile(plain, "gpu.ipynb", "exec")
+    (script,) = re.findall(r"!python -m ([\w.]+)", source)
+    assert (ROOT / script.replace(".", "/")).with_suffix(".py").is_file()
 
 
 SCRIPT = """# %% [markdown]
@@ -47,7 +63,7 @@ Image(base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4
 
 @pytest.fixture
 def write(notebooks: ModuleType, tmp_path: Path):
-    import nbformat  # takes two seconds, which no other test's worker should wait for
+    import nbformat  # takes a while, for which no other test's worker should wait
 
     def write(alt: str = 'alt="one pixel"') -> Path:
         script = tmp_path / "tiny.py"
@@ -58,8 +74,8 @@ def write(notebooks: ModuleType, tmp_path: Path):
     return write
 
 
-def test_rendered_page_has_text_output_and_a_described_picture(notebooks: ModuleType, write) -> None:
-    files = notebooks.render(write().with_suffix(".ipynb"))
+def test_rendered_page_has_text_output_and_a_described_picture(pages: ModuleType, write) -> None:
+    files = pages.render(write().with_suffix(".ipynb"))
     page = files.pop("notebook.md")
     (picture,) = files
     assert files[picture].startswith(b"\x89PNG")
@@ -68,9 +84,9 @@ def test_rendered_page_has_text_output_and_a_described_picture(notebooks: Module
     assert "# A title\n" in page
 
 
-def test_a_picture_without_words_is_refused(notebooks: ModuleType, write) -> None:
-    with pytest.raises(notebooks.NotebookError, match="alt"):
-        notebooks.render(write(alt="").with_suffix(".ipynb"))
+def test_a_picture_without_words_is_refused(pages: ModuleType, write) -> None:
+    with pytest.raises(pages.NotebookError, match="alt"):
+        pages.render(write(alt="").with_suffix(".ipynb"))
 
 
 def test_executing_twice_writes_the_same_file(notebooks: ModuleType, write) -> None:

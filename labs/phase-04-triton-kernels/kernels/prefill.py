@@ -9,16 +9,11 @@ serves a tile of query tokens here and not only one, so prefill is bound by arit
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
-
-QUERY_ROWS = 128
-"""Query tokens times heads of a group in one program: two matrix instructions of Hopper, 64 rows each."""
 
 
 @triton.jit
@@ -116,7 +111,7 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Launch `prefill_kernel`: N // QUERIES + B programs a key/value head. The arguments have been checked.
 
-    `prefill_options` gives constants and warps; QUERIES is its ROWS // GROUP. `minicache.kernels.decode` has what every
+    `launch_options` gives constants and warps; QUERIES is its ROWS // GROUP. `minicache.kernels.decode` has what every
     launcher needs. The lengths stay on the GPU: nothing here may read them. Without queries nothing is launched.
 
     Args:
@@ -139,19 +134,3 @@ def paged_prefill_attention(
     raise NotImplementedError(
         "phase 4, task 6: Prefill; read docs/en/phase-04-triton-kernels/lab/03-prefill.md"
     )
-
-
-def prefill_options(q: Tensor, k_cache: Tensor) -> dict[str, Any]:
-    """The kernel's constants, warps and stages: those of decode, with more rows and the warps to compute on them.
-
-    Chosen by hand for Hopper. 128 rows give each loaded key 128 · 2 FLOPs a number, and 8 warps hold their scores
-    `[128, 64]` and accumulators `[128, 128]` in fp32 registers. In fp32 there is no matrix unit that is exact: fewer
-    rows, so that the accumulators still fit.
-
-    Args:
-        q: queries, `[…, H, d]`.
-        k_cache: keys, `[num_blocks, block_size, H_kv, d]`.
-    """
-    options = launch_options(q, k_cache)
-    rows = QUERY_ROWS if q.element_size() == 2 else QUERY_ROWS // 4
-    return options | {"ROWS": max(rows, options["ROWS"]), "num_warps": 8 if rows == QUERY_ROWS else 4}

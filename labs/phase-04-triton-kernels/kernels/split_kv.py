@@ -19,7 +19,7 @@ from torch import Tensor
 from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs of `split_kernel` that a processor holds and needs: see `minicache.kernels.decode.launch_options`."""
+"""Programs of `split_kernel` that a processor holds and needs: see `minicache.kernels.configs`."""
 
 MIN_SPLIT_TOKENS = 256
 """A shorter split is not worth its merge: 8 query heads of 128 write and read 8 KB a split, against 128 KB of rows."""

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
+from minicache.engine.gpu_memory import cache_nbytes
+from minicache.engine.model_runner import find_runner
 from minicache.engine.runner import (
     DenseMemory,
     Memory,
@@ -66,14 +68,18 @@ class LLM:
         scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`, whose pool and limits then
             replace the options from num_blocks to reserve_full_prompt.
         cache: "paged": blocks; "dense": a `KVCache` for each request.
-        num_blocks: blocks of the cache. None: as many as 64 MiB hold, but at least for one request of max_model_len
-            tokens and at most for max_num_seqs such (`minicache.engine.runner.default_num_blocks`).
+        num_blocks: blocks of the cache. None: as many as 64 MiB hold, on a GPU as gpu_memory_utilization says; but at
+            least for one request of max_model_len tokens and at most for max_num_seqs such.
         block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
             `minicache.scheduler.create_scheduler`, which documents them. A dense cache neither swaps nor shares.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
         dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
-            folder. A model that is given has its own.
+            folder, but 16 bits on a GPU (`minicache.engine.runner.load_model`). A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
+        gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
+            have theirs (`minicache.engine.gpu_memory`). It counts if num_blocks is None.
+        enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.gpu_runner`): slower, and nothing has to
+            be captured.
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -87,6 +93,7 @@ class LLM:
         scheduler: decides what runs; observed, if there are observers.
         forks: whether further answers to a prompt are forks of the first (phase 8).
         memory: where the requests' keys and values are.
+        runner: runs the model's steps in a way of their own (`minicache.engine.model_runner`); None: `run_model` does.
         answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
             and the others have an `AnswerId`.
 
@@ -118,6 +125,8 @@ class LLM:
         reserve_full_prompt: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -130,7 +139,10 @@ class LLM:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
             max_model_len = longest if max_model_len is None else max_model_len
             if num_blocks is None:
-                num_blocks = default_num_blocks(self.model, block_size, max_num_seqs, max_model_len)
+                nbytes = cache_nbytes(
+                    self.model, max_num_batched_tokens, max_num_seqs, max_model_len, gpu_memory_utilization
+                )
+                num_blocks = default_num_blocks(self.model, block_size, max_num_seqs, max_model_len, nbytes)
             scheduler = create_scheduler(
                 scheduler,
                 num_blocks=num_blocks,
@@ -155,6 +167,7 @@ class LLM:
         self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
+        self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
         self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far

@@ -352,7 +352,13 @@ class PagedKVCache(KVCache):
             starts = None
             if num_new > 1:
                 starts = torch.arange(0, self.batch_size * num_new + 1, num_new, device=self.device)
-            self._metadata[num_rows, num_new] = kernels.AttentionMetadata(self._tables, context_lens, starts)
+            self._metadata[num_rows, num_new] = kernels.AttentionMetadata(
+                self._tables,
+                context_lens,
+                starts,
+                lengths=[num_rows] * self.batch_size,
+                num_new_tokens=[num_new] * self.batch_size,
+            )
         return self._metadata[num_rows, num_new]
 
     def _take_slots(self, num_new: int) -> None:
@@ -422,7 +428,9 @@ class RaggedStep:
         self.block_tables = _tensor_of(tables, device)
         self._positions = torch.tensor([position for span in spans for position in span], device=device)
         starts = None if max(num_new_tokens) == 1 else self.query_start_loc
-        self._metadata = kernels.AttentionMetadata(self.block_tables, self.context_lens, starts)
+        self._metadata = kernels.AttentionMetadata(
+            self.block_tables, self.context_lens, starts, lengths=lens, num_new_tokens=num_new_tokens
+        )
         self._turns = LayerTurns(storage.num_layers)
         self._is_over = False
 

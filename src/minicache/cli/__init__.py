@@ -1,44 +1,29 @@
-"""The `minicache` command: one module for each group of commands."""
+"""The `minicache` command."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.markup import escape
-
-from minicache import __version__
-from minicache.cli import author, bench, calibrate, demo, learn, model, serve, simulate
 from minicache.errors import MinicacheError
+from minicache.lazy import lazily
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
-for group in (learn, model, serve, simulate, calibrate, demo):
-    app.add_typer(group.app)
-app.add_typer(bench.app, name="bench")
-app.add_typer(author.app, name="course", rich_help_panel="For teachers and authors")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"minicache {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def minicache(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Build an LLM serving engine yourself. Start with `minicache status`."""
+__getattr__, __dir__ = lazily(__name__, commands="app")
 
 
 def main() -> None:
     """Run the command line. What the package refuses on purpose is one line on stderr and exit status 1."""
+    from minicache.cli import learn
+
     try:
-        app()
+        if sys.argv[1:] and sys.argv[1] in learn.names():
+            learn.app()  # typed dozens of times a day: none of them waits for the other commands to be imported
+        else:
+            from minicache.cli.commands import app
+
+            app()
     except MinicacheError as error:
+        from rich.console import Console
+        from rich.markup import escape
+
         Console(stderr=True).print(f"[red]minicache:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(1)

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from minicache.course import grading, report
-from minicache.course.doctor import examine
 from minicache.course.finder import show
 from minicache.course.journal import Event
 from minicache.course.progress import Progress as Saved
@@ -24,11 +23,17 @@ from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, find_workspace
 from minicache.errors import CourseError
 
-app = typer.Typer()
+app = typer.Typer(pretty_exceptions_show_locals=False)
 console = Console()
 
 PhaseName = Annotated[str, typer.Argument(metavar="N", help="The phase: 1, 01 or dense-cache.")]
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds without an answer that count as an endless loop.")]
+
+
+def names() -> set[str]:
+    """What one types to call each of these commands."""
+    functions = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    return {name.replace("_", "-") for name in functions}
 
 
 @app.command()
@@ -137,6 +142,8 @@ def reset(
 @app.command()
 def doctor() -> None:
     """Check what the course needs, and say what to do about what is missing."""
+    from minicache.course.doctor import examine
+
     healthy = True
     for finding in examine():
         mark = "[green]ok  [/]" if finding.ok else "[red]no  [/]" if finding.required else "[yellow]none[/]"

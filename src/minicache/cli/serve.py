@@ -46,8 +46,12 @@ def serve(
     prefix_caching: Annotated[bool, typer.Option(help="Find beginnings of prompts again.")] = True,
     preemption: Annotated[Literal["recompute", "swap"], typer.Option(help="When blocks run out.")] = "recompute",
     num_host_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the host pool, for swap.")] = 0,
-    dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's, 16 bits on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help='"cpu", "cuda"; default: cpu.')] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="What part of a GPU's free memory the cache takes.")
+    ] = 0.9,
+    enforce_eager: Annotated[bool, typer.Option(help="On a GPU: decode without CUDA graphs.")] = False,
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Of the CPU; default: 1 for a small model, else all.")
     ] = None,
@@ -97,6 +101,8 @@ def serve(
         prefix_caching=prefix_caching,
         dtype=dtype,
         device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
         num_threads=num_threads,
     )
     name = served_model_name or model

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from minicache.course.finder import line_of
 from minicache.course.journal import Event, Journal
+from minicache.course.resident import ResidentServer
 from minicache.course.results import Outcome, PhaseResult, TestResult, by_task
-from minicache.course.server import Child, PytestServer
+from minicache.course.server import Child, PytestServer, preload_for
 from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, fingerprint
 from minicache.errors import CourseError
@@ -51,7 +52,7 @@ def grade(
         task: one task of it; all of them by default.
         timeout: seconds without progress after which a test counts as an endless loop.
         on_event: called with each event of the run, for showing progress.
-        server: starts the runs; by default one for this grading. Many gradings are faster with one for all of them.
+        server: starts the runs; by default the user's resident server.
         until_failure: stop at the first test that fails: whether there is one is all that is asked.
 
     Returns:
@@ -70,7 +71,7 @@ def grade(
     fingerprints = {module: fingerprint(file) for module, file in files.items()}
     run = _Run(workspace, files, timeout, on_event)
     with ExitStack() as stack:
-        server = server or stack.enter_context(PytestServer())
+        server = server or stack.enter_context(ResidentServer(preload_for(phase)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minicache-")))
         journal, log = Journal(folder / "journal.jsonl"), folder / "pytest.log"
         arguments = _arguments(workspace, tests, task, journal.file)

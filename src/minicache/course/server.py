@@ -3,6 +3,7 @@
 Importing torch takes seconds, and a class or an author's gates mean a hundred runs. A forked child has everything
 loaded and nothing of the runs before it. `python -m minicache.course.server MODULE…` is the process; `PytestServer` is
 its owner's end. They talk in lines: a job as JSON goes in, `pid N` and at its end `exit N` come out.
+`resident.py` keeps such a process between commands.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
+from typing import IO, NoReturn
 
 from minicache.course.table import Phase
 from minicache.course.workspace import phase_imports
-from minicache.errors import CourseError
+from minicache.errors import CourseError, KernelUnavailableError
 
 PLUGINS = ("minicache.course.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 """What a run loads, and no other plugin that is installed: looking for those takes longer than most tasks' tests."""
@@ -37,15 +39,14 @@ _MAX_FILE_NBYTES = 2**28  # of what one run may write to a file: a loop that pri
 class Child:
     """One pytest run. Its process leads a group of its own, so that what it starts can be ended with it."""
 
-    def __init__(self, server: subprocess.Popen[str], pid: int) -> None:
+    def __init__(self, answers: IO[str], pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._server = server
+        self._answers = answers
 
     def poll(self) -> int | None:
         """The exit code, −N if signal N ended it, or None while it runs."""
-        assert self._server.stdout
-        if self.returncode is None and select.select([self._server.stdout], [], [], 0)[0]:
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
             self._read()
         return self.returncode
 
@@ -65,7 +66,7 @@ class Child:
         return self._read() if self.returncode is None else self.returncode
 
     def _read(self) -> int:
-        self.returncode = _answer(self._server, "exit")
+        self.returncode = _answer(self._answers, "exit")
         return self.returncode
 
 
@@ -78,41 +79,49 @@ class PytestServer:
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._preload = preload
-
-    def __enter__(self) -> PytestServer:
         # One thread: the tests are small, several runs share a machine, and only a process without threads can fork.
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-        self._process = subprocess.Popen(
+        self._environment = kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+
+    def __enter__(self) -> PytestServer:
+        self._connect()
+        return self
+
+    def _connect(self) -> None:
+        """Start the process."""
+        self._process: subprocess.Popen[str] | None = subprocess.Popen(
             [sys.executable, "-P", "-m", "minicache.course.server", *self._preload],
-            env=kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"},
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is for the owner, who then ends this
         )
-        return self
+        assert self._process.stdin
+        assert self._process.stdout
+        self._jobs: IO[str] = self._process.stdin
+        self._answers: IO[str] = self._process.stdout
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        self._jobs.close()
+        if self._process:
+            self._process.wait()
+        self._answers.close()
 
     def start(self, arguments: list[str], folder: Path, log: Path) -> Child:
         """Run `pytest arguments` in `folder`, its output going to the file `log`."""
-        assert self._process.stdin
-        print(json.dumps([arguments, str(folder), str(log)]), file=self._process.stdin, flush=True)
-        return Child(self._process, _answer(self._process, "pid"))
+        print(json.dumps([arguments, str(folder), str(log), self._environment]), file=self._jobs, flush=True)
+        return Child(self._answers, _answer(self._answers, "pid"))
 
 
-def _answer(server: subprocess.Popen[str], kind: str) -> int:
+def _answer(answers: IO[str], kind: str) -> int:
     """The next number of this kind that the server says: a run that nobody waited for may have left its exit code.
 
     An exit code taken for a process id would be a signal to process 0 or 1, that is to everything.
     """
-    assert server.stdout
-    while line := server.stdout.readline():
+    while line := answers.readline():
         said, number = line.split()
         if said == kind:
             return int(number)
@@ -127,45 +136,70 @@ def preload_for(phase: Phase) -> tuple[str, ...]:
     return ("hypothesis", *needed, *(["triton"] if phase_imports(phase, "triton") else []))
 
 
-def serve(preload: Sequence[str]) -> None:
-    """The process: fork a run for each line of stdin, until there is no more."""
-    import pytest
+def load(preload: Sequence[str]) -> dict[str, str]:
+    """Import what runs need, in the process that will fork them.
 
-    plugins = [import_module(name) for name in PLUGINS]
-    import_module("minicache.course.session")  # which the first of them imports in a run
+    Returns:
+        The environment variables that were set for it: a run has them too.
+    """
+    before = dict(os.environ)
+    for name in ("pytest", *PLUGINS, "minicache.course.session"):
+        import_module(name)
     for name in preload:
-        with suppress(ImportError):  # the run that needs it will say so
+        with suppress(ImportError, KernelUnavailableError):  # the run that needs it will say so
             if name == "triton":  # built for the GPU or for the interpreter when it is imported, here and for all runs
-                import_module("minicache.kernels.runtime").interpret_without_gpu()
+                runtime = import_module("minicache.kernels.runtime")
+                runtime.interpret_without_gpu()
+                runtime.require_triton(runtime.usual_device())  # its canary runs once, here
             import_module(name)
     gc.collect()
     gc.freeze()  # what is loaded stays: no run need look through it for garbage, and pytest looks five times at its end
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def serve(jobs: IO[str], answers: IO[str], loaded: Mapping[str, str]) -> None:
+    """Fork a run for each line of `jobs`, until there is no more.
+
+    Args:
+        jobs: each line is a JSON list: pytest's arguments, the folder to run in, the file for the output, and the
+            environment.
+        answers: for each job `pid N` and `exit N` are written.
+        loaded: environment variables to set in addition, from `load`.
+    """
     owner = select.poll()
-    owner.register(sys.stdin, 0)  # which tells one thing: that the other end is closed
-    for line in sys.stdin:
-        arguments, folder, log = json.loads(line)
+    owner.register(jobs, 0)  # which tells one thing: that the other end is closed
+    for line in jobs:
         pid = os.fork()
         if pid == 0:
-            os.setsid()
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_NBYTES, _MAX_FILE_NBYTES))
-            os.chdir(folder)
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
-                os.dup2(source, target)
-            code = 70  # EX_SOFTWARE, should pytest itself fail
-            try:
-                code = pytest.main(arguments, plugins)
-            finally:
-                os._exit(code)
-        print("pid", pid, flush=True)
+            arguments, folder, log, environment = json.loads(line)
+            _run(arguments, folder, log, environment | loaded)
+        print("pid", pid, file=answers, flush=True)
         status = _end_of(pid, owner)
         with suppress(ProcessLookupError):  # what it has started goes with it: mostly nothing
             os.killpg(pid, signal.SIGKILL)
         if owner.poll(0):
             break
-        print("exit", os.waitstatus_to_exitcode(status), flush=True)
-    gc.unfreeze()  # or Triton would speak of leaks when it is unloaded
+        print("exit", os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
+def _run(arguments: list[str], folder: str, log: str, environment: dict[str, str]) -> NoReturn:
+    """One run, in its forked process."""
+    code = 70  # EX_SOFTWARE, should pytest itself fail
+    try:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_NBYTES, _MAX_FILE_NBYTES))
+        os.chdir(folder)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+            os.dup2(source, target)
+        os.environ.clear()
+        os.environ.update(environment)
+        import pytest
+
+        code = pytest.main(arguments, [sys.modules[name] for name in PLUGINS])
+    finally:
+        os._exit(code)
 
 
 def _end_of(pid: int, owner: select.poll) -> int:
@@ -179,4 +213,5 @@ def _end_of(pid: int, owner: select.poll) -> int:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    serve(sys.stdin, sys.stdout, load(sys.argv[1:]))
+    gc.unfreeze()  # or Triton would speak of leaks when it is unloaded

@@ -22,8 +22,9 @@ from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError, require_count
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
+from minicache.kernels import cpu
 from minicache.memory.blocks import BlockTable, blocks_for
-from minicache.model import Decoder, load_minigpt
+from minicache.model import Decoder, MiniGPT, load_minigpt
 from minicache.model.checkpoint import SHIPPED
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
@@ -80,7 +81,7 @@ class Model(Protocol):
         """The weights; dtype and device are the first one's."""
 
 
-_Model = TypeVar("_Model", bound=Model)
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 _Given = TypeVar("_Given")
@@ -128,11 +129,11 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         model: as for `find_model`.
         dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder. But 16
             bits become float32, with a warning, on a CPU that has no instructions for them and would be many times
-            slower.
+            slower; and on a GPU float32 becomes bfloat16, or float16 if that is an older one (`half_on_gpu`).
         device: where to hold them; None: the CPU.
 
     Returns:
-        The given model, as it is; or the one that was loaded, laid out for its device (`lay_out`).
+        The given model; or the one that was loaded, its weights joined for the CPU (`minicache.model.fused`).
 
     Raises:
         CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
@@ -145,9 +146,8 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         _require_device(device)
     model = find_model(model)
     if isinstance(model, Path):
-        if model.is_dir():
-            return lay_out(_widened(load_folder(model, dtype=dtype, device=device or "cpu"), model, dtype))
-        return lay_out(load_minigpt(model, dtype=dtype or torch.float32, device=device or "cpu"))
+        with torch.inference_mode(False):  # whatever the caller's mode: the model may be trained later
+            return _load(model, dtype, device or "cpu")
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
         raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
     weights = next(iter(model.parameters()))
@@ -157,6 +157,22 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
             f"model itself, model.to(…), and leave dtype and device out"
         )
     return model
+
+
+def _load(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
+    """As `load_model`, of a checkpoint's or a folder's path."""
+    loaded: MiniGPT | Decoder
+    if path.is_dir():
+        loaded = load_folder(path, dtype=dtype, device=device)
+        loaded = _widened(loaded if dtype else half_on_gpu(loaded), path, dtype)
+    else:
+        loaded = load_minigpt(path, dtype=dtype or torch.float32, device=device)
+        loaded = loaded if dtype else half_on_gpu(loaded)
+    if cpu.is_available():
+        from minicache.model.fused import fuse  # imports numba
+
+        fuse(loaded, in_place=True)  # nobody else has this model: no weight need be held twice
+    return loaded
 
 
 def _require_device(device: torch.device | str) -> None:
@@ -183,6 +199,24 @@ def _widened(model: Decoder, folder: Path, dtype: torch.dtype | None) -> Decoder
     return model.float()
 
 
+def half_on_gpu(model: _Module) -> _Module:
+    """Convert a model on a CUDA device, in place, to the 16 bits that its matrix units take; not one on the CPU.
+
+    float32 becomes bfloat16, which has its range. A GPU before compute capability 8.0 has no bfloat16: there it, too,
+    becomes float16.
+
+    Returns:
+        The model itself.
+    """
+    weights = next(iter(model.parameters()))
+    if weights.device.type != "cuda":
+        return model
+    has_bfloat16 = torch.cuda.get_device_capability(weights.device) >= (8, 0)
+    if has_bfloat16 and weights.dtype == torch.float16:
+        return model
+    return model.to(torch.bfloat16 if has_bfloat16 else torch.float16)
+
+
 def computes_in(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for a floating-point dtype. Without them PyTorch converts every number."""
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
@@ -191,29 +225,10 @@ def computes_in(dtype: torch.dtype) -> bool:
     return kind is None or any(has and kind in name for name, has in capabilities.items())
 
 
-def lay_out(model: _Model) -> _Model:
-    """Lay a model's float32 linear weights out column by column, in place: the same values, in another order in memory.
-
-    A decode step multiplies few rows by each weight, and a CPU does that faster in this order; `benchmarks/engine.py`
-    measures by how much, for 1, 8 and 32 rows. In 16 bits it is slower: there, and on a GPU, nothing is changed. Such
-    weights are not contiguous: `safetensors` refuses to save them.
-
-    Returns:
-        The model itself.
-    """
-    if isinstance(model, nn.Module):
-        for layer in model.modules():
-            if (
-                isinstance(layer, nn.Linear)
-                and layer.weight.device.type == "cpu"
-                and layer.weight.dtype == torch.float32
-            ):
-                layer.weight.data = layer.weight.data.t().contiguous().t()
-    return model
-
-
-def default_num_blocks(model: Model, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """How many blocks an engine's cache has if num_blocks is not given: as many as DEFAULT_NBYTES hold.
+def default_num_blocks(
+    model: Model, block_size: int, max_num_seqs: int, max_model_len: int, nbytes: int = DEFAULT_NBYTES
+) -> int:
+    """How many blocks an engine's cache has if num_blocks is not given: as many as `nbytes` hold.
 
     At least those of one request of max_model_len tokens, and at most those of max_num_seqs such requests.
 
@@ -227,7 +242,7 @@ def default_num_blocks(model: Model, block_size: int, max_num_seqs: int, max_mod
     dtype: torch.dtype = next(iter(model.parameters())).dtype
     block_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize * block_size
     for_one = blocks_for(max_model_len, block_size)
-    return max(for_one, min(DEFAULT_NBYTES // block_nbytes, for_one * max_num_seqs))
+    return max(for_one, min(nbytes // block_nbytes, for_one * max_num_seqs))
 
 
 def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Tensor:
@@ -316,14 +331,8 @@ class PagedMemory:
 
     def make_step(self, output: SchedulerOutput) -> Cache:
         """As `Memory.make_step`: a `RaggedStep` over the requests' blocks."""
+        require_blocks(output, self.storage.pool.block_size)
         counts = list(output.num_scheduled_tokens.values())
-        block_size = self.storage.pool.block_size
-        for request, count in zip(output.scheduled, counts, strict=True):
-            if request.num_computed_tokens + count > len(request.block_ids) * block_size:
-                raise InvariantError(
-                    f"the scheduler has {request!r} compute {count} tokens, and has given it {len(request.block_ids)} "
-                    f"blocks of {block_size}"
-                )
         tables = [RequestTable(self.storage, request) for request in output.scheduled]
         self.num_steps += 1
         return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
@@ -333,6 +342,16 @@ class PagedMemory:
 
     def clear(self) -> None:
         """Nothing to do: as `forget`."""
+
+
+def require_blocks(output: SchedulerOutput, block_size: int) -> None:
+    """Raise InvariantError unless every request of a step has blocks for its new tokens."""
+    for request, count in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+        if request.num_computed_tokens + count > len(request.block_ids) * block_size:
+            raise InvariantError(
+                f"the scheduler has {request!r} compute {count} tokens, and has given it {len(request.block_ids)} "
+                f"blocks of {block_size}"
+            )
 
 
 class RequestTable:
@@ -361,14 +380,15 @@ class RequestTable:
 
     def append(self, num_new_tokens: int) -> list[int]:
         """The slots of the next tokens, as `BlockTable.append` gives them."""
-        start = self.num_tokens
-        self.num_tokens = start + num_new_tokens
-        return [self.slot(position) for position in range(start, self.num_tokens)]
-
-    def slot(self, position: int) -> int:
-        """The slot of the token at `position`: block · block_size + offset."""
-        block_size = self.pool.block_size
-        return self.block_ids[position // block_size] * block_size + position % block_size
+        block_size, start = self.pool.block_size, self.num_tokens
+        self.num_tokens = end = start + num_new_tokens
+        if num_new_tokens == 1:
+            return [self.block_ids[start // block_size] * block_size + start % block_size]
+        slots: list[int] = []
+        for index in range(start // block_size, blocks_for(end, block_size)):  # block by block: prompts are long
+            first, at = self.block_ids[index] * block_size, index * block_size
+            slots.extend(range(first + max(start - at, 0), first + min(end - at, block_size)))
+        return slots
 
 
 class DenseMemory:

@@ -1,10 +1,11 @@
-"""Store, gather and attend through block tables: four functions, two backends.
+"""Store, gather and attend through block tables: four functions, three backends.
 
-The functions here check their arguments once, for both backends, and pass them on: CPU tensors to PyTorch, CUDA tensors
-to Triton (`store`, `gather`, `decode`, `split_kv`, `prefill`, phase 4). In PyTorch attention goes through `cpu`, which
-batches short sequences, cuts long prompts into tiles, and leaves the rest to `plain`, phase 3's; `oracle` has the
-options that models seldom ask for. A backend is imported when it is first needed, so the package works where
-Triton does not. No phase builds this module.
+The functions here check their arguments once, for all backends, and pass them on: CUDA tensors to Triton (`store`,
+`gather`, `decode`, `split_kv`, `prefill`, phase 4), CPU tensors to numba (`cpu`) or PyTorch. numba attends where it is
+installed, the cache is float32 and no gradient is wanted. In PyTorch attention goes through `tiles`, which cuts long
+prompts into tiles and leaves the rest to `plain`, phase 3's; `oracle` has the options that models seldom ask for. A
+backend is imported when it is first needed, so the package works where Triton and numba do not. No phase builds this
+module.
 
 The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
 is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size (Kwon et al.
@@ -16,15 +17,18 @@ CPU tensors only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
+from os.path import dirname
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from minicache.errors import require_count
+from minicache.errors import KernelUnavailableError, require_count
 
-Backend = Literal["torch", "triton"]
+Backend = Literal["torch", "triton", "numba"]
 
 _STORABLE = (torch.int8, torch.float8_e4m3fn)
 """What a cache may hold instead of the dtype of the queries: numbers that a scale turns into keys and values."""
@@ -40,18 +44,19 @@ def store_kv(
     Args:
         k: keys `[N, H_kv, d]`, in the cache's dtype; any strides.
         v: values, the same shape and dtype.
-        k_cache: `[num_blocks, block_size, H_kv, d]`; any strides on a GPU, contiguous where PyTorch stores.
+        k_cache: `[num_blocks, block_size, H_kv, d]`; any strides on a GPU, contiguous on a CPU.
         v_cache: the same shape and dtype.
         slot_mapping: `[N]` int32 or int64, where each row goes: a slot 0 … num_blocks · block_size − 1, or −1 to skip
             the row (a batch's padding).
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run, which
+            took as long as PyTorch for a few rows and half as long for those of prompts.
 
     Raises:
         TypeError: something is no tensor, or has the wrong dtype.
-        ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or it is PyTorch and a
-            cache is not contiguous.
+        ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or a cache on a CPU is
+            not contiguous.
         IndexError: a slot lies outside the cache (CPU tensors). Nothing was written.
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype.
     """
     _check_caches(k_cache, v_cache)
     _check_tensor("slot_mapping", slot_mapping, k_cache.device)
@@ -65,9 +70,15 @@ def store_kv(
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
-    if _choose(backend, k_cache) == "torch":
+    chosen = _choose(backend, k_cache, v_cache)
+    if chosen != "triton":
         if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-            raise ValueError("PyTorch stores into contiguous caches only: it takes a slot for a row's number in memory")
+            raise ValueError("a CPU stores into contiguous caches only: it takes a slot for a row's number in memory")
+        if chosen == "numba":
+            from minicache.kernels.cpu import steps
+
+            steps.store_kv(k, v, k_cache, v_cache, slot_mapping)
+            return
         from minicache.kernels import plain
 
         plain.store_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -87,7 +98,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         block_table: `[max_blocks]` int32 or int64, the sequence's blocks in order. Entries past the last block in use
             may be anything.
         num_tokens: how many rows, 0 … max_blocks · block_size.
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", or None to go by the device; numba has none.
 
     Returns:
         `[num_tokens, H_kv, d]`, the cache's dtype. To be read: it may be a view of the cache.
@@ -97,7 +108,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         ValueError: shapes do not fit, tensors are on different devices, `num_tokens` is negative or more than the table
             has room for, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype.
     """
     _check_caches(cache, cache)
     _check_tensor("block_table", block_table, cache.device)
@@ -109,7 +120,9 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         raise ValueError(f"num_tokens must be 0 … {room}, what {block_table.shape[0]} blocks hold; got {num_tokens}")
     if cache.is_meta:
         return cache.new_empty(num_tokens, *cache.shape[2:])
-    if _choose(backend, cache) == "torch":
+    if backend == "numba":
+        raise KernelUnavailableError('numba gathers nothing, its kernels read blocks in place: ask for "torch" or None')
+    if _choose(backend, cache, numba_can=False) == "torch":
         from minicache.kernels import plain
 
         return plain.gather_kv(cache, block_table, num_tokens)
@@ -157,7 +170,8 @@ def paged_decode_attention(
         softcap: c > 0: score = c · tanh(score / c), after the scale, before ALiBi and the mask. None is no cap.
         num_splits: into how many parts a Triton kernel cuts each sequence, ≥ 1; None chooses by how large the batch and
             the block tables are. PyTorch does not split.
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
+            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
 
     Returns:
         `[B, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
@@ -167,7 +181,7 @@ def paged_decode_attention(
         ValueError: shapes do not fit, tensors are on different devices, a length is more than its table has room for
             (CPU tensors), an option has an impossible value, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -215,7 +229,8 @@ def paged_prefill_attention(
         v_scale: alike for the values.
         sliding_window: W ≥ 1, as there.
         softcap: c > 0, as there.
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
+            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
 
     Returns:
         `[N, H, d]`, the dtype of `q`.
@@ -226,7 +241,7 @@ def paged_prefill_attention(
             backend is unknown. For CPU tensors also: a length is more than its table has room
             for or less than its queries, or query_start_loc does not go from 0 to N without falling.
         IndexError: a block in use lies outside the cache (CPU tensors).
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     options = _options(q, k_cache, scale, alibi_slopes, k_scale, v_scale, sliding_window, softcap)
@@ -241,36 +256,59 @@ class AttentionMetadata:
     A backend keeps here what it derives from it (which sequences attend together, how a prompt is cut into tiles), so
     that is computed once a step and not once a layer. The tensors must not change afterwards.
 
+    On a GPU give `lengths` and `num_new_tokens` too. Whoever makes a step knows them; without them the first layer of
+    a step that is no decode step waits for the device, to read them there.
+
     Args:
         block_tables: `[B, max_blocks]` int32 or int64, as in `paged_decode_attention`.
         context_lens: `[B]` int32 or int64, likewise.
         query_start_loc: `[B + 1]` int32 or int64, as in `paged_prefill_attention`. None: a decode step, in which each
             sequence has one query.
+        lengths: the numbers in `context_lens`. None: read them there when they are needed.
+        num_new_tokens: how many queries each sequence has. None: read it in `query_start_loc`.
 
     Attributes:
         block_tables: as given.
         context_lens: as given.
         query_start_loc: as given.
+        known_lengths: `lengths` as given.
         plans: what a backend has derived, by the other things that it depends on.
     """
 
-    def __init__(self, block_tables: Tensor, context_lens: Tensor, query_start_loc: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        query_start_loc: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        num_new_tokens: Sequence[int] | None = None,
+    ) -> None:
         self.block_tables = block_tables
         self.context_lens = context_lens
         self.query_start_loc = query_start_loc
+        self.known_lengths = lengths
         self.plans: dict[object, Any] = {}
+        self._num_new_tokens = num_new_tokens
 
     @cached_property
     def lengths(self) -> list[int]:
-        """`context_lens` as a list. On a GPU this waits for the device."""
-        return self.context_lens.tolist()
+        """`context_lens` as a list. On a GPU this waits for the device, unless the lengths were given."""
+        return self.context_lens.tolist() if self.known_lengths is None else list(self.known_lengths)
 
     @cached_property
     def starts(self) -> list[int]:
-        """`query_start_loc` as a list. On a GPU this waits for the device."""
+        """`query_start_loc` as a list. On a GPU this waits for the device, unless `num_new_tokens` was given."""
         if self.query_start_loc is None:
-            return list(range(len(self.lengths) + 1))
-        return self.query_start_loc.tolist()
+            return list(range(self.context_lens.shape[0] + 1))
+        if self._num_new_tokens is None:
+            return self.query_start_loc.tolist()
+        return [0, *accumulate(self._num_new_tokens)]
+
+    @cached_property
+    def max_context_len(self) -> int | None:
+        """The longest of the lengths if they were given, else None: asking for it never waits for the device."""
+        return None if self.known_lengths is None else max(self.known_lengths)
 
 
 def paged_attention(
@@ -293,7 +331,8 @@ def paged_attention(
         v_cache: values, the same shape and dtype.
         metadata: of the step.
         sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
-        backend: "torch", "triton", or None to go by the device.
+        backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
+            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
 
     Returns:
         `[N, H, d]`, the dtype of `q`.
@@ -302,11 +341,21 @@ def paged_attention(
         TypeError: `q` has another dtype than the cache, or `sliding_window` is no int.
         ValueError: `q` does not fit the cache, `sliding_window` is below 1, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors, PyTorch).
-        KernelUnavailableError: Triton cannot run here, or not on a cache of this dtype and head size.
+        KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
     _check_queries(q, k_cache)
     options = _options(q, k_cache, None, None, None, None, sliding_window, None)
-    return _attend(q, k_cache, v_cache, metadata, None, options, None, backend)
+    if q.is_meta or _choose(backend, k_cache, v_cache) != "triton":
+        return _attend(q, k_cache, v_cache, metadata, None, options, None, backend)
+    from minicache.kernels import mixed
+
+    parts = mixed.parts(metadata)
+    if len(parts) == 1:  # it has all queries
+        return _attend(q, k_cache, v_cache, parts[0].metadata, None, options, None, "triton")
+    out = torch.empty_like(q)
+    for part in parts:
+        out[part.rows] = _attend(q[part.rows], k_cache, v_cache, part.metadata, None, options, None, "triton")
+    return out
 
 
 def _attend(
@@ -324,11 +373,22 @@ def _attend(
         return torch.empty_like(q)
     starts = () if metadata.query_start_loc is None else (metadata.query_start_loc,)
     paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
-    if _choose(backend, k_cache) == "torch":
-        if k_cache.dtype == q.dtype and all(options[name] is None for name in options if name != "sliding_window"):
-            from minicache.kernels import cpu
+    extra = [name for name in options if options[name] is not None and name != "sliding_window"]
+    if backend == "numba" and extra:
+        raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: ask for backend "torch" or None')
+    wants_gradient = q.requires_grad and torch.is_grad_enabled()
+    chosen = _choose(backend, k_cache, v_cache, numba_can=not extra and not wants_gradient)
+    if chosen == "numba":
+        from minicache.kernels.cpu import steps
 
-            return cpu.paged_attention(
+        return steps.paged_attention(
+            q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"]
+        )
+    if chosen == "torch":
+        if k_cache.dtype == q.dtype and not extra:
+            from minicache.kernels import tiles
+
+            return tiles.paged_attention(
                 q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"]
             )
         from minicache.kernels import oracle
@@ -345,8 +405,9 @@ def _attend(
     from minicache.kernels import split_kv
 
     if num_splits is None:
-        # The tables' width bounds every context, and reading the lengths themselves would wait for the GPU.
-        longest = metadata.block_tables.shape[1] * k_cache.shape[1]
+        longest = metadata.max_context_len or metadata.block_tables.shape[1] * k_cache.shape[1]  # what tables can hold
+        if options["sliding_window"] is not None:
+            longest = min(longest, options["sliding_window"])
         num_splits = split_kv.choose_num_splits(q.shape[0], k_cache.shape[2], longest, _num_processors(q.device))
     if num_splits > 1:
         return split_kv.paged_decode_attention(*paged, **options, num_splits=num_splits)
@@ -358,17 +419,37 @@ def _attend(
 # Which backend
 
 
-def _choose(backend: Backend | None, cache: Tensor) -> Backend:
-    """The backend to use: the given one, or that of the cache's device. Raise if it is Triton and Triton cannot run."""
-    if backend not in (None, "torch", "triton"):
-        raise ValueError(f'backend must be "torch", "triton" or None; got {backend!r}')
-    chosen = backend or ("triton" if cache.device.type == "cuda" else "torch")
-    if chosen == "triton":
-        from minicache.kernels import runtime
+def _choose(backend: Backend | None, *caches: Tensor, numba_can: bool = True) -> Backend:
+    """The backend to use: the given one, or the caches' device's. Raise if it cannot run on them.
 
-        runtime.require_triton(cache.device)
-        runtime.require_support(cache.device, cache.dtype, cache.shape[3])
-    return chosen
+    Unless it is asked for by name, numba runs only where it can: `numba_can`, and these caches.
+    """
+    if backend not in (None, "torch", "triton", "numba"):
+        raise ValueError(f'backend must be "torch", "triton", "numba" or None; got {backend!r}')
+    device = caches[0].device
+    if backend == "triton" or (backend is None and device.type == "cuda"):
+        from minicache.kernels import configs, runtime
+
+        runtime.require_triton(device)
+        configs.require_storable(configs.architecture(device), caches[0].dtype)
+        return "triton"
+    if backend == "torch" or (backend is None and (not numba_can or is_plain_replaced())):
+        return "torch"
+    from minicache.kernels import cpu
+
+    reason = cpu.why_not(*caches)
+    if reason is None:
+        return "numba"
+    if backend == "numba":
+        raise KernelUnavailableError(reason)
+    return "torch"
+
+
+def is_plain_replaced() -> bool:
+    """Whether a learner's file stands in for `minicache.kernels.plain`: then a CPU runs that file, and not numba."""
+    from minicache.kernels import plain
+
+    return dirname(str(plain.__file__)) != dirname(__file__)
 
 
 def _num_processors(device: torch.device) -> int:

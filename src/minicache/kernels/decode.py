@@ -17,16 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicache.kernels import runtime
-
-STAGE_BYTES = 32 * 1024
-"""What one tile of keys and one of values take together: see `launch_options`."""
-
-ROOMY = 160 * 1024
-"""Bytes of shared memory that a processor of an A100 or H100 has, and one of a desktop's GPU has not."""
-
-MIN_ROWS = 16
-"""The matrix unit multiplies no fewer rows at a time than these."""
+from minicache.kernels import configs, runtime
 
 
 @triton.jit
@@ -76,7 +67,8 @@ def attend_range(
         k_head_ptr, v_head_ptr: the caches' pointers, moved on to this head.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.
-        stride_*: in elements, of the block, the slot in the block and the dimension. Block ids are multiplied in int64.
+        stride_*: in elements, of the block, the slot in the block and the dimension. Block ids and slots are multiplied
+            in int64.
 
     Args that change scores:
         scale: fp32, what the scores are multiplied by.
@@ -103,7 +95,7 @@ def attend_range(
         mask = present[:, None] & (dims < HEAD_DIM)
         # A token's block is looked up token by token, so a tile may span any number of blocks, of any size.
         blocks = tl.load(block_table_ptr + tokens // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-        slots = tokens % BLOCK_SIZE
+        slots = (tokens % BLOCK_SIZE).to(tl.int64)
         k_rows = k_head_ptr + blocks * stride_k_block + slots * stride_k_slot
         v_rows = v_head_ptr + blocks * stride_v_block + slots * stride_v_slot
         k = tl.load(k_rows[:, None] + dims * stride_k_dim, mask=mask, other=0.0).to(q.dtype)
@@ -203,8 +195,7 @@ def decode_kernel(
         TILE: tokens of a tile, a power of two from 16 on.
         DOT_DTYPE: what q is converted to right after its load, and what `tl.dot` multiplies.
     """
-    kv_head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
+    kv_head, seq = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
 
     rows = tl.arange(0, ROWS)
@@ -227,8 +218,8 @@ def decode_kernel(
         q,
         tl.zeros([ROWS], tl.int32) + context_len - 1,
         slopes,
-        k_cache_ptr + kv_head.to(tl.int64) * stride_k_head,
-        v_cache_ptr + kv_head.to(tl.int64) * stride_v_head,
+        k_cache_ptr + kv_head * stride_k_head,
+        v_cache_ptr + kv_head * stride_v_head,
         block_tables_ptr + seq * stride_table_seq,
         start,
         context_len,
@@ -319,36 +310,31 @@ def paged_decode_attention(
 # What the launchers share
 
 
-def launch_options(q: Tensor, k_cache: Tensor) -> dict[str, Any]:
-    """A decode kernel's constants, and how many warps and pipeline stages it gets.
-
-    Chosen by hand for Hopper. A tile of keys and one of values take STAGE_BYTES together: 64 tokens of 128 bf16
-    numbers. The arithmetic is light (16 rows), so 4 warps do. `num_stages` 5 gives two buffers for such tiles and not
-    five: the compiler spends one stage on computing, and two for each tile ahead, one of which waits for the block
-    table. With 3 there is a single buffer, and nothing is read while it is computed on. Two buffers are 72 KB of shared
-    memory, so a processor, which has 227 KB, holds three programs; with one tile each under way that is 96 KB in
-    flight. By Little's law 4.8 TB/s at a latency of 0.7 µs ask for 3.4 MB, 26 KB on each of 132 processors. A desktop's
-    GPU has 100 KB a processor: half the tile there, and one buffer.
+def launch_options(q: Tensor, k_cache: Tensor, kernel: configs.Kernel = "decode") -> dict[str, Any]:
+    """A kernel's constants, and how many warps and pipeline stages it gets: see `minicache.kernels.configs`.
 
     Args:
         q: queries, `[…, H, d]`.
         k_cache: keys, `[num_blocks, block_size, H_kv, d]`.
+        kernel: "decode", for `split_kernel` too, or "prefill".
+
+    Raises:
+        KernelUnavailableError: this GPU has no configuration for these dtypes, this head size or this group.
     """
     num_heads, head_dim = q.shape[-2:]
-    num_kv_heads = k_cache.shape[2]
-    padded_head_dim = max(MIN_ROWS, triton.next_power_of_2(head_dim))
-    roomy = not q.is_cuda or torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor >= ROOMY
-    tile = (STAGE_BYTES if roomy else STAGE_BYTES // 2) // (2 * padded_head_dim * k_cache.element_size())
+    group = num_heads // k_cache.shape[2]
+    arch = configs.architecture(q.device)
+    config = configs.choose(kernel, arch, q.dtype, k_cache.dtype, head_dim, group)
     return {
-        "GROUP": num_heads // num_kv_heads,
-        "ROWS": max(MIN_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
+        "GROUP": group,
+        "ROWS": config.rows,
         "HEAD_DIM": head_dim,
-        "PADDED_HEAD_DIM": padded_head_dim,
+        "PADDED_HEAD_DIM": max(configs.MIN_ROWS, triton.next_power_of_2(head_dim)),
         "BLOCK_SIZE": k_cache.shape[1],
-        "TILE": min(max(MIN_ROWS, tile), 128),
+        "TILE": config.tile,
         "DOT_DTYPE": dot_dtype(q),
-        "num_warps": 4,
-        "num_stages": 5 if roomy else 3,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
     }
 
 

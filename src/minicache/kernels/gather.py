@@ -55,7 +55,7 @@ def gather_kernel(
         TILE: tokens of a tile, a power of two.
     """
     head = tl.program_id(0).to(tl.int64)
-    tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    tokens = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
     present = tokens < num_tokens
     mask = present[:, None] & (dims < HEAD_DIM)
@@ -63,7 +63,7 @@ def gather_kernel(
     blocks = tl.load(block_table_ptr + tokens // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
     rows = blocks * stride_cache_block + tokens % BLOCK_SIZE * stride_cache_slot + head * stride_cache_head
     tile = tl.load(cache_ptr + rows[:, None] + dims * stride_cache_dim, mask=mask, other=0.0)
-    out_rows = tokens.to(tl.int64) * stride_out_token + head * stride_out_head
+    out_rows = tokens * stride_out_token + head * stride_out_head
     tl.store(out_ptr + out_rows[:, None] + dims * stride_out_dim, tile, mask=mask)
 
 

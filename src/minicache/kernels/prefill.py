@@ -7,16 +7,11 @@ serves a tile of query tokens here and not only one, so prefill is bound by arit
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
-
-QUERY_ROWS = 128
-"""Query tokens times heads of a group in one program: two matrix instructions of Hopper, 64 rows each."""
 
 
 @triton.jit
@@ -92,7 +87,7 @@ def prefill_kernel(
         PADDED_SEQS: the power of two that B is padded to.
         all others: as in `decode_kernel`.
     """
-    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    kv_head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     queries: tl.constexpr = ROWS // GROUP
 
     seqs = tl.arange(0, PADDED_SEQS)
@@ -131,8 +126,8 @@ def prefill_kernel(
         q,
         first_position + row_queries,
         slopes,
-        k_cache_ptr + kv_head.to(tl.int64) * stride_k_head,
-        v_cache_ptr + kv_head.to(tl.int64) * stride_v_head,
+        k_cache_ptr + kv_head * stride_k_head,
+        v_cache_ptr + kv_head * stride_v_head,
         block_tables_ptr + seq.to(tl.int64) * stride_table_seq,
         start,
         first_position + tl.minimum(first_query + queries, query_len),
@@ -173,7 +168,7 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Launch `prefill_kernel`: N // QUERIES + B programs a key/value head. The arguments have been checked.
 
-    `prefill_options` gives constants and warps; QUERIES is its ROWS // GROUP. `minicache.kernels.decode` has what every
+    `launch_options` gives constants and warps; QUERIES is its ROWS // GROUP. `minicache.kernels.decode` has what every
     launcher needs. The lengths stay on the GPU: nothing here may read them. Without queries nothing is launched.
 
     Args:
@@ -198,7 +193,7 @@ def paged_prefill_attention(
     if num_queries == 0:
         return out.to(q.dtype)
     tables = rows_contiguous(block_tables)
-    options = prefill_options(q, k_cache)
+    options = launch_options(q, k_cache, "prefill")
     num_tiles = num_queries // (options["ROWS"] // options["GROUP"]) + num_seqs
     prefill_kernel[(k_cache.shape[2], num_tiles)](
         q,
@@ -224,19 +219,3 @@ def paged_prefill_attention(
         PADDED_SEQS=triton.next_power_of_2(num_seqs),
     )
     return out.to(q.dtype)
-
-
-def prefill_options(q: Tensor, k_cache: Tensor) -> dict[str, Any]:
-    """The kernel's constants, warps and stages: those of decode, with more rows and the warps to compute on them.
-
-    Chosen by hand for Hopper. 128 rows give each loaded key 128 · 2 FLOPs a number, and 8 warps hold their scores
-    `[128, 64]` and accumulators `[128, 128]` in fp32 registers. In fp32 there is no matrix unit that is exact: fewer
-    rows, so that the accumulators still fit.
-
-    Args:
-        q: queries, `[…, H, d]`.
-        k_cache: keys, `[num_blocks, block_size, H_kv, d]`.
-    """
-    options = launch_options(q, k_cache)
-    rows = QUERY_ROWS if q.element_size() == 2 else QUERY_ROWS // 4
-    return options | {"ROWS": max(rows, options["ROWS"]), "num_warps": 8 if rows == QUERY_ROWS else 4}

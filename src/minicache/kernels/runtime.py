@@ -20,9 +20,6 @@ from minicache.errors import KernelUnavailableError
 INTERPRET = "TRITON_INTERPRET"
 """The environment variable that asks for the interpreter."""
 
-HOPPERS_SHARED_NBYTES = 228 * 1024
-"""Shared memory of a processor of a Hopper GPU."""
-
 
 def has_gpu() -> bool:
     """Whether there is a CUDA device. Asking does not initialise CUDA, so that the process can still fork."""
@@ -62,32 +59,6 @@ def require_triton(device: torch.device) -> None:
         raise KernelUnavailableError(
             "on CPU tensors Triton runs only in its interpreter, and that was not asked for: "
             f"set {INTERPRET}=1 before the first import of triton, or leave out backend= and take PyTorch"
-        )
-
-
-def require_support(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raise unless a GPU can run the kernels on a cache of this dtype and head size. The interpreter runs on any.
-
-    The limits are those of the kernels as they are launched here: a program holds a head's numbers padded to a power of
-    two, and prefill at 512 takes 224 KB of shared memory, which a processor has from Hopper on, or 256 KB over a cache
-    of one byte a number; e4m3 has instructions from compute capability 8.9 on.
-
-    Raises:
-        KernelUnavailableError: it cannot; the message says what would do.
-    """
-    if device.type != "cuda":
-        return
-    if dtype == torch.float8_e4m3fn and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
-        raise KernelUnavailableError(
-            "a float8_e4m3fn cache needs a GPU of compute capability 8.9 or later; this one has "
-            f'{capability[0]}.{capability[1]}: store int8, or take backend="torch"'
-        )
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    largest = 512 if shared >= HOPPERS_SHARED_NBYTES and dtype.itemsize > 1 else 256
-    if head_dim > largest:
-        raise KernelUnavailableError(
-            f"head_dim {head_dim} is too large for the kernels, which take {largest} at most over a cache of {dtype} "
-            f'on this GPU, with {shared // 1024} KB of shared memory a processor: take backend="torch"'
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs of `split_kernel` that a processor holds and needs: see `minicache.kernels.decode.launch_options`."""
+"""Programs of `split_kernel` that a processor holds and needs: see `minicache.kernels.configs`."""
 
 MIN_SPLIT_TOKENS = 256
 """A shorter split is not worth its merge: 8 query heads of 128 write and read 8 KB a split, against 128 KB of rows."""
@@ -110,7 +110,7 @@ def split_kernel(
             one.
         all others: as in `decode_kernel`, like the numbers, strides and constants.
     """
-    kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_head, seq, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     num_heads, num_splits = tl.num_programs(0) * GROUP, tl.num_programs(2)
     context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
 
@@ -136,8 +136,8 @@ def split_kernel(
         q,
         tl.zeros([ROWS], tl.int32) + context_len - 1,
         slopes,
-        k_cache_ptr + kv_head.to(tl.int64) * stride_k_head,
-        v_cache_ptr + kv_head.to(tl.int64) * stride_v_head,
+        k_cache_ptr + kv_head * stride_k_head,
+        v_cache_ptr + kv_head * stride_v_head,
         block_tables_ptr + seq * stride_table_seq,
         start,
         tl.minimum(start + split_len, context_len),

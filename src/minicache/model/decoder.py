@@ -115,8 +115,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_shape(self)
-        if not self.sliding_windows:
-            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        windows = tuple(self.sliding_windows) or (None,) * self.num_layers
+        object.__setattr__(self, "sliding_windows", windows)  # a list's config could not be hashed
         if len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"{len(self.sliding_windows)} windows for {self.num_layers} layers: give one for each")
         for window in self.sliding_windows:
@@ -159,6 +159,7 @@ class Decoder(Transformer):
         with torch.device("cpu"):
             frequencies = rotary_frequencies(config.rope_theta, config.head_dim)
         self.frequencies = frequencies if config.rope_scaling is None else config.rope_scaling.scale(frequencies)
+        self._frequencies_on: dict[torch.device, Tensor] = {}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The second half of `forward`: logits `[…, vocab_size]` of the positions `[…, hidden_size]` that are given."""
@@ -172,7 +173,10 @@ class Decoder(Transformer):
         There is no table: for 131,072 positions it would be larger than a layer. Rounded to the weights' dtype only
         after cosine and sine, as in `transformers`.
         """
-        cos, sin = turns(positions, self.frequencies.to(positions.device))
+        device = positions.device
+        if device not in self._frequencies_on:  # copied once: a copy waits for the device
+            self._frequencies_on[device] = self.frequencies.to(device)
+        cos, sin = turns(positions, self._frequencies_on[device])
         dtype = self.embed_tokens.weight.dtype
         return cos.to(dtype), sin.to(dtype)
 

@@ -78,8 +78,8 @@ class Transformer(nn.Module):
 
         Raises:
             TypeError: `token_ids` is not an int64 tensor.
-            ValueError: it is not `[B, T]` with T ≥ 1, or a token would stand past `max_seq_len`.
-            IndexError: a token id lies outside the vocabulary.
+            ValueError: it is not `[B, T]` with T ≥ 1, or a token would stand past `max_seq_len` (CPU tensors).
+            IndexError: a token id lies outside the vocabulary (CPU tensors).
             CacheOverflowError: the cache has no room for T more tokens. Nothing was written.
         """
         return self.logits(self.hidden_states(token_ids, cache))
@@ -127,12 +127,16 @@ class Transformer(nn.Module):
             raise TypeError(f"token_ids must be an int64 tensor [B, T]; got {got}")
         if token_ids.ndim != 2 or 0 in token_ids.shape:
             raise ValueError(f"token_ids must be [B, T] with at least one token; got {list(token_ids.shape)}")
+        if token_ids.device.type != "cpu":  # reading a value would wait for the device
+            return
         lowest, highest = (int(bound) for bound in token_ids.aminmax())
         if lowest < 0 or highest >= self.config.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise IndexError(f"token id {wrong} is outside the vocabulary, 0 … {self.config.vocab_size - 1}")
 
     def _check_positions(self, positions: Tensor) -> None:
+        if positions.device.type != "cpu":
+            return
         last = int(positions.max())
         if last >= self.config.max_seq_len:
             raise ValueError(

@@ -30,7 +30,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         dtype: "float32", "float16" or "bfloat16"; None: the model's.
         num_threads: of PyTorch; None: 1 for a small model, else PyTorch's own choice.
         scheduler, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, preemption,
-            num_host_blocks, prefix_caching, device: as `LLM`.
+            num_host_blocks, prefix_caching, device, gpu_memory_utilization, enforce_eager: as `LLM`.
     """
 
     model: str = "minigpt"
@@ -45,6 +45,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     dtype: str | None = None
     device: str | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
     num_threads: int | None = None
 
 

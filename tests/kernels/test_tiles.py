@@ -1,4 +1,4 @@
-"""Paged attention on a CPU: in rectangles, in tiles and through windows, against one sequence after the other."""
+"""Paged attention in PyTorch: in tiles and through windows, against the oracle, and one sequence after the other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minicache import kernels
-from minicache.kernels import cpu, oracle, plain
+from minicache.kernels import oracle, plain, tiles
 
 HEAD_DIM, BLOCK = 8, 4
 
-small_rectangles = pytest.mark.parametrize("rectangle", [256, 4096, 1 << 20], ids="{} bytes".format)
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 repeatable = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
@@ -37,26 +36,11 @@ def queries(num: int, num_heads: int = 4, dtype: torch.dtype = torch.float32) ->
     return torch.randn(num, num_heads, HEAD_DIM).to(dtype)
 
 
-@small_rectangles
-@pytest.mark.parametrize("num_heads", [2, 4, 10])
-@repeatable
-@given(lengths=lengths_of)
-def test_decode_together_is_decode_alone(rectangle: int, num_heads: int, lengths: list[int]) -> None:
-    paged, q = a_batch(lengths), queries(len(lengths), num_heads)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "RECTANGLE_NBYTES", rectangle)
-        got = kernels.paged_decode_attention(q, *paged, scale=0.3)
-    torch.testing.assert_close(got, plain.paged_decode_attention(q, *paged, scale=0.3))
-
-
-@small_rectangles
 @repeatable
 @given(lengths=lengths_of, window=st.integers(1, 45))
-def test_decode_through_a_window(rectangle: int, lengths: list[int], window: int) -> None:
+def test_decode_through_a_window(lengths: list[int], window: int) -> None:
     paged, q = a_batch(lengths), queries(len(lengths))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "RECTANGLE_NBYTES", rectangle)
-        got = kernels.paged_decode_attention(q, *paged, scale=0.3, sliding_window=window)
+    got = kernels.paged_decode_attention(q, *paged, scale=0.3, sliding_window=window, backend="torch")
     torch.testing.assert_close(got, oracle.paged_decode_attention(q, *paged, scale=0.3, sliding_window=window))
 
 
@@ -72,8 +56,8 @@ def test_prompts_beside_sequences_in_decode(tile: int, counts: list[tuple[int, i
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
     q = queries(int(new.sum()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "QUERY_TILE", tile)
-        got = kernels.paged_prefill_attention(q, *paged, starts, sliding_window=window)
+        patch.setattr(tiles, "QUERY_TILE", tile)
+        got = kernels.paged_prefill_attention(q, *paged, starts, sliding_window=window, backend="torch")
     torch.testing.assert_close(got, oracle.paged_prefill_attention(q, *paged, starts, sliding_window=window))
 
 
@@ -82,7 +66,7 @@ def test_prompts_beside_sequences_in_decode(tile: int, counts: list[tuple[int, i
 def test_dtypes(dtype: torch.dtype, index: torch.dtype) -> None:
     k, v, tables, lens = a_batch([9, 3, 17, 16], dtype=dtype)
     q = queries(4, dtype=dtype)
-    got = kernels.paged_decode_attention(q, k, v, tables.to(index), lens.to(index))
+    got = kernels.paged_decode_attention(q, k, v, tables.to(index), lens.to(index), backend="torch")
     expected = plain.paged_decode_attention(q.double(), k.double(), v.double(), tables, lens)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-2)
@@ -93,4 +77,4 @@ def test_a_block_in_use_that_is_not_there() -> None:
         k, v, tables, lens = a_batch([9, 3, 17])
         tables[2, 1] = wrong
         with pytest.raises(IndexError):
-            kernels.paged_decode_attention(queries(3), k, v, tables, lens)
+            kernels.paged_decode_attention(queries(3), k, v, tables, lens, backend="torch")

@@ -1,0 +1,286 @@
+"""What every launch of the Triton kernels takes of a GPU: registers, shared memory, and registers spilled to memory.
+
+Triton's compiler and NVIDIA's assembler say so, and need no GPU. A launcher is called with CPU tensors, as if they were
+on a GPU of each architecture, and its kernel is replaced by something that compiles instead of running. So what is
+compiled is what is launched, whatever `minicache.kernels.configs` says. Attention is compiled without options and with
+all of them, and of the two the larger numbers count.
+
+    python -m benchmarks.compiled              all launches, half an hour; → benchmarks/results/compiled.json
+    python -m benchmarks.compiled --corners    a selection, in about a minute: lines of JSON, and nothing is recorded
+    python -m benchmarks.compiled --corners store gather    only these launchers
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    raise SystemExit("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does anyway, without its warning
+
+import torch
+import triton
+import typer
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks import ladder
+from benchmarks._record import record
+from minicache.errors import KernelUnavailableError
+from minicache.kernels import configs, decode, gather, prefill, split_kv, store
+
+BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
+DTYPES = ((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP16, INT8), (BF16, FP8), (FP32, INT8))
+"""Of queries and cache."""
+
+HEAD_DIMS = (32, 64, 80, 96, 128, 256, 512, 576)
+THOROUGH = (80, 90, 100)
+"""Architectures that are compiled for all of these; the others for heads of 64 and 128, in bf16, fp32 and over int8."""
+
+GROUP = 8
+LAUNCH_OPTIONS = ("num_warps", "num_stages")
+POINTERS = {
+    FP32: "*fp32",
+    FP16: "*fp16",
+    BF16: "*bf16",
+    INT8: "*i8",
+    FP8: "*fp8e4nv",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+EVERY_OPTION: dict[str, Any] = {
+    "alibi_slopes": torch.ones(GROUP),
+    "k_scale": 0.5,
+    "v_scale": torch.ones(1),
+    "sliding_window": 100,
+    "softcap": 30.0,
+}
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A call of a launcher.
+
+    Attributes:
+        launcher: "store", "gather", "decode", "split_kv", "prefill", or the name of a rung of the ladder.
+        architecture: such as 90.
+        queries: the queries' dtype; of store and gather, the cache's.
+        cache: the cache's dtype.
+        head_dim: d.
+    """
+
+    launcher: str
+    architecture: int
+    queries: torch.dtype
+    cache: torch.dtype
+    head_dim: int
+
+
+def main(
+    launchers: Annotated[list[str] | None, typer.Argument(help="With --corners: only these, such as decode.")] = None,
+    corners: Annotated[bool, typer.Option(help="Compile a selection, print it, and record nothing.")] = False,
+) -> None:
+    """Compile what the launchers launch."""
+    if corners:
+        for launch in selection():
+            if not launchers or launch.launcher in launchers:
+                print_rows(launch)
+        return
+    every = track(list(launches()), description="Compiling", console=Console(stderr=True))
+    found = [each for launch in every for each in rows(launch)]
+    record(
+        "compiled",
+        {
+            "triton": version("triton"),
+            "example": rows(Launch("decode", 90, BF16, BF16, 128))[0],
+            "launches": by_architecture(each for each in found if "refused" not in each),
+            "refused": by_architecture(each for each in found if "refused" in each),
+        },
+    )
+
+
+def print_rows(launch: Launch) -> None:
+    """A line of JSON for each kernel, or one with the error."""
+    try:
+        found = rows(launch)
+    except Exception as error:  # the next launch may tell more
+        found = [{"launcher": launch.launcher, "architecture": f"sm_{launch.architecture}", "error": repr(error)}]
+    for each in found:
+        print(json.dumps(each), flush=True)
+
+
+def by_architecture(found: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows under the name of their architecture."""
+    tables: dict[str, list[Row]] = {}
+    for each in found:
+        tables.setdefault(each["architecture"], []).append(each)
+    return tables
+
+
+def launches() -> Iterator[Launch]:
+    """All of them."""
+    for arch in configs.SHARED_KB:
+        dtypes = DTYPES if arch in THOROUGH else ((BF16, BF16), (FP32, FP32), (FP16, INT8))
+        for launcher, dtype in product(("decode", "split_kv", "prefill"), dtypes):
+            for head_dim in HEAD_DIMS if arch in THOROUGH else (64, 128):
+                yield Launch(launcher, arch, *dtype, head_dim)
+        for launcher, stored in product(("store", "gather"), (BF16, INT8, FP8)):
+            yield Launch(launcher, arch, stored, stored, 128)
+
+
+def selection() -> Iterator[Launch]:
+    """Corners: each kernel, and of attention the dtypes that take most registers, at a head size of 128."""
+    for arch in THOROUGH:
+        byte = (BF16, FP8) if arch >= configs.FP8_FROM else (FP16, INT8)
+        yield from (Launch("prefill", arch, *dtype, 128) for dtype in ((BF16, BF16), byte, (FP32, FP32)))
+        yield from (Launch("decode", arch, *dtype, 128) for dtype in ((BF16, BF16), byte))
+        yield Launch("split_kv", arch, BF16, BF16, 128)
+        yield from (Launch(launcher, arch, byte[1], byte[1], 128) for launcher in ("store", "gather"))
+    yield from (Launch(rung.name, 90, BF16, BF16, 128) for rung in ladder.RUNGS[:2])  # the others are of the package
+
+
+def rows(launch: Launch) -> list[Row]:
+    """A line of the table for each kernel that the call launches; or one that says why it is refused."""
+    facts = {
+        "architecture": f"sm_{launch.architecture}",
+        "queries": short(launch.queries),
+        "cache": short(launch.cache),
+        "head_dim": launch.head_dim,
+    }
+    attends = launch.launcher in ("decode", "split_kv", "prefill")
+    try:
+        configs.require_storable(launch.architecture, launch.cache)
+        variants = [compiled(launch, options) for options in ([{}, EVERY_OPTION] if attends else [{}])]
+    except KernelUnavailableError as error:
+        return [{"launcher": launch.launcher} | facts | {"refused": str(error)}]
+    found = []
+    for same in zip(*variants, strict=True):
+        largest = {name: max(each[name] for each in same) for name in ("registers", "shared", "spilled")}
+        found.append({"kernel": same[0]["kernel"]} | facts | same[0] | largest)
+    return found
+
+
+def compiled(launch: Launch, options: dict[str, Any]) -> list[Row]:
+    """The kernels of one call with these options."""
+    found: list[Row] = []
+    modules = (store, gather, decode, split_kv, prefill, ladder)
+    kernels = {
+        (module, name): kernel for module in modules for name, kernel in vars(module).items() if "_kernel" in name
+    }
+    architecture = configs.architecture
+    try:
+        configs.architecture = lambda device: launch.architecture
+        for (module, name), kernel in kernels.items():
+            setattr(module, name, Compiles(kernel, launch.architecture, found))
+        call(launch, options)
+    finally:
+        configs.architecture = architecture
+        for (module, name), kernel in kernels.items():
+            setattr(module, name, kernel)
+    return found
+
+
+def call(launch: Launch, options: dict[str, Any]) -> None:
+    """Call the launcher, with one key/value head and GROUP query heads."""
+    ints = torch.int64 if options else torch.int32
+    q = torch.empty(4, GROUP, launch.head_dim, dtype=launch.queries)
+    cache = torch.empty(8, 16, 1, launch.head_dim, dtype=launch.cache)
+    paged = (q, cache, cache, torch.zeros(2, 16, dtype=ints), torch.zeros(2, dtype=ints))
+    scale = launch.head_dim**-0.5
+    match launch.launcher:
+        case "store":
+            eight = torch.empty(8, 16, 8, launch.head_dim, dtype=launch.cache)
+            store.store_kv(eight[0], eight[0], eight, eight, torch.zeros(16, dtype=torch.int64))
+        case "gather":
+            gather.gather_kv(cache, torch.zeros(4, dtype=torch.int32), 50)
+        case "decode":
+            decode.paged_decode_attention(*paged, scale=scale, **options)
+        case "split_kv":
+            split_kv.paged_decode_attention(*paged, scale=scale, num_splits=split_kv.MAX_SPLITS, **options)
+        case "prefill":
+            prefill.paged_prefill_attention(*paged, torch.zeros(3, dtype=ints), scale=scale, **options)
+        case name:
+            rung = next(each for each in ladder.RUNGS if each.name == name)
+            rung.run(ladder.make_workload([40, 40], GROUP, 1, launch.head_dim, dtype=launch.queries, device="cpu"))
+
+
+class Compiles:
+    """Stands in for a kernel: `kernel[grid](…)` compiles it for these arguments, and notes what it takes."""
+
+    def __init__(self, kernel: Any, arch: int, found: list[Row]) -> None:
+        self.kernel, self.arch, self.found = kernel, arch, found
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.compile
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile as Triton's run-time would: None and 1 become constants, multiples of 16 are promised to be."""
+        options = {name: kwargs.pop(name) for name in LAUNCH_OPTIONS if name in kwargs}
+        values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+        assert list(values) == self.kernel.arg_names, "arguments missing, or in the wrong order"
+        constants = {name for name, param in zip(values, self.kernel.params, strict=True) if param.is_constexpr}
+        signature, constexprs, attributes = {}, {}, {}
+        for index, (name, value) in enumerate(values.items()):
+            if name in constants or value is None or (isinstance(value, int) and value == 1):
+                signature[name], constexprs[name] = "constexpr", value
+                continue
+            signature[name] = type_of(value)
+            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constexprs, attributes)
+        made = triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options)
+        self.found.append(
+            {
+                "kernel": self.kernel.__name__,
+                "rows": values.get("ROWS", ""),
+                "tile": values.get("TILE", ""),
+                "stages": options.get("num_stages", ""),
+                "threads": 32 * made.metadata.num_warps,
+                "shared": made.metadata.shared,
+            }
+            | resources(made.asm["cubin"])
+        )
+
+
+def type_of(value: Any) -> str:
+    """The type that Triton gives an argument."""
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, where spilled registers lie, as NVIDIA's own tool reads them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    fields = dict(field.split(":") for field in printed.stdout.split() if field.startswith(("REG:", "STACK:")))
+    return {"registers": int(fields["REG"]), "spilled": int(fields["STACK"])}
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name as tables have it."""
+    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", INT8: "int8", FP8: "fp8 (e4m3)"}
+    return names[dtype]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,79 @@
+"""An executed notebook as a page of the site: its cells, what they printed, their pictures with words for each.
+
+The notebook is read as the JSON that it is: nbformat and nbconvert take longer to import than all pages to build.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class NotebookError(Exception):
+    """A notebook is stale, was never executed, or draws a picture without saying what it shows."""
+
+
+INTRODUCTION = """
+!!! note "This page is a notebook"
+    It was executed from `notebooks/{name}.py`. [Download it]({name}.ipynb), or run it yourself from the root of the
+    repository: `.venv/bin/jupyter lab notebooks/{name}.ipynb`.
+
+!!! resumen "En español"
+    Esta página es un cuaderno de Jupyter ya ejecutado: los experimentos de la fase, con sus gráficas. Puedes bajarlo
+    y ejecutarlo tú, sobre la referencia o sobre tus propios ficheros.
+"""
+
+
+def render(path: Path) -> dict[str, str | bytes]:
+    """An executed notebook as a page.
+
+    Returns:
+        File name → content: `notebook.md`, and the pictures that it shows.
+
+    Raises:
+        NotebookError: a picture has no alt text, or an output is neither printed text nor a picture.
+    """
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    pictures: dict[str, str | bytes] = {}
+    body = "\n".join(part for place, cell in enumerate(cells) for part in _parts(cell, place, pictures))
+    title, _, rest = body.lstrip().partition("\n")
+    page = f"---\nrender_macros: false\n---\n{title}\n{INTRODUCTION.format(name=path.stem)}\n{rest}"
+    return {"notebook.md": page, **pictures}
+
+
+def _parts(cell: Any, place: int, pictures: dict[str, str | bytes]) -> Iterator[str]:
+    """A cell as Markdown, then its outputs; its pictures are added to `pictures`."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        yield f"\n{source}\n"
+        return
+    yield f"\n```python\n{source}\n```\n"
+    for number, output in enumerate(cell["outputs"]):
+        if output["output_type"] == "stream":
+            yield _fenced("".join(output["text"]))
+        elif "image/png" in (data := output.get("data", {})):
+            name = f"notebook_{place}_{number}.png"
+            pictures[name] = base64.b64decode("".join(data["image/png"]))
+            yield f"\n![{_alt(cell, source)}]({name}){{ .notebook-plot loading=lazy }}\n"
+        elif "text/plain" in data:
+            yield _fenced("".join(data["text/plain"]))
+        else:
+            raise NotebookError(f"this cell's {output['output_type']} cannot be shown on a page\n{source}")
+
+
+def _fenced(text: str) -> str:
+    """Printed text, without terminal colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip()
+    return f"\n```{{ .text .output }}\n{plain}\n```\n"
+
+
+def _alt(cell: Any, source: str) -> str:
+    """What a cell's picture shows."""
+    text = cell["metadata"].get("alt", "").strip()
+    if not text:
+        raise NotebookError(f'this cell draws a picture: say what it shows, # %% alt="…"\n{source}')
+    return str(text)

@@ -1,0 +1,44 @@
+"""A model's steps on a CPU: the fused forward pass (`minicache.model.fused`). No phase builds this module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minicache.cache.packed import step_tensors
+from minicache.engine.runner import PagedMemory, require_blocks
+from minicache.engine.sampling import TokenSampler, pick_tokens
+from minicache.model import fused
+from minicache.model.minigpt import Transformer
+from minicache.scheduler import SchedulerOutput
+
+
+class CPUModelRunner:
+    """Runs an engine's steps on a CPU, as `minicache.engine.model_runner.ModelRunner`.
+
+    Args:
+        model: after `minicache.model.fused.fuse`.
+        memory: where the requests' keys and values are.
+    """
+
+    def __init__(self, model: Transformer, memory: PagedMemory) -> None:
+        self._model = model
+        self._memory = memory
+        self._caches = fused.layer_caches(memory.storage)
+
+    def run_model(self, output: SchedulerOutput) -> Tensor:
+        """As `ModelRunner.run_model`."""
+        counts = list(output.num_scheduled_tokens.values())
+        block_size = self._memory.storage.pool.block_size
+        require_blocks(output, block_size)
+        self._memory.num_steps += 1
+        width = max(len(request.block_ids) for request in output.scheduled)
+        step = step_tensors(output.scheduled, counts, block_size, width)
+        with torch.inference_mode():
+            return fused.logits_at(self._model, self._caches, step)
+
+    def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
+        """As `ModelRunner.pick_tokens`."""
+        return pick_tokens(logits if len(rows) == len(logits) else logits[rows], samplers)

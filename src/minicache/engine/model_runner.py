@@ -1,0 +1,70 @@
+"""How an engine runs the models that it knows: on a GPU and on a CPU, each in its own way.
+
+`LLM.run_model` and `LLM.pick` are how any model runs on any cache. For a model of this package over a paged cache there
+is a runner that does the same in fewer calls, and it is asked instead. No phase builds this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
+from minicache.engine.runner import Memory, Model, PagedMemory
+from minicache.engine.sampling import TokenSampler
+from minicache.kernels import cpu, is_plain_replaced
+from minicache.scheduler import SchedulerOutput
+
+
+class ModelRunner(Protocol):
+    """What an engine asks of a runner."""
+
+    def run_model(self, output: SchedulerOutput) -> Tensor:
+        """As `LLM.run_model`: `[B, vocab]`.
+
+        Raises:
+            InvariantError: the scheduler has given a request fewer blocks than its tokens need.
+        """
+
+    def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
+        """Pick tokens from some rows of what `run_model` gave, each by its sampler; None where a row gives none."""
+
+
+def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eager: bool) -> ModelRunner | None:
+    """The runner for a model, ready to run.
+
+    On a CPU the model's weights are joined, and the kernels are compiled or loaded. Compiling takes some seconds, once
+    on a machine; a terminal shows its progress.
+
+    Args:
+        model: what is to be run.
+        memory: where the requests' keys and values are.
+        max_num_seqs: the most requests of a batch.
+        enforce_eager: on a GPU, no CUDA graphs.
+
+    Returns:
+        None: the engine runs this model itself, through the kernels that a learner has written if there are any.
+    """
+    if not isinstance(memory, PagedMemory):
+        return None
+    device = memory.storage.device
+    if device.type == "cuda":
+        return GPUModelRunner(model, memory, max_num_seqs, None if enforce_eager else CUDACapture(device))
+    if device.type != "cpu" or not cpu.is_available() or is_plain_replaced():
+        return None
+    from minicache.engine.cpu_runner import CPUModelRunner  # these import numba
+    from minicache.kernels.cpu.warming import warm_up
+    from minicache.model.fused import fuse
+
+    fused = fuse(model)
+    if fused is None:
+        return None
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Compiling kernels")
+        warm_up(lambda done, total: progress.update(task, completed=done, total=total))
+    return CPUModelRunner(fused, memory)

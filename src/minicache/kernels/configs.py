@@ -1,0 +1,210 @@
+"""Launch configurations of the attention kernels: rows, tokens to a tile, warps and pipeline stages, by architecture.
+
+The launchers ask `choose`; `benchmarks/compiled.py` and the tests compile exactly what it answers, for each
+architecture, dtype and head size, and find that nothing spills. What has no configuration is refused by name, before
+Triton's compiler or a GPU without that much memory would refuse it. No phase builds this module.
+
+**Decode** waits for memory, so what counts is bytes under way. A tile of keys and one of values take 32 KB together, 64
+tokens of 128 half-precision numbers, and `num_stages` 5 gives two buffers for such tiles and not five: the compiler
+spends one stage on computing, and two for each tile ahead, one of which waits for the block table. With 3 there is a
+single buffer, and nothing is read while it is computed on. Two buffers are 72 KB of shared memory, so a processor of a
+Hopper GPU, which has 228 KB, holds three programs; with one tile each under way that is 96 KB in flight. By Little's
+law 4.8 TB/s at a latency of 0.7 µs ask for 3.4 MB, 26 KB on each of 132 processors. Numbers of one byte pass through
+registers to become two, so their tiles have as many tokens and half the bytes, and there are three buffers. A desktop's
+GPU has 100 KB a processor: half the tile.
+
+**Prefill** waits for arithmetic: 128 rows give each loaded key 2 · 128 FLOPs a number, and 8 warps hold their scores
+`[128, TILE]` and accumulators `[128, d]` in fp32. On Hopper and datacentre Blackwell the queries are read from shared
+memory; on Ampere they stay in registers, and a tile has to be half as long. There is no exact matrix unit in fp32: its
+operands take registers too, so there are fewer rows. Nor does Triton use the matrix unit of a Turing GPU (sm_75), or
+load ahead there.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from minicache.errors import KernelUnavailableError
+
+Kernel = Literal["decode", "prefill"]
+
+SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Architecture → shared memory that a program can have. Any other GPU takes the next older one's configurations."""
+
+FP8_FROM = 89
+"""The first architecture with instructions for e4m3."""
+
+INTERPRETER = 0
+"""Stands for an architecture where there is no GPU, and no limit."""
+
+MIN_ROWS = 16
+"""The matrix unit multiplies no fewer rows at a time than these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a kernel is launched.
+
+    Attributes:
+        rows: query rows of a program: heads of a group, in prefill times query tokens.
+        tile: tokens of a tile of keys and values.
+        num_warps: warps of a program.
+        num_stages: pipeline stages of its loop.
+    """
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+_Row = dict[int, Config]
+"""The largest head size that a configuration is for → the configuration, in rising order."""
+
+
+def _row(*columns: tuple[int, int, int, int, int]) -> _Row:
+    """A row of the tables below: (head size at most, rows, tile, warps, stages) for each configuration."""
+    return {head_dim: Config(*numbers) for head_dim, *numbers in columns}
+
+
+# "half": queries and cache in fp16 or bf16; "byte": the same queries over int8 or fp8; "single": both in fp32.
+_INTERPRETED = {
+    "decode": _row((32, 16, 128, 1, 1), (64, 16, 64, 1, 1), (128, 16, 32, 1, 1), (256, 16, 16, 1, 1)),
+    "prefill": _row((32, 32, 128, 1, 1), (64, 32, 64, 1, 1), (128, 32, 32, 1, 1), (256, 32, 16, 1, 1)),
+}
+_TURING = {
+    "decode half": _row((128, 16, 32, 4, 1), (256, 16, 16, 4, 1)),
+    "decode byte": _row((128, 16, 32, 4, 1), (256, 16, 16, 4, 1)),
+    "decode single": _row((128, 16, 32, 4, 1)),
+    "prefill half": _row((128, 64, 16, 8, 1), (256, 32, 16, 8, 1)),
+    "prefill byte": _row((64, 32, 16, 8, 1), (128, 16, 16, 8, 1), (256, 32, 16, 8, 1)),
+    "prefill single": _row((64, 64, 16, 8, 1), (128, 32, 16, 8, 1)),
+}
+_DESKTOP = {
+    "decode half": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5)),
+    "decode byte": _row((64, 16, 64, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5)),
+    "decode single": _row((64, 16, 32, 4, 5), (128, 16, 16, 4, 5), (256, 16, 16, 4, 3)),
+    "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5)),
+    "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5)),
+    "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 16, 16, 4, 5)),
+}
+_DECODE = {
+    "decode half": _row((64, 16, 128, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5), (512, 16, 16, 4, 5)),
+    "decode byte": _row((64, 16, 64, 4, 7), (128, 16, 64, 4, 7), (256, 16, 32, 4, 5), (512, 16, 16, 4, 5)),
+    "decode single": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5)),
+}
+_TABLE: dict[int, dict[str, _Row]] = {
+    75: _TURING,
+    80: _DECODE
+    | {
+        "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5), (512, 32, 16, 8, 5)),
+        "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5), (512, 32, 16, 8, 5)),
+        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 16, 16, 4, 5)),
+    },
+    86: _DESKTOP,
+    89: _DESKTOP,
+    90: _DECODE
+    | {
+        "prefill half": _row((64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5), (512, 32, 16, 8, 5)),
+        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5), (512, 32, 16, 8, 5)),
+        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 32, 16, 8, 5)),
+    },
+    100: _DECODE
+    | {
+        "prefill half": _row((64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 16, 8, 5), (512, 32, 16, 8, 5)),
+        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 64, 32, 8, 5), (512, 32, 16, 8, 5)),
+        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 32, 16, 8, 5)),
+    },
+    120: _DESKTOP,
+}
+
+
+def architecture(device: torch.device) -> int:
+    """The architecture whose configurations a device takes: its own, or the next older one of the table.
+
+    Raises:
+        KernelUnavailableError: the GPU is older than all of them.
+    """
+    if device.type != "cuda":
+        return INTERPRETER
+    major, minor = torch.cuda.get_device_capability(device)
+    older = [number for number in _TABLE if number <= 10 * major + minor]
+    if not older:
+        raise KernelUnavailableError(
+            f"the kernels run on GPUs of compute capability 7.5 and later; this one has {major}.{minor}: "
+            'take backend="torch"'
+        )
+    return max(older)
+
+
+def require_storable(arch: int, dtype: torch.dtype) -> None:
+    """Raise unless kernels can load and store numbers of this dtype.
+
+    Raises:
+        KernelUnavailableError: the architecture has no instructions for it.
+    """
+    if dtype == torch.float8_e4m3fn and INTERPRETER < arch < FP8_FROM:
+        raise KernelUnavailableError(
+            f"a float8_e4m3fn cache needs a GPU of compute capability 8.9 or later; this one is an sm_{arch}: "
+            'store int8, or take backend="torch"'
+        )
+
+
+@functools.cache
+def choose(
+    kernel: Kernel, arch: int, q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, group: int
+) -> Config:
+    """The configuration of a launch.
+
+    In decode too, a group of more than 16 query heads is a matrix like prefill's, and takes prefill's configuration.
+
+    Args:
+        kernel: "decode", which `decode_kernel` and `split_kernel` share, or "prefill".
+        arch: from `architecture`.
+        q_dtype: of the queries.
+        cache_dtype: of the cache: the same, int8 or float8_e4m3fn.
+        head_dim: d.
+        group: query heads to a key/value head.
+
+    Raises:
+        KernelUnavailableError: no configuration is known that fits; the message says what the limit is.
+    """
+    heads = max(MIN_ROWS, _power_of_2(group))
+    if arch == INTERPRETER:
+        row = _INTERPRETED[kernel]
+        config = row[min((most for most in row if head_dim <= most), default=max(row))]
+        return replace(config, rows=max(config.rows, heads))
+    if kernel == "decode" and heads > MIN_ROWS:
+        return replace(choose("prefill", arch, q_dtype, cache_dtype, head_dim, group), rows=heads)
+    launch = f"the {kernel} kernel on sm_{arch}, {q_dtype} over {cache_dtype}"
+    kinds = {(2, True): "half", (2, False): "byte", (4, True): "single"}
+    kind = kinds.get((q_dtype.itemsize, q_dtype == cache_dtype))
+    if kind is None:
+        raise KernelUnavailableError(
+            f'{launch}: no such launch is configured; convert the queries to bfloat16, or take backend="torch"'
+        )
+    row = _TABLE[arch][f"{kernel} {kind}"]
+    if head_dim > max(row):
+        config, padded = row[max(row)], _power_of_2(head_dim)
+        least = padded * (config.rows * q_dtype.itemsize + (config.num_stages - 1) * config.tile * cache_dtype.itemsize)
+        short = f"{SHARED_KB[arch]} KB of shared memory" if least > SHARED_KB[arch] << 10 else "the registers it has"
+        raise KernelUnavailableError(
+            f"{launch}: head_dim {head_dim} is too large, {max(row)} at most. A program would hold tiles of "
+            f'{least >> 10} KB (rows are padded to {padded} numbers), too much for {short}: take backend="torch"'
+        )
+    config = row[min(most for most in row if head_dim <= most)]
+    if heads > config.rows:
+        raise KernelUnavailableError(
+            f"{launch}, head_dim {head_dim}: {group} query heads to a key/value head are too many, {config.rows} at "
+            'most: take backend="torch"'
+        )
+    return config
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest power of two that is not below `number` ≥ 1."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,130 @@
+"""The small kernels of a transformer layer on a CPU: norms, SiLU · up, rotary positions, stores.
+
+In PyTorch each of them is several operations, each with a call's overhead and a result in memory of its own. Here a row
+is read once and written once. Arrays are float32 and contiguous unless it says otherwise; nothing is checked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from minicache.kernels.cpu.vectors import OPTIONS, add, div, exp, full, load, mul, store, sub
+
+# vectors.py as compiled code knows it, sha256: 9aec3a3be4cc4c24
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+# What LLVM may change so that a loop over numbers becomes one over vectors. Not "nnan" or "ninf": NaN must stay NaN.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
+@njit(fastmath=_FAST, **OPTIONS)
+def rms_norm(x, weight, eps, out):
+    """out = x / √(mean(x²) + eps) · weight, row by row: x, out `[N, width]`, weight `[width]`, eps float32."""
+    width = x.shape[1]
+    for r in range(x.shape[0]):
+        squares = _ZERO
+        for i in range(width):
+            squares += x[r, i] * x[r, i]
+        factor = _ONE / np.sqrt(squares / np.float32(width) + eps)
+        for i in range(width):
+            out[r, i] = x[r, i] * factor * weight[i]
+
+
+@njit(fastmath=_FAST, **OPTIONS)
+def add_rms_norm(x, y, weight, eps, out):
+    """x += y in place, and out = the norm of x, as `rms_norm` computes it: x, y, out `[N, width]`."""
+    width = x.shape[1]
+    for r in range(x.shape[0]):
+        squares = _ZERO
+        for i in range(width):
+            number = x[r, i] + y[r, i]
+            x[r, i] = number
+            squares += number * number
+        factor = _ONE / np.sqrt(squares / np.float32(width) + eps)
+        for i in range(width):
+            out[r, i] = x[r, i] * factor * weight[i]
+
+
+@njit(**OPTIONS)
+def silu_mul(gate_up, out):
+    """out = silu(gate) · up: gate_up `[N, 2 · width]`, the gates first; out `[N, width]`, width ≥ 8."""
+    num_rows, width = out.shape
+    for r in range(num_rows):
+        for i in range(0, width, 8):
+            at = min(i, width - 8)  # the last eight may overlap those before: out is not gate_up
+            gate, up = load(gate_up, 2 * r * width + at), load(gate_up, (2 * r + 1) * width + at)
+            store(out, r * width + at, div(mul(gate, up), add(full(_ONE), exp(sub(full(_ZERO), gate)))))
+
+
+@njit(fastmath=_FAST, **OPTIONS)
+def rope_store(qkv, cos, sin, slots, k_cache, v_cache, num_heads):
+    """Turn queries and keys by their positions' angles, in place, and write keys and values to their slots.
+
+    qkv `[N, H + 2 · H_kv, d]`; cos, sin `[N, d]`, a row for each row of qkv, as `model.minigpt.turns` gives them: the
+    sine's first half is negative; slots `[N]` int64, −1 stores nothing; k_cache, v_cache `[num_slots, H_kv, d]`;
+    num_heads H.
+    """
+    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[2]
+    half = head_dim // 2
+    for r in range(qkv.shape[0]):
+        for h in range(num_heads + num_kv_heads):
+            for i in range(half):
+                a, b = qkv[r, h, i], qkv[r, h, i + half]
+                qkv[r, h, i] = a * cos[r, i] + b * sin[r, i]
+                qkv[r, h, i + half] = b * cos[r, i + half] + a * sin[r, i + half]
+        slot = slots[r]
+        if slot >= 0:
+            for h in range(num_kv_heads):
+                for i in range(head_dim):
+                    k_cache[slot, h, i] = qkv[r, num_heads + h, i]
+                    v_cache[slot, h, i] = qkv[r, num_heads + num_kv_heads + h, i]
+
+
+@njit(fastmath=_FAST, **OPTIONS)
+def norm_heads(qkv, q_weight, k_weight, eps, num_heads):
+    """Norm each query head and each key head by itself, in place, before they are turned (Qwen3's qk-norm).
+
+    qkv `[N, H + 2 · H_kv, d]`; q_weight, k_weight `[d]`; eps float32; num_heads H.
+    """
+    num_kv_heads, head_dim = (qkv.shape[1] - num_heads) // 2, qkv.shape[2]
+    for r in range(qkv.shape[0]):
+        for h in range(num_heads + num_kv_heads):
+            weight = q_weight if h < num_heads else k_weight
+            squares = _ZERO
+            for i in range(head_dim):
+                squares += qkv[r, h, i] * qkv[r, h, i]
+            factor = _ONE / np.sqrt(squares / np.float32(head_dim) + eps)
+            for i in range(head_dim):
+                qkv[r, h, i] = qkv[r, h, i] * factor * weight[i]
+
+
+@njit(**OPTIONS)
+def store_kv(k, v, k_cache, v_cache, slots):
+    """Write rows k, v `[N, H_kv, d]` to their slots `[N]` int64 of caches `[num_slots, H_kv, d]`; −1 skips a row.
+
+    Of k and v the last axis is contiguous, and d a multiple of 8.
+    """
+    num_kv_heads, head_dim = k.shape[1], k.shape[2]
+    for r in range(slots.size):
+        if slots[r] >= 0:
+            for h in range(num_kv_heads):
+                k_at, v_at = (r * k.strides[0] + h * k.strides[1]) // 4, (r * v.strides[0] + h * v.strides[1]) // 4
+                at = (slots[r] * num_kv_heads + h) * head_dim
+                for i in range(0, head_dim, 8):
+                    store(k_cache, at + i, load(k, k_at + i))
+                    store(v_cache, at + i, load(v, v_at + i))
+
+
+_ROWS, _WEIGHT, _HEADS = "float32[:, ::1]", "float32[::1]", "float32[:, :, ::1]"
+
+SIGNATURES = {
+    rms_norm: f"void({_ROWS}, {_WEIGHT}, float32, {_ROWS})",
+    add_rms_norm: f"void({_ROWS}, {_ROWS}, {_WEIGHT}, float32, {_ROWS})",
+    silu_mul: f"void({_ROWS}, {_ROWS})",
+    rope_store: f"void({_HEADS}, {_ROWS}, {_ROWS}, int64[::1], {_HEADS}, {_HEADS}, int64)",
+    norm_heads: f"void({_HEADS}, {_WEIGHT}, {_WEIGHT}, float32, int64)",
+    store_kv: f"void(float32[:, :, :], float32[:, :, :], {_HEADS}, {_HEADS}, int64[::1])",
+}
+"""What each kernel is compiled for, and takes: an array of another dtype or layout is a TypeError."""

@@ -1,0 +1,234 @@
+"""What one step's metadata becomes for the kernels: checked once, as numpy arrays, for all layers.
+
+A query of a decode step is a sequence of the decode kernel. So is each query of a short prompt: query t of a sequence
+has the sequence's blocks and a context of its own, the tokens up to t. A long prompt attends in PyTorch (`tiles`),
+where its queries share the reading of a key. Which prompts are long is decided sequence by sequence.
+
+Importing this module compiles the kernels, or loads them, unless that has been done (`warming`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minicache.kernels import AttentionMetadata, tiles
+from minicache.kernels.cpu import rows
+from minicache.kernels.cpu.attention import decode, find_fault
+from minicache.kernels.cpu.warming import warm_up
+
+warm_up()
+
+LONGEST_PROMPT = 96
+"""The most tokens of a whole prompt that attend through the decode kernel, each by itself.
+
+Measured (`benchmarks/short_prompts.py`): up to here it takes at most a tenth more time than PyTorch, and mostly less.
+"""
+
+LONGEST_CHUNK = 8
+"""The same for new tokens that others come before. Each of them reads all of those, which PyTorch reads once."""
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """Consecutive query rows `start` … `end` − 1 of a step, each of which is a sequence of the decode kernel.
+
+    Attributes:
+        block_tables: `[end − start, max_blocks]` int64.
+        context_lens: `[end − start]` int64.
+    """
+
+    start: int
+    end: int
+    block_tables: NDArray[np.int64]
+    context_lens: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The query rows `start` … `end` − 1 of one long prompt, and metadata of this sequence alone."""
+
+    start: int
+    end: int
+    metadata: AttentionMetadata
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """`minicache.kernels.paged_attention` with the numba kernels, and with a scale. No gradient flows.
+
+    Returns:
+        `[N, H, d]` float32. Zeros for a sequence with context_lens 0.
+    """
+    plan = plan_step(metadata, *k_cache.shape[:2])
+    q = q.detach()
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out = torch.empty(q.shape)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    plan.attend(q.numpy(), k_cache.numpy(), v_cache.numpy(), scale, sliding_window or 0, out.numpy())
+    return out
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """`minicache.kernels.store_kv` with the numba kernel; contiguous caches.
+
+    Raises:
+        IndexError: a slot lies outside the cache. Nothing was written.
+    """
+    slots = check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
+    flat = (storage.flatten(0, 1).numpy() for storage in (k_cache, v_cache))
+    k, v = (new.detach() if new.stride(2) == 1 else new.detach().contiguous() for new in (k, v))
+    rows.store_kv(k.numpy(), v.numpy(), *flat, np.ascontiguousarray(slots))
+
+
+class StepPlan:
+    """How the queries of a step attend: made by `plan_step`, which has checked everything that kernels do not.
+
+    Attributes:
+        num_queries: N, the rows of q.
+    """
+
+    def __init__(self, num_queries: int, parts: list[_Queries | _Prompt]) -> None:
+        self.num_queries = num_queries
+        self._parts = parts
+
+    def attend(
+        self,
+        q: NDArray[np.float32],
+        k_cache: NDArray[np.float32],
+        v_cache: NDArray[np.float32],
+        scale: float,
+        window: int,
+        out: NDArray[np.float32],
+    ) -> None:
+        """Attention of one layer, written to `out`.
+
+        Args:
+            q: `[N, ≥ H, d]`, the first H heads are the queries: it may be the rows of q, k and v together.
+            k_cache: `[num_blocks, block_size, H_kv, d]`, as many blocks of the size that the plan was made for.
+            v_cache: the same shape.
+            scale: what the scores are multiplied by.
+            window: W ≥ 1: a query sees itself and the W − 1 tokens before it. 0 is no limit.
+            out: `[N, H, d]`, contiguous.
+
+        Raises:
+            ValueError: `q` or `out` has another number of rows than the step.
+        """
+        if len(q) != self.num_queries or len(out) != self.num_queries:
+            raise ValueError(f"this step has {self.num_queries} queries; q has {len(q)} rows, out {len(out)}")
+        for part in self._parts:
+            queries, result = q[part.start : part.end], out[part.start : part.end]
+            if isinstance(part, _Queries):
+                decode(queries, k_cache, v_cache, part.block_tables, part.context_lens, scale, window, result)
+            else:
+                k, v = torch.from_numpy(k_cache), torch.from_numpy(v_cache)
+                heads = torch.from_numpy(queries[:, : out.shape[1]])
+                attended = tiles.paged_attention(
+                    heads, k, v, part.metadata, scale=float(scale), sliding_window=window or None
+                )
+                result[:] = attended.numpy()
+
+
+def plan_step(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> StepPlan:
+    """The plan of a step, made and checked at its first call, and kept in the metadata.
+
+    Args:
+        metadata: of the step; CPU tensors.
+        num_blocks: of the caches.
+        block_size: likewise.
+
+    Raises:
+        ValueError: a length is negative, more than its table has room for, or less than its sequence's queries.
+        IndexError: a block in use is not in the caches.
+    """
+    key = (plan_step, num_blocks, block_size)
+    plan: StepPlan | None = metadata.plans.get(key)
+    if plan is None:
+        plan = metadata.plans[key] = _make_plan(metadata, num_blocks, block_size)
+    return plan
+
+
+def _make_plan(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> StepPlan:
+    block_tables: NDArray[np.int64] = metadata.block_tables.long().numpy()
+    context_lens: NDArray[np.int64] = metadata.context_lens.long().numpy()
+    _check(block_tables, context_lens, num_blocks, block_size)
+    if metadata.query_start_loc is None:
+        return StepPlan(len(context_lens), [_Queries(0, len(context_lens), block_tables, context_lens)])
+    starts = metadata.query_start_loc.long().numpy()
+    num_new = np.diff(starts)
+    if np.any(num_new > context_lens):
+        wrong = int(np.argmax(num_new > context_lens))
+        raise ValueError(
+            f"sequence {wrong} has {context_lens[wrong]} tokens, its {num_new[wrong]} newest cannot be among them"
+        )
+    is_long = num_new > np.where(num_new == context_lens, LONGEST_PROMPT, LONGEST_CHUNK)
+    parts: list[_Queries | _Prompt] = []
+    # Between one long prompt and the next, consecutive sequences attend in one call of the kernel.
+    borders = [-1, *np.flatnonzero(is_long).tolist(), len(num_new)]
+    for before, after in pairwise(borders):
+        if starts[before + 1] < starts[after]:
+            parts.append(_queries(block_tables, context_lens, starts, before + 1, after))
+        if after < len(num_new):
+            parts.append(_Prompt(int(starts[after]), int(starts[after + 1]), _alone(metadata, after)))
+    return StepPlan(int(starts[-1]), parts)
+
+
+def _queries(
+    block_tables: NDArray[np.int64],
+    context_lens: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    first: int,
+    end: int,
+) -> _Queries:
+    """The queries of the sequences `first` … `end` − 1, each a sequence of its own."""
+    num_new = np.diff(starts[first : end + 1])
+    rows = np.arange(starts[first], starts[end])
+    # Query row r of a sequence stands as far from the sequence's end as r from its last row.
+    contexts = np.repeat(context_lens[first:end] - starts[first + 1 : end + 1], num_new) + rows + 1
+    return _Queries(int(starts[first]), int(starts[end]), np.repeat(block_tables[first:end], num_new, axis=0), contexts)
+
+
+def _alone(metadata: AttentionMetadata, sequence: int) -> AttentionMetadata:
+    only = slice(sequence, sequence + 1)
+    num_new = metadata.starts[sequence + 1] - metadata.starts[sequence]
+    return AttentionMetadata(metadata.block_tables[only], metadata.context_lens[only], torch.tensor([0, num_new]))
+
+
+def _check(block_tables: NDArray[np.int64], context_lens: NDArray[np.int64], num_blocks: int, block_size: int) -> None:
+    sequence, wrong = find_fault(block_tables, context_lens, num_blocks, block_size)
+    if sequence < 0:
+        return
+    room = block_tables.shape[1] * block_size
+    if not 0 <= context_lens[sequence] <= room:
+        raise ValueError(f"a context_len must be 0 … {room}, what {block_tables.shape[1]} blocks hold; got {wrong}")
+    raise IndexError(f"no block {wrong}: this cache has blocks 0 … {num_blocks - 1}")
+
+
+def check_slots(slot_mapping: Tensor, num_slots: int) -> NDArray[np.int64]:
+    """The slots of a step as `rows.store_kv` and `rows.rope_store` want them.
+
+    Args:
+        slot_mapping: `[N]` int32 or int64 on the CPU.
+        num_slots: of the caches.
+
+    Raises:
+        IndexError: a slot is below −1 or past the last.
+    """
+    slots: NDArray[np.int64] = slot_mapping.long().numpy()
+    if slots.size and (slots.min() < -1 or slots.max() >= num_slots):
+        wrong = slots[(slots < -1) | (slots >= num_slots)][0]
+        raise IndexError(f"no slot {wrong}: this cache has slots 0 … {num_slots - 1}")
+    return slots

@@ -1,0 +1,258 @@
+"""Eight float32 at a time, in Triton's vocabulary: load, store, full, fma, maximum, exp, total.
+
+A value of the type `float32x8` is a vector of LLVM's, `<8 x float>`: one register where the processor has AVX, two
+where its registers hold four numbers. Operations are lane by lane, and none of them checks a bound.
+
+Numba keeps compiled code for as long as the kernel's own file stays the same, and does not look at this one. So a
+kernel's file names the state of this one that it was written for, and a test holds them together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+LANES = 8
+OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
+"""How kernels are compiled: without the interpreter's lock, kept on disk, without checks of bounds or divisors."""
+INLINE = {"forceinline": True, "error_model": "numpy", "boundscheck": False}
+"""How a part of a kernel is compiled: as if it were written there."""
+
+_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+
+
+class Float32x8(types.Type):  # type: ignore[misc]
+    """Numba's type of eight float32."""
+
+    def __init__(self):
+        super().__init__("float32x8")
+
+
+float32x8 = Float32x8()
+
+
+@register_model(Float32x8)
+class _Float32x8Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _FLOATS)
+
+
+def _pointer(context, builder, array_type, array, index):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), _FLOATS.as_pointer())
+
+
+@intrinsic
+def load(typingctx, array, index):
+    """The eight numbers from element `index` of the memory that a float32 array begins at, whatever its shape."""
+
+    def generate(context, builder, signature, args):
+        return builder.load(_pointer(context, builder, signature.args[0], *args), align=4)
+
+    return float32x8(array, types.intp), generate
+
+
+@intrinsic
+def store(typingctx, array, index, vector):
+    """Write eight numbers, from element `index` of the memory that an array begins at."""
+
+    def generate(context, builder, signature, args):
+        builder.store(args[2], _pointer(context, builder, signature.args[0], *args[:2]), align=4)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, float32x8), generate
+
+
+@intrinsic
+def full(typingctx, number):
+    """A number in each lane."""
+
+    def generate(context, builder, signature, args):
+        undefined = ir.Constant(_FLOATS, ir.Undefined)
+        one = builder.insert_element(undefined, args[0], ir.Constant(_INT, 0))
+        return builder.shuffle_vector(one, undefined, ir.Constant(_INTS, [0] * LANES))
+
+    return float32x8(types.float32), generate
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """a · b + c, rounded once where the processor can."""
+
+    def generate(context, builder, signature, args):
+        product = builder.fmul(args[0], args[1], flags=("contract",))
+        return builder.fadd(product, args[2], flags=("contract",))
+
+    return float32x8(float32x8, float32x8, float32x8), generate
+
+
+@intrinsic
+def add(typingctx, a, b):
+    """a + b."""
+
+    def generate(context, builder, signature, args):
+        return builder.fadd(*args)
+
+    return float32x8(float32x8, float32x8), generate
+
+
+@intrinsic
+def sub(typingctx, a, b):
+    """a − b."""
+
+    def generate(context, builder, signature, args):
+        return builder.fsub(*args)
+
+    return float32x8(float32x8, float32x8), generate
+
+
+@intrinsic
+def mul(typingctx, a, b):
+    """a · b."""
+
+    def generate(context, builder, signature, args):
+        return builder.fmul(*args)
+
+    return float32x8(float32x8, float32x8), generate
+
+
+@intrinsic
+def div(typingctx, a, b):
+    """a / b."""
+
+    def generate(context, builder, signature, args):
+        return builder.fdiv(*args)
+
+    return float32x8(float32x8, float32x8), generate
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """The larger of a and b, and b where a is NaN."""
+
+    def generate(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return float32x8(float32x8, float32x8), generate
+
+
+@intrinsic
+def where_at_least(typingctx, x, bound, a, b):
+    """a where x ≥ bound or x is NaN, else b."""
+
+    def generate(context, builder, signature, args):
+        return builder.select(builder.fcmp_unordered(">=", *args[:2]), *args[2:])
+
+    return float32x8(float32x8, float32x8, float32x8, float32x8), generate
+
+
+@intrinsic
+def keep(typingctx, vector, count, other):
+    """The first `count` lanes of a vector, and a number in those after them: `tl.where(mask, …)` of a tail."""
+
+    def generate(context, builder, signature, args):
+        lanes = ir.Constant(_INTS, list(range(LANES)))
+        count = builder.trunc(args[1], _INT)
+        one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), count, ir.Constant(_INT, 0))
+        counts = builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+        other = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), args[2], ir.Constant(_INT, 0))
+        others = builder.shuffle_vector(other, other, ir.Constant(_INTS, [0] * LANES))
+        return builder.select(builder.icmp_signed("<", lanes, counts), args[0], others)
+
+    return float32x8(float32x8, types.intp, types.float32), generate
+
+
+@intrinsic
+def first(typingctx, vector):
+    """The first lane of a vector."""
+
+    def generate(context, builder, signature, args):
+        return builder.extract_element(args[0], ir.Constant(_INT, 0))
+
+    return types.float32(float32x8), generate
+
+
+@intrinsic
+def total(typingctx, vector):
+    """The sum of the lanes."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(_FLOAT, [_FLOAT, _FLOATS])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v8f32")
+        return builder.call(reduce, [ir.Constant(_FLOAT, -0.0), args[0]], fastmath=("reassoc",))
+
+    return types.float32(float32x8), generate
+
+
+@intrinsic
+def largest(typingctx, vector):
+    """The largest lane of a vector without NaN."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(_FLOAT, [_FLOATS])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v8f32")
+        return builder.call(reduce, [args[0]], fastmath=("nnan",))
+
+    return types.float32(float32x8), generate
+
+
+_PAIRS = ([0, 9, 2, 11, 4, 13, 6, 15], [1, 8, 3, 10, 5, 12, 7, 14])
+_QUADS = ([0, 1, 10, 11, 4, 5, 14, 15], [2, 3, 8, 9, 6, 7, 12, 13])
+_HALVES = ([0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11])
+
+
+@intrinsic
+def totals(typingctx, a, b, c, d, e, f, g, h):
+    """The sums of eight vectors, in the lanes of one: a third of the shuffles that eight calls of `total` take."""
+
+    def generate(context, builder, signature, args):
+        def combine(x, y, masks):
+            parts = [builder.shuffle_vector(x, y, ir.Constant(_INTS, mask)) for mask in masks]
+            return builder.fadd(*parts)
+
+        vectors = list(args)
+        for masks in (_PAIRS, _QUADS, _HALVES):
+            vectors = [combine(x, y, masks) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
+
+    return float32x8(*[float32x8] * LANES), generate
+
+
+@intrinsic
+def _times_power_of_two(typingctx, p, shifted):
+    """p · 2**n, where `shifted` is 1.5 · 2**23 + n: n, in the low bits of `shifted`, is added to p's exponent."""
+
+    def generate(context, builder, signature, args):
+        exponent = builder.shl(builder.bitcast(args[1], _INTS), ir.Constant(_INTS, [23] * LANES))
+        return builder.bitcast(builder.add(builder.bitcast(args[0], _INTS), exponent), _FLOATS)
+
+    return float32x8(float32x8, float32x8), generate
+
+
+_F = np.float32
+_ZERO, _ONE, _LOW, _HIGH = _F(0.0), _F(1.0), _F(-87.0), _F(88.0)
+_SHIFT, _LOG2_E = _F(1.5 * 2**23), _F(1.44269504088896341)
+_LN_2_HIGH, _LN_2_LOW = _F(-0.693359375), _F(2.12194440e-4)
+_C0, _C1, _C2 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
+_C3, _C4, _C5 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
+
+
+@njit(**INLINE)
+def exp(x):
+    """e**x in each lane, to 1e-7 of it (Cephes' polynomial); 0 below −87, e**88 above 88, NaN for NaN."""
+    capped = where_at_least(full(_HIGH), x, x, full(_HIGH))
+    shifted = fma(capped, full(_LOG2_E), full(_SHIFT))  # the integer part, in the low bits
+    n = sub(shifted, full(_SHIFT))
+    r = fma(n, full(_LN_2_LOW), fma(n, full(_LN_2_HIGH), capped))
+    p = fma(full(_C0), r, full(_C1))
+    p = fma(p, r, full(_C2))
+    p = fma(p, r, full(_C3))
+    p = fma(p, r, full(_C4))
+    p = fma(p, r, full(_C5))
+    p = fma(mul(p, r), r, add(r, full(_ONE)))
+    return where_at_least(x, full(_LOW), _times_power_of_two(p, shifted), full(_ZERO))

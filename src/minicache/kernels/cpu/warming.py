@@ -1,0 +1,48 @@
+"""Compiling before the first step: every kernel, made or loaded from the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pickle import UnpicklingError
+from threading import Lock
+from typing import Any
+
+from minicache.errors import KernelUnavailableError
+
+_LOCK = Lock()
+
+
+def warm_up(progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Compile every kernel, or load what an earlier process has compiled: seconds the first time, half of one after.
+
+    Each is compiled once, for all models: sizes are arguments, not constants. Numba keeps the code in the `__pycache__`
+    beside the kernel's module; where that cannot be written, in the user's cache folder; and in NUMBA_CACHE_DIR if that
+    is set. Processes that compile a kernel at the same time each write all of it, and one's file replaces the other's.
+
+    Args:
+        progress: called with how many kernels are ready, and how many there are, from (0, n) to (n, n).
+
+    Raises:
+        KernelUnavailableError: compiled code cannot be read, for a file is damaged, or not be written, for the disk is
+            full.
+    """
+    from minicache.kernels.cpu import attention, rows
+
+    signatures = {**rows.SIGNATURES, **attention.SIGNATURES}
+    progress(0, len(signatures))
+    with _LOCK:
+        for done, (kernel, signature) in enumerate(signatures.items(), 1):
+            if not kernel.signatures:
+                _compile(kernel, signature)
+            progress(done, len(signatures))
+
+
+def _compile(kernel: Any, signature: str) -> None:
+    try:
+        kernel.compile(signature)
+    except (OSError, EOFError, UnpicklingError) as error:
+        raise KernelUnavailableError(
+            f"compiled code cannot be read or written in {kernel.stats.cache_path} ({error!r}): delete this folder, or "
+            "set NUMBA_CACHE_DIR to another"
+        ) from error
+    kernel.disable_compile()  # else another layout of an array would compile another kernel, in a step

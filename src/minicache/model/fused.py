@@ -1,0 +1,352 @@
+"""A transformer's forward pass as an engine's steps need it on a CPU: few large products, and compiled kernels between.
+
+The modules of `minicache.model.minigpt` and `minicache.model.decoder` say what is computed, one operation after the
+other. For 32 sequences that is some sixty calls a layer, and most of a decode step is spent between the products. Here
+a layer is four products and five kernels (`minicache.kernels.cpu`): the weights of queries, keys and values are one
+matrix, and so are those of gate and up; keys and values go straight into the blocks; and of the last layer only the
+rows whose logits are read are computed beyond keys and values.
+
+The result is that of the modules but for rounding; they are the fallback, and the oracle of the tests. No phase builds
+this module.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from minicache.cache.packed import StepTensors
+from minicache.cache.paged import PagedStorage
+from minicache.kernels import AttentionMetadata
+from minicache.kernels.cpu import rows as kernels
+from minicache.kernels.cpu.steps import check_slots, plan_step
+from minicache.model.decoder import Decoder
+from minicache.model.minigpt import MiniGPT, Transformer
+
+Array = NDArray[np.float32]
+
+MLP_ROWS = 512
+"""How many rows go through a feed-forward block at a time: so what is between its products stays in the CPU's cache."""
+
+HEAD_NBYTES = 64 * 2**20
+"""The largest embedding of which a copy is laid out for the product with the output rows. Above it, the product waits
+for memory whatever the layout, and the copy would cost as much again."""
+
+
+def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
+    """Join a model's weights for the CPU, so that `logits_at` can run it.
+
+    Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
+    (`benchmarks/engine.py`).
+
+    Args:
+        model: anything.
+        in_place: the model's parameters become views of the joined matrices, so that no weight is held twice. The model
+            computes what it did; but `safetensors` refuses to save parameters that lie in one memory. If not in place,
+            the model is left as it is, and the matrices are copies. A model that was joined in place stays so.
+
+    Returns:
+        The model, which `logits_at` can run now. None, and nothing was changed: it is no float32 `MiniGPT` or
+        `Decoder` on the CPU, the kernels do not take its sizes, or it computes something else than its class: a module
+        in it was replaced, or has a hook.
+    """
+    if not isinstance(model, Transformer) or not _can_fuse(model):
+        return None
+    weights = _WEIGHTS.get(model)
+    if weights is None or not weights.are_those_of(model):
+        _join(model, in_place or (weights is not None and weights.in_place))
+    return model
+
+
+def _join(model: Transformer, in_place: bool) -> _Weights:
+    # Not as inference tensors, whatever the caller's mode: the parameters that become views may be trained later.
+    with torch.inference_mode(False), torch.no_grad():
+        weights = _WEIGHTS[model] = _Weights.of(model, in_place)
+    return weights
+
+
+def _can_fuse(model: Any) -> bool:
+    if type(model) not in (MiniGPT, Decoder):  # a subclass may compute something else
+        return False
+    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in model.parameters()):
+        return False
+    if model.config.head_dim % 8 or model.config.intermediate_size < 8:
+        return False
+    if any(_detours(model)):
+        return False
+    with torch.device("meta"):
+        untouched = type(model)(model.config)
+    return _parts(model) == _parts(untouched)
+
+
+def _detours(model: nn.Module) -> Iterator[object]:
+    """Of each module its hooks, and whether its `forward` was replaced: what is true here, the kernels would skip."""
+    for module in model.modules():
+        yield module._forward_pre_hooks
+        yield module._forward_hooks
+        yield "forward" in vars(module)
+
+
+def _parts(model: nn.Module) -> list[tuple[str, object]]:
+    """What a model is made of: the types of its modules, and the shapes of its parameters."""
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters())]
+
+
+def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensors) -> Tensor:
+    """Run a model over a step's tokens, and return the logits after the last token of each sequence.
+
+    Args:
+        model: after `fuse`. If a weight was changed in place since, the weights are joined anew.
+        caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
+        step: on the CPU, without padding.
+
+    Returns:
+        `[B, vocab_size]`.
+
+    Raises:
+        IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
+        ValueError: a length is more than its table has room for, or less than its sequence's new tokens.
+    """
+    weights = _WEIGHTS[model]
+    if not weights.are_current:
+        weights = _join(model, weights.in_place)
+    num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
+    config = weights.config
+    eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
+    cos, sin = (_array(table) for table in model.rotation(step.positions))
+    num_blocks, block_size = caches[0].k.shape[:2]
+    slots = check_slots(step.slot_mapping, num_blocks * block_size)
+    decode = AttentionMetadata(step.block_tables, step.context_lens)  # of the last token of each sequence
+    prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
+    plan = plan_step(decode if num_new == num_seqs else prompts, num_blocks, block_size)
+    residual, room = _array(model.embed_tokens(step.token_ids)), _Room(config, num_new)
+    kernels.rms_norm(residual, weights.norms[0], eps, room.y_array)
+    for layer, next_norm, cache in zip(weights.layers, weights.norms[1:], caches, strict=True):
+        _product(room.y, layer.qkv, room.qkv)
+        queries = room.heads_array
+        if layer.q_norm is not None:
+            kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
+        kernels.rope_store(queries, cos, sin, slots, cache.k_slots, cache.v_slots, config.num_heads)
+        if layer is weights.layers[-1] and num_seqs < num_new:
+            # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
+            plan, last = plan_step(decode, num_blocks, block_size), step.last.numpy()
+            queries, residual, room = queries[last], residual[last], _Room(config, num_seqs)
+        plan.attend(queries, cache.k, cache.v, scale, layer.window, room.out_array)
+        _product(room.out, layer.output, room.y)
+        kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
+        _feed_forward(layer, room)
+        kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
+    logits = torch.empty(num_seqs, weights.head.matrix.shape[1])
+    _product(room.y, weights.head, logits)
+    return logits
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of one layer, as kernels see them: block by block, and slot by slot.
+
+    Attributes:
+        k: `[num_blocks, block_size, H_kv, d]`.
+        v: alike.
+        k_slots: the same memory, `[num_slots, H_kv, d]`.
+        v_slots: alike.
+    """
+
+    k: Array
+    v: Array
+    k_slots: Array
+    v_slots: Array
+
+
+def layer_caches(storage: PagedStorage) -> list[LayerCache]:
+    """What `logits_at` writes to and reads: the memory of a float32 storage on the CPU, layer by layer."""
+    pairs = [(storage.k(layer), storage.v(layer)) for layer in range(storage.num_layers)]
+    return [LayerCache(*(_array(each) for each in (k, v, k.flatten(0, 1), v.flatten(0, 1)))) for k, v in pairs]
+
+
+class _Room:
+    """Memory for what a layer computes of some rows, the same for all layers; and the same memory as kernels see it.
+
+    Args:
+        config: of the model.
+        num_rows: N.
+
+    Attributes:
+        y: `[N, hidden_size]`, what was normed, or what is added next to the residual stream.
+        qkv: `[N, (H + 2 · H_kv) · d]`.
+        out: `[N, H · d]`, what attention gives.
+        parts: of at most MLP_ROWS rows of `y` each: these rows, and room for their gate and up and for the product of
+            both.
+        y_array, heads_array, out_array: `y`; `qkv` and `out` head by head, `[N, heads, d]`.
+    """
+
+    def __init__(self, config: Any, num_rows: int) -> None:
+        head_dim, num_heads = config.head_dim, config.num_heads
+        self.y = torch.empty(num_rows, config.hidden_size)
+        self.qkv = torch.empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
+        self.out = torch.empty(num_rows, num_heads * head_dim)
+        self.y_array = self.y.numpy()
+        self.heads_array = self.qkv.numpy().reshape(num_rows, -1, head_dim)
+        self.out_array = self.out.numpy().reshape(num_rows, -1, head_dim)
+        size = min(num_rows, MLP_ROWS)
+        gate_up = torch.empty(size, 2 * config.intermediate_size)
+        hidden = torch.empty(size, config.intermediate_size)
+        self.parts = [(rows, gate_up[: rows.shape[0]], hidden[: rows.shape[0]]) for rows in torch.split(self.y, size)]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Linear layers with the same input, as one.
+
+    Attributes:
+        matrix: `[in, Σ out]`, contiguous.
+        bias: `[Σ out]`; None: none of them has one.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *layers: nn.Linear, in_place: bool) -> _Joined:
+        """Join layers; in place, their weights and biases become views of the joined ones."""
+        sizes = [layer.out_features for layer in layers]
+        matrix = torch.cat([layer.weight.detach().t() for layer in layers], dim=1)
+        has_bias = layers[0].bias is not None
+        bias = torch.cat([layer.bias.detach() for layer in layers]) if has_bias else None
+        if in_place:
+            for layer, columns in zip(layers, torch.split(matrix, sizes, dim=1), strict=True):
+                layer.weight.data = columns.t()
+            if bias is not None:
+                for layer, numbers in zip(layers, torch.split(bias, sizes), strict=True):
+                    layer.bias.data = numbers
+        return cls(matrix, bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The weights of one block."""
+
+    qkv: _Joined
+    output: _Joined
+    gate_up: _Joined
+    down: _Joined
+    norm: Array
+    q_norm: Array | None
+    k_norm: Array | None
+    window: int
+
+    @classmethod
+    def of(cls, block: Any, in_place: bool) -> _Layer:
+        """Join the weights of a `minicache.model.minigpt.Block`."""
+        q_norm, k_norm = (_gain(getattr(block.self_attn, name, None)) for name in ("q_norm", "k_norm"))
+        qkv, output, gate_up, down = (_Joined.of(*layers, in_place=in_place) for layers in _linear_layers(block))
+        window = getattr(block.self_attn, "window", None)
+        return cls(qkv, output, gate_up, down, _gain(block.post_attention_layernorm), q_norm, k_norm, window or 0)
+
+
+def _gain(norm: nn.Module | None) -> Any:
+    """The gain of a norm, as kernels take it: an array `[width]`; None if there is no norm."""
+    weight = getattr(norm, "weight", None)
+    return None if weight is None else _array(weight.contiguous())
+
+
+def _linear_layers(block: Any) -> tuple[tuple[nn.Linear, ...], ...]:
+    """The linear layers of a block, those with the same input together."""
+    attention, mlp = block.self_attn, block.mlp
+    return (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The joined weights of a model.
+
+    Attributes:
+        config: of the model.
+        layers: of each block.
+        norms: of each block the gain of its first norm, which is computed with the sum before it; last the model's own.
+        head: the output layer.
+        in_place: whether the model's parameters are views of these.
+        parameters: the model's.
+        versions: of the parameters, when they were joined.
+    """
+
+    config: Any
+    layers: list[_Layer]
+    norms: list[Array]
+    head: _Joined
+    in_place: bool
+    parameters: list[nn.Parameter]
+    versions: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, model: Any, in_place: bool) -> _Weights:
+        """Join a model's weights."""
+        layers, head = [_Layer.of(block, in_place) for block in model.layers], _output_matrix(model, in_place)
+        norms = [*(block.input_layernorm for block in model.layers), model.norm]
+        parameters = list(model.parameters())
+        gains = [_gain(norm) for norm in norms]
+        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters))
+
+    def are_those_of(self, model: Transformer) -> bool:
+        """Whether the model has the same parameters still, and none has been changed since."""
+        own = list(model.parameters())
+        return len(own) == len(self.parameters) and all(map(operator.is_, own, self.parameters)) and self.are_current
+
+    @property
+    def are_current(self) -> bool:
+        """Whether none of the parameters has been changed since."""
+        return self.versions == _versions(self.parameters)
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Where each parameter is, and how often it has been changed in place."""
+    # In inference mode nothing is counted.
+    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
+
+
+_WEIGHTS: WeakKeyDictionary[Transformer, _Weights] = WeakKeyDictionary()
+"""Of every model that was fused. No attribute of the model: a copy of a model would copy it, and be stale."""
+
+
+def _output_matrix(model: Any, in_place: bool) -> _Joined:
+    """The output layer. Where it is the embedding, a copy laid out for the product, unless that is large."""
+    layer = getattr(model, "lm_head", None)
+    if layer is not None:
+        return _Joined.of(layer, in_place=in_place)
+    matrix = model.embed_tokens.weight.detach().t()
+    return _Joined(matrix.contiguous() if matrix.nbytes <= HEAD_NBYTES else matrix, None)
+
+
+def _product(rows: Tensor, weights: _Joined, out: Tensor) -> None:
+    """Multiply rows by joined weights."""
+    if weights.bias is None:
+        torch.mm(rows, weights.matrix, out=out)
+    else:
+        torch.addmm(weights.bias, rows, weights.matrix, out=out)
+
+
+def _feed_forward(layer: _Layer, room: _Room) -> None:
+    """SwiGLU of the rows of `room.y`, in place."""
+    for rows, gate_up, hidden in room.parts:
+        _product(rows, layer.gate_up, gate_up)
+        kernels.silu_mul(gate_up.numpy(), hidden.numpy())
+        _product(hidden, layer.down, rows)
+
+
+def _array(tensor: Tensor) -> Array:
+    """The tensor's memory as numpy sees it."""
+    array: Array = tensor.detach().numpy()
+    return array

@@ -1,0 +1,219 @@
+"""The fused forward pass gives what the modules give: logits, and keys and values in the same slots."""
+
+import gc
+import weakref
+from copy import deepcopy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minicache.cache.packed import StepTensors
+from minicache.cache.paged import PagedStorage, RaggedStep
+from minicache.engine.llm import LLM
+from minicache.engine.runner import logits_at
+from minicache.engine.sampling import SamplingParams
+from minicache.memory.blocks import BlockPool, BlockTable
+from minicache.model import Decoder, DecoderConfig, MiniGPT, MiniGPTConfig, fused
+from minicache.model.decoder import Llama3Scaling
+from minicache.model.fused import fuse, layer_caches
+
+SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_layers": 3, "max_seq_len": 512}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+MODELS = {
+    "minigpt": MiniGPTConfig(**SIZES, **HEADS),
+    "one layer": MiniGPTConfig(**(SIZES | HEADS | {"num_layers": 1})),
+    "no groups": MiniGPTConfig(**(SIZES | HEADS | {"num_kv_heads": 4})),
+    "groups of 5, heads of 80": MiniGPTConfig(**(SIZES | {"num_heads": 5, "num_kv_heads": 1, "head_dim": 80})),
+    "biases": DecoderConfig(**SIZES, **HEADS, attention_bias=True, output_bias=True, mlp_bias=True),
+    "normed queries, tied": DecoderConfig(**SIZES, **HEADS, qk_norm=True, tie_word_embeddings=True),
+    "windows": DecoderConfig(**SIZES, **HEADS, sliding_windows=(None, 5, 11)),
+    "a window in the last layer": DecoderConfig(**SIZES, **HEADS, sliding_windows=(None, None, 3)),
+    "stretched positions": DecoderConfig(**SIZES, **HEADS, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)),
+}
+STEPS = {
+    "prompts": [7, 1, 30, 16],
+    "decode": [1, 1, 1, 1],
+    "chunks and decode": [1, 9, 1, 20],
+    "a long prompt": [300, 1, 2, 1],
+}
+
+
+def a_model(config, seed=0):
+    torch.manual_seed(seed)
+    model = (MiniGPT if isinstance(config, MiniGPTConfig) else Decoder)(config).eval()
+    with torch.no_grad():  # gains and biases start as ones and zeros, which would hide that one is not applied
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+class Served:
+    """Four sequences of a model in blocks, step by step: through the modules, or fused."""
+
+    def __init__(self, model, run, block_size=4):
+        config = model.config
+        pool = BlockPool(300, block_size)
+        self.storage = PagedStorage(pool, config.num_layers, config.num_kv_heads, config.head_dim)
+        for layer in range(config.num_layers):  # no row that was not written may count
+            self.storage.k(layer).fill_(torch.nan)
+            self.storage.v(layer).fill_(torch.nan)
+        self.tables = [BlockTable(pool) for _ in range(4)]
+        self.model, self.logits_at = model, run
+
+    def step(self, counts, seed=0):
+        tokens = torch.randint(97, (sum(counts),), generator=torch.Generator().manual_seed(seed))
+        return tokens, RaggedStep(self.storage, self.tables, counts)
+
+    @torch.inference_mode()
+    def run(self, counts, seed):
+        return self.logits_at(self.model, *self.step(counts, seed))
+
+
+def by_modules(model, tokens, step):
+    return logits_at(model, tokens[None], step, step.query_start_loc[1:] - 1)
+
+
+def by_kernels(model, tokens, step):
+    assert fuse(model) is model
+    return fused.logits_at(model, layer_caches(step.storage), tensors_of(tokens, step))
+
+
+def tensors_of(tokens, step):
+    last = step.query_start_loc[1:] - 1
+    positions = step.positions(len(tokens))
+    return StepTensors(
+        tokens, positions, step.slot_mapping, last, step.context_lens, step.query_start_loc, step.block_tables
+    )
+
+
+def pair(name_or_model, block_size=4, **options):
+    """The same model served in both ways."""
+    model = a_model(MODELS[name_or_model]) if isinstance(name_or_model, str) else name_or_model
+    modules = Served(deepcopy(model), by_modules, block_size)
+    assert fuse(model, **options) is model
+    return modules, Served(model, by_kernels, block_size)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_caches_are_those_of_the_modules(name, in_place):
+    modules, kernels = pair(name, in_place=in_place)
+    for seed, counts in enumerate([[5, 12, 3, 1], *STEPS.values()]):
+        close(kernels.run(counts, seed), modules.run(counts, seed))
+    for layer in range(kernels.storage.num_layers):
+        close(kernels.storage.k(layer), modules.storage.k(layer))
+        close(kernels.storage.v(layer), modules.storage.v(layer))
+
+
+def test_more_rows_than_go_through_a_feed_forward_block_at_a_time():
+    modules, kernels = pair("biases", block_size=8)
+    counts = [500, 13, 499, 30]
+    close(kernels.run(counts, 0), modules.run(counts, 0))
+
+
+def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_written():
+    _, kernels = pair("minigpt")
+    storage, model = kernels.storage, kernels.model
+    tokens, step = kernels.step([1, 1, 1, 1])
+    good = tensors_of(tokens, step)
+    wrong = {
+        "token_ids": (torch.tensor([1, 2, 97, 3]), "index out of range"),
+        "positions": (torch.tensor([0, 0, 512, 0]), "out of bounds"),
+        "slot_mapping": (torch.tensor([0, 4, 8, 4 * 300]), "no slot 1200"),
+        "block_tables": (torch.tensor([[0], [300], [2], [3]]), "no block 300"),
+    }
+    for name, (values, message) in wrong.items():
+        with pytest.raises(IndexError, match=message):
+            fused.logits_at(model, layer_caches(storage), good._replace(**{name: values}))
+    with pytest.raises(ValueError, match="context_len"):
+        fused.logits_at(model, layer_caches(storage), good._replace(context_lens=torch.tensor([1, 1, 5, 1])))
+    assert storage.k(0).isnan().all()
+
+
+# Whose weights they are
+
+
+def test_weights_in_place_are_held_once_and_compute_what_they_did():
+    model = a_model(MODELS["biases"])
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    tokens = torch.arange(9)[None]
+    logits = model(tokens)
+    fuse(model, in_place=True)
+    assert all(weight.equal(before[name]) for name, weight in model.state_dict().items())
+    torch.testing.assert_close(model(tokens), logits)
+    q, k = (getattr(model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+
+
+def test_copies_leave_the_model_as_it_was(tmp_path):
+    model = a_model(MODELS["biases"])
+    fuse(model)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+def test_a_weight_that_is_changed_later_counts(in_place):
+    """In the next step of the same engine: fine-tune, ask, fine-tune, ask."""
+    modules, kernels = pair("normed queries, tied", in_place=in_place)
+    close(kernels.run([3, 4, 5, 6], 0), modules.run([3, 4, 5, 6], 0))
+    other = a_model(MODELS["normed queries, tied"], seed=1).state_dict()
+    kernels.model.load_state_dict(other)
+    modules.model.load_state_dict(other)
+    close(kernels.run([1, 1, 2, 6], 1), modules.run([1, 1, 2, 6], 1))
+
+
+def test_what_cannot_be_fused_is_left_alone():
+    class Doubled(MiniGPT):
+        def logits(self, hidden):
+            return 2 * super().logits(hidden)
+
+    assert fuse(Doubled(MODELS["minigpt"])) is None
+    assert fuse(a_model(MODELS["minigpt"]).bfloat16()) is None
+    assert fuse(a_model(MiniGPTConfig(**(SIZES | HEADS | {"head_dim": 12})))) is None
+    assert fuse("minigpt") is None
+
+
+def test_a_model_that_computes_something_else_than_its_class_is_left_alone():
+    """Its kernels would skip a hook, and know nothing of a module that has taken another's place."""
+    hooked, replaced, patched = (a_model(MODELS["minigpt"]) for _ in range(3))
+    hooked.layers[1].register_forward_hook(lambda module, args, out: 2 * out)
+    replaced.layers[0].mlp.down_proj = torch.nn.Sequential(replaced.layers[0].mlp.down_proj, torch.nn.Tanh())
+    patched.layers[0].mlp.forward = torch.nn.Identity()
+    assert [fuse(model) for model in (hooked, replaced, patched)] == [None] * 3
+
+
+def test_a_model_that_is_converted_is_fused_no_more():
+    model = a_model(MODELS["minigpt"])
+    assert fuse(model) is model
+    assert fuse(model.double()) is None
+
+
+def test_a_model_that_is_dropped_is_freed():
+    model = a_model(MODELS["minigpt"])
+    fuse(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_engine_answers_as_the_modules_do():
+    """Greedy tokens of a batch, through the engine, against the model without a cache."""
+    model = a_model(MODELS["windows"])
+    reference = deepcopy(model)
+    prompts = [[5, 9, 2], [11] * 40, [3, 1, 4, 1, 5, 9, 2, 6], [42]]
+    answers = LLM(model, block_size=4, max_num_batched_tokens=16).generate(
+        prompts, SamplingParams(max_tokens=20, ignore_eos=True)
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(20):
+                tokens.append(int(reference(torch.tensor([tokens]))[0, -1].argmax()))
+        assert answer.token_ids == tokens[len(prompt) :]

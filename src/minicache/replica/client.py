@@ -70,7 +70,39 @@ STOP_SECONDS: Final = 5.0
 PICTURE_SECONDS: Final = 1.0
 """How long a picture is waited for: during a long step, the last one is as good."""
 
+MIN_PAUSE: Final = 0.001
+MAX_PAUSE: Final = 0.005
+"""Writing a step's tokens to many clients takes a while. For as long, at most 5 ms, nothing is written then: half of
+the event loop's time is left for requests, and under load a write carries the tokens of several steps."""
+
 logger = logging.getLogger("minicache")
+
+
+class SingleTokens:
+    """A tokenizer for `TextStream`, which has every token decoded twice: with the one before it, and by itself.
+
+    Args:
+        tokenizer: what decodes; the texts of single tokens are remembered.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.end_token_id = tokenizer.end_token_id
+        self.end_token_ids = end_token_ids(tokenizer)
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """As the tokenizer."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """As the tokenizer."""
+        if len(ids) != 1:
+            return self._tokenizer.decode(ids)
+        text = self._texts.get(ids[0])
+        if text is None:
+            text = self._texts[ids[0]] = self._tokenizer.decode(ids)
+        return text
 
 
 class EngineStream(AnswerStream):
@@ -300,7 +332,7 @@ class EngineClient:
         self.on_progress: Callable[[str], object] = lambda doing: None
         self._start_process = start
         self._max_waiting = max_waiting
-        self._end_token_ids = () if tokenizer is None else end_token_ids(tokenizer)
+        self._decoder = None if tokenizer is None else SingleTokens(tokenizer)
         self._fresh: dict[EngineStream, None] = {}  # streams that have got tokens since the last `_flush`
         self._names = count()
         self._tasks: list[asyncio.Task[None]] = []
@@ -456,8 +488,8 @@ class EngineClient:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
         replica = min((each for each in self.replicas if each.is_ready), key=lambda each: each.num_unfinished)
-        stream = EngineStream(next(self._names), prompt, params, self.tokenizer, replica, self._leave)
-        end = () if params.ignore_eos else self._end_token_ids
+        stream = EngineStream(next(self._names), prompt, params, self._decoder, replica, self._leave)
+        end = () if params.ignore_eos or self._decoder is None else self._decoder.end_token_ids
         for_engine = replace(params, stop=(), stop_token_ids=(*params.stop_token_ids, *end))
         name, arrival = stream.number, stream.arrival_time
         message = encode(AddRequest(name, list(prompt), for_engine, num_logprobs, priority, cache_salt, arrival))
@@ -627,6 +659,7 @@ class EngineClient:
         while True:
             message = await socket.recv()
             replica.heard_at = time.monotonic()
+            begun = time.perf_counter()
             try:
                 self._handle(replica, decode_from_engine(message))
                 while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -635,6 +668,8 @@ class EngineClient:
             except Exception as error:
                 logger.critical("what engine %d said cannot be handled", replica.number, exc_info=error)
                 replica.kill()
+            if (spent := time.perf_counter() - begun) > MIN_PAUSE:
+                await asyncio.sleep(min(spent, MAX_PAUSE))
 
     async def _watch(self) -> None:
         """Kill an engine that hangs: it has requests, and its step takes for ever."""

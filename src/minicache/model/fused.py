@@ -43,7 +43,7 @@ HEAD_NBYTES = 64 * 2**20
 for memory whatever the layout, and the copy would cost as much again."""
 
 
-def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
+def fuse(model: object, *, in_place: bool = False) -> MiniGPT | Decoder | None:
     """Join a model's weights for the CPU, so that `logits_at` can run it.
 
     Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
@@ -63,7 +63,7 @@ def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
         `Decoder` on the CPU, the kernels do not take its sizes, or it computes something else than its class: a module
         in it was replaced, or has a hook.
     """
-    if not isinstance(model, Transformer):
+    if not isinstance(model, MiniGPT | Decoder):
         return None
     weights = _WEIGHTS.get(model)
     if weights is not None and weights.seen.is_unchanged():
@@ -85,7 +85,8 @@ def _can_fuse(model: Any) -> bool:
         return False
     if any(_detours(model)):
         return False
-    return _parts(model) == _parts_of(type(model), model.config)
+    kind: Any = type(model)
+    return _parts(model) == _parts_of(kind, model.config)
 
 
 def _detours(model: nn.Module) -> Iterator[object]:
@@ -175,7 +176,10 @@ class LayerCache(NamedTuple):
 def layer_caches(storage: PagedStorage) -> list[LayerCache]:
     """What `logits_at` writes to and reads: the memory of a float32 storage on the CPU, layer by layer."""
     pairs = [(storage.k(layer), storage.v(layer)) for layer in range(storage.num_layers)]
-    return [LayerCache(*(_array(each) for each in (k, v, k.flatten(0, 1), v.flatten(0, 1)))) for k, v in pairs]
+    return [
+        LayerCache(*(_array(each) for each in (k, v, k.view(-1, *k.shape[2:]), v.view(-1, *v.shape[2:]))))
+        for k, v in pairs
+    ]
 
 
 class _Room:

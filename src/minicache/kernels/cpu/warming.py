@@ -36,8 +36,8 @@ def warm_up(progress: Callable[[int, int], None] = lambda done, total: None) -> 
                     kernel.compile(signature)
                 except (OSError, EOFError, UnpicklingError) as error:
                     raise KernelUnavailableError(
-                        f"compiled code cannot be read or written in {kernel.stats.cache_path} ({error!r}): delete this "
-                        "folder, or set NUMBA_CACHE_DIR to another"
+                        f"compiled code cannot be read or written in {kernel.stats.cache_path} ({error!r}): delete "
+                        "that folder, or set NUMBA_CACHE_DIR to another"
                     ) from error
                 kernel.disable_compile()  # else another layout of an array would compile another kernel, in a step
             progress(done, len(signatures))

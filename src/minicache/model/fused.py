@@ -41,7 +41,7 @@ HEAD_NBYTES = 64 * 2**20
 for memory whatever the layout, and the copy would cost as much again."""
 
 
-def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
+def fuse(model: object, *, in_place: bool = False) -> MiniGPT | Decoder | None:
     """Join a model's weights for the CPU, so that `logits_at` can run it.
 
     Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
@@ -58,7 +58,7 @@ def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
         `Decoder` on the CPU, the kernels do not take its sizes, or it computes something else than its class: a module
         in it was replaced, or has a hook.
     """
-    if not isinstance(model, Transformer) or not _can_fuse(model):
+    if not isinstance(model, MiniGPT | Decoder) or not _can_fuse(model):
         return None
     weights = _WEIGHTS.get(model)
     if weights is None or not weights.are_those_of(model):
@@ -105,7 +105,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
     """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
-        model: after `fuse`. If a weight was changed in place since, the weights are joined anew.
+        model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
 
@@ -281,6 +281,8 @@ class _Weights:
         in_place: whether the model's parameters are views of these.
         parameters: the model's.
         versions: of the parameters, when they were joined.
+        samples: some numbers of each parameter that was copied: views. Not every optimizer has PyTorch count its steps.
+        numbers: what was in the samples when the weights were joined.
     """
 
     config: Any
@@ -290,6 +292,8 @@ class _Weights:
     in_place: bool
     parameters: list[nn.Parameter]
     versions: list[tuple[int, int]]
+    samples: list[Array]
+    numbers: bytes
 
     @classmethod
     def of(cls, model: Any, in_place: bool) -> _Weights:
@@ -298,7 +302,10 @@ class _Weights:
         norms = [*(block.input_layernorm for block in model.layers), model.norm]
         parameters = list(model.parameters())
         gains = [_gain(norm) for norm in norms]
-        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters))
+        copied = [model.embed_tokens.weight] if in_place else parameters
+        samples = [_sample(parameter) for parameter in copied]
+        numbers = np.concatenate(samples).tobytes()
+        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters), samples, numbers)
 
     def are_those_of(self, model: Transformer) -> bool:
         """Whether the model has the same parameters still, and none has been changed since."""
@@ -307,14 +314,21 @@ class _Weights:
 
     @property
     def are_current(self) -> bool:
-        """Whether none of the parameters has been changed since."""
-        return self.versions == _versions(self.parameters)
+        """Whether none of the parameters has been changed since, as far as PyTorch counts or a sample shows that."""
+        return self.versions == _versions(self.parameters) and self.numbers == np.concatenate(self.samples).tobytes()
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     """Where each parameter is, and how often it has been changed in place."""
     # In inference mode nothing is counted.
     return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
+
+
+def _sample(parameter: nn.Parameter) -> Array:
+    """At least four numbers of a parameter, or all: a view."""
+    numbers = parameter.detach()
+    numbers = numbers.diagonal() if numbers.ndim == 2 else numbers
+    return _array(numbers[:: max(1, len(numbers) // 4)])
 
 
 _WEIGHTS: WeakKeyDictionary[Transformer, _Weights] = WeakKeyDictionary()

@@ -117,6 +117,22 @@ def test_more_rows_than_go_through_a_feed_forward_block_at_a_time():
     close(kernels.run(counts, 0), modules.run(counts, 0))
 
 
+def test_defaults_of_pytorch_do_not_count():
+    modules, kernels = pair("windows")
+    counts = [3, 1, 200, 30]
+    expected = modules.run(counts, 0)
+    steps = kernels.step(counts, 0)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            logits = by_kernels(kernels.model, *steps)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    close(logits, expected)
+
+
 def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_written():
     _, kernels = pair("minigpt")
     storage, model = kernels.storage, kernels.model

@@ -145,7 +145,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
         _feed_forward(layer, room)
         kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
-    logits = torch.empty(num_seqs, weights.head.matrix.shape[1])
+    logits = _empty(num_seqs, weights.head.matrix.shape[1])
     _product(room.y, weights.head, logits)
     return logits
 
@@ -190,15 +190,15 @@ class _Room:
 
     def __init__(self, config: Any, num_rows: int) -> None:
         head_dim, num_heads = config.head_dim, config.num_heads
-        self.y = torch.empty(num_rows, config.hidden_size)
-        self.qkv = torch.empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
-        self.out = torch.empty(num_rows, num_heads * head_dim)
+        self.y = _empty(num_rows, config.hidden_size)
+        self.qkv = _empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
+        self.out = _empty(num_rows, num_heads * head_dim)
         self.y_array = self.y.numpy()
         self.heads_array = self.qkv.numpy().reshape(num_rows, -1, head_dim)
         self.out_array = self.out.numpy().reshape(num_rows, -1, head_dim)
         size = min(num_rows, MLP_ROWS)
-        gate_up = torch.empty(size, 2 * config.intermediate_size)
-        hidden = torch.empty(size, config.intermediate_size)
+        gate_up = _empty(size, 2 * config.intermediate_size)
+        hidden = _empty(size, config.intermediate_size)
         self.parts = [(rows, gate_up[: rows.shape[0]], hidden[: rows.shape[0]]) for rows in torch.split(self.y, size)]
 
 
@@ -358,6 +358,11 @@ def _feed_forward(layer: _Layer, room: _Room) -> None:
         _product(rows, layer.gate_up, gate_up)
         kernels.silu_mul(gate_up.numpy(), hidden.numpy())
         _product(hidden, layer.down, rows)
+
+
+def _empty(*shape: int) -> Tensor:
+    """Memory for results: float32 on the CPU, whatever PyTorch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _array(tensor: Tensor) -> Array:

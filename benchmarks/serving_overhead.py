@@ -1,7 +1,7 @@
 """What engine and server cost over the bare model: four ladders in one run, at 1, 16 and 64 requests.
 
-- **model**: what a step cannot do without. A `RaggedStep` over the same contexts, one pass of the model, the likeliest
-  token of each sequence, and that as Python's ints. No scheduler, no requests, no text.
+- **model**: what a step cannot do without. One forward pass over the same contexts, fused as the engine's is, the
+  likeliest token of each sequence, and that as Python's ints. No scheduler, no requests, no text.
 - **engine**: `LLM.step()` in the same thread, as often as it takes.
 - **thread**: `minicache serve --in-process`, so many streams over HTTP, each on its own connection. The client is this
   process: the load client, which notes when each token came.
@@ -45,15 +45,15 @@ from rich.table import Table
 
 from benchmarks._record import record
 from benchmarks.engine import SHAPE
-from minicache.cache.paged import PagedStorage, RaggedStep
+from minicache.cache.packed import StepTensors
+from minicache.cache.paged import PagedStorage
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
-from minicache.engine.runner import logits_at
-from minicache.engine.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams, greedy
 from minicache.grammar import Tokenizer
 from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
-from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
-from minicache.model import MiniGPT, load_minigpt, save_minigpt
+from minicache.memory.blocks import BlockPool, blocks_for
+from minicache.model import MiniGPT, fused, load_minigpt, save_minigpt
 
 GOAL = 0.15
 BATCHES = (1, 16, 64)
@@ -171,23 +171,29 @@ def in_turns(rng: random.Random) -> list[str]:
 
 
 def bare(model: MiniGPT, batch: int, turn: int) -> Run:
-    """The model in a loop."""
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    config = model.config
-    storage = PagedStorage(pool, config.num_layers, config.num_kv_heads, config.head_dim)
-    tables = [BlockTable(pool) for _ in range(batch)]
+    """The model in a loop, as the engine runs it: fused, all blocks allocated before the clock starts."""
+    assert fused.fuse(model) is model
+    pool, config = BlockPool(NUM_BLOCKS, BLOCK_SIZE), model.config
+    caches = fused.layer_caches(PagedStorage(pool, config.num_layers, config.num_kv_heads, config.head_dim))
+    width = blocks_for(NUM_PROMPT + NUM_NEW, BLOCK_SIZE)
+    tables = torch.tensor([pool.allocate(width) for _ in range(batch)])
     token_ids = torch.tensor([token for prompt in make_prompts(model, batch) for token in prompt])
-    counts, times, cpu = [NUM_PROMPT] * batch, [], []
+    num_done, count, times, cpu = 0, NUM_PROMPT, [], []
     answers: list[list[int]] = []
     with torch.inference_mode():
         for _ in range(NUM_NEW):
-            step = RaggedStep(storage, tables, counts)
-            last = step.query_start_loc[1:] - 1
-            token_ids = logits_at(model, token_ids[None], step, last).argmax(dim=-1)
+            positions = torch.arange(num_done, num_done + count).repeat(batch)
+            slots = tables.repeat_interleave(count, 0).gather(1, positions[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE
+            starts, num_done = torch.arange(0, batch * count + 1, count), num_done + count
+            lengths = torch.full((batch,), num_done)
+            step = StepTensors(
+                token_ids, positions, slots + positions % BLOCK_SIZE, starts[1:] - 1, lengths, starts, tables
+            )
+            token_ids = greedy(fused.logits_at(model, caches, step))
             answers.append(token_ids.tolist())
             times.append(time.perf_counter())
             cpu.append(time.process_time())
-            counts = [1] * batch
+            count = 1
     return Run(times, cpu)
 
 

@@ -105,7 +105,8 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
     """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
-        model: after `fuse`. If a weight was changed in place since, the weights are joined anew.
+        model: after `fuse`. If a weight was changed in place since, the weights are joined anew. A hook that was
+            registered since is not called, and a module that was put into it since is not run.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
 
@@ -114,10 +115,13 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
 
     Raises:
         IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
-        ValueError: a length is more than its table has room for, or less than its sequence's new tokens.
+        ValueError: a length is more than its table has room for, or less than its sequence's new tokens; or the model's
+            weights have changed, and it cannot be fused any more.
     """
     weights = _WEIGHTS[model]
     if not weights.are_current:
+        if not _can_fuse(model):
+            raise ValueError("the model was converted, or parts of it were replaced: make a new engine for it")
         weights = _join(model, weights.in_place)
     num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
     config = weights.config
@@ -316,8 +320,8 @@ class _Weights:
     def are_current(self) -> bool:
         """Whether none of the parameters has been changed since.
 
-        PyTorch does not count all changes: not those of `AdamW(fused=True)`, nor those through `.data`. Such a change is
-        seldom one of a single number, so a few of each parameter's are compared.
+        PyTorch does not count all changes: not those of `AdamW(fused=True)`, nor those through `.data`. Such a change
+        is seldom one of a single number, so a few of each parameter's are compared.
         """
         return self.versions == _versions(self.parameters) and self.numbers == np.concatenate(self.samples).tobytes()
 

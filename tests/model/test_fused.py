@@ -76,6 +76,7 @@ def by_modules(model, tokens, step):
 
 
 def by_kernels(model, tokens, step):
+    assert fuse(model) is model
     return fused.logits_at(model, layer_caches(step.storage), tensors_of(tokens, step))
 
 
@@ -202,18 +203,34 @@ def test_a_change_that_pytorch_does_not_count_is_noticed(change, in_place):
     _, kernels = pair("biases", in_place=in_place)
     kernels.run([3, 4, 5, 6], 0)
     change(kernels.model.parameters())
-    modules, kernels = Served(deepcopy(kernels.model), by_modules), Served(kernels.model, by_kernels)
+    modules = Served(deepcopy(kernels.model), by_modules)
+    kernels = Served(kernels.model, by_kernels)
     close(kernels.run([3, 4, 5, 6], 0), modules.run([3, 4, 5, 6], 0))
+
+
+def test_other_parameters_and_other_modules_are_noticed():
+    other = a_model(MODELS["windows"], seed=1)
+    modules, kernels = pair("windows")
+    for seed, change in enumerate(
+        [
+            lambda model: model.load_state_dict(deepcopy(other.state_dict()), assign=True),
+            lambda model: setattr(model.layers[1], "mlp", deepcopy(a_model(MODELS["windows"], seed=2).layers[1].mlp)),
+            lambda model: setattr(model.norm, "weight", torch.nn.Parameter(torch.arange(96.0)[::2])),
+        ]
+    ):
+        change(modules.model)
+        change(kernels.model)
+        close(kernels.run([3, 4, 5, 6], seed), modules.run([3, 4, 5, 6], seed))
 
 
 def test_weights_that_are_joined_in_inference_mode_can_be_trained():
     with torch.inference_mode():
         model = LLM("minigpt").model
-    served = Served(model, by_kernels)
-    for seed in range(2):
+    for _ in range(2):
         model(torch.tensor([[1, 2, 3]])).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.01).step()
-        served.run([1, 1, 1, 1], seed)
+        with torch.inference_mode():
+            assert fuse(model) is model
 
 
 def test_a_model_that_was_made_in_inference_mode():
@@ -235,13 +252,29 @@ def test_what_cannot_be_fused_is_left_alone():
     assert fuse("minigpt") is None
 
 
-def test_a_model_that_computes_something_else_than_its_class_is_left_alone():
-    """Its kernels would skip a hook, and know nothing of a module that has taken another's place."""
-    hooked, replaced, patched = (a_model(MODELS["minigpt"]) for _ in range(3))
-    hooked.layers[1].register_forward_hook(lambda module, args, out: 2 * out)
-    replaced.layers[0].mlp.down_proj = torch.nn.Sequential(replaced.layers[0].mlp.down_proj, torch.nn.Tanh())
-    patched.layers[0].mlp.forward = torch.nn.Identity()
-    assert [fuse(model) for model in (hooked, replaced, patched)] == [None] * 3
+class Tripled(torch.nn.Linear):
+    def forward(self, rows):
+        return 3 * super().forward(rows)
+
+
+def test_a_model_that_computes_something_else_than_its_class_is_not_fused():
+    for change in (
+        lambda model: model.layers[1].register_forward_hook(lambda *_: None),
+        lambda model: model.layers[0].mlp.register_forward_pre_hook(lambda *_: None),
+        lambda model: setattr(model.norm, "forward", lambda hidden: hidden),
+        lambda model: setattr(model.layers[0].mlp, "up_proj", Tripled(48, 72, bias=False)),
+        lambda model: setattr(model.layers[0].mlp, "up_proj", torch.nn.Linear(48, 40, bias=False)),
+        lambda model: setattr(model.layers[0].mlp, "up_proj", torch.nn.Linear(48, 72)),
+        lambda model: torch.nn.utils.parametrizations.weight_norm(model.layers[0].mlp.up_proj),
+    ):
+        for in_place in (False, True):
+            model = a_model(MODELS["minigpt"])
+            change(model)
+            assert fuse(model, in_place=in_place) is None
+        model = a_model(MODELS["minigpt"])
+        fuse(model)
+        change(model)
+        assert fuse(model) is None
 
 
 def test_a_model_that_is_converted_is_fused_no_more():

@@ -41,7 +41,7 @@ HEAD_NBYTES = 64 * 2**20
 for memory whatever the layout, and the copy would cost as much again."""
 
 
-def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
+def fuse(model: object, *, in_place: bool = False) -> MiniGPT | Decoder | None:
     """Join a model's weights for the CPU, so that `logits_at` can run it.
 
     Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
@@ -58,7 +58,7 @@ def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
         `Decoder` on the CPU, the kernels do not take its sizes, or it computes something else than its class: a module
         in it was replaced, or has a hook.
     """
-    if not isinstance(model, Transformer) or not _can_fuse(model):
+    if not isinstance(model, MiniGPT | Decoder) or not _can_fuse(model):
         return None
     weights = _WEIGHTS.get(model)
     if weights is None or not weights.are_those_of(model):
@@ -105,8 +105,8 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
     """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
-        model: after `fuse`. If a weight was changed in place since, the weights are joined anew. A hook that was
-            registered since is not called, and a module that was put into it since is not run.
+        model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
+            A hook that was registered since is not called, and a module that was put into it since is not run.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
 
@@ -287,8 +287,8 @@ class _Weights:
         in_place: whether the model's parameters are views of these.
         parameters: the model's.
         versions: of the parameters, when they were joined.
-        samples: a few of each parameter's numbers. The views also keep its memory, which no other weight can be given.
-        numbers: what the samples were.
+        samples: some numbers of each parameter that was copied: views. Not every optimizer has PyTorch count its steps.
+        numbers: what was in the samples when the weights were joined.
     """
 
     config: Any
@@ -307,9 +307,11 @@ class _Weights:
         layers, head = [_Layer.of(block, in_place) for block in model.layers], _output_matrix(model, in_place)
         norms = [*(block.input_layernorm for block in model.layers), model.norm]
         parameters = list(model.parameters())
-        gains, samples = [_gain(norm) for norm in norms], [_sample(parameter) for parameter in parameters]
-        seen = (parameters, _versions(parameters), samples, np.concatenate(samples).tobytes())
-        return cls(model.config, layers, gains, head, in_place, *seen)
+        gains = [_gain(norm) for norm in norms]
+        copied = [model.embed_tokens.weight] if in_place else parameters
+        samples = [_sample(parameter) for parameter in copied]
+        numbers = np.concatenate(samples).tobytes()
+        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters), samples, numbers)
 
     def are_those_of(self, model: Transformer) -> bool:
         """Whether the model has the same parameters still, and none has been changed since."""
@@ -318,11 +320,7 @@ class _Weights:
 
     @property
     def are_current(self) -> bool:
-        """Whether none of the parameters has been changed since.
-
-        PyTorch does not count all changes: not those of `AdamW(fused=True)`, nor those through `.data`. Such a change
-        is seldom one of a single number, so a few of each parameter's are compared.
-        """
+        """Whether none of the parameters has been changed since, as far as PyTorch counts or a sample shows that."""
         return self.versions == _versions(self.parameters) and self.numbers == np.concatenate(self.samples).tobytes()
 
 
@@ -333,7 +331,7 @@ def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
 
 
 def _sample(parameter: nn.Parameter) -> Array:
-    """A few numbers of a parameter, of a matrix from its diagonal: a view."""
+    """At least four numbers of a parameter, or all: a view."""
     numbers = parameter.detach()
     numbers = numbers.diagonal() if numbers.ndim == 2 else numbers
     return _array(numbers[:: max(1, len(numbers) // 4)])

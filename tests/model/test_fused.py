@@ -283,6 +283,18 @@ def test_a_model_that_is_converted_is_fused_no_more():
     assert fuse(model.double()) is None
 
 
+def test_a_model_that_is_converted_between_steps_is_refused():
+    _, kernels = pair("biases")
+    kernels.run([3, 4, 5, 6], 0)
+    kernels.model.double()
+    with pytest.raises(ValueError, match="make a new engine"):
+        kernels.run([1, 1, 1, 1], 1)
+    kernels.model.float()
+    kernels.model.layers[0].mlp.up_proj.weight.data = torch.zeros(40, 48)
+    with pytest.raises(ValueError, match="make a new engine"):
+        kernels.run([1, 1, 1, 1], 1)
+
+
 def test_a_model_that_is_dropped_is_freed():
     model = a_model(MODELS["minigpt"])
     fuse(model)

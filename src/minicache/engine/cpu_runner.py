@@ -10,7 +10,8 @@ from torch import Tensor
 from minicache.cache.packed import step_tensors
 from minicache.engine.runner import PagedMemory, require_blocks
 from minicache.engine.sampling import TokenSampler, pick_tokens
-from minicache.model import Decoder, MiniGPT, fused
+from minicache.model import fused
+from minicache.model.minigpt import Transformer
 from minicache.scheduler import SchedulerOutput
 
 
@@ -22,7 +23,7 @@ class CPUModelRunner:
         memory: where the requests' keys and values are.
     """
 
-    def __init__(self, model: MiniGPT | Decoder, memory: PagedMemory) -> None:
+    def __init__(self, model: Transformer, memory: PagedMemory) -> None:
         self._model = model
         self._memory = memory
         self._caches = fused.layer_caches(memory.storage)

@@ -106,6 +106,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
 
     Args:
         model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
+            A hook that was registered since is not called, and a module that was put into it since is not run.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
 
@@ -114,10 +115,13 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
 
     Raises:
         IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
-        ValueError: a length is more than its table has room for, or less than its sequence's new tokens.
+        ValueError: a length is more than its table has room for, or less than its sequence's new tokens; or the model's
+            weights have changed, and it cannot be fused any more.
     """
     weights = _WEIGHTS[model]
     if not weights.are_current:
+        if not _can_fuse(model):
+            raise ValueError("the model was converted, or parts of it were replaced: make a new engine for it")
         weights = _join(model, weights.in_place)
     num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
     config = weights.config
@@ -169,7 +173,9 @@ class LayerCache(NamedTuple):
 def layer_caches(storage: PagedStorage) -> list[LayerCache]:
     """What `logits_at` writes to and reads: the memory of a float32 storage on the CPU, layer by layer."""
     pairs = [(storage.k(layer), storage.v(layer)) for layer in range(storage.num_layers)]
-    return [LayerCache(*(_array(each) for each in (k, v, k.flatten(0, 1), v.flatten(0, 1)))) for k, v in pairs]
+    # Views, or an error: what is written to a copy would be lost.
+    slots = [[each.view(-1, *each.shape[2:]) for each in pair] for pair in pairs]
+    return [LayerCache(*map(_array, (*pair, *flat))) for pair, flat in zip(pairs, slots, strict=True)]
 
 
 class _Room:

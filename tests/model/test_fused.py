@@ -76,7 +76,6 @@ def by_modules(model, tokens, step):
 
 
 def by_kernels(model, tokens, step):
-    assert fuse(model) is model
     return fused.logits_at(model, layer_caches(step.storage), tensors_of(tokens, step))
 
 
@@ -208,7 +207,7 @@ def test_a_change_that_pytorch_does_not_count_is_noticed(change, in_place):
     close(kernels.run([3, 4, 5, 6], 0), modules.run([3, 4, 5, 6], 0))
 
 
-def test_other_parameters_and_other_modules_are_noticed():
+def test_other_parameters_and_other_modules_count_in_the_next_engine():
     other = a_model(MODELS["windows"], seed=1)
     modules, kernels = pair("windows")
     for seed, change in enumerate(
@@ -220,6 +219,7 @@ def test_other_parameters_and_other_modules_are_noticed():
     ):
         change(modules.model)
         change(kernels.model)
+        assert fuse(kernels.model) is kernels.model
         close(kernels.run([3, 4, 5, 6], seed), modules.run([3, 4, 5, 6], seed))
 
 

@@ -48,15 +48,13 @@ def test_a_gpu_older_than_all_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("launch", "saying"),
     [
-        (("prefill", 90, BF16, BF16, 576, 8), r"prefill kernel on sm_90.*head_dim 576 is too large, 512 at most"),
-        (("prefill", 80, BF16, BF16, 576, 8), r"tiles of \d+ KB \(rows are padded to 1024 numbers\)"),
-        (("prefill", 86, FP16, FP16, 512, 8), r"256 at most.* too much for 99 KB of shared memory"),
-        (("decode", 90, FP32, FP32, 512, 8), "torch.float32 over torch.float32: head_dim 512 .* 256 at most"),
-        (
-            ("decode", 90, FP32, INT8, 64, 8),
-            "decode kernel on sm_90, torch.float32 over torch.int8.*convert the queries",
-        ),
-        (("decode", 90, FP64, FP64, 64, 8), "torch.float64"),
+        (("prefill", 90, FP32, FP32, 576, 8), r"prefill kernel on sm_90.*head_dim 576 is too large, 512 at most"),
+        (("decode", 80, FP32, FP32, 576, 8), r"tiles of 320 KB \(.* to 1024 numbers\), too much for 163 KB of shared"),
+        (("prefill", 86, FP16, FP16, 512, 8), "256 at most.* too much for 99 KB of shared memory"),
+        (("decode", 100, BF16, BF16, 2048, 8), "1024 at most.* too much for 227 KB of shared memory"),
+        (("prefill", 75, FP16, INT8, 512, 8), "256 at most.* too much for its registers and 64 KB of shared memory"),
+        (("decode", 90, FP32, INT8, 64, 8), "on sm_90, torch.float32 over torch.int8.*queries are bfloat16 or float16"),
+        (("decode", 90, FP64, FP64, 64, 8), "torch.float64 over torch.float64"),
         (("prefill", 90, FP32, FP32, 128, 48), "48 query heads to a key/value head are too many, 32 at most"),
         (("decode", 80, FP32, FP32, 128, 48), "48 query heads to a key/value head are too many, 32 at most"),
     ],
@@ -92,7 +90,7 @@ def test_the_interpreter_runs_anything(launch):
 
 def test_attention_is_refused_before_anything_is_launched(device, monkeypatch):
     """By the functions that users call, on a GPU that PyTorch says is there."""
-    monkeypatch.setattr(configs, "architecture", lambda device: 80)
+    monkeypatch.setattr(configs, "architecture", lambda device: 86)
     cache = torch.zeros(2, 16, 1, 576, dtype=FP16, device=device)
     q, table, lens = (
         cache[0, :1, :],

@@ -86,38 +86,41 @@ _TURING = {
 }
 _DESKTOP = {
     "decode half": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5)),
-    "decode byte": _row((64, 16, 64, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5)),
+    "decode byte": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 7), (256, 16, 32, 8, 5)),
     "decode single": _row((64, 16, 32, 4, 5), (128, 16, 16, 4, 5), (256, 16, 16, 4, 3)),
     "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5)),
     "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5)),
     "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 16, 16, 4, 5)),
 }
+_WIDE = _row((1024, 16, 16, 8, 5))
+_WIDE_PREFILL = _row((512, 32, 16, 8, 5)) | _WIDE
 _DECODE = {
-    "decode half": _row((64, 16, 128, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5), (512, 16, 16, 4, 5)),
-    "decode byte": _row((64, 16, 64, 4, 7), (128, 16, 64, 4, 7), (256, 16, 32, 4, 5), (512, 16, 16, 4, 5)),
-    "decode single": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5)),
+    "decode half": _row((32, 16, 64, 4, 7), (64, 16, 128, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5)) | _WIDE,
+    "decode byte": _row((64, 16, 128, 4, 5), (128, 16, 64, 4, 7), (256, 16, 32, 8, 5)) | _WIDE,
+    "decode single": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5), (512, 16, 16, 8, 5)),
 }
 _TABLE: dict[int, dict[str, _Row]] = {
     75: _TURING,
     80: _DECODE
     | {
-        "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 16, 16, 4, 5)),
+        "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5)) | _WIDE_PREFILL,
+        "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5)) | _WIDE_PREFILL,
+        "prefill single": _row((32, 32, 32, 8, 5), (64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (512, 16, 16, 8, 5)),
     },
     86: _DESKTOP,
     89: _DESKTOP,
     90: _DECODE
     | {
-        "prefill half": _row((64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 32, 16, 8, 5)),
+        "prefill half": _row((64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5)) | _WIDE_PREFILL,
+        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5)) | _WIDE_PREFILL,
+        "prefill single": _row((64, 32, 32, 4, 5), (256, 32, 16, 8, 5), (512, 16, 16, 8, 5)),
     },
     100: _DECODE
     | {
-        "prefill half": _row((64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 16, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 64, 32, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 32, 16, 8, 5)),
+        "prefill half": _row((32, 128, 64, 8, 5), (64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 16, 8, 5))
+        | _WIDE_PREFILL,
+        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 64, 32, 8, 5)) | _WIDE_PREFILL,
+        "prefill single": _row((64, 32, 32, 4, 5), (256, 32, 16, 8, 5), (512, 16, 16, 8, 5)),
     },
     120: _DESKTOP,
 }
@@ -185,13 +188,17 @@ def choose(
     kind = kinds.get((q_dtype.itemsize, q_dtype == cache_dtype))
     if kind is None:
         raise KernelUnavailableError(
-            f'{launch}: no such launch is configured; convert the queries to bfloat16, or take backend="torch"'
+            f"{launch}: no such launch is configured; queries are bfloat16 or float16 over the same, int8 or fp8, or "
+            'float32 over the same. Convert them, or take backend="torch"'
         )
     row = _TABLE[arch][f"{kernel} {kind}"]
     if head_dim > max(row):
         config, padded = row[max(row)], _power_of_2(head_dim)
-        least = padded * (config.rows * q_dtype.itemsize + (config.num_stages - 1) * config.tile * cache_dtype.itemsize)
-        short = f"{SHARED_KB[arch]} KB of shared memory" if least > SHARED_KB[arch] << 10 else "the registers it has"
+        buffers = 2 * max(1, (config.num_stages - 1) // 2)  # of keys, and of values
+        least = padded * (config.rows * q_dtype.itemsize + buffers * config.tile * cache_dtype.itemsize)
+        short = f"{SHARED_KB[arch]} KB of shared memory"
+        if least <= SHARED_KB[arch] << 10:
+            short = f"its registers and {short}"
         raise KernelUnavailableError(
             f"{launch}: head_dim {head_dim} is too large, {max(row)} at most. A program would hold tiles of "
             f'{least >> 10} KB (rows are padded to {padded} numbers), too much for {short}: take backend="torch"'
@@ -203,6 +210,11 @@ def choose(
             'most: take backend="torch"'
         )
     return config
+
+
+def merge_warps(padded_splits: int, padded_head_dim: int) -> int:
+    """Warps of `merge_kernel`: a program holds its splits' accumulators at once, 128 numbers a thread at most."""
+    return max(4, padded_splits * padded_head_dim // (32 * 128))
 
 
 def _power_of_2(number: int) -> int:

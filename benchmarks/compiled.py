@@ -5,7 +5,7 @@ on a GPU of each architecture, and its kernel is replaced by something that comp
 compiled is what is launched, whatever `minicache.kernels.configs` says. Attention is compiled without options and with
 all of them, and of the two the larger numbers count.
 
-    python -m benchmarks.compiled              all launches, half an hour; → benchmarks/results/compiled.json
+    python -m benchmarks.compiled              all launches, a quarter of an hour; → benchmarks/results/compiled.json
     python -m benchmarks.compiled --corners    a selection, in about a minute: lines of JSON, and nothing is recorded
     python -m benchmarks.compiled --corners store gather    only these launchers
 """

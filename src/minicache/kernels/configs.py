@@ -92,8 +92,8 @@ _DESKTOP = {
     "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5)),
     "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 16, 16, 4, 5)),
 }
-_WIDE = _row((1024, 16, 16, 8, 5))
-_WIDE_PREFILL = _row((512, 32, 16, 8, 5)) | _WIDE
+_WIDE = _row((512, 16, 16, 8, 5))
+_WIDE_PREFILL = _row((512, 32, 16, 8, 5))
 _DECODE = {
     "decode half": _row((32, 16, 64, 4, 7), (64, 16, 128, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5)) | _WIDE,
     "decode byte": _row((64, 16, 128, 4, 5), (128, 16, 64, 4, 7), (256, 16, 32, 8, 5)) | _WIDE,
@@ -195,13 +195,12 @@ def choose(
     if head_dim > max(row):
         config, padded = row[max(row)], _power_of_2(head_dim)
         buffers = 2 * max(1, (config.num_stages - 1) // 2)  # of keys, and of values
-        least = padded * (config.rows * q_dtype.itemsize + buffers * config.tile * cache_dtype.itemsize)
-        short = f"{SHARED_KB[arch]} KB of shared memory"
-        if least <= SHARED_KB[arch] << 10:
-            short = f"its registers and {short}"
+        least = padded * (config.rows * q_dtype.itemsize + buffers * config.tile * cache_dtype.itemsize) >> 10
+        limit = "a larger one spills registers"
+        if least > SHARED_KB[arch]:
+            limit = f"its tiles take at least {least} KB of shared memory, and a program has {SHARED_KB[arch]} KB"
         raise KernelUnavailableError(
-            f"{launch}: head_dim {head_dim} is too large, {max(row)} at most. A program would hold tiles of "
-            f'{least >> 10} KB (rows are padded to {padded} numbers), too much for {short}: take backend="torch"'
+            f'{launch}: head_dim {head_dim} is too large, {max(row)} at most; {limit}. Take backend="torch"'
         )
     config = row[min(most for most in row if head_dim <= most)]
     if heads > config.rows:

@@ -1,7 +1,7 @@
 """What engine and server cost over the bare model: four ladders in one run, at 1, 16 and 64 requests.
 
-- **model**: what a step cannot do without. A `RaggedStep` over the same contexts, one pass of the model, the likeliest
-  token of each sequence, and that as Python's ints. No scheduler, no requests, no text.
+- **model**: what a step cannot do without. One pass of the model over the same contexts, as the engine runs it, the
+  likeliest token of each sequence, and that as Python's ints. No scheduler, no text.
 - **engine**: `LLM.step()` in the same thread, as often as it takes.
 - **thread**: `minicache serve --in-process`, so many streams over HTTP, each on its own connection. The client is this
   process: the load client, which notes when each token came.
@@ -45,15 +45,15 @@ from rich.table import Table
 
 from benchmarks._record import record
 from benchmarks.engine import SHAPE
-from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
-from minicache.engine.runner import logits_at
-from minicache.engine.sampling import SamplingParams
+from minicache.engine.sampling import SamplingParams, greedy
 from minicache.grammar import Tokenizer
 from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
-from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
+from minicache.memory.blocks import blocks_for
 from minicache.model import MiniGPT, load_minigpt, save_minigpt
+from minicache.request import Request
+from minicache.scheduler import SchedulerOutput
 
 GOAL = 0.15
 BATCHES = (1, 16, 64)
@@ -124,10 +124,10 @@ def make_model(name: str) -> tuple[MiniGPT, Words | Tokenizer]:
     return MiniGPT(SHAPE).eval(), Words()
 
 
-def make_prompts(model: MiniGPT, batch: int) -> list[list[int]]:
+def make_prompts(vocab_size: int, batch: int) -> list[list[int]]:
     """As many prompts."""
     rng = random.Random(batch)
-    return [[rng.randrange(1, model.config.vocab_size) for _ in range(NUM_PROMPT)] for _ in range(batch)]
+    return [[rng.randrange(1, vocab_size) for _ in range(NUM_PROMPT)] for _ in range(batch)]
 
 
 def make_llm(kind: type[LLM], name: str) -> LLM:
@@ -136,7 +136,7 @@ def make_llm(kind: type[LLM], name: str) -> LLM:
     return kind(model, tokenizer=tokenizer, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, prefix_caching=True)
 
 
-# The three ladders
+# The four ladders
 
 
 def of_model(name: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def of_model(name: str) -> dict[str, Any]:
     llm = make_llm(LLM, name)
     with a_server(name, in_process=True) as threaded, a_server(name, in_process=False) as apart:
         ladders: dict[str, Callable[[int, int], Run]] = {
-            "model": partial(bare, model),
+            "model": partial(bare, make_llm(LLM, name)),
             "engine": partial(stepped, llm),
             "thread": partial(served, *threaded, model.config.vocab_size),
             "server": partial(served, *apart, model.config.vocab_size),
@@ -170,24 +170,24 @@ def in_turns(rng: random.Random) -> list[str]:
     return rng.sample(LADDERS, len(LADDERS))
 
 
-def bare(model: MiniGPT, batch: int, turn: int) -> Run:
-    """The model in a loop."""
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    config = model.config
-    storage = PagedStorage(pool, config.num_layers, config.num_kv_heads, config.head_dim)
-    tables = [BlockTable(pool) for _ in range(batch)]
-    token_ids = torch.tensor([token for prompt in make_prompts(model, batch) for token in prompt])
-    counts, times, cpu = [NUM_PROMPT] * batch, [], []
-    answers: list[list[int]] = []
-    with torch.inference_mode():
-        for _ in range(NUM_NEW):
-            step = RaggedStep(storage, tables, counts)
-            last = step.query_start_loc[1:] - 1
-            token_ids = logits_at(model, token_ids[None], step, last).argmax(dim=-1)
-            answers.append(token_ids.tolist())
-            times.append(time.perf_counter())
-            cpu.append(time.process_time())
-            counts = [1] * batch
+def bare(llm: LLM, batch: int, turn: int) -> Run:
+    """The model in a loop, as the engine runs it (`LLM.run_model`); every request has its blocks from the start."""
+    num_blocks = blocks_for(NUM_PROMPT + NUM_NEW, BLOCK_SIZE)
+    requests = []
+    for number, prompt in enumerate(make_prompts(llm.model.config.vocab_size, batch)):
+        request = Request(number, prompt, NUM_NEW)
+        request.block_ids = list(range(number * num_blocks, (number + 1) * num_blocks))
+        requests.append(request)
+    times, cpu, count = [], [], NUM_PROMPT
+    for _ in range(NUM_NEW):
+        output = SchedulerOutput(dict.fromkeys(range(batch), count), requests)
+        token_ids = greedy(llm.run_model(output)).tolist()
+        for request, token_id in zip(requests, token_ids, strict=True):
+            request.num_computed_tokens += count
+            request.output_token_ids.append(token_id)
+        times.append(time.perf_counter())
+        cpu.append(time.process_time())
+        count = 1
     return Run(times, cpu)
 
 

@@ -124,7 +124,10 @@ def serve(
                 engine.on_progress = lambda doing: status.update(f"Starting {name}: {doing}")
             api = create_app(engine, served_model_name=name, api_key=api_key)
             server = Server(api, host, port, drain_seconds=drain_seconds, on_listening=on_listening)
-            server.run(sockets=[listener])
+            try:
+                server.run(sockets=[listener])
+            finally:
+                gc.unfreeze()  # libraries look at the end for objects that nobody has freed
             if server.start_error is not None:
                 raise server.start_error
         except ValueError as error:

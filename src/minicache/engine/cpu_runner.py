@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minicache.cache.packed import PackedStep, step_tensors
-from minicache.engine.runner import PagedMemory, logits_at, require_blocks
+from minicache.cache.packed import step_tensors
+from minicache.engine.runner import PagedMemory, require_blocks
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.model import fused
 from minicache.model.minigpt import Transformer
@@ -19,8 +19,7 @@ class CPUModelRunner:
     """Runs an engine's steps on a CPU, as `minicache.engine.model_runner.ModelRunner`.
 
     Args:
-        model: what `minicache.model.fused.fuse` took. In a step before which it takes it no more, for a hook was
-            registered for instance, the model's modules run.
+        model: after `minicache.model.fused.fuse`.
         memory: where the requests' keys and values are.
     """
 
@@ -38,11 +37,7 @@ class CPUModelRunner:
         width = max(len(request.block_ids) for request in output.scheduled)
         step = step_tensors(output.scheduled, counts, block_size, width)
         with torch.inference_mode():
-            if fused.fuse(self._model) is not None:
-                return fused.logits_at(self._model, self._caches, step)
-            lengths = step.context_lens.tolist()
-            cache = PackedStep(self._memory.storage, step, num_new_tokens=counts, lengths=lengths)
-            return logits_at(self._model, step.token_ids[None], cache, step.last)
+            return fused.logits_at(self._model, self._caches, step)
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """As `ModelRunner.pick_tokens`."""

@@ -42,6 +42,7 @@ class ServedLLM(LLM):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._asking: set[RequestId] = set()  # answers whose chunks are to have log probabilities
         self._picked: dict[RequestId, TokenLogprobs] = {}  # of the step under way, for its chunks
 
     def add_request(
@@ -65,8 +66,10 @@ class ServedLLM(LLM):
             if num_logprobs > MAX_LOGPROBS:
                 raise ValueError(f"num_logprobs must be at most {MAX_LOGPROBS}; got {num_logprobs}")
         request_id = super().add_request(prompt, params, **options)
-        for each in self.answers_of(request_id):
-            self.answers[each].num_logprobs = num_logprobs
+        if num_logprobs is not None:
+            for each in self.answers_of(request_id):
+                self.answers[each].num_logprobs = num_logprobs
+                self._asking.add(each)
         return request_id
 
     def stop_answer(self, request_id: RequestId, index: int) -> None:
@@ -86,7 +89,8 @@ class ServedLLM(LLM):
     def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
         """As `LLM.pick`; and the log probabilities of what was picked are kept for `collect`."""
         picked = super().pick(output, logits)
-        asked = [
+        self._asking &= self.answers.keys()
+        asked = self._asking and [
             (row, request.request_id, token_id, num_logprobs)
             for row, request in enumerate(output.scheduled)
             if (num_logprobs := self.answers[request.request_id].num_logprobs) is not None

@@ -10,14 +10,16 @@ spends one stage on computing, and two for each tile ahead, one of which waits f
 single buffer, and nothing is read while it is computed on. Two buffers are 72 KB of shared memory, so a processor of a
 Hopper GPU, which has 228 KB, holds three programs; with one tile each under way that is 96 KB in flight. By Little's
 law 4.8 TB/s at a latency of 0.7 µs ask for 3.4 MB, 26 KB on each of 132 processors. Numbers of one byte pass through
-registers to become two, so their tiles have as many tokens and half the bytes, and there are three buffers. A desktop's
-GPU has 100 KB a processor: half the tile.
+registers to become two, so their tiles have as many tokens and half the bytes; where there are registers for it, there
+are three buffers. A desktop's GPU has 100 KB a processor: half the tile.
 
 **Prefill** waits for arithmetic: 128 rows give each loaded key 2 · 128 FLOPs a number, and 8 warps hold their scores
 `[128, TILE]` and accumulators `[128, d]` in fp32. On Hopper and datacentre Blackwell the queries are read from shared
 memory; on Ampere they stay in registers, and a tile has to be half as long. There is no exact matrix unit in fp32: its
 operands take registers too, so there are fewer rows. Nor does Triton use the matrix unit of a Turing GPU (sm_75), or
 load ahead there.
+
+The numbers were chosen without a GPU, by these sums and by what the compiler says; how fast they run is not measured.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -43,14 +41,11 @@ HEAD_NBYTES = 64 * 2**20
 for memory whatever the layout, and the copy would cost as much again."""
 
 
-def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
+def fuse(model: object, *, in_place: bool = False) -> MiniGPT | Decoder | None:
     """Join a model's weights for the CPU, so that `logits_at` can run it.
 
     Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
-    (`benchmarks/engine.py`). A model that was fused before, and has not changed since, is returned at once; one that
-    has changed is joined anew. A change is noticed if PyTorch counts it, if a module or a parameter is another, or if
-    a few numbers spread over each parameter differ: so any optimizer's step is. A single number that is written
-    through `.data` is not.
+    (`benchmarks/engine.py`).
 
     Args:
         model: anything.
@@ -63,17 +58,19 @@ def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
         `Decoder` on the CPU, the kernels do not take its sizes, or it computes something else than its class: a module
         in it was replaced, or has a hook.
     """
-    if not isinstance(model, Transformer):
+    if not isinstance(model, MiniGPT | Decoder) or not _can_fuse(model):
         return None
     weights = _WEIGHTS.get(model)
-    if weights is not None and weights.seen.is_unchanged():
-        return model
-    if not _can_fuse(model):
-        return None
-    # Not as inference tensors, whatever the caller's mode: the parameters that become views may be trained later.
-    with torch.inference_mode(False):
-        _WEIGHTS[model] = _Weights.of(model, in_place or (weights is not None and weights.in_place))
+    if weights is None or not weights.are_those_of(model):
+        _join(model, in_place or (weights is not None and weights.in_place))
     return model
+
+
+def _join(model: Transformer, in_place: bool) -> _Weights:
+    # Not as inference tensors, whatever the caller's mode: the parameters that become views may be trained later.
+    with torch.inference_mode(False), torch.no_grad():
+        weights = _WEIGHTS[model] = _Weights.of(model, in_place)
+    return weights
 
 
 def _can_fuse(model: Any) -> bool:
@@ -85,7 +82,9 @@ def _can_fuse(model: Any) -> bool:
         return False
     if any(_detours(model)):
         return False
-    return _parts(model) == _parts_of(type(model), model.config)
+    with torch.device("meta"):
+        untouched = type(model)(model.config)
+    return _parts(model) == _parts(untouched)
 
 
 def _detours(model: nn.Module) -> Iterator[object]:
@@ -102,18 +101,12 @@ def _parts(model: nn.Module) -> list[tuple[str, object]]:
     return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters())]
 
 
-@lru_cache(maxsize=8)
-def _parts_of(kind: type[MiniGPT | Decoder], config: Any) -> list[tuple[str, object]]:
-    """What a model is made of if nobody has replaced a part of it."""
-    with torch.device("meta"):
-        return _parts(kind(config))
-
-
 def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensors) -> Tensor:
     """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
-        model: after `fuse`, and not changed since.
+        model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
+            A hook that was registered since is not called, and a module that was put into it since is not run.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
 
@@ -122,9 +115,14 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
 
     Raises:
         IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
-        ValueError: a length is more than its table has room for, or less than its sequence's new tokens.
+        ValueError: a length is more than its table has room for, or less than its sequence's new tokens; or the model's
+            weights have changed, and it cannot be fused any more.
     """
     weights = _WEIGHTS[model]
+    if not weights.are_current:
+        if not _can_fuse(model):
+            raise ValueError("the model was converted, or parts of it were replaced: make a new engine for it")
+        weights = _join(model, weights.in_place)
     num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
@@ -151,7 +149,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
         _feed_forward(layer, room)
         kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
-    logits = torch.empty(num_seqs, weights.head.matrix.shape[1])
+    logits = _empty(num_seqs, weights.head.matrix.shape[1])
     _product(room.y, weights.head, logits)
     return logits
 
@@ -175,7 +173,9 @@ class LayerCache(NamedTuple):
 def layer_caches(storage: PagedStorage) -> list[LayerCache]:
     """What `logits_at` writes to and reads: the memory of a float32 storage on the CPU, layer by layer."""
     pairs = [(storage.k(layer), storage.v(layer)) for layer in range(storage.num_layers)]
-    return [LayerCache(*(_array(each) for each in (k, v, k.flatten(0, 1), v.flatten(0, 1)))) for k, v in pairs]
+    # Views, or an error: what is written to a copy would be lost.
+    slots = [[each.view(-1, *each.shape[2:]) for each in pair] for pair in pairs]
+    return [LayerCache(*map(_array, (*pair, *flat))) for pair, flat in zip(pairs, slots, strict=True)]
 
 
 class _Room:
@@ -196,15 +196,15 @@ class _Room:
 
     def __init__(self, config: Any, num_rows: int) -> None:
         head_dim, num_heads = config.head_dim, config.num_heads
-        self.y = torch.empty(num_rows, config.hidden_size)
-        self.qkv = torch.empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
-        self.out = torch.empty(num_rows, num_heads * head_dim)
+        self.y = _empty(num_rows, config.hidden_size)
+        self.qkv = _empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
+        self.out = _empty(num_rows, num_heads * head_dim)
         self.y_array = self.y.numpy()
         self.heads_array = self.qkv.numpy().reshape(num_rows, -1, head_dim)
         self.out_array = self.out.numpy().reshape(num_rows, -1, head_dim)
         size = min(num_rows, MLP_ROWS)
-        gate_up = torch.empty(size, 2 * config.intermediate_size)
-        hidden = torch.empty(size, config.intermediate_size)
+        gate_up = _empty(size, 2 * config.intermediate_size)
+        hidden = _empty(size, config.intermediate_size)
         self.parts = [(rows, gate_up[: rows.shape[0]], hidden[: rows.shape[0]]) for rows in torch.split(self.y, size)]
 
 
@@ -285,7 +285,10 @@ class _Weights:
         norms: of each block the gain of its first norm, which is computed with the sum before it; last the model's own.
         head: the output layer.
         in_place: whether the model's parameters are views of these.
-        seen: the model as it was when they were joined.
+        parameters: the model's.
+        versions: of the parameters, when they were joined.
+        samples: some numbers of each parameter that was copied: views. Not every optimizer has PyTorch count its steps.
+        numbers: what was in the samples when the weights were joined.
     """
 
     config: Any
@@ -293,53 +296,38 @@ class _Weights:
     norms: list[Array]
     head: _Joined
     in_place: bool
-    seen: _Seen
+    parameters: list[nn.Parameter]
+    versions: list[tuple[int, int]]
+    samples: list[Array]
+    numbers: bytes
 
     @classmethod
     def of(cls, model: Any, in_place: bool) -> _Weights:
         """Join a model's weights."""
         layers, head = [_Layer.of(block, in_place) for block in model.layers], _output_matrix(model, in_place)
         norms = [*(block.input_layernorm for block in model.layers), model.norm]
-        return cls(model.config, layers, [_gain(norm) for norm in norms], head, in_place, _Seen(model))
+        parameters = list(model.parameters())
+        gains = [_gain(norm) for norm in norms]
+        copied = [model.embed_tokens.weight] if in_place else parameters
+        samples = [_sample(parameter) for parameter in copied]
+        numbers = np.concatenate(samples).tobytes()
+        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters), samples, numbers)
+
+    def are_those_of(self, model: Transformer) -> bool:
+        """Whether the model has the same parameters still, and none has been changed since."""
+        own = list(model.parameters())
+        return len(own) == len(self.parameters) and all(map(operator.is_, own, self.parameters)) and self.are_current
+
+    @property
+    def are_current(self) -> bool:
+        """Whether none of the parameters has been changed since, as far as PyTorch counts or a sample shows that."""
+        return self.versions == _versions(self.parameters) and self.numbers == np.concatenate(self.samples).tobytes()
 
 
-class _Seen:
-    """A model as it is, to find out in some microseconds, before each step, whether it still is that model.
-
-    Args:
-        model: its modules are remembered, but not the model itself: it may be freed.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._members = [members for module in modules for members in (module._modules, module._parameters)]
-        self._values = list(self._all_members())
-        self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-        self._attributes = [vars(module) for module in modules]
-        self._parameters = list(model.parameters())
-        self._versions = self._all_versions()
-        # Not all optimizers count what they change. The views also keep the memory, which no other weight can be given.
-        self._samples = [_sample(parameter) for parameter in self._parameters]
-        self._numbers = np.concatenate(self._samples).tobytes()
-
-    def is_unchanged(self) -> bool:
-        """Whether the model is made of the same modules and parameters, none has got a hook, and no weight is other."""
-        values = list(self._all_members())
-        return (
-            len(values) == len(self._values)
-            and all(map(operator.is_, values, self._values))
-            and not any(self._hooks)
-            and not any("forward" in attributes for attributes in self._attributes)
-            and self._versions == self._all_versions()
-            and self._numbers == np.concatenate(self._samples).tobytes()
-        )
-
-    def _all_members(self) -> Iterator[object]:
-        return chain.from_iterable(members.values() for members in self._members)
-
-    def _all_versions(self) -> list[tuple[int, int]]:
-        """Where each parameter is, and how often it has been changed in place, as far as PyTorch counts that."""
-        return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in self._parameters]
+def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Where each parameter is, and how often it has been changed in place."""
+    # In inference mode nothing is counted.
+    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
 
 
 def _sample(parameter: nn.Parameter) -> Array:
@@ -376,6 +364,11 @@ def _feed_forward(layer: _Layer, room: _Room) -> None:
         _product(rows, layer.gate_up, gate_up)
         kernels.silu_mul(gate_up.numpy(), hidden.numpy())
         _product(hidden, layer.down, rows)
+
+
+def _empty(*shape: int) -> Tensor:
+    """Memory for results: float32 on the CPU, whatever PyTorch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _array(tensor: Tensor) -> Array:

@@ -41,6 +41,7 @@ def main(address: str, options: EngineOptions) -> int:
         gc.freeze()  # what lives as long as the process is not looked at again by each collection
         socket.send(encode(Ready(info_of(llm))))
         core.run()
+        gc.unfreeze()  # libraries look at the end for objects that nobody has freed
     return 0
 
 

@@ -89,8 +89,10 @@ class EngineStream(AnswerStream):
         replica: as above.
         arrival_time: when it was made (time.monotonic()).
         num_tokens: of each answer, tokens that have come.
-        write: is given a chunk as soon as it is made, while a reader waits in `take` and has fetched all before it; if
-            it returns True, that was all that there was to do, and the reader is not woken. None: the reader gets all.
+        num_open: answers that have not got their last token.
+        write: is given chunks as soon as they are made, while a reader waits in `take` and has fetched all before them;
+            if it returns True, that was all that there was to do, and the reader is not woken. None: the reader gets
+            all.
     """
 
     def __init__(
@@ -107,12 +109,14 @@ class EngineStream(AnswerStream):
         self.replica = replica
         self.arrival_time = time.monotonic()
         self.num_tokens = [0] * params.n
-        self.write: Callable[[Chunk], bool] | None = None
+        self.num_open = params.n
+        self.write: Callable[[Sequence[Chunk]], bool] | None = None
         self._length = len(prompt_token_ids)
         self._is_over = [False] * params.n
         self._texts = [
             None if tokenizer is None else TextStream(tokenizer, prompt_token_ids, params.stop) for _ in range(params.n)
         ]
+        self._fresh: list[Chunk] = []  # made, and not flushed
         self._has_reader = False  # one waits for the next chunk
 
     def is_accepted(self) -> None:
@@ -122,7 +126,7 @@ class EngineStream(AnswerStream):
     def push(
         self, index: int, token_id: int | None, finish_reason: str | None, logprobs: TokenLogprobs | None
     ) -> str | None:
-        """Make the next chunk of an answer, as `LLM.emit` would. What comes after a stop string is dropped.
+        """Make the next chunk of an answer for `flush`, as `LLM.emit` would. What comes after a stop string is dropped.
 
         Returns:
             The chunk's finish_reason.
@@ -142,16 +146,22 @@ class EngineStream(AnswerStream):
                 finish_reason = "stop"
             elif finish_reason:
                 text += text_stream.finish()
-        self._is_over[index] = finish_reason is not None
-        self.put(Chunk(index, token_id, text, finish_reason, self.request_id, logprobs))
+        if finish_reason:
+            self._is_over[index] = True
+            self.num_open -= 1
+        self._fresh.append(Chunk(index, token_id, text, finish_reason, self.request_id, logprobs))
         return finish_reason
 
-    def put(self, chunk: Chunk) -> None:
-        """As `AnswerStream.put`; but if the chunk can be written at once, nobody is woken before the last."""
-        if self.write is None or not self._has_reader or self._chunks or not self.write(chunk):
-            super().put(chunk)
-        elif chunk.finish_reason:
-            self.num_unfinished -= 1
+    def flush(self) -> None:
+        """Give the chunks of `push` to the client: written at once, if that is possible, else by `put`."""
+        chunks, self._fresh = self._fresh, []
+        if not chunks:  # all that came was behind a stop string
+            return
+        if self.write is None or not self._has_reader or self._chunks or not self.write(chunks):
+            for chunk in chunks:
+                self.put(chunk)
+        elif self.num_open < self.num_unfinished:
+            self.num_unfinished = self.num_open
             self._news.set()
 
     def lost_stats(self) -> list[Update]:
@@ -291,6 +301,7 @@ class EngineClient:
         self._start_process = start
         self._max_waiting = max_waiting
         self._end_token_ids = () if tokenizer is None else end_token_ids(tokenizer)
+        self._fresh: dict[EngineStream, None] = {}  # streams that have got tokens since the last `_flush`
         self._names = count()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
@@ -492,7 +503,7 @@ class EngineClient:
                 replica.start_error = error_of(message.kind, message.message)
 
     def _dispatch(self, replica: Replica, step: StepResult) -> None:
-        """Give what a step gave to the streams, as `AsyncEngine.dispatch`: all in one turn of the event loop."""
+        """Give what a step gave to the streams, as `AsyncEngine.dispatch`; `_flush` gives it to the clients."""
         streams = self.streams
         self.on_stats(replica.number, step.stats)
         for request_id in step.accepted:
@@ -520,13 +531,20 @@ class EngineClient:
                 self._fail([request_id], failure)
                 replica.tell(AbortRequest(request_id))
                 continue
+            self._fresh[stream] = None
             if reason:
                 self.finished_at.append(time.monotonic())
                 self._free_slots(replica, 1)
                 if not finish_reason:
                     replica.tell(StopAnswer(request_id, index))
-                if not stream.num_unfinished:
+                if not stream.num_open:
                     del streams[request_id]
+
+    def _flush(self) -> None:
+        """Give the clients what has come for them."""
+        for stream in self._fresh:
+            stream.flush()
+        self._fresh.clear()
 
     # Slots
 
@@ -549,7 +567,7 @@ class EngineClient:
         """A stream was closed with unfinished answers: as `AsyncEngine.leave`."""
         assert isinstance(stream, EngineStream)
         if self.streams.pop(stream.number, None) is stream:
-            self._free_slots(stream.replica, stream.num_unfinished)
+            self._free_slots(stream.replica, stream.num_open)
             stream.replica.tell(AbortRequest(stream.number))
 
     def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
@@ -557,7 +575,7 @@ class EngineClient:
         for request_id in request_ids:
             stream = self.streams.pop(request_id, None)
             if stream is not None:
-                self._free_slots(stream.replica, stream.num_unfinished)
+                self._free_slots(stream.replica, stream.num_open)
                 stream.fail(error)
 
     # Processes
@@ -595,6 +613,7 @@ class EngineClient:
             await asyncio.gather(listening, return_exceptions=True)
             while await socket.poll(0):  # what it had said before
                 self._handle(replica, decode_from_engine(await socket.recv()))
+            self._flush()
         except (OSError, zmq.ZMQError) as error:
             return f"the engine's process could not be started: {error}"
         finally:
@@ -604,12 +623,15 @@ class EngineClient:
         return f"the engine's process {how}"
 
     async def _listen(self, replica: Replica, socket: zmq.asyncio.Socket) -> None:
-        """Handle what a process says, as it comes."""
+        """Handle what a process says, as it comes. Of several steps that have come, a client gets all in one piece."""
         while True:
             message = await socket.recv()
             replica.heard_at = time.monotonic()
             try:
                 self._handle(replica, decode_from_engine(message))
+                while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    self._handle(replica, decode_from_engine(await socket.recv(zmq.NOBLOCK)))
+                self._flush()
             except Exception as error:
                 logger.critical("what engine %d said cannot be handled", replica.number, exc_info=error)
                 replica.kill()

@@ -81,11 +81,10 @@ class EngineCore:
     def _receive(self) -> ToEngine | None:
         """The next message. None if there is none and there is a step to run, or news to send."""
         is_idle = not (self._llm.has_unfinished or self._news.accepted or self._news.refused or self._stats)
-        try:
-            message: ToEngine = decode_to_engine(self._socket.recv(0 if is_idle else zmq.NOBLOCK))
-        except zmq.Again:
-            return None
-        return message
+        if is_idle or int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            message: ToEngine = decode_to_engine(self._socket.recv())
+            return message
+        return None
 
     def _obey(self, message: ToEngine) -> None:
         match message:

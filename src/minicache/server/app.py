@@ -314,12 +314,15 @@ def _write_directly(scope: Scope, shape: Shape, streams: Sequence[AnswerStream],
         return
     write: Callable[[bytes], bool] = extension["write"]
 
-    def write_chunk(first_index: int, chunk: Chunk) -> bool:
-        return write(shape.events(first_index, (chunk,)))
+    def write_chunks(first_index: int, chunks: Sequence[Chunk]) -> bool:
+        try:
+            return write(shape.events(first_index, chunks))
+        except Exception:  # `_pieces` meets it too, and tells the client
+            return False
 
     for index, stream in enumerate(streams):
         if isinstance(stream, EngineStream):
-            stream.write = partial(write_chunk, index * num_answers)
+            stream.write = partial(write_chunks, index * num_answers)
 
 
 async def _begin(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pickle import UnpicklingError
 from threading import Lock
+from typing import Any
 
 from minicache.errors import KernelUnavailableError
 
@@ -32,12 +33,16 @@ def warm_up(progress: Callable[[int, int], None] = lambda done, total: None) -> 
     with _LOCK:
         for done, (kernel, signature) in enumerate(signatures.items(), 1):
             if not kernel.signatures:
-                try:
-                    kernel.compile(signature)
-                except (OSError, EOFError, UnpicklingError) as error:
-                    raise KernelUnavailableError(
-                        f"compiled code cannot be read or written in {kernel.stats.cache_path} ({error!r}): delete this "
-                        "folder, or set NUMBA_CACHE_DIR to another"
-                    ) from error
-                kernel.disable_compile()  # else another layout of an array would compile another kernel, in a step
+                _compile(kernel, signature)
             progress(done, len(signatures))
+
+
+def _compile(kernel: Any, signature: str) -> None:
+    try:
+        kernel.compile(signature)
+    except (OSError, EOFError, UnpicklingError) as error:
+        raise KernelUnavailableError(
+            f"compiled code cannot be read or written in {kernel.stats.cache_path} ({error!r}): delete this folder, or "
+            "set NUMBA_CACHE_DIR to another"
+        ) from error
+    kernel.disable_compile()  # else another layout of an array would compile another kernel, in a step

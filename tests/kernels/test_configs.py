@@ -106,6 +106,13 @@ def test_attention_is_refused_before_anything_is_launched(device, monkeypatch):
         kernels.store_kv(eighth[0], eighth[0], eighth, eighth, torch.arange(16, device=device), backend="triton")
 
 
+def test_no_more_splits_than_the_merge_can_hold(device):
+    cache = torch.zeros(2, 16, 1, 16, device=device)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.ones(1, device=device).int()
+    with pytest.raises(ValueError, match=r"num_splits must be 1 … 64.*got 65"):
+        kernels.paged_decode_attention(cache[0, :1], cache, cache, table, lens, num_splits=65, backend="triton")
+
+
 # The committed table
 
 

@@ -5,7 +5,7 @@ on a GPU of each architecture, and its kernel is replaced by something that comp
 compiled is what is launched, whatever `minicache.kernels.configs` says. Attention is compiled without options and with
 all of them, and of the two the larger numbers count.
 
-    python -m benchmarks.compiled              all launches, half an hour; → benchmarks/results/compiled.json
+    python -m benchmarks.compiled              all launches, a quarter of an hour; → benchmarks/results/compiled.json
     python -m benchmarks.compiled --corners    a selection, in about a minute: lines of JSON, and nothing is recorded
     python -m benchmarks.compiled --corners store gather    only these launchers
 """
@@ -42,7 +42,7 @@ from minicache.errors import KernelUnavailableError
 from minicache.kernels import configs, decode, gather, prefill, split_kv, store
 
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
-DTYPES = ((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP16, INT8), (BF16, FP8), (FP32, INT8))
+DTYPES = ((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP16, INT8), (BF16, FP8))
 """Of queries and cache."""
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256, 512, 576)
@@ -138,6 +138,7 @@ def launches() -> Iterator[Launch]:
         for launcher, dtype in product(("decode", "split_kv", "prefill"), dtypes):
             for head_dim in HEAD_DIMS if arch in THOROUGH else (64, 128):
                 yield Launch(launcher, arch, *dtype, head_dim)
+        yield Launch("decode", arch, FP32, INT8, 128)
         for launcher, stored in product(("store", "gather"), (BF16, INT8, FP8)):
             yield Launch(launcher, arch, stored, stored, 128)
 

@@ -48,15 +48,15 @@ def test_a_gpu_older_than_all_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("launch", "saying"),
     [
-        (("prefill", 90, BF16, BF16, 576, 8), r"prefill kernel on sm_90.*head_dim 576 is too large, 512 at most"),
-        (("prefill", 80, BF16, BF16, 576, 8), r"tiles of \d+ KB \(rows are padded to 1024 numbers\)"),
-        (("prefill", 86, FP16, FP16, 512, 8), r"256 at most.* too much for 99 KB of shared memory"),
-        (("decode", 90, FP32, FP32, 512, 8), "torch.float32 over torch.float32: head_dim 512 .* 256 at most"),
         (
-            ("decode", 90, FP32, INT8, 64, 8),
-            "decode kernel on sm_90, torch.float32 over torch.int8.*convert the queries",
+            ("prefill", 90, BF16, BF16, 576, 8),
+            "prefill kernel on sm_90.*head_dim 576 is too large, 512 at most; a larger",
         ),
-        (("decode", 90, FP64, FP64, 64, 8), "torch.float64"),
+        (("prefill", 80, BF16, BF16, 576, 8), "at least 192 KB of shared memory, and a program has 163 KB"),
+        (("decode", 80, FP32, FP32, 576, 8), "512 at most; its tiles take at least 320 KB of shared memory"),
+        (("prefill", 86, FP16, FP16, 512, 8), "256 at most; its tiles take at least 128 KB .* a program has 99 KB"),
+        (("decode", 90, FP32, INT8, 64, 8), "on sm_90, torch.float32 over torch.int8.*queries are bfloat16 or float16"),
+        (("decode", 90, FP64, FP64, 64, 8), "torch.float64 over torch.float64"),
         (("prefill", 90, FP32, FP32, 128, 48), "48 query heads to a key/value head are too many, 32 at most"),
         (("decode", 80, FP32, FP32, 128, 48), "48 query heads to a key/value head are too many, 32 at most"),
     ],
@@ -92,7 +92,7 @@ def test_the_interpreter_runs_anything(launch):
 
 def test_attention_is_refused_before_anything_is_launched(device, monkeypatch):
     """By the functions that users call, on a GPU that PyTorch says is there."""
-    monkeypatch.setattr(configs, "architecture", lambda device: 80)
+    monkeypatch.setattr(configs, "architecture", lambda device: 86)
     cache = torch.zeros(2, 16, 1, 576, dtype=FP16, device=device)
     q, table, lens = (
         cache[0, :1, :],
@@ -104,6 +104,13 @@ def test_attention_is_refused_before_anything_is_launched(device, monkeypatch):
     eighth = cache.to(FP8)
     with pytest.raises(KernelUnavailableError, match="float8_e4m3fn"):
         kernels.store_kv(eighth[0], eighth[0], eighth, eighth, torch.arange(16, device=device), backend="triton")
+
+
+def test_no_more_splits_than_the_merge_can_hold(device):
+    cache = torch.zeros(2, 16, 1, 16, device=device)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.ones(1, device=device).int()
+    with pytest.raises(ValueError, match=r"num_splits must be 1 … 64.*got 65"):
+        kernels.paged_decode_attention(cache[0, :1], cache, cache, table, lens, num_splits=65, backend="triton")
 
 
 # The committed table

@@ -76,7 +76,6 @@ def by_modules(model, tokens, step):
 
 
 def by_kernels(model, tokens, step):
-    assert fuse(model) is model
     return fused.logits_at(model, layer_caches(step.storage), tensors_of(tokens, step))
 
 
@@ -115,6 +114,22 @@ def test_more_rows_than_go_through_a_feed_forward_block_at_a_time():
     modules, kernels = pair("biases", block_size=8)
     counts = [500, 13, 499, 30]
     close(kernels.run(counts, 0), modules.run(counts, 0))
+
+
+def test_defaults_of_pytorch_do_not_count():
+    modules, kernels = pair("windows")
+    counts = [3, 1, 200, 30]
+    expected = modules.run(counts, 0)
+    steps = kernels.step(counts, 0)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            logits = by_kernels(kernels.model, *steps)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    close(logits, expected)
 
 
 def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_written():
@@ -168,6 +183,63 @@ def test_a_weight_that_is_changed_later_counts(in_place):
     close(kernels.run([1, 1, 2, 6], 1), modules.run([1, 1, 2, 6], 1))
 
 
+def add_to(parameters):
+    for weight in parameters:
+        weight.data.add_(torch.rand_like(weight), alpha=0.1)
+
+
+def adam_w(parameters):
+    """PyTorch does not count what this changes."""
+    parameters = list(parameters)
+    for weight in parameters:
+        weight.grad = torch.rand_like(weight) - 0.5
+    torch.optim.AdamW(parameters, lr=0.1, fused=True).step()
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+@pytest.mark.parametrize("change", [add_to, adam_w])
+def test_a_change_that_pytorch_does_not_count_is_noticed(change, in_place):
+    _, kernels = pair("biases", in_place=in_place)
+    kernels.run([3, 4, 5, 6], 0)
+    change(kernels.model.parameters())
+    modules = Served(deepcopy(kernels.model), by_modules)
+    kernels = Served(kernels.model, by_kernels)
+    close(kernels.run([3, 4, 5, 6], 0), modules.run([3, 4, 5, 6], 0))
+
+
+def test_other_parameters_and_other_modules_count_in_the_next_engine():
+    other = a_model(MODELS["windows"], seed=1)
+    modules, kernels = pair("windows")
+    for seed, change in enumerate(
+        [
+            lambda model: model.load_state_dict(deepcopy(other.state_dict()), assign=True),
+            lambda model: setattr(model.layers[1], "mlp", deepcopy(a_model(MODELS["windows"], seed=2).layers[1].mlp)),
+            lambda model: setattr(model.norm, "weight", torch.nn.Parameter(torch.arange(96.0)[::2])),
+        ]
+    ):
+        change(modules.model)
+        change(kernels.model)
+        assert fuse(kernels.model) is kernels.model
+        close(kernels.run([3, 4, 5, 6], seed), modules.run([3, 4, 5, 6], seed))
+
+
+def test_weights_that_are_joined_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        model = LLM("minigpt").model
+    for _ in range(2):
+        model(torch.tensor([[1, 2, 3]])).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        with torch.inference_mode():
+            assert fuse(model) is model
+
+
+def test_a_model_that_was_made_in_inference_mode():
+    with torch.inference_mode():
+        model = a_model(MODELS["biases"])
+    modules, kernels = pair(model)
+    close(kernels.run([3, 4, 5, 6], 0), modules.run([3, 4, 5, 6], 0))
+
+
 def test_what_cannot_be_fused_is_left_alone():
     class Doubled(MiniGPT):
         def logits(self, hidden):
@@ -176,22 +248,51 @@ def test_what_cannot_be_fused_is_left_alone():
     assert fuse(Doubled(MODELS["minigpt"])) is None
     assert fuse(a_model(MODELS["minigpt"]).bfloat16()) is None
     assert fuse(a_model(MiniGPTConfig(**(SIZES | HEADS | {"head_dim": 12})))) is None
+    assert fuse(a_model(MiniGPTConfig(**(SIZES | HEADS | {"intermediate_size": 7})))) is None
     assert fuse("minigpt") is None
 
 
-def test_a_model_that_computes_something_else_than_its_class_is_left_alone():
-    """Its kernels would skip a hook, and know nothing of a module that has taken another's place."""
-    hooked, replaced, patched = (a_model(MODELS["minigpt"]) for _ in range(3))
-    hooked.layers[1].register_forward_hook(lambda module, args, out: 2 * out)
-    replaced.layers[0].mlp.down_proj = torch.nn.Sequential(replaced.layers[0].mlp.down_proj, torch.nn.Tanh())
-    patched.layers[0].mlp.forward = torch.nn.Identity()
-    assert [fuse(model) for model in (hooked, replaced, patched)] == [None] * 3
+class Tripled(torch.nn.Linear):
+    def forward(self, rows):
+        return 3 * super().forward(rows)
+
+
+def test_a_model_that_computes_something_else_than_its_class_is_not_fused():
+    for change in (
+        lambda model: model.layers[1].register_forward_hook(lambda *_: None),
+        lambda model: model.layers[0].mlp.register_forward_pre_hook(lambda *_: None),
+        lambda model: setattr(model.norm, "forward", lambda hidden: hidden),
+        lambda model: setattr(model.layers[0].mlp, "up_proj", Tripled(48, 72, bias=False)),
+        lambda model: setattr(model.layers[0].mlp, "up_proj", torch.nn.Linear(48, 40, bias=False)),
+        lambda model: setattr(model.layers[0].mlp, "up_proj", torch.nn.Linear(48, 72)),
+        lambda model: torch.nn.utils.parametrizations.weight_norm(model.layers[0].mlp.up_proj),
+    ):
+        for in_place in (False, True):
+            model = a_model(MODELS["minigpt"])
+            change(model)
+            assert fuse(model, in_place=in_place) is None
+        model = a_model(MODELS["minigpt"])
+        fuse(model)
+        change(model)
+        assert fuse(model) is None
 
 
 def test_a_model_that_is_converted_is_fused_no_more():
     model = a_model(MODELS["minigpt"])
     assert fuse(model) is model
     assert fuse(model.double()) is None
+
+
+def test_a_model_that_is_converted_between_steps_is_refused():
+    _, kernels = pair("biases")
+    kernels.run([3, 4, 5, 6], 0)
+    kernels.model.double()
+    with pytest.raises(ValueError, match="make a new engine"):
+        kernels.run([1, 1, 1, 1], 1)
+    kernels.model.float()
+    kernels.model.layers[0].mlp.up_proj.weight.data = torch.zeros(40, 48)
+    with pytest.raises(ValueError, match="make a new engine"):
+        kernels.run([1, 1, 1, 1], 1)
 
 
 def test_a_model_that_is_dropped_is_freed():

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minicache.kernels import configs
 from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
 
 PROGRAMS_PER_PROCESSOR = 2

@@ -168,8 +168,8 @@ def paged_decode_attention(
         v_scale: alike for the values.
         sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
         softcap: c > 0: score = c · tanh(score / c), after the scale, before ALiBi and the mask. None is no cap.
-        num_splits: into how many parts a Triton kernel cuts each sequence, ≥ 1; None chooses by how large the batch and
-            the block tables are. PyTorch does not split.
+        num_splits: into how many parts a Triton kernel cuts each sequence, 1 … 64; None chooses by how large the batch
+            and the block tables are. PyTorch does not split.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
             these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
 
@@ -409,6 +409,8 @@ def _attend(
         if options["sliding_window"] is not None:
             longest = min(longest, options["sliding_window"])
         num_splits = split_kv.choose_num_splits(q.shape[0], k_cache.shape[2], longest, _num_processors(q.device))
+    if num_splits > split_kv.MAX_SPLITS:
+        raise ValueError(f"num_splits must be 1 … {split_kv.MAX_SPLITS}: the merge holds all of them; got {num_splits}")
     if num_splits > 1:
         return split_kv.paged_decode_attention(*paged, **options, num_splits=num_splits)
     from minicache.kernels import decode

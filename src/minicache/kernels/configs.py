@@ -10,14 +10,16 @@ spends one stage on computing, and two for each tile ahead, one of which waits f
 single buffer, and nothing is read while it is computed on. Two buffers are 72 KB of shared memory, so a processor of a
 Hopper GPU, which has 228 KB, holds three programs; with one tile each under way that is 96 KB in flight. By Little's
 law 4.8 TB/s at a latency of 0.7 µs ask for 3.4 MB, 26 KB on each of 132 processors. Numbers of one byte pass through
-registers to become two, so their tiles have as many tokens and half the bytes, and there are three buffers. A desktop's
-GPU has 100 KB a processor: half the tile.
+registers to become two, so their tiles have as many tokens and half the bytes; where there are registers for it, there
+are three buffers. A desktop's GPU has 100 KB a processor: half the tile.
 
 **Prefill** waits for arithmetic: 128 rows give each loaded key 2 · 128 FLOPs a number, and 8 warps hold their scores
 `[128, TILE]` and accumulators `[128, d]` in fp32. On Hopper and datacentre Blackwell the queries are read from shared
 memory; on Ampere they stay in registers, and a tile has to be half as long. There is no exact matrix unit in fp32: its
 operands take registers too, so there are fewer rows. Nor does Triton use the matrix unit of a Turing GPU (sm_75), or
 load ahead there.
+
+The numbers were chosen without a GPU, by these sums and by what the compiler says; how fast they run is not measured.
 """
 
 from __future__ import annotations
@@ -86,38 +88,41 @@ _TURING = {
 }
 _DESKTOP = {
     "decode half": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5)),
-    "decode byte": _row((64, 16, 64, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5)),
+    "decode byte": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 7), (256, 16, 32, 8, 5)),
     "decode single": _row((64, 16, 32, 4, 5), (128, 16, 16, 4, 5), (256, 16, 16, 4, 3)),
     "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5)),
     "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5)),
     "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 16, 16, 4, 5)),
 }
+_WIDE = _row((512, 16, 16, 8, 5))
+_WIDE_PREFILL = _row((512, 32, 16, 8, 5))
 _DECODE = {
-    "decode half": _row((64, 16, 128, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5), (512, 16, 16, 4, 5)),
-    "decode byte": _row((64, 16, 64, 4, 7), (128, 16, 64, 4, 7), (256, 16, 32, 4, 5), (512, 16, 16, 4, 5)),
-    "decode single": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5)),
+    "decode half": _row((32, 16, 64, 4, 7), (64, 16, 128, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5)) | _WIDE,
+    "decode byte": _row((64, 16, 128, 4, 5), (128, 16, 64, 4, 7), (256, 16, 32, 8, 5)) | _WIDE,
+    "decode single": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5), (512, 16, 16, 8, 5)),
 }
 _TABLE: dict[int, dict[str, _Row]] = {
     75: _TURING,
     80: _DECODE
     | {
-        "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 16, 16, 4, 5)),
+        "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5)) | _WIDE_PREFILL,
+        "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5)) | _WIDE_PREFILL,
+        "prefill single": _row((32, 32, 32, 8, 5), (64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (512, 16, 16, 8, 5)),
     },
     86: _DESKTOP,
     89: _DESKTOP,
     90: _DECODE
     | {
-        "prefill half": _row((64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 32, 16, 8, 5)),
+        "prefill half": _row((64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5)) | _WIDE_PREFILL,
+        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 128, 32, 8, 5)) | _WIDE_PREFILL,
+        "prefill single": _row((64, 32, 32, 4, 5), (256, 32, 16, 8, 5), (512, 16, 16, 8, 5)),
     },
     100: _DECODE
     | {
-        "prefill half": _row((64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 16, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 64, 32, 8, 5), (512, 32, 16, 8, 5)),
-        "prefill single": _row((64, 32, 32, 4, 5), (128, 32, 16, 8, 5), (256, 32, 16, 8, 5)),
+        "prefill half": _row((32, 128, 64, 8, 5), (64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 16, 8, 5))
+        | _WIDE_PREFILL,
+        "prefill byte": _row((64, 128, 64, 8, 5), (128, 128, 64, 8, 5), (256, 64, 32, 8, 5)) | _WIDE_PREFILL,
+        "prefill single": _row((64, 32, 32, 4, 5), (256, 32, 16, 8, 5), (512, 16, 16, 8, 5)),
     },
     120: _DESKTOP,
 }
@@ -185,16 +190,19 @@ def choose(
     kind = kinds.get((q_dtype.itemsize, q_dtype == cache_dtype))
     if kind is None:
         raise KernelUnavailableError(
-            f'{launch}: no such launch is configured; convert the queries to bfloat16, or take backend="torch"'
+            f"{launch}: no such launch is configured; queries are bfloat16 or float16 over the same, int8 or fp8, or "
+            'float32 over the same. Convert them, or take backend="torch"'
         )
     row = _TABLE[arch][f"{kernel} {kind}"]
     if head_dim > max(row):
         config, padded = row[max(row)], _power_of_2(head_dim)
-        least = padded * (config.rows * q_dtype.itemsize + (config.num_stages - 1) * config.tile * cache_dtype.itemsize)
-        short = f"{SHARED_KB[arch]} KB of shared memory" if least > SHARED_KB[arch] << 10 else "the registers it has"
+        buffers = 2 * max(1, (config.num_stages - 1) // 2)  # of keys, and of values
+        least = padded * (config.rows * q_dtype.itemsize + buffers * config.tile * cache_dtype.itemsize) >> 10
+        limit = "a larger one spills registers"
+        if least > SHARED_KB[arch]:
+            limit = f"its tiles take at least {least} KB of shared memory, and a program has {SHARED_KB[arch]} KB"
         raise KernelUnavailableError(
-            f"{launch}: head_dim {head_dim} is too large, {max(row)} at most. A program would hold tiles of "
-            f'{least >> 10} KB (rows are padded to {padded} numbers), too much for {short}: take backend="torch"'
+            f'{launch}: head_dim {head_dim} is too large, {max(row)} at most; {limit}. Take backend="torch"'
         )
     config = row[min(most for most in row if head_dim <= most)]
     if heads > config.rows:
@@ -203,6 +211,11 @@ def choose(
             'most: take backend="torch"'
         )
     return config
+
+
+def merge_warps(padded_splits: int, padded_head_dim: int) -> int:
+    """Warps of `merge_kernel`: a program holds its splits' accumulators at once, 128 numbers a thread at most."""
+    return max(4, padded_splits * padded_head_dim // (32 * 128))
 
 
 def _power_of_2(number: int) -> int:

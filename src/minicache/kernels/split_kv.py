@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minicache.kernels import configs
 from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -281,6 +282,7 @@ def paged_decode_attention(
         tables.stride(0),
         **options,
     )
+    padded_splits = triton.next_power_of_2(num_splits)
     merge_kernel[(num_heads, batch_size)](
         maxima,
         sums,
@@ -290,6 +292,7 @@ def paged_decode_attention(
         *out.stride(),
         HEAD_DIM=head_dim,
         PADDED_HEAD_DIM=options["PADDED_HEAD_DIM"],
-        PADDED_SPLITS=triton.next_power_of_2(num_splits),
+        PADDED_SPLITS=padded_splits,
+        num_warps=configs.merge_warps(padded_splits, options["PADDED_HEAD_DIM"]),
     )
     return out.to(q.dtype)

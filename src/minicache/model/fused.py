@@ -41,7 +41,7 @@ HEAD_NBYTES = 64 * 2**20
 for memory whatever the layout, and the copy would cost as much again."""
 
 
-def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
+def fuse(model: object, *, in_place: bool = False) -> MiniGPT | Decoder | None:
     """Join a model's weights for the CPU, so that `logits_at` can run it.
 
     Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
@@ -58,7 +58,7 @@ def fuse(model: object, *, in_place: bool = False) -> Transformer | None:
         `Decoder` on the CPU, the kernels do not take its sizes, or it computes something else than its class: a module
         in it was replaced, or has a hook.
     """
-    if not isinstance(model, Transformer) or not _can_fuse(model):
+    if not isinstance(model, MiniGPT | Decoder) or not _can_fuse(model):
         return None
     weights = _WEIGHTS.get(model)
     if weights is None or not weights.are_those_of(model):
@@ -105,7 +105,8 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
     """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
-        model: after `fuse`. If a weight was changed in place since, the weights are joined anew.
+        model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
+            A hook that was registered since is not called, and a module that was put into it since is not run.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
 
@@ -114,10 +115,13 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
 
     Raises:
         IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
-        ValueError: a length is more than its table has room for, or less than its sequence's new tokens.
+        ValueError: a length is more than its table has room for, or less than its sequence's new tokens; or the model's
+            weights have changed, and it cannot be fused any more.
     """
     weights = _WEIGHTS[model]
     if not weights.are_current:
+        if not _can_fuse(model):
+            raise ValueError("the model was converted, or parts of it were replaced: make a new engine for it")
         weights = _join(model, weights.in_place)
     num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
     config = weights.config
@@ -145,7 +149,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
         _feed_forward(layer, room)
         kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
-    logits = torch.empty(num_seqs, weights.head.matrix.shape[1])
+    logits = _empty(num_seqs, weights.head.matrix.shape[1])
     _product(room.y, weights.head, logits)
     return logits
 
@@ -169,7 +173,9 @@ class LayerCache(NamedTuple):
 def layer_caches(storage: PagedStorage) -> list[LayerCache]:
     """What `logits_at` writes to and reads: the memory of a float32 storage on the CPU, layer by layer."""
     pairs = [(storage.k(layer), storage.v(layer)) for layer in range(storage.num_layers)]
-    return [LayerCache(*(_array(each) for each in (k, v, k.flatten(0, 1), v.flatten(0, 1)))) for k, v in pairs]
+    # Views, or an error: what is written to a copy would be lost.
+    slots = [[each.view(-1, *each.shape[2:]) for each in pair] for pair in pairs]
+    return [LayerCache(*map(_array, (*pair, *flat))) for pair, flat in zip(pairs, slots, strict=True)]
 
 
 class _Room:
@@ -190,15 +196,15 @@ class _Room:
 
     def __init__(self, config: Any, num_rows: int) -> None:
         head_dim, num_heads = config.head_dim, config.num_heads
-        self.y = torch.empty(num_rows, config.hidden_size)
-        self.qkv = torch.empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
-        self.out = torch.empty(num_rows, num_heads * head_dim)
+        self.y = _empty(num_rows, config.hidden_size)
+        self.qkv = _empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
+        self.out = _empty(num_rows, num_heads * head_dim)
         self.y_array = self.y.numpy()
         self.heads_array = self.qkv.numpy().reshape(num_rows, -1, head_dim)
         self.out_array = self.out.numpy().reshape(num_rows, -1, head_dim)
         size = min(num_rows, MLP_ROWS)
-        gate_up = torch.empty(size, 2 * config.intermediate_size)
-        hidden = torch.empty(size, config.intermediate_size)
+        gate_up = _empty(size, 2 * config.intermediate_size)
+        hidden = _empty(size, config.intermediate_size)
         self.parts = [(rows, gate_up[: rows.shape[0]], hidden[: rows.shape[0]]) for rows in torch.split(self.y, size)]
 
 
@@ -281,6 +287,8 @@ class _Weights:
         in_place: whether the model's parameters are views of these.
         parameters: the model's.
         versions: of the parameters, when they were joined.
+        samples: some numbers of each parameter that was copied: views. Not every optimizer has PyTorch count its steps.
+        numbers: what was in the samples when the weights were joined.
     """
 
     config: Any
@@ -290,6 +298,8 @@ class _Weights:
     in_place: bool
     parameters: list[nn.Parameter]
     versions: list[tuple[int, int]]
+    samples: list[Array]
+    numbers: bytes
 
     @classmethod
     def of(cls, model: Any, in_place: bool) -> _Weights:
@@ -298,7 +308,10 @@ class _Weights:
         norms = [*(block.input_layernorm for block in model.layers), model.norm]
         parameters = list(model.parameters())
         gains = [_gain(norm) for norm in norms]
-        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters))
+        copied = [model.embed_tokens.weight] if in_place else parameters
+        samples = [_sample(parameter) for parameter in copied]
+        numbers = np.concatenate(samples).tobytes()
+        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters), samples, numbers)
 
     def are_those_of(self, model: Transformer) -> bool:
         """Whether the model has the same parameters still, and none has been changed since."""
@@ -307,14 +320,21 @@ class _Weights:
 
     @property
     def are_current(self) -> bool:
-        """Whether none of the parameters has been changed since."""
-        return self.versions == _versions(self.parameters)
+        """Whether none of the parameters has been changed since, as far as PyTorch counts or a sample shows that."""
+        return self.versions == _versions(self.parameters) and self.numbers == np.concatenate(self.samples).tobytes()
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     """Where each parameter is, and how often it has been changed in place."""
     # In inference mode nothing is counted.
     return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
+
+
+def _sample(parameter: nn.Parameter) -> Array:
+    """At least four numbers of a parameter, or all: a view."""
+    numbers = parameter.detach()
+    numbers = numbers.diagonal() if numbers.ndim == 2 else numbers
+    return _array(numbers[:: max(1, len(numbers) // 4)])
 
 
 _WEIGHTS: WeakKeyDictionary[Transformer, _Weights] = WeakKeyDictionary()
@@ -344,6 +364,11 @@ def _feed_forward(layer: _Layer, room: _Room) -> None:
         _product(rows, layer.gate_up, gate_up)
         kernels.silu_mul(gate_up.numpy(), hidden.numpy())
         _product(hidden, layer.down, rows)
+
+
+def _empty(*shape: int) -> Tensor:
+    """Memory for results: float32 on the CPU, whatever PyTorch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _array(tensor: Tensor) -> Array:

@@ -23,14 +23,12 @@ Token = tuple[int, int, int | None, str | None]
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is made: `LLM`'s options, as far as they fit into JSON.
+    """How an engine is made: `LLM`'s options, as far as they fit into JSON. They mean the same there, but for three.
 
     Attributes:
         model: "minigpt", a path, or a hub name.
         dtype: "float32", "float16" or "bfloat16"; None: the model's.
         num_threads: of PyTorch; None: 1 for a small model, else PyTorch's own choice.
-        scheduler, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, preemption,
-            num_host_blocks, prefix_caching, device, gpu_memory_utilization, enforce_eager: as `LLM`.
     """
 
     model: str = "minigpt"

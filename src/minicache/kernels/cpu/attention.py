@@ -62,8 +62,7 @@ def find_rows(cache, block_table, start, count, rows):
 def score(q, q_at, k_cache, head_at, rows, count, head_dim, scale, scores):
     """scores[t] = q · key t · scale, of eight keys at a time; −inf from `count` on to the multiple of eight.
 
-    Returns:
-        The largest. NaN is not looked at: it reaches the result by way of exp.
+    Returns the largest. NaN is not looked at: it reaches the result by way of exp.
     """
     tops = full(_MINUS_INFINITY)
     for t in range(0, count, 8):
@@ -131,15 +130,14 @@ def decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, out):
     The query of sequence i stands at position context_lens[i] − 1. With a window the range begins at context_lens[i] −
     window, never below 0: what lies before is not read. A context of 0 gives zeros.
 
-    Args:
-        q: `[B, ≥ H, d]` float32, of which the first H heads are read: it may be the rows of q, k and v together.
-        k_cache: keys.
-        v_cache: values, the same shape.
-        block_tables: `[B, max_blocks]` int64, entries past the last block in use are not read.
-        context_lens: `[B]` int64.
-        scale: float32, what the scores are multiplied by.
-        window: int64, W or 0 for none.
-        out: `[B, H, d]` float32, contiguous, written.
+    - q: `[B, ≥ H, d]` float32, of which the first H heads are read: it may be the rows of q, k and v together.
+    - k_cache: keys.
+    - v_cache: values, the same shape.
+    - block_tables: `[B, max_blocks]` int64, entries past the last block in use are not read.
+    - context_lens: `[B]` int64.
+    - scale: float32, what the scores are multiplied by.
+    - window: int64, W or 0 for none.
+    - out: `[B, H, d]` float32, contiguous, written.
     """
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     num_heads = out.shape[1]
@@ -179,8 +177,7 @@ def find_fault(block_tables, context_lens, num_blocks, block_size):
 
     `decode` would read whatever lies there. Arguments as there, and of the caches the number and the size of blocks.
 
-    Returns:
-        The sequence's index, and the length or the block that is wrong; −1 and 0 if there is none.
+    Returns the sequence's index, and the length or the block that is wrong; −1 and 0 if there is none.
     """
     room = block_tables.shape[1] * block_size
     for i in range(context_lens.size):

@@ -76,7 +76,7 @@ def paged_attention(
     q = q.detach()
     if q.stride(2) != 1:
         q = q.contiguous()
-    out = torch.empty(q.shape)
+    out = q.new_empty(q.shape)  # contiguous
     scale = q.shape[2] ** -0.5 if scale is None else scale
     plan.attend(q.numpy(), k_cache.numpy(), v_cache.numpy(), scale, sliding_window or 0, out.numpy())
     return out
@@ -204,7 +204,8 @@ def _queries(
 def _alone(metadata: AttentionMetadata, sequence: int) -> AttentionMetadata:
     only = slice(sequence, sequence + 1)
     num_new = metadata.starts[sequence + 1] - metadata.starts[sequence]
-    return AttentionMetadata(metadata.block_tables[only], metadata.context_lens[only], torch.tensor([0, num_new]))
+    starts = torch.tensor([0, num_new], device="cpu")
+    return AttentionMetadata(metadata.block_tables[only], metadata.context_lens[only], starts)
 
 
 def _check(block_tables: NDArray[np.int64], context_lens: NDArray[np.int64], num_blocks: int, block_size: int) -> None:

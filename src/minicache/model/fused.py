@@ -1,7 +1,7 @@
 """A transformer's forward pass as an engine's steps need it on a CPU: few large products, and compiled kernels between.
 
 The modules of `minicache.model.minigpt` and `minicache.model.decoder` say what is computed, one operation after the
-other. For 32 sequences that is some sixty calls a layer, and most of a decode step is spent between the products. Here
+other. That is dozens of operations a layer, and most of a decode step is spent between the products. Here
 a layer is four products and five kernels (`minicache.kernels.cpu`): the weights of queries, keys and values are one
 matrix, and so are those of gate and up; keys and values go straight into the blocks; and of the last layer only the
 rows whose logits are read are computed beyond keys and values.

@@ -89,11 +89,13 @@ def step_tensors(requests: Sequence[Request], counts: Sequence[int], block_size:
         block_size: tokens of a block.
         width: columns of the block tables, at least the most blocks of a request.
     """
-    tables = np.full((len(requests), width), -1)
+    block_ids: list[int] = []
     token_ids: list[int] = []
-    for table, request, count in zip(tables, requests, counts, strict=True):
-        table[: len(request.block_ids)] = request.block_ids
+    for request, count in zip(requests, counts, strict=True):
+        block_ids += request.block_ids
+        block_ids += [-1] * (width - len(request.block_ids))
         token_ids += request.token_ids(request.num_computed_tokens, request.num_computed_tokens + count)
+    tables = np.array(block_ids).reshape(len(requests), width)
     starts = np.array([0, *accumulate(counts)])
     ends, owner = starts[1:], np.repeat(np.arange(len(requests)), counts)
     context_lens = np.array([request.num_computed_tokens for request in requests]) + counts

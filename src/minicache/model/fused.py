@@ -205,7 +205,10 @@ class _Room:
         size = min(num_rows, MLP_ROWS)
         gate_up = _empty(size, 2 * config.intermediate_size)
         hidden = _empty(size, config.intermediate_size)
-        self.parts = [(rows, gate_up[: rows.shape[0]], hidden[: rows.shape[0]]) for rows in torch.split(self.y, size)]
+        self.parts = []
+        for rows in torch.split(self.y, size):
+            its_gate_up, its_hidden = gate_up[: len(rows)], hidden[: len(rows)]
+            self.parts.append((rows, its_gate_up, its_hidden, its_gate_up.numpy(), its_hidden.numpy()))
 
 
 @dataclass(frozen=True)
@@ -286,7 +289,8 @@ class _Weights:
         head: the output layer.
         in_place: whether the model's parameters are views of these.
         parameters: the model's.
-        versions: of the parameters, when they were joined.
+        counted: those of which PyTorch counts how often they are changed in place: all but inference tensors.
+        versions: `_versions` when the weights were joined.
         samples: some numbers of each parameter that was copied: views. Not every optimizer has PyTorch count its steps.
         numbers: what was in the samples when the weights were joined.
     """
@@ -297,7 +301,8 @@ class _Weights:
     head: _Joined
     in_place: bool
     parameters: list[nn.Parameter]
-    versions: list[tuple[int, int]]
+    counted: list[nn.Parameter]
+    versions: list[int]
     samples: list[Array]
     numbers: bytes
 
@@ -311,7 +316,9 @@ class _Weights:
         copied = [model.embed_tokens.weight] if in_place else parameters
         samples = [_sample(parameter) for parameter in copied]
         numbers = np.concatenate(samples).tobytes()
-        return cls(model.config, layers, gains, head, in_place, parameters, _versions(parameters), samples, numbers)
+        counted = [parameter for parameter in parameters if not parameter.is_inference()]
+        versions = _versions(parameters, counted)
+        return cls(model.config, layers, gains, head, in_place, parameters, counted, versions, samples, numbers)
 
     def are_those_of(self, model: Transformer) -> bool:
         """Whether the model has the same parameters still, and none has been changed since."""
@@ -321,13 +328,13 @@ class _Weights:
     @property
     def are_current(self) -> bool:
         """Whether none of the parameters has been changed since, as far as PyTorch counts or a sample shows that."""
-        return self.versions == _versions(self.parameters) and self.numbers == np.concatenate(self.samples).tobytes()
+        versions = _versions(self.parameters, self.counted)
+        return self.versions == versions and self.numbers == np.concatenate(self.samples).tobytes()
 
 
-def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Where each parameter is, and how often it has been changed in place."""
-    # In inference mode nothing is counted.
-    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters]
+def _versions(parameters: Sequence[nn.Parameter], counted: Sequence[nn.Parameter]) -> list[int]:
+    """Where each parameter is, and how often each of those that are counted has been changed in place."""
+    return [*map(Tensor.data_ptr, parameters), *map(operator.attrgetter("_version"), counted)]
 
 
 def _sample(parameter: nn.Parameter) -> Array:
@@ -360,9 +367,9 @@ def _product(rows: Tensor, weights: _Joined, out: Tensor) -> None:
 
 def _feed_forward(layer: _Layer, room: _Room) -> None:
     """SwiGLU of the rows of `room.y`, in place."""
-    for rows, gate_up, hidden in room.parts:
+    for rows, gate_up, hidden, gate_up_array, hidden_array in room.parts:
         _product(rows, layer.gate_up, gate_up)
-        kernels.silu_mul(gate_up.numpy(), hidden.numpy())
+        kernels.silu_mul(gate_up_array, hidden_array)
         _product(hidden, layer.down, rows)
 
 

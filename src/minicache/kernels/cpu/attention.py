@@ -18,21 +18,19 @@ from minicache.kernels.cpu.vectors import (
     OPTIONS,
     add,
     exp,
-    first,
     fma,
     full,
     keep,
-    largest,
+    largest_of_halves,
     load,
     maximum,
     mul,
     store,
     sub,
-    total,
     totals,
 )
 
-# vectors.py as compiled code knows it, sha256: 9aec3a3be4cc4c24
+# vectors.py as compiled code knows it, sha256: e04ccdb9fd6387c8
 
 TILE_NUMBERS = 4096
 """Tokens of a tile, times d: 16 KiB of keys and as much of values, which stay in a core's first cache (32 or 48 KiB)
@@ -45,7 +43,7 @@ _ZERO, _ONE, _MINUS_INFINITY = np.float32(0), np.float32(1), np.float32(-np.inf)
 def find_rows(cache, block_table, start, count, rows):
     """Where in the cache's memory the rows of the tokens start … start + count − 1 begin, for key/value head 0.
 
-    `rows` is filled up to a multiple of eight with the first row, which may be read.
+    `rows` is filled up to a multiple of four with the first row, which may be read.
     """
     block_stride, slot_stride = cache.strides[0] // 4, cache.strides[1] // 4
     block, slot = start // cache.shape[1], start % cache.shape[1]
@@ -54,73 +52,101 @@ def find_rows(cache, block_table, start, count, rows):
             block, slot = block + 1, 0
         rows[t] = block_table[block] * block_stride + slot * slot_stride
         slot += 1
-    for t in range(count, -(-count // 8) * 8):
+    for t in range(count, -(-count // 4) * 4):
         rows[t] = rows[0]
 
 
 @njit(**INLINE)
-def score(q, q_at, k_cache, head_at, rows, count, head_dim, scale, scores):
-    """scores[t] = q · key t · scale, of eight keys at a time; −inf from `count` on to the multiple of eight.
+def score(q, a_at, b_at, k_cache, head_at, step, rows, count, head_dim, scale, scores):
+    """Scores of two query heads, a and b, with four keys at a time: a's four, then b's four; −inf past `count`.
 
-    Returns the largest. NaN is not looked at: it reaches the result by way of exp.
+    The keys of b are `step` numbers after those of a: with 0 both heads read the same keys, and each is loaded once.
+
+    Returns the largest of each lane. NaN is not looked at: it reaches the result by way of exp.
     """
     tops = full(_MINUS_INFINITY)
-    for t in range(0, count, 8):
+    for t in range(0, count, 4):
         r0, r1, r2, r3 = rows[t] + head_at, rows[t + 1] + head_at, rows[t + 2] + head_at, rows[t + 3] + head_at
-        r4, r5, r6, r7 = rows[t + 4] + head_at, rows[t + 5] + head_at, rows[t + 6] + head_at, rows[t + 7] + head_at
-        s0, s1, s2, s3 = full(_ZERO), full(_ZERO), full(_ZERO), full(_ZERO)
-        s4, s5, s6, s7 = full(_ZERO), full(_ZERO), full(_ZERO), full(_ZERO)
+        a0, a1, a2, a3 = full(_ZERO), full(_ZERO), full(_ZERO), full(_ZERO)
+        b0, b1, b2, b3 = full(_ZERO), full(_ZERO), full(_ZERO), full(_ZERO)
         for d in range(0, head_dim, 8):
-            x = load(q, q_at + d)
-            s0, s1 = fma(x, load(k_cache, r0 + d), s0), fma(x, load(k_cache, r1 + d), s1)
-            s2, s3 = fma(x, load(k_cache, r2 + d), s2), fma(x, load(k_cache, r3 + d), s3)
-            s4, s5 = fma(x, load(k_cache, r4 + d), s4), fma(x, load(k_cache, r5 + d), s5)
-            s6, s7 = fma(x, load(k_cache, r6 + d), s6), fma(x, load(k_cache, r7 + d), s7)
-        s = keep(mul(totals(s0, s1, s2, s3, s4, s5, s6, s7), full(scale)), count - t, _MINUS_INFINITY)
-        store(scores, t, s)
+            a, b = load(q, a_at + d), load(q, b_at + d)
+            a0, b0 = fma(a, load(k_cache, r0 + d), a0), fma(b, load(k_cache, r0 + step + d), b0)
+            a1, b1 = fma(a, load(k_cache, r1 + d), a1), fma(b, load(k_cache, r1 + step + d), b1)
+            a2, b2 = fma(a, load(k_cache, r2 + d), a2), fma(b, load(k_cache, r2 + step + d), b2)
+            a3, b3 = fma(a, load(k_cache, r3 + d), a3), fma(b, load(k_cache, r3 + step + d), b3)
+        s = keep(mul(totals(a0, a1, a2, a3, b0, b1, b2, b3), full(scale)), count - t, _MINUS_INFINITY)
+        store(scores, 2 * t, s)
         tops = maximum(s, tops)
-    return largest(tops)
+    return tops
 
 
 @njit(**INLINE)
 def exponentiate(scores, count, row_max):
-    """scores[t] becomes exp(scores[t] − row_max), and their sum is returned."""
-    sums, base = full(_ZERO), full(row_max)
-    for t in range(0, count, 8):
-        p = exp(sub(load(scores, t), base))
-        store(scores, t, p)
+    """Each score becomes exp(score − its head's row_max); the sums of each lane are returned."""
+    sums = full(_ZERO)
+    for t in range(0, count, 4):
+        p = exp(sub(load(scores, 2 * t), row_max))
+        store(scores, 2 * t, p)
         sums = add(sums, p)
-    return total(sums)
+    return sums
 
 
 @njit(**INLINE)
-def add_values(p, v_cache, head_at, rows, count, head_dim, acc, acc_at):
-    """acc += Σ p[t] · value t, of eight values at a time."""
-    whole = count // 8 * 8
-    for t in range(0, whole, 8):
+def add_values(p, v_cache, head_at, step, rows, count, head_dim, acc, a_at, b_at):
+    """acc += Σ p[t] · value t for both heads, of four values at a time; `p` as `score` lays it out."""
+    whole = count // 4 * 4
+    for t in range(0, whole, 4):
         r0, r1, r2, r3 = rows[t] + head_at, rows[t + 1] + head_at, rows[t + 2] + head_at, rows[t + 3] + head_at
-        r4, r5, r6, r7 = rows[t + 4] + head_at, rows[t + 5] + head_at, rows[t + 6] + head_at, rows[t + 7] + head_at
-        p0, p1, p2, p3 = full(p[t]), full(p[t + 1]), full(p[t + 2]), full(p[t + 3])
-        p4, p5, p6, p7 = full(p[t + 4]), full(p[t + 5]), full(p[t + 6]), full(p[t + 7])
+        i = 2 * t
+        a0, a1, a2, a3 = full(p[i]), full(p[i + 1]), full(p[i + 2]), full(p[i + 3])
+        b0, b1, b2, b3 = full(p[i + 4]), full(p[i + 5]), full(p[i + 6]), full(p[i + 7])
         for d in range(0, head_dim, 8):
-            # Two sums: an fma must wait for the one that it adds to.
-            a = fma(p0, load(v_cache, r0 + d), load(acc, acc_at + d))
-            b = mul(p4, load(v_cache, r4 + d))
-            a, b = fma(p1, load(v_cache, r1 + d), a), fma(p5, load(v_cache, r5 + d), b)
-            a, b = fma(p2, load(v_cache, r2 + d), a), fma(p6, load(v_cache, r6 + d), b)
-            a, b = fma(p3, load(v_cache, r3 + d), a), fma(p7, load(v_cache, r7 + d), b)
-            store(acc, acc_at + d, add(a, b))
+            a, b = load(acc, a_at + d), load(acc, b_at + d)
+            a, b = fma(a0, load(v_cache, r0 + d), a), fma(b0, load(v_cache, r0 + step + d), b)
+            a, b = fma(a1, load(v_cache, r1 + d), a), fma(b1, load(v_cache, r1 + step + d), b)
+            a, b = fma(a2, load(v_cache, r2 + d), a), fma(b2, load(v_cache, r2 + step + d), b)
+            a, b = fma(a3, load(v_cache, r3 + d), a), fma(b3, load(v_cache, r3 + step + d), b)
+            store(acc, a_at + d, a)
+            store(acc, b_at + d, b)
     for t in range(whole, count):
+        pa, pb = full(p[t + whole]), full(p[t + whole + 4])
         for d in range(0, head_dim, 8):
-            value = load(v_cache, rows[t] + head_at + d)
-            store(acc, acc_at + d, fma(full(p[t]), value, load(acc, acc_at + d)))
+            at = rows[t] + head_at + d
+            a = fma(pa, load(v_cache, at), load(acc, a_at + d))
+            b = fma(pb, load(v_cache, at + step), load(acc, b_at + d))
+            store(acc, a_at + d, a)
+            store(acc, b_at + d, b)
 
 
 @njit(**INLINE)
-def scale_row(row, row_at, head_dim, factor):
-    """row *= factor."""
+def scale_rows(rows, a_at, b_at, head_dim, a_factor, b_factor):
+    """Row a *= a_factor, row b *= b_factor. Both may be the same row."""
     for d in range(0, head_dim, 8):
-        store(row, row_at + d, mul(load(row, row_at + d), full(factor)))
+        a, b = mul(load(rows, a_at + d), full(a_factor)), mul(load(rows, b_at + d), full(b_factor))
+        store(rows, a_at + d, a)
+        store(rows, b_at + d, b)
+
+
+@njit(**INLINE)
+def attend_tile(
+    q, a_q, b_q, k_cache, k_head, k_step, k_rows, v_cache, v_head, v_step, v_rows, count, head_dim, scale, p,
+    state, state_at, acc, a_at, b_at,
+):  # fmt: skip
+    """Two query heads attend to a tile: the online softmax.
+
+    `state`, from `state_at` on: the largest score of each head so far, four times each; then the sums of each lane.
+    """
+    row_max, row_sum = load(state, state_at), load(state, state_at + 8)
+    tops = score(q, a_q, b_q, k_cache, k_head, k_step, k_rows, count, head_dim, scale, p)
+    new_max = maximum(row_max, largest_of_halves(tops))
+    sums = exponentiate(p, count, new_max)
+    rescale = exp(sub(row_max, new_max))
+    store(state, state_at, rescale)
+    scale_rows(acc, a_at, b_at, head_dim, state[state_at], state[state_at + 4])
+    store(state, state_at, new_max)
+    store(state, state_at + 8, fma(row_sum, rescale, sums))
+    add_values(p, v_cache, v_head, v_step, v_rows, count, head_dim, acc, a_at, b_at)
 
 
 @njit(**OPTIONS)
@@ -142,33 +168,46 @@ def decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, out):
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     num_heads = out.shape[1]
     group = num_heads // num_kv_heads
+    k_stride, v_stride = k_cache.strides[2] // 4, v_cache.strides[2] // 4
     tile = max(8, TILE_NUMBERS // head_dim // 8 * 8)
-    k_rows, v_rows = np.empty(tile, np.int64), np.empty(tile, np.int64)
-    p = np.empty(tile, np.float32)
-    row_max, row_sum = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
+    k_rows = v_rows = np.empty(tile, np.int64)
+    are_alike = k_cache.strides == v_cache.strides  # as they are in a `PagedStorage`
+    if not are_alike:
+        v_rows = np.empty(tile, np.int64)
+    p, state = np.empty(2 * tile, np.float32), np.empty((num_heads + 1) // 2 * 16, np.float32)
     for i in range(out.shape[0]):
         context_len = context_lens[i]
         start = max(0, context_len - window) if window > 0 else 0
-        row_max[:], row_sum[:], out[i] = _MINUS_INFINITY, _ZERO, _ZERO
+        out[i] = _ZERO
+        for at in range(0, state.size, 16):
+            state[at : at + 8], state[at + 8 : at + 16] = _MINUS_INFINITY, _ZERO
         for tile_start in range(start, context_len, tile):
             count = min(tile, context_len - tile_start)
             find_rows(k_cache, block_tables[i], tile_start, count, k_rows)
-            find_rows(v_cache, block_tables[i], tile_start, count, v_rows)
-            for h in range(num_heads):
-                kv_head = h // group
-                k_head, v_head = kv_head * k_cache.strides[2] // 4, kv_head * v_cache.strides[2] // 4
-                q_at, out_at = (i * q.strides[0] + h * q.strides[1]) // 4, (i * num_heads + h) * head_dim
-                tile_max = score(q, q_at, k_cache, k_head, k_rows, count, head_dim, scale, p)
-                new_max = max(row_max[h], tile_max)
-                tile_sum = exponentiate(p, count, new_max)
-                rescale = first(exp(full(row_max[h] - new_max)))
-                row_sum[h] = row_sum[h] * rescale + tile_sum
-                row_max[h] = new_max
-                scale_row(out, out_at, head_dim, rescale)
-                add_values(p, v_cache, v_head, v_rows, count, head_dim, out, out_at)
+            if not are_alike:
+                find_rows(v_cache, block_tables[i], tile_start, count, v_rows)
+            for a in range(0, num_heads, 2):
+                b = min(a + 1, num_heads - 1)  # of an odd number of heads the last is computed twice
+                a_q, b_q = (i * q.strides[0] + a * q.strides[1]) // 4, (i * q.strides[0] + b * q.strides[1]) // 4
+                a_at, b_at = (i * num_heads + a) * head_dim, (i * num_heads + b) * head_dim
+                k_head, v_head = a // group * k_stride, a // group * v_stride
+                if group % 2 == 0:
+                    attend_tile(
+                        q, a_q, b_q, k_cache, k_head, 0, k_rows, v_cache, v_head, 0, v_rows, count, head_dim, scale, p,
+                        state, 8 * a, out, a_at, b_at,
+                    )  # fmt: skip
+                else:
+                    step = b // group - a // group
+                    attend_tile(
+                        q, a_q, b_q, k_cache, k_head, step * k_stride, k_rows, v_cache, v_head, step * v_stride, v_rows,
+                        count, head_dim, scale, p, state, 8 * a, out, a_at, b_at,
+                    )  # fmt: skip
         if context_len > 0:
-            for h in range(num_heads):
-                scale_row(out, (i * num_heads + h) * head_dim, head_dim, _ONE / row_sum[h])
+            for a in range(0, num_heads, 2):
+                sums = state[8 * a + 8 : 8 * a + 16]
+                a_sum, b_sum = sums[0] + sums[1] + sums[2] + sums[3], sums[4] + sums[5] + sums[6] + sums[7]
+                a_at, b_at = (i * num_heads + a) * head_dim, (i * num_heads + min(a + 1, num_heads - 1)) * head_dim
+                scale_rows(out, a_at, b_at, head_dim, _ONE / a_sum, _ONE / b_sum)
 
 
 @njit(**OPTIONS)

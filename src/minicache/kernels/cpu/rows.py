@@ -11,7 +11,7 @@ from numba import njit
 
 from minicache.kernels.cpu.vectors import OPTIONS, add, div, exp, full, load, mul, store, sub
 
-# vectors.py as compiled code knows it, sha256: 9aec3a3be4cc4c24
+# vectors.py as compiled code knows it, sha256: e04ccdb9fd6387c8
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 

@@ -1,4 +1,4 @@
-"""Eight float32 at a time, in Triton's vocabulary: load, store, full, fma, maximum, exp, total.
+"""Eight float32 at a time, in Triton's vocabulary: load, store, full, fma, maximum, exp.
 
 A value of the type `float32x8` is a vector of LLVM's, `<8 x float>`: one register where the processor has AVX, two
 where its registers hold four numbers. Operations are lane by lane, and none of them checks a bound.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
@@ -153,10 +152,10 @@ def where_at_least(typingctx, x, bound, a, b):
 
 @intrinsic
 def keep(typingctx, vector, count, other):
-    """The first `count` lanes of a vector, and a number in those after them: `tl.where(mask, …)` of a tail."""
+    """The first `count` lanes of each half, and a number in those after them: `tl.where(mask, …)` of a tail."""
 
     def generate(context, builder, signature, args):
-        lanes = ir.Constant(_INTS, list(range(LANES)))
+        lanes = ir.Constant(_INTS, [lane % 4 for lane in range(LANES)])
         count = builder.trunc(args[1], _INT)
         one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), count, ir.Constant(_INT, 0))
         counts = builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
@@ -168,37 +167,17 @@ def keep(typingctx, vector, count, other):
 
 
 @intrinsic
-def first(typingctx, vector):
-    """The first lane of a vector."""
+def largest_of_halves(typingctx, vector):
+    """The largest of the first four lanes in these four, and of the last four in those; of a vector without NaN."""
 
     def generate(context, builder, signature, args):
-        return builder.extract_element(args[0], ir.Constant(_INT, 0))
+        tops = args[0]
+        for mask in ([1, 0, 3, 2, 5, 4, 7, 6], [2, 3, 0, 1, 6, 7, 4, 5]):
+            others = builder.shuffle_vector(tops, tops, ir.Constant(_INTS, mask))
+            tops = builder.select(builder.fcmp_ordered(">", tops, others), tops, others)
+        return tops
 
-    return types.float32(float32x8), generate
-
-
-@intrinsic
-def total(typingctx, vector):
-    """The sum of the lanes."""
-
-    def generate(context, builder, signature, args):
-        kind = ir.FunctionType(_FLOAT, [_FLOAT, _FLOATS])
-        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v8f32")
-        return builder.call(reduce, [ir.Constant(_FLOAT, -0.0), args[0]], fastmath=("reassoc",))
-
-    return types.float32(float32x8), generate
-
-
-@intrinsic
-def largest(typingctx, vector):
-    """The largest lane of a vector without NaN."""
-
-    def generate(context, builder, signature, args):
-        kind = ir.FunctionType(_FLOAT, [_FLOATS])
-        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v8f32")
-        return builder.call(reduce, [args[0]], fastmath=("nnan",))
-
-    return types.float32(float32x8), generate
+    return float32x8(float32x8), generate
 
 
 _PAIRS = ([0, 9, 2, 11, 4, 13, 6, 15], [1, 8, 3, 10, 5, 12, 7, 14])
@@ -208,7 +187,7 @@ _HALVES = ([0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11])
 
 @intrinsic
 def totals(typingctx, a, b, c, d, e, f, g, h):
-    """The sums of eight vectors, in the lanes of one: a third of the shuffles that eight calls of `total` take."""
+    """The sums of eight vectors, in the lanes of one."""
 
     def generate(context, builder, signature, args):
         def combine(x, y, masks):

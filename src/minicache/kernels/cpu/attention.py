@@ -1,8 +1,9 @@
 """Paged decode attention on a CPU: the Triton kernel of `minicache.kernels.decode`, eight numbers at a time.
 
-A tile of a sequence's tokens is attended to by all query heads of a group before the next tile is read: the first head
-brings the tile's keys and values into the processor's cache, the others find them there. The softmax is online, from
-tile to tile (Milakov and Gimelshein 2018; Dao et al. 2022). Nothing is gathered: a tile is a list of where rows begin.
+A tile of a sequence's tokens is attended to by all query heads of a group before the next tile is read: the first two
+heads bring the tile's keys and values into the processor's cache, the others find them there. Heads go in pairs: a key
+that is loaded counts twice. The softmax is online, from tile to tile (Milakov and Gimelshein 2018; Dao et al. 2022).
+Nothing is gathered: a tile is a list of where rows begin.
 
 Caches are float32 arrays `[num_blocks, block_size, H_kv, d]`, d a multiple of 8, the last axis contiguous, the others
 of any strides. Nothing here checks a bound: `steps` does, before. No phase builds this module.

@@ -357,11 +357,12 @@ class KeepsBlocks(SpeculativeScheduler):
 
 
 @pytest.mark.parametrize(
-    ("broken", "rule"), [(Greedy, "drafts: .* is preempted"), (TooLong, "drafts: "), (KeepsBlocks, "holdings: ")]
+    ("broken", "num_blocks", "rule"),
+    [(Greedy, 5, "drafts: .* is preempted"), (TooLong, 50, "drafts: .* has 6"), (KeepsBlocks, 50, "holdings: ")],
 )
-def test_the_auditor_notices(broken, rule):
+def test_the_auditor_notices(broken, num_blocks, rule):
     def audited():
-        scheduler = broken(num_blocks=5, block_size=4, num_speculative_tokens=6)
+        scheduler = broken(num_blocks=num_blocks, block_size=4, num_speculative_tokens=6)
         watched = observe(scheduler, SpeculationAuditor())
         for name, num_tokens in (("a", 7), ("b", 8)):  # in decode, both hold 2 blocks, and b needs the one that is left
             watched.add_request(Request(name, [1] * num_tokens, 9))

@@ -2,8 +2,8 @@
 
 MiniGPT serves `LLM` batches of BATCHES requests, NUM_NEW tokens each, behind prompts of two kinds: "new", texts of the
 grammar; and "again", a text, MiniGPT's answer to it, and the text once more, so the answer repeats its prompt. It is
-greedy; for "new" also with temperature 1. There are no draft tokens ("plain"), or NUM_DRAFTS a request and step, from the
-text ("ngram") or from the shipped draft model ("draft").
+greedy; for "new" also with temperature 1. There are no draft tokens ("plain"), or NUM_DRAFTS a request and step, from
+the text ("ngram") or from the shipped draft model ("draft").
 
 All ways generate the same tokens, which is asserted. They take turns, REPEATS times; time is CPU time of this process,
 one thread. Minimum and median are recorded.
@@ -13,8 +13,8 @@ one thread. Minimum and median are recorded.
 Keys of results/speculation.json: `num_drafts`, `num_new_tokens`, `num_prompt_tokens`, `repeats`; and for each of "new",
 "again" and "sampled" ("new" with temperature 1) `.batch_N.WAY`: steps, tokens_per_step (of a request with draft tokens;
 1 without), acceptance (the part of the draft tokens that was accepted), ms (a token, minimum), median_ms, speedup
-(plain's ms over ms). `pass_cost.batch_N`: ms of a decode step, and of a step that verifies NUM_DRAFTS draft tokens for each request of
-which all are rejected; their ratio is what a step must gain in tokens to pay.
+(plain's ms over ms). `pass_cost.batch_N`: ms of a decode step; verify_ms, of one that verifies NUM_DRAFTS draft tokens
+of each request, all of which are rejected; ratio, what a step must gain in tokens to pay.
 """
 
 from __future__ import annotations

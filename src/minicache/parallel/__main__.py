@@ -6,6 +6,7 @@ terminal goes to all processes, and rank 0 may still have requests to finish.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -122,4 +123,6 @@ def _failed(error: Exception) -> Failed:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(main(Connection(int(sys.argv[1]))))
+    status = main(Connection(int(sys.argv[1])))
+    sys.stderr.flush()
+    os._exit(status)  # what Python tidies up at its end takes seconds, and rank 0 waits for it

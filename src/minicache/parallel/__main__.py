@@ -47,6 +47,7 @@ def main(connection: Connection) -> int:
                 case Move():
                     server.move(message)
                 case Step():
+                    rank.expect(message.size)
                     rank.run(message.size, torch.from_numpy(message.numbers))
         except Exception as error:
             if rank.group.is_lost:

@@ -33,8 +33,8 @@ class Group:
         timeout_seconds: how long a rank waits for the others.
 
     Attributes:
-        is_lost: an all-reduce was begun and has not ended well: a rank has ended or does not answer. Nobody can know
-            which of them others have made, so the group is of no use any more.
+        is_lost: an all-reduce has not ended well: a rank has ended or does not answer. Nobody can know which of them
+            others have made, so the group is of no use any more.
 
     Raises:
         RuntimeError: not all ranks have come in time.
@@ -43,7 +43,9 @@ class Group:
     def __init__(self, store: str, rank: int, size: int, like: Tensor, timeout_seconds: float) -> None:
         timeout = timedelta(seconds=timeout_seconds)
         self._like = like
-        self._left: list[int] = []
+        self._num_rows: list[int] = []
+        self._num_done = self._num_asked = 0  # of the step's all-reduces; one more asked for than done: it is under way
+        self._work: Any = None
         self.is_lost = False
         file = dist.FileStore(store, size)
         file.set_timeout(timeout)
@@ -67,23 +69,28 @@ class Group:
         Raises:
             InvariantError: the step before has not made all of its own.
         """
-        if self._left:
-            raise InvariantError(f"a step begins, and {len(self._left)} all-reduces of the one before were not made")
-        self._left = list(num_rows)[::-1]
+        if self._num_done < len(self._num_rows):
+            raise InvariantError(f"a step begins before all-reduce {self._num_done + 1} of the one before is made")
+        self._num_done = self._num_asked = 0
+        self._num_rows = list(num_rows)
 
     def all_reduce(self, rows: Tensor) -> Tensor:
         """Replace each number of `rows` by its sum over all ranks; return `rows`.
+
+        An interrupt may come while it waits. The all-reduce is under way then, and `finish` waits for it.
 
         Raises:
             InvariantError: the step makes no all-reduce of this size now. None was begun.
             RuntimeError: a rank has ended or does not answer; `is_lost`.
         """
-        if not self._left or rows.numel() != self._left[-1] * self._like.shape[-1]:
-            raise InvariantError(f"an all-reduce of {list(rows.shape)} is not the step's next: {self._left[::-1]} rows")
-        self.is_lost = True  # until it has ended: an interrupt may come while it waits, too
-        self._group.allreduce([rows]).wait()
-        self._left.pop()
+        left = self._num_rows[self._num_done :]
+        if not left or rows.numel() != left[0] * self._like.shape[-1]:
+            raise InvariantError(f"an all-reduce of {list(rows.shape)} is not the step's next: {left} rows")
+        self.is_lost = True  # should an interrupt come just here, nobody knows whether it is under way
+        self._work = self._group.allreduce([rows])
+        self._num_asked = self._num_done + 1
         self.is_lost = False
+        self._wait()
         return rows
 
     def finish(self) -> None:
@@ -92,7 +99,17 @@ class Group:
         Raises:
             RuntimeError: as `all_reduce`.
         """
-        while self._left:
-            self.all_reduce(
-                torch.zeros(self._left[-1], self._like.shape[-1], dtype=self._like.dtype, device=self._like.device)
-            )
+        self._wait()
+        for num_rows in self._num_rows[self._num_done :]:
+            shape = num_rows, self._like.shape[-1]
+            self.all_reduce(torch.zeros(shape, dtype=self._like.dtype, device=self._like.device))
+
+    def _wait(self) -> None:
+        """Until the all-reduce that is under way, if one is, has ended."""
+        if self._num_asked > self._num_done:
+            try:
+                self._work.wait()
+            except RuntimeError:
+                self.is_lost = True
+                raise
+            self._num_done = self._num_asked

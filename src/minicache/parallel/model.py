@@ -139,6 +139,7 @@ class ParallelModel:
             RankFailedError: a rank has no memory for it.
             RankDiedError: a rank has ended.
         """
+        self._require_alive()
         self._send(Begin(storage.pool.num_blocks, storage.pool.block_size, num_host_blocks))
         self._wait_for_ready()
         self._rank.begin(storage)
@@ -171,8 +172,9 @@ class ParallelModel:
             Exception: what the model raises in rank 0. But for RankDiedError, the ranks are in step again.
         """
         self._require_begun(storage)
-        self._send(Step(size, numbers.numpy()))
         group = self._rank.group
+        self._rank.expect(size)
+        self._send(Step(size, numbers.numpy()))
         try:
             hidden = self._rank.run(size, numbers)
         except BaseException as error:
@@ -206,10 +208,11 @@ class ParallelModel:
         """Start the other ranks, send them their shards, and meet them."""
         with tempfile.TemporaryDirectory(prefix="minicache-") as folder:
             store, kind, size = str(Path(folder, "store")), type(model).__name__, self.size
-            for rank in range(1, size):
-                other = _OtherRank(rank)
-                self._ranks.append(other)
+            for rank in range(1, size):  # all of them import PyTorch at the same time
+                self._ranks.append(_OtherRank(rank))
+            for other in self._ranks:
                 self._poll.register(other.connection, select.POLLIN)
+                rank = other.rank
                 config = shard_config(model.config, rank, size)
                 how = (dtype, places[rank], self._is_fused, num_threads, store, timeout_seconds)
                 self._send_to(other, Start(rank, size, kind, config, *how), shard_weights(model, rank, size, dtype))
@@ -227,13 +230,16 @@ class ParallelModel:
             return logits_of(self.shard, hidden)
         return self.shard.logits(hidden)
 
+    def _require_alive(self) -> None:
+        if self._why_dead is not None:
+            raise RankDiedError(self._why_dead)
+
     def _require_begun(self, storage: PagedStorage) -> None:
+        self._require_alive()
         if self._rank.storage is not storage:
             raise ValueError("another engine has begun with this model's ranks: they serve one at a time, the last")
 
     def _send(self, message: ToRank) -> None:
-        if self._why_dead is not None:
-            raise RankDiedError(self._why_dead)
         for each in self._ranks:
             self._send_to(each, message)
 
@@ -242,7 +248,7 @@ class ParallelModel:
             other.connection.send(message)
             for weight in weights:
                 other.connection.send_bytes(as_bytes(weight))
-        except OSError as error:
+        except BaseException as error:  # of an interrupted message, a part may have been sent
             self._die(str(error), error)
 
     def _wait_for_ready(self) -> None:
@@ -275,12 +281,12 @@ class ParallelModel:
         """Give up: a rank has ended, or does not answer."""
         reasons = _reasons(self._ranks)
         if not reasons:
-            reasons = [f"a rank does not answer ({what})"]
+            reasons = [f"a rank does not answer ({what})" if isinstance(error, Exception) else "rank 0 was interrupted"]
         self._why_dead = f"{'; '.join(reasons)}: the model cannot run without it. Make a new engine"
         logger.error("tensor parallelism: %s", self._why_dead)
         self._end()
         if not isinstance(error, Exception):
-            raise error
+            raise error  # an interrupt, which is nobody's to handle
         raise RankDiedError(self._why_dead) from error
 
 

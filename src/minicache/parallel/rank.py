@@ -39,12 +39,19 @@ class Rank:
 
             self._caches = layer_caches(storage)
 
+    def expect(self, size: StepSize) -> None:
+        """A step of this size is to be run next: say which all-reduces it makes."""
+        num_layers = self.model.config.num_layers
+        # Fused, the last layer is computed for the last tokens only.
+        num_last = size.num_seqs if self.is_fused else size.num_tokens
+        self.group.begin([size.num_tokens] * 2 * (num_layers - 1) + [num_last] * 2)
+
     def run(self, size: StepSize, numbers: Tensor) -> Tensor:
         """Run the shard over a step's tokens, and meet the other ranks after each half of a layer.
 
         Args:
-            size: of the step; without padding.
-            numbers: its integers, on the CPU.
+            size: of `expect`; without padding.
+            numbers: the step's integers, on the CPU.
 
         Returns:
             Hidden states `[B, hidden_size]` of each sequence's last token, the same on all ranks.
@@ -54,11 +61,6 @@ class Rank:
             RuntimeError: another rank has ended or does not answer.
         """
         assert self.storage is not None
-        num_new, num_seqs = size.num_tokens, size.num_seqs
-        num_layers = self.model.config.num_layers
-        # Fused, the last layer is computed for the last tokens only.
-        last_rows = num_seqs if self.is_fused else num_new
-        self.group.begin([num_new] * 2 * (num_layers - 1) + [last_rows] * 2)
         with torch.inference_mode():
             if self.is_fused:
                 from minicache.model.fused import hidden_at

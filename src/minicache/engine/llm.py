@@ -20,12 +20,11 @@ from torch import Tensor
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.engine.gpu_memory import cache_nbytes
-from minicache.engine.model_runner import find_runner
+from minicache.engine.model_runner import find_runner, make_memory
+from minicache.engine.parallel_runner import parallelize
 from minicache.engine.runner import (
-    DenseMemory,
     Memory,
     Model,
-    PagedMemory,
     check_kv_cache_dtype,
     default_num_blocks,
     find_model,
@@ -82,6 +81,8 @@ class LLM:
             have theirs (`minicache.engine.gpu_memory`). It counts if num_blocks is None.
         enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.gpu_runner`): slower, and nothing has to
             be captured.
+        tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on
+            GPUs each takes one. What is counted in bytes is of each of them.
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -104,6 +105,7 @@ class LLM:
         UnsupportedModelError: the folder's model is of an architecture that is not supported.
         HubError: a hub name, and the model is neither here already nor can it be downloaded.
         MissingExtraError: what the model needs is not installed.
+        RankFailedError, RankDiedError: a process of the model could not be started.
         TypeError: an option has the wrong type.
         ValueError: an option is out of its bounds, or two do not go together.
     """
@@ -130,12 +132,15 @@ class LLM:
         device: torch.device | str | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         check_kv_cache_dtype(kv_cache_dtype, cache)
         model = find_model(model)
-        self.model = load_model(model, dtype, device)
+        self.model = load_model(model, dtype, device if tensor_parallel_size == 1 else None)
+        if tensor_parallel_size != 1:
+            self.model = parallelize(self.model, tensor_parallel_size, cache, kv_cache_dtype, dtype, device)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         longest = self.model.config.max_seq_len
         if not isinstance(scheduler, Scheduler):
@@ -169,11 +174,7 @@ class LLM:
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.scheduler = observe(scheduler, *observers)
         self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
-        self.memory: Memory
-        if cache == "paged":
-            self.memory = PagedMemory(self.model, scheduler, kv_cache_dtype)
-        else:
-            self.memory = DenseMemory(self.model, scheduler)
+        self.memory: Memory = make_memory(self.model, scheduler, cache, kv_cache_dtype)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
         self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)

@@ -13,7 +13,7 @@ this module.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -107,13 +107,45 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
     """Run a model over a step's tokens, and return the logits after the last token of each sequence.
 
     Args:
+        model: as for `hidden_at`.
+        caches: likewise.
+        step: likewise.
+
+    Returns:
+        `[B, vocab_size]`.
+
+    Raises:
+        Exception: as `hidden_at`.
+    """
+    return logits_of(model, hidden_at(model, caches, step))
+
+
+def logits_of(model: Transformer, hidden: Tensor) -> Tensor:
+    """The logits `[B, vocab_size]` of what `hidden_at` gives."""
+    head = _WEIGHTS[model].head
+    logits = _empty(len(hidden), head.matrix.shape[1])
+    _product(hidden, head, logits)
+    return logits
+
+
+def hidden_at(
+    model: Transformer,
+    caches: Sequence[LayerCache],
+    step: StepTensors,
+    all_reduce: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """Run a model over a step's tokens, and return what the last norm gives of the last token of each sequence.
+
+    Args:
         model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
             A hook that was registered since is not called, and a module that was put into it since is not run.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
+        all_reduce: of a model that is a shard of one on several processes, twice a layer called with what is added to
+            the residual stream: makes it the sum over the shards (`minicache.parallel`). None: the model is whole.
 
     Returns:
-        `[B, vocab_size]`.
+        `[B, hidden_size]`.
 
     Raises:
         IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
@@ -148,12 +180,14 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
             queries, residual, room = queries[last], residual[last], _Room(config, num_seqs)
         plan.attend(queries, cache.blocks, scale, layer.window, room.out_array)
         _product(room.out, layer.output, room.y)
+        if all_reduce is not None:
+            all_reduce(room.y)
         kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
         _feed_forward(layer, room)
+        if all_reduce is not None:
+            all_reduce(room.y)
         kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
-    logits = _empty(num_seqs, weights.head.matrix.shape[1])
-    _product(room.y, weights.head, logits)
-    return logits
+    return room.y
 
 
 class LayerCache(NamedTuple):

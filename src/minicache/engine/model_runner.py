@@ -66,5 +66,5 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Compiling kernels")
-        warm_up(lambda done, total: progress.update(task, completed=done, total=total))
+        warm_up(lambda done, total: progress.update(task, completed=done, total=total), dtype=memory.storage.dtype)
     return CPUModelRunner(fused, memory)

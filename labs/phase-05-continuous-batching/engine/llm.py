@@ -28,6 +28,7 @@ from minicache.engine.runner import (
     Memory,
     Model,
     PagedMemory,
+    check_kv_cache_dtype,
     default_num_blocks,
     find_model,
     load_model,
@@ -73,7 +74,10 @@ class LLM:
         block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
             `minicache.scheduler.create_scheduler`, which documents them. A dense cache neither swaps nor shares.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
-        dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
+        kv_cache_dtype: "int8" or "fp8_e4m3": keys and values in one byte a number, with a scale for each token and head
+            (`minicache.cache.quantized`), so that the same memory holds two to four times as many tokens. Such a cache
+            is paged. None: in the dtype of the weights.
+        dtype: of the weights; None: float32 for a checkpoint, what config.json says for a
             folder, but 16 bits on a GPU (`minicache.engine.runner.load_model`). A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
         gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
@@ -123,6 +127,7 @@ class LLM:
         prefix_caching: bool = False,
         long_prefill_threshold: int = 0,
         reserve_full_prompt: bool = True,
+        kv_cache_dtype: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -130,6 +135,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
+        check_kv_cache_dtype(kv_cache_dtype, cache)
         model = find_model(model)
         self.model = load_model(model, dtype, device)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
@@ -139,10 +145,11 @@ class LLM:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
             max_model_len = longest if max_model_len is None else max_model_len
             if num_blocks is None:
-                nbytes = cache_nbytes(
-                    self.model, max_num_batched_tokens, max_num_seqs, max_model_len, gpu_memory_utilization
+                limits = max_num_batched_tokens, max_num_seqs, max_model_len
+                nbytes = cache_nbytes(self.model, *limits, gpu_memory_utilization, kv_cache_dtype)
+                num_blocks = default_num_blocks(
+                    self.model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype
                 )
-                num_blocks = default_num_blocks(self.model, block_size, max_num_seqs, max_model_len, nbytes)
             scheduler = create_scheduler(
                 scheduler,
                 num_blocks=num_blocks,
@@ -164,7 +171,11 @@ class LLM:
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.scheduler = observe(scheduler, *observers)
         self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
-        self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
+        self.memory: Memory
+        if cache == "paged":
+            self.memory = PagedMemory(self.model, scheduler, kv_cache_dtype)
+        else:
+            self.memory = DenseMemory(self.model, scheduler)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
         self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)

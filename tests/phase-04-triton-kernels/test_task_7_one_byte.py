@@ -133,11 +133,12 @@ def test_halves_between_numbers_of_e4m3(device, quantizes):
 
 @both
 def test_a_row_of_zeros(device, stores, dtype):
-    """Zeros are read as zeros: nothing is divided by 0. The head beside it is as ever."""
+    """Zeros are stored and read as zeros: 0 is not divided by 0. The head beside it is as ever."""
     k, v = random_rows(2, 2, 16)
     k[0, 1] = v[1] = 0
     storage = empty(device, 2, 4, 2, 16, dtype)
     stores(k, v, storage, [6, 1])
+    that("the numbers of the key of zeros", storage[0][1, 2, 1].float().cpu()).gives(torch.zeros(16))
     that("what the key of zeros is read as", read(storage, 6)[0, 1]).gives(torch.zeros(16))
     that("what the value of zeros is read as", read(storage, 1)[1]).gives(torch.zeros(2, 16))
     near = k[0, 0].abs().max().item() / 20
@@ -293,3 +294,14 @@ def test_what_is_stored_is_what_is_read(device, stores, watched, dtype):
     that("the output over the quantised cache", got[0].cpu()).is_close(
         exact, rtol=0, atol=0.02 if dtype == INT8 else 0.1
     )
+
+
+def test_a_row_that_is_not_finite_reaches_its_own_sequence_only(quantized, watched, device):
+    """A key whose scale is NaN makes the outputs of its head NaN, and no other head's or sequence's."""
+    some = quantized([21, 7], 2, 16, 8)
+    some.token_scales["k_scale"][some.block_tables[0, 1], 3, 1] = float("nan")
+    q = torch.randn(2, 4, 16, device=device)
+    got = call(watched(paged_decode_attention), q, *some.paged, num_splits=1, **some.token_scales).value
+    expected = [[False, False, True, True], [False] * 4]
+    that("which heads are all NaN, by sequence", got.isnan().all(-1).tolist()).gives(expected)
+    that("which heads hold a NaN, by sequence", got.isnan().any(-1).tolist()).gives(expected)

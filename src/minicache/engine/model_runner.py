@@ -14,7 +14,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
-from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner, require_combination
+from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner
 from minicache.engine.runner import DenseMemory, Memory, Model, PagedMemory
 from minicache.engine.sampling import TokenSampler
 from minicache.kernels import cpu, is_plain_replaced
@@ -27,6 +27,9 @@ class ModelRunner(Protocol):
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `LLM.run_model`: `[B, vocab]`.
+
+        If requests of the step have draft tokens (`Request.draft_token_ids`): `[B + their number, vocab]`. Of each
+        request, the logits after its newest token, and after each draft token.
 
         Raises:
             InvariantError: the scheduler has given a request fewer blocks than its tokens need.
@@ -46,11 +49,9 @@ def make_memory(model: Model, scheduler: Scheduler, cache: str, kv_cache_dtype: 
         kv_cache_dtype: "int8", "fp8_e4m3", or None for the weights' dtype.
 
     Raises:
-        ValueError: the options do not go together.
         RankFailedError, RankDiedError: a rank of a model on several processes has no memory for it, or has ended.
     """
     if isinstance(model, ParallelModel):
-        require_combination(cache, kv_cache_dtype)
         return ParallelMemory(model, scheduler)
     return PagedMemory(model, scheduler, kv_cache_dtype) if cache == "paged" else DenseMemory(model, scheduler)
 

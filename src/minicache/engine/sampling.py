@@ -7,8 +7,8 @@ not depend on its company. `greedy` and `sampler` are what phase 1's decode loop
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Final
 
 import torch
@@ -191,6 +191,13 @@ class TokenSampler:
         self.params = params
         self._generator = None if params.is_greedy else new_generator(params.seed)
 
+    def lookahead(self) -> TokenSampler:
+        """A sampler that draws what this one is going to draw. This one stays as it is."""
+        other = copy(self)
+        if self._generator is not None:
+            other._generator = self._generator.clone_state()
+        return other
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """What the next token is drawn from: temperature first, then top-k, then top-p.
 
@@ -238,9 +245,9 @@ def pick_tokens(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int | 
     if len(samplers) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits and {len(samplers)} samplers: one for each row")
     likeliest = greedy(logits)
-    tops = logits.gather(-1, likeliest[:, None]).flatten().tolist()  # argmax finds NaN before anything else
-    token_ids = [token_id if isfinite(top) else None for token_id, top in zip(likeliest.tolist(), tops, strict=True)]
-    drawn = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy and token_ids[row] is not None]
+    is_good = logits.gather(-1, likeliest[:, None])[:, 0].isfinite().tolist()  # argmax finds NaN before anything else
+    token_ids = [token_id if good else None for token_id, good in zip(likeliest.tolist(), is_good, strict=True)]
+    drawn = [row for row, sampler in enumerate(samplers) if is_good[row] and not sampler.params.is_greedy]
     if drawn:
         for row, its_logits in zip(drawn, logits[drawn].cpu(), strict=True):
             token_ids[row] = samplers[row].draw(its_logits)

@@ -104,11 +104,16 @@ def store_kv(
         store_rows = quantize.store_kv if scales else plain.store_kv
         store_rows(k, v, k_cache, v_cache, slot_mapping, **scales)
         return
-    from minicache.kernels import store
-
     if slot_mapping.device.type == "cpu":
         _check_range("slot", slot_mapping, -1, k_cache.shape[0] * k_cache.shape[1])
-    store.store_kv(k, v, k_cache, v_cache, slot_mapping, **scales)
+    if scales:
+        from minicache.kernels import quantized_store
+
+        quantized_store.store_kv(k, v, k_cache, v_cache, slot_mapping, **scales)
+        return
+    from minicache.kernels import store
+
+    store.store_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
 def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: Backend | None = None) -> Tensor:

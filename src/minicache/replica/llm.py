@@ -32,8 +32,9 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    is_divided = options.tensor_parallel_size > 1  # then it is the ranks that go to the device
     llm = ServedLLM(
-        load_model(find_model(options.model), dtype, options.device),
+        load_model(find_model(options.model), dtype, None if is_divided else options.device),
         scheduler=options.scheduler,
         num_blocks=options.num_blocks,
         block_size=options.block_size,
@@ -46,6 +47,9 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
         kv_cache_dtype=options.kv_cache_dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
+        tensor_parallel_size=options.tensor_parallel_size,
+        dtype=dtype,
+        device=options.device if is_divided else None,
         tokenizer=tokenizer,
     )
     parameters: list[torch.Tensor] = list(llm.model.parameters())

@@ -46,6 +46,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    tensor_parallel_size: int = 1
     num_threads: int | None = None
 
 

@@ -22,12 +22,11 @@ from torch import Tensor
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.engine.gpu_memory import cache_nbytes
-from minicache.engine.model_runner import find_runner
+from minicache.engine.model_runner import find_runner, make_memory
+from minicache.engine.parallel_runner import parallelize, require_combination
 from minicache.engine.runner import (
-    DenseMemory,
     Memory,
     Model,
-    PagedMemory,
     check_kv_cache_dtype,
     default_num_blocks,
     find_model,
@@ -35,7 +34,15 @@ from minicache.engine.runner import (
     load_tokenizer,
     logits_at,
 )
-from minicache.engine.sampling import SamplingParams, pick_tokens
+from minicache.engine.sampling import SamplingParams, TokenSampler, pick_tokens
+from minicache.engine.speculation import (
+    EagerRunner,
+    Speculative,
+    SpeculativeRunner,
+    load_speculative,
+    share_of_target,
+    speculate,
+)
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError
 from minicache.request import Request, RequestId, RequestStatus
@@ -43,6 +50,7 @@ from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import Preemption
 from minicache.scheduler.sharing import SharingScheduler
+from minicache.scheduler.speculative import SpeculativeScheduler
 
 __all__ = ["LLM", "Chunk", "Completion"]
 
@@ -84,6 +92,12 @@ class LLM:
             have theirs (`minicache.engine.gpu_memory`). It counts if num_blocks is None.
         enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.gpu_runner`): slower, and nothing has to
             be captured.
+        tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on
+            GPUs each takes one. What is counted in bytes is of each of them.
+        speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
+            `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
+            `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
+            (`minicache.engine.speculation`).
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -106,6 +120,7 @@ class LLM:
         UnsupportedModelError: the folder's model is of an architecture that is not supported.
         HubError: a hub name, and the model is neither here already nor can it be downloaded.
         MissingExtraError: what the model needs is not installed.
+        RankFailedError, RankDiedError: a process of the model could not be started.
         TypeError: an option has the wrong type.
         ValueError: an option is out of its bounds, or two do not go together.
     """
@@ -132,14 +147,20 @@ class LLM:
         device: torch.device | str | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
+        speculative: Speculative = None,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         check_kv_cache_dtype(kv_cache_dtype, cache)
+        require_combination(tensor_parallel_size, cache, kv_cache_dtype, speculative)
         model = find_model(model)
-        self.model = load_model(model, dtype, device)
+        self.model = load_model(model, dtype, device if tensor_parallel_size == 1 else None)
+        if tensor_parallel_size != 1:
+            self.model = parallelize(self.model, tensor_parallel_size, dtype, device)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         longest = self.model.config.max_seq_len
+        config = load_speculative(speculative, self.model)
         if not isinstance(scheduler, Scheduler):
             if isinstance(max_model_len, int) and max_model_len > longest:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
@@ -147,6 +168,7 @@ class LLM:
             if num_blocks is None:
                 limits = max_num_batched_tokens, max_num_seqs, max_model_len
                 nbytes = cache_nbytes(self.model, *limits, gpu_memory_utilization, kv_cache_dtype)
+                nbytes = int(nbytes * share_of_target(config, self.model))
                 num_blocks = default_num_blocks(
                     self.model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype
                 )
@@ -163,6 +185,7 @@ class LLM:
                 prefix_caching=prefix_caching,
                 long_prefill_threshold=long_prefill_threshold,
                 reserve_full_prompt=reserve_full_prompt,
+                num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
             )
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
@@ -171,14 +194,22 @@ class LLM:
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.scheduler = observe(scheduler, *observers)
         self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
-        self.memory: Memory
-        if cache == "paged":
-            self.memory = PagedMemory(self.model, scheduler, kv_cache_dtype)
-        else:
-            self.memory = DenseMemory(self.model, scheduler)
+        self.memory: Memory = make_memory(self.model, scheduler, cache, kv_cache_dtype)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
         self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
+        self.speculation: SpeculativeRunner | None = None
+        if config is not None or isinstance(scheduler, SpeculativeScheduler):
+            runner = self.runner or EagerRunner(self.model, self.memory)
+            self.runner = self.speculation = speculate(
+                config,
+                runner,
+                self.memory,
+                scheduler,
+                self._sampler_of,
+                self.max_model_len,
+                enforce_eager=enforce_eager,
+            )
         self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
@@ -402,6 +433,11 @@ class LLM:
         chunks = [_named(chunk) for chunk in self._chunks]
         self._chunks.clear()  # the same list: the answers go on adding to it
         return chunks
+
+    def _sampler_of(self, request_id: RequestId) -> TokenSampler | None:
+        """The sampler of an answer's request; None for the request of a beam."""
+        answer = self.answers.get(request_id)
+        return None if answer is None else answer.sampler
 
     # From prompts to requests
 

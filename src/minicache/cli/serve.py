@@ -63,6 +63,9 @@ def serve(
     replicas: Annotated[
         int, typer.Option(min=1, help="Engines, each in a process of its own; requests go to the least loaded.")
     ] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Processes over which each engine divides the model; on GPUs, one GPU each.")
+    ] = 1,
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="The engine in a thread of the server's process, as phase 10 builds it."),
@@ -80,6 +83,10 @@ def serve(
         in_process = True
     if in_process and replicas > 1:
         raise typer.BadParameter("several --replicas are processes: leave out --in-process and --mine")
+    if in_process and tensor_parallel > 1:
+        raise typer.BadParameter(
+            "an engine on several processes is started again if one dies: leave out --in-process and --mine"
+        )
     try:
         from minicache.engine.async_engine import AsyncEngine
         from minicache.engine.runner import find_model, load_tokenizer
@@ -108,6 +115,7 @@ def serve(
         device=device,
         gpu_memory_utilization=gpu_memory_utilization,
         enforce_eager=enforce_eager,
+        tensor_parallel_size=tensor_parallel,
         num_threads=num_threads,
     )
     name = served_model_name or model
@@ -117,7 +125,9 @@ def serve(
             status.stop()
             gc.collect()
             gc.freeze()  # what lives as long as the process is not looked at again by each collection
-            _say(console, api.state.served.backend.info, name, replicas, f"http://{host}:{at}", api_key is not None)
+            what = name + (f", {replicas} engines" if replicas > 1 else "")
+            what += f", {tensor_parallel} processes an engine" if tensor_parallel > 1 else ""
+            _say(console, api.state.served.backend.info, what, f"http://{host}:{at}", api_key is not None)
 
         try:
             tokenizer = load_tokenizer(find_model(model))
@@ -153,12 +163,14 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _say(console: Console, info: EngineInfo, name: str, replicas: int, url: str, has_key: bool) -> None:
+def _say(console: Console, info: EngineInfo, what: str, url: str, has_key: bool) -> None:
     """What is served, and how to get at it."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
-    table.add_row("model", name + (f", {replicas} engines" if replicas > 1 else ""))
+    table.add_row("model", what)
     blocks = f"{info.cache.num_blocks} blocks of {info.cache.block_size} tokens"
+    if info.cache.cache_dtype != "auto":
+        blocks += f" in {info.cache.cache_dtype}"
     table.add_row("cache", f"{blocks}, up to {info.max_num_seqs} requests in a batch")
     table.add_row("page", f"{url}/")
     table.add_row("API", f"{url}/v1" + (" (asks for the API key)" if has_key else ""))

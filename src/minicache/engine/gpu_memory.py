@@ -12,6 +12,7 @@ import torch
 from minicache.engine.gpu_sampling import draw
 from minicache.engine.runner import DEFAULT_NBYTES, Model, kv_token_nbytes
 from minicache.model.minigpt import Transformer
+from minicache.parallel import ParallelModel
 
 
 def cache_nbytes(
@@ -43,6 +44,8 @@ def cache_nbytes(
         raise TypeError(f"gpu_memory_utilization must be a number; got {gpu_memory_utilization!r}")
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization must be more than 0 and at most 1; got {gpu_memory_utilization}")
+    if isinstance(model, ParallelModel):
+        model = model.shard  # what is free on its GPU is free on those of the other ranks
     weights = next(iter(model.parameters()))
     if weights.device.type != "cuda":
         return DEFAULT_NBYTES

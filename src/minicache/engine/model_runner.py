@@ -14,10 +14,12 @@ from rich.progress import Progress
 from torch import Tensor
 
 from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
-from minicache.engine.runner import Memory, Model, PagedMemory
+from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner
+from minicache.engine.runner import DenseMemory, Memory, Model, PagedMemory
 from minicache.engine.sampling import TokenSampler
 from minicache.kernels import cpu, is_plain_replaced
-from minicache.scheduler import SchedulerOutput
+from minicache.parallel import ParallelModel
+from minicache.scheduler import Scheduler, SchedulerOutput
 
 
 class ModelRunner(Protocol):
@@ -26,12 +28,32 @@ class ModelRunner(Protocol):
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `LLM.run_model`: `[B, vocab]`.
 
+        If requests of the step have draft tokens (`Request.draft_token_ids`): `[B + their number, vocab]`. Of each
+        request, the logits after its newest token, and after each draft token.
+
         Raises:
             InvariantError: the scheduler has given a request fewer blocks than its tokens need.
         """
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """Pick tokens from some rows of what `run_model` gave, each by its sampler; None where a row gives none."""
+
+
+def make_memory(model: Model, scheduler: Scheduler, cache: str, kv_cache_dtype: str | None) -> Memory:
+    """The memory for a model's keys and values.
+
+    Args:
+        model: what is to be run.
+        scheduler: counts the blocks.
+        cache: "paged" or "dense".
+        kv_cache_dtype: "int8", "fp8_e4m3", or None for the weights' dtype.
+
+    Raises:
+        RankFailedError, RankDiedError: a rank of a model on several processes has no memory for it, or has ended.
+    """
+    if isinstance(model, ParallelModel):
+        return ParallelMemory(model, scheduler)
+    return PagedMemory(model, scheduler, kv_cache_dtype) if cache == "paged" else DenseMemory(model, scheduler)
 
 
 def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eager: bool) -> ModelRunner | None:
@@ -49,6 +71,8 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
     Returns:
         None: the engine runs this model itself, through the kernels that a learner has written if there are any.
     """
+    if isinstance(memory, ParallelMemory):
+        return ParallelRunner(memory)
     if not isinstance(memory, PagedMemory):
         return None
     device = memory.storage.device

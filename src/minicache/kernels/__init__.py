@@ -74,20 +74,20 @@ def store_kv(
     _check_caches(k_cache, v_cache)
     _check_tensor("slot_mapping", slot_mapping, k_cache.device)
     _check_ints("slot_mapping", slot_mapping, ndim=1)
+    scales: dict[str, Any] = {}
+    if k_scale is not None or v_scale is not None:
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        for name, scale in scales.items():
+            _check_row_scales(name, scale, k_cache)
     for name, rows in (("k", k), ("v", v)):
         _check_tensor(name, rows, k_cache.device)
         if rows.shape != (slot_mapping.shape[0], *k_cache.shape[2:]):
             wanted = [slot_mapping.shape[0], *k_cache.shape[2:]]
             raise ValueError(f"{name} must be {wanted}, a row for every slot; got {list(rows.shape)}")
-        if k_scale is None and rows.dtype != k_cache.dtype:
+        if not scales and rows.dtype != k_cache.dtype:
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
-        if k_scale is not None and not rows.dtype.is_floating_point:
+        if scales and not rows.dtype.is_floating_point:
             raise TypeError(f"{name} is {rows.dtype}: what is quantized is floating point")
-    scales: dict[str, Any] = {}
-    if k_scale is not None or v_scale is not None:
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            _check_row_scales(name, scale, k_cache)
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
     chosen = _choose(backend, k_cache, v_cache, dtype=k.dtype, by_row=bool(scales))

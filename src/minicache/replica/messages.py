@@ -46,6 +46,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    tensor_parallel_size: int = 1
     num_threads: int | None = None
 
 
@@ -108,6 +109,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
         block_size, num_blocks, num_host_blocks: of the pools.
         prefix_caching: whether it finds beginnings of prompts again.
         max_model_len: the most tokens of a request, by the scheduler's limit or by what the cache holds.
+        cache_dtype: "int8" or "fp8_e4m3" of a quantized cache; "auto": that of the weights.
     """
 
     block_size: int
@@ -115,6 +117,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     num_host_blocks: int
     prefix_caching: bool
     max_model_len: int
+    cache_dtype: str = "auto"
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

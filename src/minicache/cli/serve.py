@@ -169,6 +169,8 @@ def _say(console: Console, info: EngineInfo, what: str, url: str, has_key: bool)
     table.add_column(style="dim")
     table.add_row("model", what)
     blocks = f"{info.cache.num_blocks} blocks of {info.cache.block_size} tokens"
+    if info.cache.cache_dtype != "auto":
+        blocks += f" in {info.cache.cache_dtype}"
     table.add_row("cache", f"{blocks}, up to {info.max_num_seqs} requests in a batch")
     table.add_row("page", f"{url}/")
     table.add_row("API", f"{url}/v1" + (" (asks for the API key)" if has_key else ""))

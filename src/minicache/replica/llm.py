@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from minicache.cache.quantized import KV_CACHE_DTYPES
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.runner import find_model, load_model
@@ -60,4 +61,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
 def info_of(llm: LLM) -> EngineInfo:
     """What a server must know of an engine."""
     scheduler = llm.scheduler
-    return EngineInfo(llm.max_model_len, llm.model.config.vocab_size, scheduler.max_num_seqs, cache_info(scheduler))
+    held = None if llm.storage is None else llm.storage.dtype
+    cache_dtype = next((name for name, dtype in KV_CACHE_DTYPES.items() if dtype == held), "auto")
+    cache = cache_info(scheduler, cache_dtype)
+    return EngineInfo(llm.max_model_len, llm.model.config.vocab_size, scheduler.max_num_seqs, cache)

@@ -109,6 +109,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
         block_size, num_blocks, num_host_blocks: of the pools.
         prefix_caching: whether it finds beginnings of prompts again.
         max_model_len: the most tokens of a request, by the scheduler's limit or by what the cache holds.
+        cache_dtype: "int8" or "fp8_e4m3" of a quantized cache; "auto": that of the weights.
     """
 
     block_size: int
@@ -116,6 +117,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     num_host_blocks: int
     prefix_caching: bool
     max_model_len: int
+    cache_dtype: str = "auto"
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -52,8 +52,11 @@ def main(connection: Connection) -> int:
         except Exception as error:
             if rank.group.is_lost:
                 return LOST
-            connection.send(_failed(error))  # before the all-reduces: rank 0 looks for it after them
-            rank.group.finish()
+            try:
+                connection.send(_failed(error))  # before the all-reduces: rank 0 looks for it after them
+                rank.group.finish()
+            except (OSError, RuntimeError):
+                return LOST
 
 
 def load(start: Start, connection: Connection) -> Rank:

@@ -86,6 +86,8 @@ class Request:
         host_block_ids: while it is swapped out, the blocks of the CPU swap space that hold them.
         block_hashes: the hashes of its first full blocks (phase 8), as many as were needed so far.
         fork_index: n for the n-th fork of its scheduler (phase 8); 0 if it is none.
+        draft_token_ids: what may come next, while a step computes it to find out
+            (`minicache.scheduler.speculative`); else empty.
 
     Raises:
         TypeError: an argument has the wrong type; an id that cannot be a dict's key, or a group, a salt or an adapter
@@ -100,6 +102,7 @@ class Request:
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "draft_token_ids",
         "fork_index",
         "group",
         "host_block_ids",
@@ -171,6 +174,7 @@ class Request:
         self.host_block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         self.fork_index = 0
+        self.draft_token_ids: list[int] = []
 
     def child(self, request_id: RequestId) -> Request:
         """A new request that asks for the same, under another id."""
@@ -198,21 +202,23 @@ class Request:
         return self.status.finish_reason
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """The tokens at positions start … stop − 1 of prompt and output together.
+        """The tokens at positions start … stop − 1 of prompt, output and draft tokens together.
 
         Args:
             start: 0 … stop.
-            stop: start … num_tokens.
+            stop: start … num_tokens, plus the number of draft tokens.
 
         Raises:
             IndexError: they are not. Negative positions do not count from the end.
         """
-        prompt = self.num_prompt_tokens
-        if not 0 <= start <= stop <= prompt + len(self.output_token_ids):
+        prompt, outputs = self.num_prompt_tokens, self.output_token_ids
+        if self.draft_token_ids:
+            outputs = outputs + self.draft_token_ids
+        if not 0 <= start <= stop <= prompt + len(outputs):
             raise IndexError(f"no tokens {start} … {stop - 1}: request {self.request_id!r} has {self.num_tokens}")
         if start >= prompt:  # a decode step, on every token: no copy of the prompt
-            return self.output_token_ids[start - prompt : stop - prompt]
-        return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - prompt)]
+            return outputs[start - prompt : stop - prompt]
+        return self.prompt_token_ids[start:stop] + outputs[: max(0, stop - prompt)]
 
     def __repr__(self) -> str:
         return (

@@ -20,6 +20,7 @@ app = typer.Typer()
 
 Stage = Literal["static", "continuous", "paged", "fair", "chunked"]
 DType = Literal["float32", "float16", "bfloat16"]
+KVCacheDType = Literal["int8", "fp8_e4m3"]
 
 
 @app.command()
@@ -46,6 +47,9 @@ def serve(
     prefix_caching: Annotated[bool, typer.Option(help="Find beginnings of prompts again.")] = True,
     preemption: Annotated[Literal["recompute", "swap"], typer.Option(help="When blocks run out.")] = "recompute",
     num_host_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the host pool, for swap.")] = 0,
+    kv_cache_dtype: Annotated[
+        KVCacheDType | None, typer.Option(help="Keys and values in one byte a number; default: as the weights.")
+    ] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's, 16 bits on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help='"cpu", "cuda"; default: cpu.')] = None,
     gpu_memory_utilization: Annotated[
@@ -106,6 +110,7 @@ def serve(
         preemption=preemption,
         num_host_blocks=num_host_blocks,
         prefix_caching=prefix_caching,
+        kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
         device=device,
         gpu_memory_utilization=gpu_memory_utilization,

@@ -21,17 +21,26 @@ from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.engine.gpu_memory import cache_nbytes
 from minicache.engine.model_runner import find_runner, make_memory
-from minicache.engine.parallel_runner import parallelize
+from minicache.engine.parallel_runner import parallelize, require_combination
 from minicache.engine.runner import (
     Memory,
     Model,
+    check_kv_cache_dtype,
     default_num_blocks,
     find_model,
     load_model,
     load_tokenizer,
     logits_at,
 )
-from minicache.engine.sampling import SamplingParams, pick_tokens
+from minicache.engine.sampling import SamplingParams, TokenSampler, pick_tokens
+from minicache.engine.speculation import (
+    EagerRunner,
+    Speculative,
+    SpeculativeRunner,
+    load_speculative,
+    share_of_target,
+    speculate,
+)
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError
 from minicache.request import Request, RequestId, RequestStatus
@@ -39,6 +48,7 @@ from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import Preemption
 from minicache.scheduler.sharing import SharingScheduler
+from minicache.scheduler.speculative import SpeculativeScheduler
 
 __all__ = ["LLM", "Chunk", "Completion"]
 
@@ -70,7 +80,10 @@ class LLM:
         block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
             `minicache.scheduler.create_scheduler`, which documents them. A dense cache neither swaps nor shares.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
-        dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
+        kv_cache_dtype: "int8" or "fp8_e4m3": keys and values in one byte a number, with a scale for each token and head
+            (`minicache.cache.quantized`), so that the same memory holds two to four times as many tokens. Such a cache
+            is paged. None: in the dtype of the weights.
+        dtype: of the weights; None: float32 for a checkpoint, what config.json says for a
             folder, but 16 bits on a GPU (`minicache.engine.runner.load_model`). A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
         gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
@@ -79,6 +92,10 @@ class LLM:
             be captured.
         tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on
             GPUs each takes one. What is counted in bytes is of each of them.
+        speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
+            `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
+            `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
+            (`minicache.engine.speculation`).
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -123,29 +140,36 @@ class LLM:
         prefix_caching: bool = False,
         long_prefill_threshold: int = 0,
         reserve_full_prompt: bool = True,
+        kv_cache_dtype: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
+        speculative: Speculative = None,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
+        check_kv_cache_dtype(kv_cache_dtype, cache)
+        require_combination(tensor_parallel_size, cache, kv_cache_dtype, speculative)
         model = find_model(model)
         self.model = load_model(model, dtype, device if tensor_parallel_size == 1 else None)
         if tensor_parallel_size != 1:
-            self.model = parallelize(self.model, tensor_parallel_size, cache, dtype, device)
+            self.model = parallelize(self.model, tensor_parallel_size, dtype, device)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         longest = self.model.config.max_seq_len
+        config = load_speculative(speculative, self.model)
         if not isinstance(scheduler, Scheduler):
             if isinstance(max_model_len, int) and max_model_len > longest:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
             max_model_len = longest if max_model_len is None else max_model_len
             if num_blocks is None:
-                nbytes = cache_nbytes(
-                    self.model, max_num_batched_tokens, max_num_seqs, max_model_len, gpu_memory_utilization
+                limits = max_num_batched_tokens, max_num_seqs, max_model_len
+                nbytes = cache_nbytes(self.model, *limits, gpu_memory_utilization, kv_cache_dtype)
+                nbytes = int(nbytes * share_of_target(config, self.model))
+                num_blocks = default_num_blocks(
+                    self.model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype
                 )
-                num_blocks = default_num_blocks(self.model, block_size, max_num_seqs, max_model_len, nbytes)
             scheduler = create_scheduler(
                 scheduler,
                 num_blocks=num_blocks,
@@ -159,6 +183,7 @@ class LLM:
                 prefix_caching=prefix_caching,
                 long_prefill_threshold=long_prefill_threshold,
                 reserve_full_prompt=reserve_full_prompt,
+                num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
             )
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
@@ -167,10 +192,22 @@ class LLM:
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.scheduler = observe(scheduler, *observers)
         self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
-        self.memory: Memory = make_memory(self.model, scheduler, cache)
+        self.memory: Memory = make_memory(self.model, scheduler, cache, kv_cache_dtype)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
         self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
+        self.speculation: SpeculativeRunner | None = None
+        if config is not None or isinstance(scheduler, SpeculativeScheduler):
+            runner = self.runner or EagerRunner(self.model, self.memory)
+            self.runner = self.speculation = speculate(
+                config,
+                runner,
+                self.memory,
+                scheduler,
+                self._sampler_of,
+                self.max_model_len,
+                enforce_eager=enforce_eager,
+            )
         self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
@@ -411,6 +448,8 @@ class LLM:
             token_id: its new token; None if it was finished without one.
         """
         answer = self.answers[request_id]
+        if self.speculation is not None and self._emit_accepted(answer, token_id):
+            return
         text = ""
         try:
             if answer.text is not None:
@@ -443,6 +482,43 @@ class LLM:
         chunks = [_named(chunk) for chunk in self._chunks]
         self._chunks.clear()  # the same list: the answers go on adding to it
         return chunks
+
+    def _emit_accepted(self, answer: Answer, token_id: int | None) -> bool:
+        """Make the chunks of an answer's accepted draft tokens, which come before `token_id`.
+
+        If the text ends with one of them, the request keeps no token behind it.
+
+        Returns:
+            Whether the answer is finished by them.
+        """
+        request = answer.request
+        outputs = request.output_token_ids
+        for accepted in outputs[answer.num_chunks : len(outputs) - (token_id is not None)]:
+            text = ""
+            try:
+                if answer.text is not None:
+                    text = answer.text.push(accepted)
+                    if answer.text.is_stopped:
+                        self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_STOPPED)
+            except Exception as error:
+                self._fail(request, error)
+            is_over = request.status is RequestStatus.FINISHED_ERROR or (
+                answer.text is not None and answer.text.is_stopped
+            )
+            reason = answer.finish_reason if is_over else None
+            answer.chunks.append(Chunk(answer.index, accepted, text, reason, request.request_id))
+            answer.num_chunks += 1
+            if is_over:
+                del outputs[answer.num_chunks :]
+                del self.answers[request.request_id]
+                self.memory.forget(request.request_id)
+                return True
+        return False
+
+    def _sampler_of(self, request_id: RequestId) -> TokenSampler | None:
+        """The sampler of an answer's request; None for the request of a beam."""
+        answer = self.answers.get(request_id)
+        return None if answer is None else answer.sampler
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Finish a request whose tokens cannot be decoded, even if the scheduler has finished it already."""

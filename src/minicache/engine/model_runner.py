@@ -14,7 +14,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
-from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner, require_combination
+from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner
 from minicache.engine.runner import DenseMemory, Memory, Model, PagedMemory
 from minicache.engine.sampling import TokenSampler
 from minicache.kernels import cpu, is_plain_replaced
@@ -28,6 +28,9 @@ class ModelRunner(Protocol):
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `LLM.run_model`: `[B, vocab]`.
 
+        If requests of the step have draft tokens (`Request.draft_token_ids`): `[B + their number, vocab]`. Of each
+        request, the logits after its newest token, and after each draft token.
+
         Raises:
             InvariantError: the scheduler has given a request fewer blocks than its tokens need.
         """
@@ -36,22 +39,21 @@ class ModelRunner(Protocol):
         """Pick tokens from some rows of what `run_model` gave, each by its sampler; None where a row gives none."""
 
 
-def make_memory(model: Model, scheduler: Scheduler, cache: str) -> Memory:
+def make_memory(model: Model, scheduler: Scheduler, cache: str, kv_cache_dtype: str | None) -> Memory:
     """The memory for a model's keys and values.
 
     Args:
         model: what is to be run.
         scheduler: counts the blocks.
         cache: "paged" or "dense".
+        kv_cache_dtype: "int8", "fp8_e4m3", or None for the weights' dtype.
 
     Raises:
-        ValueError: the options do not go together.
         RankFailedError, RankDiedError: a rank of a model on several processes has no memory for it, or has ended.
     """
     if isinstance(model, ParallelModel):
-        require_combination(cache)
         return ParallelMemory(model, scheduler)
-    return (PagedMemory if cache == "paged" else DenseMemory)(model, scheduler)
+    return PagedMemory(model, scheduler, kv_cache_dtype) if cache == "paged" else DenseMemory(model, scheduler)
 
 
 def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eager: bool) -> ModelRunner | None:
@@ -88,5 +90,5 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Compiling kernels")
-        warm_up(lambda done, total: progress.update(task, completed=done, total=total))
+        warm_up(lambda done, total: progress.update(task, completed=done, total=total), dtype=memory.storage.dtype)
     return CPUModelRunner(fused, memory)

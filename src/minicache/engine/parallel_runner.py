@@ -21,9 +21,7 @@ from minicache.parallel import ParallelModel
 from minicache.scheduler import Scheduler, SchedulerOutput
 
 
-def parallelize(
-    model: Model, size: int, cache: str, dtype: torch.dtype | None, device: torch.device | str | None
-) -> ParallelModel:
+def parallelize(model: Model, size: int, dtype: torch.dtype | None, device: torch.device | str | None) -> ParallelModel:
     """Divide an engine's model among ranks.
 
     A model in the CPU's memory that goes to GPUs becomes 16 bits, as `minicache.engine.runner.half_on_gpu` makes it,
@@ -32,15 +30,12 @@ def parallelize(
     Args:
         model: the whole model.
         size: the number of ranks.
-        cache: of the engine.
         dtype: that was asked for.
         device: that was asked for; None: where the model is.
 
     Raises:
-        ValueError: the engine's options do not go together, or as `ParallelModel`.
-        TypeError, RankDiedError: as `ParallelModel`.
+        TypeError, ValueError, RankDiedError: as `ParallelModel`.
     """
-    require_combination(cache)
     weights = next(iter(model.parameters()))
     if dtype is None and weights.device.type == "cpu" and device is not None and torch.device(device).type == "cuda":
         has_bfloat16 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -48,14 +43,25 @@ def parallelize(
     return ParallelModel(model, size, device=device, dtype=dtype)
 
 
-def require_combination(cache: str) -> None:
+def require_combination(size: int, cache: str, kv_cache_dtype: str | None, speculative: object) -> None:
     """Refuse an engine's options that do not go together with several ranks.
+
+    Args:
+        size: the number of ranks.
+        cache: "paged" or "dense".
+        kv_cache_dtype: as `LLM` takes it.
+        speculative: likewise.
 
     Raises:
         ValueError: which, and what to do.
     """
+    if size == 1:
+        return
     if cache != "paged":
         raise ValueError(f'cache={cache!r} keeps no blocks that ranks could divide: take cache="paged"')
+    for name, value in (("kv_cache_dtype", kv_cache_dtype), ("speculative", speculative)):
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is for one rank: take None, or tensor_parallel_size=1")
 
 
 class ParallelMemory(PagedMemory):

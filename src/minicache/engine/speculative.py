@@ -3,9 +3,10 @@
 Phase 9 builds its second half. A decode step reads all weights for one token. A forward pass over the newest token and
 k draft tokens behind it reads them once too, and says for each draft token what the model itself picks there. Those
 that the model picks too are accepted; the first that it does not is replaced by the model's own, and the KV entries
-behind it are removed from the cache. So the tokens are those of greedy decoding, in fewer passes (Leviathan et al.
-2023). The draft tokens come from the text itself: what followed the last few tokens at their previous occurrence
-(prompt lookup; Saxena 2023).
+behind it are removed from the cache. So the tokens are those of decoding without draft tokens, in fewer passes
+(Leviathan et al. 2023). An engine does so for a whole batch in one ragged step, with `rows_to_verify` and `verify`
+(`minicache.engine.speculation`). The draft tokens come from the text itself: what followed the last few tokens at their
+previous occurrence (prompt lookup; Saxena 2023).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from minicache.cache.paged import PagedKVCache
 from minicache.engine.decoding import Model
-from minicache.engine.sampling import greedy
+from minicache.engine.sampling import TokenSampler, greedy
 from minicache.errors import require_count
 
 
@@ -95,6 +96,75 @@ class SpeculationStats:
     def tokens_per_pass(self) -> float:
         """Generated tokens per forward pass, 1 without speculation; 0 before the first."""
         return self.num_tokens / self.num_passes if self.num_passes else 0.0
+
+
+def rows_to_verify(num_new_tokens: Sequence[int], num_drafts: Sequence[int]) -> list[int]:
+    """Which tokens of a ragged step the model has to give logits for: of each request the last 1 + k.
+
+    Those are its newest token and the k draft tokens behind it. A request without draft tokens, in its prompt too, has
+    one: the last.
+
+    Args:
+        num_new_tokens: how many tokens each request brings, draft tokens included: 1 + k or more.
+        num_drafts: k ≥ 0 of each request.
+
+    Returns:
+        Positions among the step's Σ num_new_tokens tokens, rising: Σ (1 + k) of them, request after request.
+    """
+    rows: list[int] = []
+    end = 0
+    for count, num_its_drafts in zip(num_new_tokens, num_drafts, strict=True):
+        end += count
+        rows += range(end - 1 - num_its_drafts, end)
+    return rows
+
+
+def verify(logits: Tensor, drafts: Sequence[Sequence[int]], samplers: Sequence[TokenSampler]) -> list[list[int]]:
+    """The tokens that a forward pass over draft tokens gives each request, each with its own sampler.
+
+    The first row of a request says what comes behind its newest token, the next one what comes behind its first draft
+    token, and so on. A token is picked from the first row. If it is the first draft token, that is accepted, and the
+    second row says what comes next. The first token that is not the draft token of its place is the last, as is one
+    behind the last draft token: the rows after it belong to a text that is not this one.
+
+    With temperature 0 the token of a row is the likeliest (`greedy`), so the tokens are those of greedy decoding.
+    Otherwise it is drawn (`TokenSampler.draw`), once for each token: the tokens are those that the sampler would draw
+    without draft tokens, from the same distribution. This is rejection sampling (Leviathan et al. 2023) for a draft
+    distribution q with all its mass on the draft token d: d is accepted with probability p(d) / q(d) = p(d); otherwise
+    the token comes from p − q where that is positive, which is p without d.
+
+    Nothing is picked from a row whose largest logit is NaN or infinite, nor from those after it.
+
+    Args:
+        logits: `[Σ (1 + k), vocab]`, on any device: 1 + k rows of each request, in the order of `rows_to_verify`.
+        drafts: the k ≥ 0 draft tokens of each request.
+        samplers: one for each request. It draws as often as its request gets tokens.
+
+    Returns:
+        For each request its tokens, 1 … 1 + k of them: the accepted draft tokens, then one more. If a row gives none,
+        those before it; none at all if that is the first.
+
+    Raises:
+        ValueError: not as many rows or samplers as the draft tokens ask for. Nothing was drawn.
+    """
+    if len(samplers) != len(drafts) or len(logits) != sum(map(len, drafts)) + len(drafts):
+        raise ValueError(f"{len(drafts)} requests, {len(samplers)} samplers, {len(logits)} rows: 1 + k rows for each")
+    likeliest = greedy(logits)
+    is_good = logits.gather(-1, likeliest[:, None])[:, 0].isfinite().tolist()  # argmax finds NaN before anything else
+    token_ids: list[int] = likeliest.tolist()
+    found, row = [], 0
+    for its_drafts, sampler in zip(drafts, samplers, strict=True):
+        tokens: list[int] = []
+        for draft in (*its_drafts, None):
+            at = row + len(tokens)
+            if not is_good[at]:
+                break
+            tokens.append(token_ids[at] if sampler.params.is_greedy else sampler.draw(logits[at]))
+            if tokens[-1] != draft:
+                break
+        found.append(tokens)
+        row += 1 + len(its_drafts)
+    return found
 
 
 def num_accepted(drafts: Sequence[int], picked: Sequence[int]) -> int:

@@ -25,9 +25,11 @@ from torch import Tensor, nn
 
 from minicache.cache.packed import StepTensors
 from minicache.cache.paged import PagedStorage
+from minicache.cache.quantized import scales_of
 from minicache.kernels import AttentionMetadata
 from minicache.kernels.cpu import rows as kernels
-from minicache.kernels.cpu.steps import check_slots, plan_step
+from minicache.kernels.cpu.steps import CacheArrays, check_slots, plan_step
+from minicache.kernels.cpu.warming import require_ready
 from minicache.model.decoder import Decoder
 from minicache.model.minigpt import MiniGPT, Transformer
 
@@ -102,7 +104,7 @@ def _parts(model: nn.Module) -> list[tuple[str, object]]:
 
 
 def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensors) -> Tensor:
-    """Run a model over a step's tokens, and return the logits after the last token of each sequence.
+    """Run a model over a step's tokens, and return the logits after some of them (`StepTensors.last`).
 
     Args:
         model: as for `hidden_at`.
@@ -110,7 +112,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         step: likewise.
 
     Returns:
-        `[B, vocab_size]`.
+        `[R, vocab_size]`.
 
     Raises:
         Exception: as `hidden_at`.
@@ -119,7 +121,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
 
 
 def logits_of(model: Transformer, hidden: Tensor) -> Tensor:
-    """The logits `[B, vocab_size]` of what `hidden_at` gives."""
+    """The logits `[R, vocab_size]` of what `hidden_at` gives."""
     head = _WEIGHTS[model].head
     logits = _empty(len(hidden), head.matrix.shape[1])
     _product(hidden, head, logits)
@@ -132,7 +134,7 @@ def hidden_at(
     step: StepTensors,
     all_reduce: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """Run a model over a step's tokens, and return what the last norm gives of the last token of each sequence.
+    """Run a model over a step's tokens, and return what the last norm gives of some of them (`StepTensors.last`).
 
     Args:
         model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
@@ -143,7 +145,7 @@ def hidden_at(
             the residual stream: makes it the sum over the shards (`minicache.parallel`). None: the model is whole.
 
     Returns:
-        `[B, hidden_size]`.
+        `[R, hidden_size]`.
 
     Raises:
         IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
@@ -155,11 +157,11 @@ def hidden_at(
         if not _can_fuse(model):
             raise ValueError("the model was converted, or parts of it were replaced: make a new engine for it")
         weights = _join(model, weights.in_place)
-    num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
+    num_new, num_seqs, num_rows = step.token_ids.shape[0], step.context_lens.shape[0], step.last.shape[0]
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
     cos, sin = (_array(table) for table in model.rotation(step.positions))
-    num_blocks, block_size = caches[0].k.shape[:2]
+    num_blocks, block_size = caches[0].blocks.k.shape[:2]
     slots = check_slots(step.slot_mapping, num_blocks * block_size)
     decode = AttentionMetadata(step.block_tables, step.context_lens)  # of the last token of each sequence
     prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
@@ -171,12 +173,13 @@ def hidden_at(
         queries = room.heads_array
         if layer.q_norm is not None:
             kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
-        kernels.rope_store(queries, cos, sin, slots, cache.k_slots, cache.v_slots, config.num_heads)
-        if layer is weights.layers[-1] and num_seqs < num_new:
+        kernels.rope_store(queries, cos, sin, slots, *cache.slots, config.num_heads)
+        if layer is weights.layers[-1] and num_rows < num_new:
             # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
-            plan, last = plan_step(decode, num_blocks, block_size), step.last.numpy()
-            queries, residual, room = queries[last], residual[last], _Room(config, num_seqs)
-        plan.attend(queries, cache.k, cache.v, scale, layer.window, room.out_array)
+            read = decode if num_rows == num_seqs else _read_rows(step)
+            plan, last = plan_step(read, num_blocks, block_size), step.last.numpy()
+            queries, residual, room = queries[last], residual[last], _Room(config, num_rows)
+        plan.attend(queries, cache.blocks, scale, layer.window, room.out_array)
         _product(room.out, layer.output, room.y)
         if all_reduce is not None:
             all_reduce(room.y)
@@ -188,28 +191,41 @@ def hidden_at(
     return room.y
 
 
+def _read_rows(step: StepTensors) -> AttentionMetadata:
+    """Each token of `step.last` as a sequence of its own, which ends with it."""
+    ends = step.query_start_loc[1:]
+    owner = torch.searchsorted(ends, step.last, right=True)
+    context_lens = step.context_lens[owner] - (ends[owner] - 1 - step.last)
+    return AttentionMetadata(step.block_tables[owner], context_lens)
+
+
 class LayerCache(NamedTuple):
-    """The keys and values of one layer, as kernels see them: block by block, and slot by slot.
+    """The keys and values of one layer, as kernels see them; both are the same memory.
 
     Attributes:
-        k: `[num_blocks, block_size, H_kv, d]`.
-        v: alike.
-        k_slots: the same memory, `[num_slots, H_kv, d]`.
-        v_slots: alike.
+        blocks: block by block.
+        slots: slot by slot.
     """
 
-    k: Array
-    v: Array
-    k_slots: Array
-    v_slots: Array
+    blocks: CacheArrays
+    slots: CacheArrays
 
 
 def layer_caches(storage: PagedStorage) -> list[LayerCache]:
-    """What `logits_at` writes to and reads: the memory of a float32 storage on the CPU, layer by layer."""
-    pairs = [(storage.k(layer), storage.v(layer)) for layer in range(storage.num_layers)]
-    # Views, or an error: what is written to a copy would be lost.
-    slots = [[each.view(-1, *each.shape[2:]) for each in pair] for pair in pairs]
-    return [LayerCache(*map(_array, (*pair, *flat))) for pair, flat in zip(pairs, slots, strict=True)]
+    """What `logits_at` writes to and reads, layer by layer: the memory of a storage on the CPU, float32 or quantized.
+
+    The kernels for it are compiled or loaded, unless they are ready.
+    """
+    require_ready(storage.dtype)
+    return [
+        LayerCache(
+            *(
+                CacheArrays.of(storage.k(layer), storage.v(layer), **scales_of(storage, layer), by_slot=by_slot)
+                for by_slot in (False, True)
+            )
+        )
+        for layer in range(storage.num_layers)
+    ]
 
 
 class _Room:

@@ -43,6 +43,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
         preemption=cast(Preemption, options.preemption),
         num_host_blocks=options.num_host_blocks,
         prefix_caching=options.prefix_caching and options.scheduler in SHARING,
+        kv_cache_dtype=options.kv_cache_dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
         tensor_parallel_size=options.tensor_parallel_size,

@@ -41,6 +41,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     preemption: str = "recompute"
     num_host_blocks: int = 0
     prefix_caching: bool = True
+    kv_cache_dtype: str | None = None
     dtype: str | None = None
     device: str | None = None
     gpu_memory_utilization: float = 0.9

@@ -14,13 +14,16 @@ class SchedulerOutput:
     Attributes:
         num_scheduled_tokens: id → how many of its next tokens are computed, ≥ 1, in batch order. For a request in
             decode that is 1; for one that has just been admitted, its whole prompt (and, after a preemption by
-            recompute, what it had generated).
+            recompute, what it had generated). Draft tokens count: once they are accepted or rejected, only those that
+            stay do (`minicache.scheduler.speculative`).
         scheduled: the same requests, in the same order.
         preempted: ids of requests that lost their batch slot, in the order in which they lost it.
         swapped_out: of those, the ones whose blocks move to CPU swap space: id → pairs (block, host block) to copy.
         swapped_in: id → pairs (host block, block) to copy back.
         blocks_to_copy: pairs (source block, target block) to copy on the device (phase 8).
         finished: ids of requests that this call finished without a token: FINISHED_CAPACITY.
+        draft_token_ids: id → the draft tokens that the step computes behind the request's newest token, ≥ 1 of them, in
+            batch order; requests without any are not in it.
     """
 
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
@@ -30,6 +33,7 @@ class SchedulerOutput:
     swapped_in: dict[RequestId, list[tuple[int, int]]] = field(default_factory=dict)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     finished: list[RequestId] = field(default_factory=list)
+    draft_token_ids: dict[RequestId, list[int]] = field(default_factory=dict)
 
     @property
     def has_work(self) -> bool:

@@ -132,19 +132,20 @@ class ParallelModel:
             "your own must ask it, as the reference does, or take tensor_parallel_size=1"
         )
 
-    def begin(self, storage: PagedStorage, num_host_blocks: int) -> None:
+    def begin(self, storage: PagedStorage, num_host_blocks: int, kv_cache_dtype: str | None) -> None:
         """Have all ranks make their storages for a new engine.
 
         Args:
             storage: rank 0's.
             num_host_blocks: of the CPU swap space; 0: none.
+            kv_cache_dtype: of the storage, if it is quantized.
 
         Raises:
             RankFailedError: a rank has no memory for it.
             RankDiedError: a rank has ended.
         """
         self._require_alive()
-        self._send(Begin(storage.pool.num_blocks, storage.pool.block_size, num_host_blocks))
+        self._send(Begin(storage.pool.num_blocks, storage.pool.block_size, num_host_blocks, kv_cache_dtype))
         self._wait_for_ready()
         self._rank.begin(storage)
 
@@ -167,7 +168,7 @@ class ParallelModel:
             numbers: its integers, on the CPU.
 
         Returns:
-            Logits `[B, vocab_size]` of each sequence's last token.
+            Logits `[R, vocab_size]` of each sequence's last token, and of its draft tokens.
 
         Raises:
             RankFailedError: another rank has raised an error, in this step or when it moved blocks for it.

@@ -43,8 +43,8 @@ class Rank:
     def expect(self, size: StepSize) -> None:
         """A step of this size is to be run next: say which all-reduces it makes."""
         num_layers = self.model.config.num_layers
-        # Fused, the last layer is computed for the last tokens only.
-        num_last = size.num_seqs if self.is_fused else size.num_tokens
+        # Fused, the last layer is computed for the rows that are read only.
+        num_last = size.num_seqs + size.num_drafts if self.is_fused else size.num_tokens
         self.group.begin([size.num_tokens] * 2 * (num_layers - 1) + [num_last] * 2)
 
     def run(self, size: StepSize, numbers: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Rank:
             numbers: the step's integers, on the CPU.
 
         Returns:
-            Hidden states `[B, hidden_size]` of each sequence's last token, the same on all ranks.
+            Hidden states `[R, hidden_size]` of the rows that are read (`StepTensors.last`), the same on all ranks.
 
         Raises:
             Exception: what the model raises. All-reduces of the step may be left (`Group.finish`).

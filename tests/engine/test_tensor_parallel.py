@@ -183,7 +183,9 @@ def test_forks_and_copies_on_write(ranks, prompts, alone):
 def test_draft_tokens(ranks, prompts, expected, speculative, options):
     llm = LLM(ranks, speculative=speculative, **{"num_blocks": 64, **options})
     assert token_ids(llm.generate(prompts, greedy())) == expected
-    assert llm.speculation is not None
+    stats = llm.scheduler.draft_stats
+    assert stats.num_drafts > 0
+    assert speculative == "ngram" or stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])

@@ -34,7 +34,15 @@ from minicache.engine.runner import (
     load_tokenizer,
     logits_at,
 )
-from minicache.engine.sampling import SamplingParams, pick_tokens
+from minicache.engine.sampling import SamplingParams, TokenSampler, pick_tokens
+from minicache.engine.speculation import (
+    EagerRunner,
+    Speculative,
+    SpeculativeRunner,
+    load_speculative,
+    share_of_target,
+    speculate,
+)
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError
 from minicache.request import Request, RequestId, RequestStatus
@@ -42,6 +50,7 @@ from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import Preemption
 from minicache.scheduler.sharing import SharingScheduler
+from minicache.scheduler.speculative import SpeculativeScheduler
 
 __all__ = ["LLM", "Chunk", "Completion"]
 
@@ -80,6 +89,10 @@ class LLM:
             have theirs (`minicache.engine.gpu_memory`). It counts if num_blocks is None.
         enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.gpu_runner`): slower, and nothing has to
             be captured.
+        speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
+            `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
+            `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
+            (`minicache.engine.speculation`).
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -127,6 +140,7 @@ class LLM:
         device: torch.device | str | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
+        speculative: Speculative = None,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -134,6 +148,7 @@ class LLM:
         self.model = load_model(model, dtype, device)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         longest = self.model.config.max_seq_len
+        config = load_speculative(speculative, self.model)
         if not isinstance(scheduler, Scheduler):
             if isinstance(max_model_len, int) and max_model_len > longest:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
@@ -142,6 +157,7 @@ class LLM:
                 nbytes = cache_nbytes(
                     self.model, max_num_batched_tokens, max_num_seqs, max_model_len, gpu_memory_utilization
                 )
+                nbytes = int(nbytes * share_of_target(config, self.model))
                 num_blocks = default_num_blocks(self.model, block_size, max_num_seqs, max_model_len, nbytes)
             scheduler = create_scheduler(
                 scheduler,
@@ -156,6 +172,7 @@ class LLM:
                 prefix_caching=prefix_caching,
                 long_prefill_threshold=long_prefill_threshold,
                 reserve_full_prompt=reserve_full_prompt,
+                num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
             )
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
@@ -168,6 +185,18 @@ class LLM:
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
         self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
+        self.speculation: SpeculativeRunner | None = None
+        if config is not None or isinstance(scheduler, SpeculativeScheduler):
+            runner = self.runner or EagerRunner(self.model, self.memory)
+            self.runner = self.speculation = speculate(
+                config,
+                runner,
+                self.memory,
+                scheduler,
+                self._sampler_of,
+                self.max_model_len,
+                enforce_eager=enforce_eager,
+            )
         self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
@@ -391,6 +420,11 @@ class LLM:
         chunks = [_named(chunk) for chunk in self._chunks]
         self._chunks.clear()  # the same list: the answers go on adding to it
         return chunks
+
+    def _sampler_of(self, request_id: RequestId) -> TokenSampler | None:
+        """The sampler of an answer's request; None for the request of a beam."""
+        answer = self.answers.get(request_id)
+        return None if answer is None else answer.sampler
 
     # From prompts to requests
 

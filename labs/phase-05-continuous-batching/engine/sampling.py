@@ -9,6 +9,7 @@ not depend on its company. `greedy` and `sampler` are what phase 1's decode loop
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -183,6 +184,13 @@ class TokenSampler:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self._generator = None if params.is_greedy else new_generator(params.seed)
+
+    def lookahead(self) -> TokenSampler:
+        """A sampler that draws what this one is going to draw. This one stays as it is."""
+        other = copy(self)
+        if self._generator is not None:
+            other._generator = self._generator.clone_state()
+        return other
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What the next token is drawn from: temperature first, then top-k, then top-p.

@@ -30,7 +30,8 @@ class StepTensors(NamedTuple):
         token_ids: `[N]`, of all sequences, one after the other.
         positions: `[N]`, where each token stands in its sequence.
         slot_mapping: `[N]`, the slot of each token; −1: padding.
-        last: `[B]`, the last token of each sequence among the N.
+        last: `[R]`, the tokens among the N whose logits are wanted: of each sequence the last, and before it as many as
+            its request has draft tokens. R = B where there are none.
         context_lens: `[B]`, tokens of each sequence, the new ones too; 0: padding.
         query_start_loc: `[B + 1]`, where each sequence's tokens begin among the N.
         block_tables: `[B, width]`, −1 after each sequence's last block.
@@ -56,17 +57,20 @@ class StepSize(NamedTuple):
         num_tokens: N.
         num_seqs: B.
         width: columns of the block tables.
+        num_drafts: R − B.
     """
 
     num_tokens: int
     num_seqs: int
     width: int
+    num_drafts: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
         """How many numbers each of `StepTensors` has."""
-        num_tokens, num_seqs, width = self
-        return num_tokens, num_tokens, num_tokens, num_seqs, num_seqs, num_seqs + 1, num_seqs * width
+        num_tokens, num_seqs, width, num_drafts = self
+        num_rows = num_seqs + num_drafts
+        return num_tokens, num_tokens, num_tokens, num_rows, num_seqs, num_seqs + 1, num_seqs * width
 
     @property
     def buffer_size(self) -> int:
@@ -101,7 +105,12 @@ def step_tensors(requests: Sequence[Request], counts: Sequence[int], block_size:
     context_lens = np.array([request.num_computed_tokens for request in requests]) + counts
     positions = np.arange(len(token_ids)) + (context_lens - ends)[owner]
     slots = tables[owner, positions // block_size] * block_size + positions % block_size
-    arrays = (np.array(token_ids), positions, slots, ends - 1, context_lens, starts, tables)
+    last = ends - 1
+    if any(request.draft_token_ids for request in requests):
+        num_rows = np.array([1 + len(request.draft_token_ids) for request in requests])
+        end_rows = num_rows.cumsum()
+        last = np.repeat(ends - end_rows, num_rows) + np.arange(end_rows[-1])
+    arrays = (np.array(token_ids), positions, slots, last, context_lens, starts, tables)
     return StepTensors._make(map(torch.from_numpy, arrays))
 
 

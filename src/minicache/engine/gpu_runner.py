@@ -166,17 +166,19 @@ class GPUModelRunner:
         return self._graphs[size](packed)[: len(requests)]
 
     def _run(self, requests: list[Request], counts: list[int]) -> Tensor:
-        """The logits after the last token of each request, by as many calls as it takes.
+        """The logits after the last token of each request and after its draft tokens, by as many calls as it takes.
 
         In the step decodes stand before chunks, so that attention computes each kind from views of the step's tensors.
         """
         storage = self._memory.storage
         order = sorted(range(len(requests)), key=lambda i: counts[i] > 1)
         requests, counts = [requests[i] for i in order], [counts[i] for i in order]
-        size = StepSize(sum(counts), len(requests), aligned(_longest(requests)))
+        num_rows = [1 + len(request.draft_token_ids) for request in requests]
+        size = StepSize(sum(counts), len(requests), aligned(_longest(requests)), sum(num_rows) - len(requests))
         packed = pack(requests, counts, storage.pool.block_size, size)
         last = size.views(packed).last
-        last[order] = last.clone()  # the logits come in the order of the batch
+        rows = dict(zip(order, torch.split(last.clone(), num_rows), strict=True))
+        torch.cat([rows[index] for index in range(len(order))], out=last)  # in the order of the batch
         tensors = size.views(packed.to(storage.device, non_blocking=True))
         lengths = [request.num_computed_tokens + count for request, count in zip(requests, counts, strict=True)]
         step = PackedStep(storage, tensors, num_new_tokens=counts, lengths=lengths)

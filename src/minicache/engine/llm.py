@@ -32,7 +32,15 @@ from minicache.engine.runner import (
     load_tokenizer,
     logits_at,
 )
-from minicache.engine.sampling import SamplingParams, pick_tokens
+from minicache.engine.sampling import SamplingParams, TokenSampler, pick_tokens
+from minicache.engine.speculation import (
+    EagerRunner,
+    Speculative,
+    SpeculativeRunner,
+    load_speculative,
+    share_of_target,
+    speculate,
+)
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError
 from minicache.request import Request, RequestId, RequestStatus
@@ -40,6 +48,7 @@ from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import Preemption
 from minicache.scheduler.sharing import SharingScheduler
+from minicache.scheduler.speculative import SpeculativeScheduler
 
 __all__ = ["LLM", "Chunk", "Completion"]
 
@@ -78,6 +87,10 @@ class LLM:
             have theirs (`minicache.engine.gpu_memory`). It counts if num_blocks is None.
         enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.gpu_runner`): slower, and nothing has to
             be captured.
+        speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
+            `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
+            `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
+            (`minicache.engine.speculation`).
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -125,6 +138,7 @@ class LLM:
         device: torch.device | str | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
+        speculative: Speculative = None,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -132,6 +146,7 @@ class LLM:
         self.model = load_model(model, dtype, device)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         longest = self.model.config.max_seq_len
+        config = load_speculative(speculative, self.model)
         if not isinstance(scheduler, Scheduler):
             if isinstance(max_model_len, int) and max_model_len > longest:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
@@ -140,6 +155,7 @@ class LLM:
                 nbytes = cache_nbytes(
                     self.model, max_num_batched_tokens, max_num_seqs, max_model_len, gpu_memory_utilization
                 )
+                nbytes = int(nbytes * share_of_target(config, self.model))
                 num_blocks = default_num_blocks(self.model, block_size, max_num_seqs, max_model_len, nbytes)
             scheduler = create_scheduler(
                 scheduler,
@@ -154,6 +170,7 @@ class LLM:
                 prefix_caching=prefix_caching,
                 long_prefill_threshold=long_prefill_threshold,
                 reserve_full_prompt=reserve_full_prompt,
+                num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
             )
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
@@ -166,6 +183,18 @@ class LLM:
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
         self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
+        self.speculation: SpeculativeRunner | None = None
+        if config is not None or isinstance(scheduler, SpeculativeScheduler):
+            runner = self.runner or EagerRunner(self.model, self.memory)
+            self.runner = self.speculation = speculate(
+                config,
+                runner,
+                self.memory,
+                scheduler,
+                self._sampler_of,
+                self.max_model_len,
+                enforce_eager=enforce_eager,
+            )
         self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
@@ -406,6 +435,8 @@ class LLM:
             token_id: its new token; None if it was finished without one.
         """
         answer = self.answers[request_id]
+        if self.speculation is not None and self._emit_accepted(answer, token_id):
+            return
         text = ""
         try:
             if answer.text is not None:
@@ -438,6 +469,43 @@ class LLM:
         chunks = [_named(chunk) for chunk in self._chunks]
         self._chunks.clear()  # the same list: the answers go on adding to it
         return chunks
+
+    def _emit_accepted(self, answer: Answer, token_id: int | None) -> bool:
+        """Make the chunks of an answer's accepted draft tokens, which come before `token_id`.
+
+        If the text ends with one of them, the request keeps no token behind it.
+
+        Returns:
+            Whether the answer is finished by them.
+        """
+        request = answer.request
+        outputs = request.output_token_ids
+        for accepted in outputs[answer.num_chunks : len(outputs) - (token_id is not None)]:
+            text = ""
+            try:
+                if answer.text is not None:
+                    text = answer.text.push(accepted)
+                    if answer.text.is_stopped:
+                        self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_STOPPED)
+            except Exception as error:
+                self._fail(request, error)
+            is_over = request.status is RequestStatus.FINISHED_ERROR or (
+                answer.text is not None and answer.text.is_stopped
+            )
+            reason = answer.finish_reason if is_over else None
+            answer.chunks.append(Chunk(answer.index, accepted, text, reason, request.request_id))
+            answer.num_chunks += 1
+            if is_over:
+                del outputs[answer.num_chunks :]
+                del self.answers[request.request_id]
+                self.memory.forget(request.request_id)
+                return True
+        return False
+
+    def _sampler_of(self, request_id: RequestId) -> TokenSampler | None:
+        """The sampler of an answer's request; None for the request of a beam."""
+        answer = self.answers.get(request_id)
+        return None if answer is None else answer.sampler
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Finish a request whose tokens cannot be decoded, even if the scheduler has finished it already."""

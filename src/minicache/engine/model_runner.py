@@ -26,6 +26,9 @@ class ModelRunner(Protocol):
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `LLM.run_model`: `[B, vocab]`.
 
+        If requests of the step have draft tokens (`Request.draft_token_ids`): `[B + their number, vocab]`. Of each
+        request, the logits after its newest token, and after each draft token.
+
         Raises:
             InvariantError: the scheduler has given a request fewer blocks than its tokens need.
         """

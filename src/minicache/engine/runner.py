@@ -25,7 +25,7 @@ from minicache.grammar import Tokenizer as MiniGPTTokenizer
 from minicache.kernels import cpu
 from minicache.memory.blocks import BlockTable, blocks_for
 from minicache.model import Decoder, MiniGPT, load_minigpt
-from minicache.model.checkpoint import SHIPPED
+from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
 from minicache.model.minigpt import Cache
@@ -91,8 +91,8 @@ def find_model(model: str | Path | _Given) -> Path | _Given:
     """Find the model that an engine was asked for.
 
     Args:
-        model: "minigpt", the path of a checkpoint or of a Hugging Face folder, a hub name, or a model. A local path
-            goes before a hub name.
+        model: "minigpt", "minigpt-draft", the path of a checkpoint or of a Hugging Face folder, a hub name, or a
+            model. A local path goes before a hub name.
 
     Returns:
         The path of the file or folder, which may not exist; a model as it was given.
@@ -103,8 +103,8 @@ def find_model(model: str | Path | _Given) -> Path | _Given:
     """
     if not isinstance(model, str | Path):
         return model
-    if model == "minigpt":
-        return SHIPPED
+    if model in ("minigpt", "minigpt-draft"):
+        return SHIPPED if model == "minigpt" else SHIPPED_DRAFT
     if isinstance(model, str) and is_hub_name(model) and not Path(model).exists():
         return download(model)
     return Path(model)

@@ -18,6 +18,8 @@ from minicache.model.minigpt import MiniGPT
 
 FORMAT = "minigpt-1"
 SHIPPED = Path(__file__).with_name("minigpt.safetensors")
+SHIPPED_DRAFT = Path(__file__).with_name("minigpt-draft.safetensors")
+"""A smaller model of the same vocabulary, to speculate with."""
 
 
 def save_minigpt(model: MiniGPT, path: str | Path) -> None:

@@ -102,7 +102,7 @@ def _parts(model: nn.Module) -> list[tuple[str, object]]:
 
 
 def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensors) -> Tensor:
-    """Run a model over a step's tokens, and return the logits after the last token of each sequence.
+    """Run a model over a step's tokens, and return the logits after some of them (`StepTensors.last`).
 
     Args:
         model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
@@ -111,7 +111,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         step: on the CPU, without padding.
 
     Returns:
-        `[B, vocab_size]`.
+        `[R, vocab_size]`.
 
     Raises:
         IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
@@ -123,7 +123,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         if not _can_fuse(model):
             raise ValueError("the model was converted, or parts of it were replaced: make a new engine for it")
         weights = _join(model, weights.in_place)
-    num_new, num_seqs = step.token_ids.shape[0], step.context_lens.shape[0]
+    num_new, num_seqs, num_rows = step.token_ids.shape[0], step.context_lens.shape[0], step.last.shape[0]
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
     cos, sin = (_array(table) for table in model.rotation(step.positions))
@@ -140,18 +140,27 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         if layer.q_norm is not None:
             kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
         kernels.rope_store(queries, cos, sin, slots, cache.k_slots, cache.v_slots, config.num_heads)
-        if layer is weights.layers[-1] and num_seqs < num_new:
+        if layer is weights.layers[-1] and num_rows < num_new:
             # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
-            plan, last = plan_step(decode, num_blocks, block_size), step.last.numpy()
-            queries, residual, room = queries[last], residual[last], _Room(config, num_seqs)
+            read = decode if num_rows == num_seqs else _read_rows(step)
+            plan, last = plan_step(read, num_blocks, block_size), step.last.numpy()
+            queries, residual, room = queries[last], residual[last], _Room(config, num_rows)
         plan.attend(queries, cache.k, cache.v, scale, layer.window, room.out_array)
         _product(room.out, layer.output, room.y)
         kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
         _feed_forward(layer, room)
         kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
-    logits = _empty(num_seqs, weights.head.matrix.shape[1])
+    logits = _empty(num_rows, weights.head.matrix.shape[1])
     _product(room.y, weights.head, logits)
     return logits
+
+
+def _read_rows(step: StepTensors) -> AttentionMetadata:
+    """Each token of `step.last` as a sequence of its own, which ends with it."""
+    ends = step.query_start_loc[1:]
+    owner = torch.searchsorted(ends, step.last, right=True)
+    context_lens = step.context_lens[owner] - (ends[owner] - 1 - step.last)
+    return AttentionMetadata(step.block_tables[owner], context_lens)
 
 
 class LayerCache(NamedTuple):

@@ -9,6 +9,7 @@
 | `prefix_caching` | "paged", "fair" | phase 8 | with `prefix_caching`: which requests share the blocks of a prefix |
 | `sharing` | – | phase 8 | forks, and copy-on-write |
 | `chunked` | "chunked" | phase 9 | how many of its tokens a request computes in a step |
+| `speculative` | "chunked" | – | with `num_speculative_tokens`: how many draft tokens it computes too |
 
 `queue` is the waiting queue of all of them, `base` what they have in common.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from minicache.errors import require_count
 from minicache.scheduler.base import Scheduler, SchedulerOptions
-from minicache.scheduler.chunked import ChunkedPrefillScheduler
+from minicache.scheduler.chunked import ChunkedOptions, ChunkedPrefillScheduler
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
@@ -27,6 +28,7 @@ from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler,
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 from minicache.scheduler.queue import RequestQueue
 from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache.scheduler.speculative import SpeculativeScheduler
 from minicache.scheduler.static import StaticBatchScheduler
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SharingScheduler",
+    "SpeculativeScheduler",
     "StaticBatchScheduler",
     "create_scheduler",
 ]
@@ -64,6 +67,7 @@ def create_scheduler(
     prefix_caching: bool = False,
     long_prefill_threshold: int = 0,
     reserve_full_prompt: bool = True,
+    num_speculative_tokens: int = 0,
 ) -> Scheduler:
     """A scheduler by the name of its stage.
 
@@ -83,6 +87,7 @@ def create_scheduler(
         long_prefill_threshold: the most tokens of one request in one step; 0: no such limit. For "chunked" only.
         reserve_full_prompt: admit a request only if the blocks of its whole prompt are free; False: those of its first
             chunk are enough. False is for "chunked" only: the others compute a prompt in one step.
+        num_speculative_tokens: the most draft tokens of a request in one step; 0: no speculation. For "chunked" only.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -95,6 +100,9 @@ def create_scheduler(
         raise TypeError(f"reserve_full_prompt must be True or False; got {reserve_full_prompt!r}")
     if not reserve_full_prompt and name != "chunked":
         raise ValueError(f'reserve_full_prompt=False: "{name}" computes a prompt in one step; take "chunked"')
+    require_count("num_speculative_tokens", num_speculative_tokens, at_least=0)
+    if num_speculative_tokens and name != "chunked":
+        raise ValueError(f'num_speculative_tokens: "{name}" computes one token of a request in decode; take "chunked"')
     if not isinstance(prefix_caching, bool):
         raise TypeError(f"prefix_caching must be True or False; got {prefix_caching!r}")
     if prefix_caching and name in ("static", "continuous"):
@@ -123,10 +131,13 @@ def create_scheduler(
         case "fair":
             return FairSharingScheduler(**paged, prefix_caching=True) if prefix_caching else FairScheduler(**paged)
         case "chunked":
-            return ChunkedPrefillScheduler(
+            chunked: ChunkedOptions = {
                 **paged,
-                prefix_caching=prefix_caching,
-                long_prefill_threshold=long_prefill_threshold,
-                reserve_full_prompt=reserve_full_prompt,
-            )
+                "prefix_caching": prefix_caching,
+                "long_prefill_threshold": long_prefill_threshold,
+                "reserve_full_prompt": reserve_full_prompt,
+            }
+            if num_speculative_tokens:
+                return SpeculativeScheduler(**chunked, num_speculative_tokens=num_speculative_tokens)
+            return ChunkedPrefillScheduler(**chunked)
     raise ValueError(f"no scheduler {name!r}: there are {', '.join(SCHEDULERS)}")

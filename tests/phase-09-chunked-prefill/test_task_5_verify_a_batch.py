@@ -11,7 +11,7 @@ import torch
 
 from minicache.cache.paged import PagedKVCache
 from minicache.cache.selective import SelectiveStep
-from minicache.course.checks import call, that
+from minicache.course.checks import call, short, that
 from minicache.engine.decoding import decode
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.speculative import rows_to_verify, verify
@@ -38,6 +38,9 @@ class Counting(TokenSampler):
     def __init__(self, params):
         super().__init__(params)
         self.drawn = []
+
+    def __repr__(self):
+        return short(self.params).replace("SamplingParams", "sampler")
 
     def draw(self, logits):
         self.drawn.append(super().draw(logits))
@@ -94,6 +97,7 @@ def without_drafts(text, params, num_tokens):
         ([9, 1, 3], [0, 0, 1], [8, 9, 11, 12]),
         ([], [], []),
     ],
+    ids=str,
 )
 def test_the_last_rows_of_each_request(num_new_tokens, num_drafts, rows):
     """Of each request the newest token's row and those of its k draft tokens: the last 1 + k, among all of the step."""
@@ -119,7 +123,7 @@ def test_rows_of_tuples():
     that("the arguments", (counts, num_drafts)).gives(([2, 3], [1, 0]))
 
 
-@pytest.mark.parametrize(("num_new_tokens", "num_drafts"), [([4, 1], [0]), ([4], [0, 1]), ([], [0])])
+@pytest.mark.parametrize(("num_new_tokens", "num_drafts"), [([4, 1], [0]), ([4], [0, 1]), ([], [0])], ids=str)
 def test_one_number_of_drafts_for_each_request(num_new_tokens, num_drafts):
     """Two requests and one number of draft tokens: an error."""
     call(rows_to_verify, num_new_tokens, num_drafts).raises(ValueError)
@@ -143,6 +147,7 @@ def test_one_number_of_drafts_for_each_request(num_new_tokens, num_drafts):
         ([0], [0, 0], [0, 0]),
         ([1, 2, 3], [1, 2, 0, 3], [1, 2, 0]),
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_up_to_the_first_difference(drafts, likeliest, tokens, temperature):
@@ -186,7 +191,7 @@ def test_a_batch_of_nothing():
 
 
 def test_each_request_has_its_own_sampler():
-    """Two requests with the same rows and draft tokens, and other seeds: each gets what its sampler draws."""
+    """Three requests with the same row and other seeds: each gets what its own sampler draws."""
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in (3, 4, 5)]
     text = (1, 2)
     expected = [without_drafts(text, each, 1) for each in params]
@@ -246,11 +251,12 @@ def served(texts, params, answers, most, part_right, rng):
         that(f"requests that get tokens in step {step}", len(given)).gives(len(live))
         for n, tokens in zip(live, given, strict=True):
             found[n] += tokens
-            if not params[n].is_greedy:
-                that(f"tokens that request {n} got by step {step}", found[n]).gives(samplers[n].drawn)
             expected = answers[n][: len(found[n])]
-            that(f"tokens of request {n} by step {step}", found[n][: len(expected)]).gives(expected)
+            what = f"tokens of request {n}, {samplers[n]}, by step {step}"
+            that(what, found[n][: len(expected)]).gives(expected)
             that(f"whether request {n} got a token in step {step}", bool(tokens)).gives(True)
+            if not params[n].is_greedy:
+                that(f"draws for request {n} by step {step}", len(samplers[n].drawn)).gives(len(found[n]))
         step += 1
     return [tokens[: len(answer)] for tokens, answer in zip(found, answers, strict=True)]
 

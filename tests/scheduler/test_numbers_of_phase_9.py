@@ -16,9 +16,10 @@ import torch
 
 from minicache.arithmetic.specs import A100_80GB, LLAMA_3_8B
 from minicache.cache.paged import PagedKVCache
-from minicache.engine import speculative
+from minicache.cache.selective import SelectiveStep
 from minicache.engine.decoding import decode
-from minicache.engine.speculative import NgramDrafter, num_accepted
+from minicache.engine.sampling import SamplingParams, TokenSampler
+from minicache.engine.speculative import NgramDrafter, rows_to_verify, verify
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
 from minicache.request import Request, RequestStatus
@@ -623,15 +624,15 @@ def test_one_pass():
     drafts = NgramDrafter().draft(text, 4)
     assert " ".join(words[each] for each in drafts) == "not going to the"
     with torch.inference_mode():
-        picked = load_minigpt()(torch.tensor([text + drafts]))[0, 28:].argmax(-1).tolist()
+        logits = load_minigpt()(torch.tensor([text + drafts]))[0, 28:]
+    picked = logits.argmax(-1).tolist()
     rows = table(DRAFTS, "| token | its position | the model picks, behind it | the draft token there | |")
     for place, row in enumerate(rows):
         assert row[0] == words[[text[-1], *drafts][place]]
         assert int(row[1]) == 28 + place
         assert row[2].strip("*") == words[picked[place]]
         assert row[3] == (words[drafts[place]] if place < 4 else "")
-    assert num_accepted(drafts, picked) == 1
-    assert tokens[29:31] == picked[:2]
+    assert verify(logits, [drafts], [TokenSampler(SamplingParams())]) == [picked[:2]] == [tokens[29:31]]
     assert not missing_on(
         DRAFTS, "29 tokens, and 28 KV entries", "there are 33", "`truncate(30)`", "31 tokens, 30 entries"
     )
@@ -708,11 +709,8 @@ def test_the_worked_examples_of_the_labs(name):
     names: dict[str, Any] = {
         each.__name__: each for each in (Request, ChunkedPrefillScheduler, PagedKVCache, Tokenizer)
     }
-    names |= {"torch": torch, "decode": decode, "load_minigpt": load_minigpt}
-    names |= {
-        each: getattr(speculative, each)
-        for each in ("NgramDrafter", "SpeculationStats", "num_accepted", "speculative_decode")
-    }
+    names |= {each.__name__: each for each in (SelectiveStep, SamplingParams, TokenSampler, NgramDrafter)}
+    names |= {"torch": torch, "load_minigpt": load_minigpt, "rows_to_verify": rows_to_verify, "verify": verify}
     case = doctest.DocTestParser().get_doctest(examples, names, name, None, 0)
     runner = doctest.DocTestRunner()
     runner.run(case)

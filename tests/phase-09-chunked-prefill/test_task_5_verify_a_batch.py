@@ -444,8 +444,8 @@ def test_a_ragged_step_of_minigpt(minigpt):
     found: list[list[int]] = [[], [], []]
     for step in range(8):
         counts, drafts, shown = [], [], []
-        for n, (prompt, cache) in enumerate(zip(prompts, caches, strict=True)):
-            unseen = [*prompt, *found[n]][cache.num_tokens :][:4]  # a chunk of four
+        for n, (prompt, its_cache) in enumerate(zip(prompts, caches, strict=True)):
+            unseen = [*prompt, *found[n]][its_cache.num_tokens :][:4]  # a chunk of four
             right = answers[n][len(found[n]) :][: (0, 3, step % 3)[n]] if found[n] else []
             its_drafts = [*right[:-1], right[-1] + step % 2] if right else []  # the last is wrong in every other step
             drafts.append(its_drafts)

@@ -682,20 +682,19 @@ def test_when_it_pays():
 def test_what_is_said_of_measured_drafts():
     told = results("speculative")
     again, new = (told[kind]["points"] for kind in ("again", "new"))
-    assert [each["num_drafts"] for each in again] == [0, 1, 2, 4, 8, 12, 16]
-    assert [each["tokens_per_pass"] for each in again] == sorted(each["tokens_per_pass"] for each in again)
-    assert again[3]["speedup"] > 1.5
-    assert all(each["speedup"] < each["tokens_per_pass"] for each in again[1:]), "smaller than that"
-    assert all(0.5 < each["speedup"] < 1.25 for each in new), "next to nothing, or a loss"
-    assert new[-1]["speedup"] < 1, "with 16 it is slower than without"
-    assert all(0.7 < told[kind]["points"][0]["speedup"] < 1.03 for kind in ("again", "new")), "a little slower"
-    assert max(each["speedup"] for each in again) > 2, "several times"
-    assert new[1]["acceptance"] == pytest.approx(0.2, abs=0.05), "one in five"
+    assert [each["num_drafts"] for each in again] == [1, 2, 4, 8, 12, 16]
+    assert [each["tokens_per_step"] for each in again] == sorted(each["tokens_per_step"] for each in again)
+    assert again[2]["speedup"] > 1.4
+    assert all(each["speedup"] < each["tokens_per_step"] for each in again), "smaller than that"
+    assert all(each["speedup"] > 1 for each in again), "more than one"
+    assert all(each["speedup"] < 1 for each in new), "they lose"
+    assert new[0]["acceptance"] == pytest.approx(0.2, abs=0.05), "one in five"
     assert new[-1]["acceptance"] < 0.05, "hardly any"
-    assert new[-1]["tokens_per_pass"] == pytest.approx(new[2]["tokens_per_pass"], abs=0.05)
-    cost = {each["num_tokens"]: each["over_one"] for each in told["pass_cost"]["points"]}
-    assert [told["pass_cost"]["points"][place]["num_tokens"] for place in (3, 5)] == [5, 17]
-    assert 1 < cost[5] < 3
+    assert new[-1]["tokens_per_step"] == pytest.approx(new[1]["tokens_per_step"], abs=0.05)
+    cost = {each["num_tokens"]: each["over_one"] for each in told["step_cost"]["points"]}
+    assert [told["step_cost"]["points"][place]["num_tokens"] for place in (3, 5)] == [5, 17]
+    assert 1 < cost[5] < cost[17]
+    assert 4 * load_minigpt().num_parameters() == pytest.approx(3e6, rel=0.1), "3 MB"
 
 
 # --- the labs ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.runner import find_model, load_model
+from minicache.engine.speculation import SpeculativeConfig
 from minicache.engine.stopping import Tokenizer
 from minicache.replica.messages import EngineInfo, EngineOptions
 from minicache.replica.stats import cache_info
@@ -31,6 +32,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    speculative = options.speculative and SpeculativeConfig(options.speculative, options.num_speculative_tokens)
     llm = ServedLLM(
         load_model(find_model(options.model), dtype, options.device),
         scheduler=options.scheduler,
@@ -44,6 +46,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
         prefix_caching=options.prefix_caching and options.scheduler in SHARING,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
+        speculative=speculative,
         tokenizer=tokenizer,
     )
     parameters: list[torch.Tensor] = list(llm.model.parameters())

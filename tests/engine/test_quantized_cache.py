@@ -112,6 +112,8 @@ def generated(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]
         ({"num_blocks": 36, "block_size": 1, "scheduler": "fair"}, "preempted"),
         ({"num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 50}, "swapped in"),
         ({"num_blocks": 9, "block_size": 4, "max_num_batched_tokens": 6, "prefix_caching": True}, "preempted"),
+        ({"speculative": "ngram"}, ""),
+        ({"speculative": "minigpt-draft", "num_blocks": 11, "block_size": 4}, "preempted"),
     ],
     ids=str,
 )
@@ -127,7 +129,7 @@ def test_greedy_tokens(
 ) -> None:
     expected = [alone_rounded(dtype, prompt, length) for prompt, length in zip(prompts, LENGTHS, strict=True)]
     llm = LLM(model, kv_cache_dtype=dtype, observers=[watch], **{"num_blocks": 64, **options})
-    if not fused:
+    if not fused and llm.speculation is None:
         llm.runner = None
     assert generated(llm, prompts, greedy()) == expected
     assert llm.scheduler.pool.num_used == 0
@@ -321,6 +323,14 @@ def test_bytes_are_those_of_the_tensors(model: MiniGPT, dtype: str) -> None:
     assert 64 * 2**20 - llm.storage.token_nbytes * 16 < llm.storage.nbytes <= 64 * 2**20 == plain.storage.nbytes
     assert llm.scheduler.pool.num_blocks == plain.scheduler.pool.num_blocks * 128 // 36
     assert llm.storage.dtype == DTYPES[dtype]
+
+
+def test_a_draft_models_cache_holds_the_same(model: MiniGPT) -> None:
+    """It has as many blocks, and its share of the memory is that of its bytes a token."""
+    llm = LLM(model, kv_cache_dtype="int8", speculative="minigpt-draft")
+    draft = LLM("minigpt-draft", kv_cache_dtype="int8", num_blocks=1).storage
+    both = (llm.storage.token_nbytes + draft.token_nbytes) * 16
+    assert llm.scheduler.pool.num_blocks == pytest.approx(64 * 2**20 / both, abs=1)
 
 
 def test_the_swap_space_counts_its_scales_too(model: MiniGPT) -> None:

@@ -337,6 +337,7 @@ class PagedMemory:
 
     Attributes:
         storage: the blocks' memory.
+        kv_cache_dtype: as given.
         host_storage: the host blocks' memory; None if the scheduler does not swap. The scales of a quantized storage
             have one of their own, which `host_storage.nbytes` counts too.
         num_steps: how many steps were made.
@@ -349,6 +350,7 @@ class PagedMemory:
         dtype = weights.dtype if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
         self.storage = kind(scheduler.pool, *sizes, dtype=dtype, device=weights.device)
         host_pool = getattr(scheduler, "host_pool", None)
+        self.kv_cache_dtype = kv_cache_dtype
         self.host_storage = None if host_pool is None else HostStorage(self.storage, host_pool.num_blocks)
         self._storages = [(self.storage, self.host_storage)]
         if isinstance(self.storage, QuantizedStorage):

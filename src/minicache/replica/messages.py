@@ -1,7 +1,7 @@
 """What the server's process and an engine's process say to each other: msgpack, by msgspec.
 
 Each message is one frame of a ZeroMQ socket. They are encoded as arrays without field names: at 64 streams the tokens
-of a step are one message of about a kilobyte, which takes some tens of microseconds to write and to read.
+of a step are one message of about a kilobyte, which takes some microseconds to write and to read.
 """
 
 from __future__ import annotations

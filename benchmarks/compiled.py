@@ -3,7 +3,7 @@
 Triton's compiler and NVIDIA's assembler say so, and need no GPU. A launcher is called with CPU tensors, as if they were
 on a GPU of each architecture, and its kernel is replaced by something that compiles instead of running. So what is
 compiled is what is launched, whatever `minicache.kernels.configs` says. Attention is compiled without options and with
-all of them, and of the two the larger numbers count.
+all of them, over one byte a number also with a scale for each token, and of these the larger numbers count.
 
     python -m benchmarks.compiled              all launches, a quarter of an hour; → benchmarks/results/compiled.json
     python -m benchmarks.compiled --corners    a selection, in about a minute: lines of JSON, and nothing is recorded
@@ -39,7 +39,7 @@ from triton.compiler import ASTSource
 from benchmarks import ladder
 from benchmarks._record import record
 from minicache.errors import KernelUnavailableError
-from minicache.kernels import configs, decode, gather, prefill, split_kv, store
+from minicache.kernels import configs, decode, gather, prefill, quantized_store, split_kv, store
 
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
 DTYPES = ((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP16, INT8), (BF16, FP8))
@@ -67,6 +67,8 @@ EVERY_OPTION: dict[str, Any] = {
     "sliding_window": 100,
     "softcap": 30.0,
 }
+NUM_BLOCKS, BLOCK_SIZE = 8, 16
+TOKEN_SCALES = {name: torch.ones(NUM_BLOCKS, BLOCK_SIZE, 1) for name in ("k_scale", "v_scale")}
 
 Row = dict[str, Any]
 
@@ -76,9 +78,10 @@ class Launch:
     """A call of a launcher.
 
     Attributes:
-        launcher: "store", "gather", "decode", "split_kv", "prefill", or the name of a rung of the ladder.
+        launcher: "store", "quantized_store", "gather", "decode", "split_kv", "prefill", or the name of a rung of the
+            ladder.
         architecture: such as 90.
-        queries: the queries' dtype; of store and gather, the cache's.
+        queries: the queries' dtype; of quantized_store, that of the rows; of store and gather, the cache's.
         cache: the cache's dtype.
         head_dim: d.
     """
@@ -141,6 +144,7 @@ def launches() -> Iterator[Launch]:
         yield Launch("decode", arch, FP32, INT8, 128)
         for launcher, stored in product(("store", "gather"), (BF16, INT8, FP8)):
             yield Launch(launcher, arch, stored, stored, 128)
+        yield from (Launch("quantized_store", arch, BF16, stored, 128) for stored in (INT8, FP8))
 
 
 def selection() -> Iterator[Launch]:
@@ -151,6 +155,7 @@ def selection() -> Iterator[Launch]:
         yield from (Launch("decode", arch, *dtype, 128) for dtype in ((BF16, BF16), byte))
         yield Launch("split_kv", arch, BF16, BF16, 128)
         yield from (Launch(launcher, arch, byte[1], byte[1], 128) for launcher in ("store", "gather"))
+        yield Launch("quantized_store", arch, BF16, byte[1], 128)
     yield from (Launch(rung.name, 90, BF16, BF16, 128) for rung in ladder.RUNGS[:2])  # the others are of the package
 
 
@@ -162,10 +167,14 @@ def rows(launch: Launch) -> list[Row]:
         "cache": short(launch.cache),
         "head_dim": launch.head_dim,
     }
-    attends = launch.launcher in ("decode", "split_kv", "prefill")
+    options: list[dict[str, Any]] = [{}]
+    if launch.launcher in ("decode", "split_kv", "prefill"):
+        options = [{}, EVERY_OPTION]
+        if launch.cache.itemsize == 1:
+            options += [TOKEN_SCALES, EVERY_OPTION | TOKEN_SCALES]
     try:
         configs.require_storable(launch.architecture, launch.cache)
-        variants = [compiled(launch, options) for options in ([{}, EVERY_OPTION] if attends else [{}])]
+        variants = [compiled(launch, each) for each in options]
     except KernelUnavailableError as error:
         return [{"launcher": launch.launcher} | facts | {"refused": str(error)}]
     found = []
@@ -178,7 +187,7 @@ def rows(launch: Launch) -> list[Row]:
 def compiled(launch: Launch, options: dict[str, Any]) -> list[Row]:
     """The kernels of one call with these options."""
     found: list[Row] = []
-    modules = (store, gather, decode, split_kv, prefill, ladder)
+    modules = (store, quantized_store, gather, decode, split_kv, prefill, ladder)
     kernels = {
         (module, name): kernel for module in modules for name, kernel in vars(module).items() if "_kernel" in name
     }
@@ -199,13 +208,19 @@ def call(launch: Launch, options: dict[str, Any]) -> None:
     """Call the launcher, with one key/value head and GROUP query heads."""
     ints = torch.int64 if options else torch.int32
     q = torch.empty(4, GROUP, launch.head_dim, dtype=launch.queries)
-    cache = torch.empty(8, 16, 1, launch.head_dim, dtype=launch.cache)
+    cache = torch.empty(NUM_BLOCKS, BLOCK_SIZE, 1, launch.head_dim, dtype=launch.cache)
     paged = (q, cache, cache, torch.zeros(2, 16, dtype=ints), torch.zeros(2, dtype=ints))
     scale = launch.head_dim**-0.5
     match launch.launcher:
         case "store":
-            eight = torch.empty(8, 16, 8, launch.head_dim, dtype=launch.cache)
+            eight = torch.empty(NUM_BLOCKS, BLOCK_SIZE, 8, launch.head_dim, dtype=launch.cache)
             store.store_kv(eight[0], eight[0], eight, eight, torch.zeros(16, dtype=torch.int64))
+        case "quantized_store":
+            new = torch.empty(16, 8, launch.head_dim, dtype=launch.queries)
+            eight = torch.empty(NUM_BLOCKS, BLOCK_SIZE, 8, launch.head_dim, dtype=launch.cache)
+            scales = torch.empty(NUM_BLOCKS, BLOCK_SIZE, 8)
+            slots = torch.zeros(16, dtype=torch.int64)
+            quantized_store.store_kv(new, new, eight, eight, slots, k_scale=scales, v_scale=scales)
         case "gather":
             gather.gather_kv(cache, torch.zeros(4, dtype=torch.int32), 50)
         case "decode":

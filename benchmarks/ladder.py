@@ -208,6 +208,8 @@ def launch_packed(work: Workload, **constants: Any) -> Tensor:
         None,
         None,
         None,
+        None,
+        None,
         work.scale,
         None,
         None,

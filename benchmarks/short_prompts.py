@@ -45,9 +45,10 @@ def measure(heads: tuple[int, int, int], before: int) -> dict[str, Any]:
 
 def ratio(num_heads: int, num_kv_heads: int, head_dim: int, before: int, num_new: int) -> float:
     num_blocks = -(-(before + num_new) // BLOCK)
-    k_cache, v_cache = (torch.randn(num_blocks, BLOCK, num_kv_heads, head_dim).numpy() for _ in range(2))
+    k_cache, v_cache = (torch.randn(num_blocks, BLOCK, num_kv_heads, head_dim) for _ in range(2))
     q = torch.randn(num_new, num_heads, head_dim).numpy()
     out = torch.empty(num_new, num_heads, head_dim).numpy()
+    caches = steps.CacheArrays.of(k_cache, v_cache, None, None)
     tables, lengths = torch.randperm(num_blocks)[None], torch.tensor([before + num_new])
     plans = []
     limits = steps.LONGEST_PROMPT, steps.LONGEST_CHUNK
@@ -61,7 +62,7 @@ def ratio(num_heads: int, num_kv_heads: int, head_dim: int, before: int, num_new
     while time.perf_counter() < end:
         for which, plan in enumerate(plans):
             start = time.thread_time()
-            plan.attend(q, k_cache, v_cache, head_dim**-0.5, 0, out)
+            plan.attend(q, caches, head_dim**-0.5, 0, out)
             best[which] = min(best[which], time.thread_time() - start)
     return best[0] / best[1]
 

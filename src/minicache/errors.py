@@ -58,6 +58,14 @@ class StepFailedError(MinicacheError):
     """A step of the model failed in which this request took part. Its cause is what the model raised."""
 
 
+class RankFailedError(MinicacheError):
+    """A rank of a model on several processes has raised an error. The step has failed; the ranks can run the next."""
+
+
+class RankDiedError(MinicacheError):
+    """A rank of a model on several processes has ended or does not answer: the engine cannot run any more."""
+
+
 class LivelockError(MinicacheError):
     """A loop that would never end was stopped: every turn of it undoes the turn before."""
 

@@ -41,6 +41,9 @@ def test_demo_shows_completions_totals_and_a_plot(tmp_path: Path) -> None:
     assert f" {8 * 24 * 2} " in rows["dense"]
     assert f" {8 * 2 * 16 * 2} " in rows["paged"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    # A byte a number and 4 a row: 2 · 4 layers · 2 KV heads · (32 + 4).
+    assert "a token takes 576 bytes instead of 2,048" in result.output
+    assert "3.6 times as many tokens" in result.output
 
 
 @pytest.mark.usefixtures("threads")

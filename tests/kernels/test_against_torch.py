@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minicache.kernels import gather_kv, paged_decode_attention, paged_prefill_attention, runtime, store_kv
+from minicache.kernels.quantize import dequantize_rows, quantize_rows
 from minicache.kernels.tracer import Log, trace, unused_entries, unused_rows
 
 NOBODY = 2**31 - 1
@@ -220,4 +221,68 @@ def test_a_quantized_cache_reads_as_its_numbers_times_its_scales(device: torch.d
         got = paged_decode_attention(
             q, *caches, tables, lengths, k_scale=scales[0], v_scale=scales[1], num_splits=1, backend="triton"
         )
+    case.check(got, q)
+
+
+each_byte = pytest.mark.parametrize("quantized", [torch.int8, torch.float8_e4m3fn], ids=str)
+
+
+@each_byte
+@settings(max_examples=8)
+@given(case=cases())
+def test_quantizing_writes_what_pytorch_writes(device: torch.device, quantized: torch.dtype, case: Case) -> None:
+    """To the bit: rows of any size, of zeros, with NaN and infinities in them."""
+    k, v = torch.cat(case.keys)[:12], torch.cat(case.values)[:12]
+    rows = len(k)
+    slots = torch.randperm(rows + 5, generator=case.random)[:rows].to(case.index) - 2
+    slots[slots < 0] = -1
+    smallest = -145 if case.dtype == torch.float32 else -110  # the interpreter reads bf16's subnormal numbers wrongly
+    sizes = 2.0 ** torch.randint(smallest, 120, (rows, case.num_kv_heads, 1), generator=case.random)
+    k, v = (k * sizes).to(case.dtype), (v * sizes.flip(0)).to(case.dtype)
+    k[0, 0], v[0, -1, -1], k[-1, -1, 0] = 0.0, torch.nan, -torch.inf
+    shape = (rows // case.block_size + 2, case.block_size, case.num_kv_heads, case.head_dim)
+    written = {}
+    for backend in ("torch", "triton"):
+        caches = torch.zeros(2, *shape).to(quantized).to(device)
+        scales = torch.zeros(2, *shape[:3], device=device)
+        store_kv(
+            *(each.to(device) for each in (k, v, *caches, slots)), k_scale=scales[0], v_scale=scales[1], backend=backend
+        )
+        written[backend] = caches.float(), scales
+    for one, other in zip(*written.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def with_scales(case: Case, paged: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same rows in one byte a number, a scale for each; `case` then expects attention over what they read as."""
+    (k_cache, k_scale), (v_cache, v_scale) = (quantize_rows(cache, dtype) for cache in paged[:2])
+    for dense in (case.keys, case.values):
+        dense[:] = [dequantize_rows(*quantize_rows(rows, dtype)) for rows in dense]
+    return [k_cache, v_cache, *paged[2:]], {"k_scale": k_scale, "v_scale": v_scale}
+
+
+@each_byte
+@settings(max_examples=8)
+@given(case=cases(), num_splits=st.sampled_from([1, 2, 5]))
+def test_decode_over_rows_with_scales(
+    device: torch.device, quantized: torch.dtype, case: Case, num_splits: int
+) -> None:
+    paged, scales = with_scales(case, case.stored(device), quantized)
+    q = case.rows(len(case.lengths), case.num_kv_heads * case.group, case.head_dim).to(device)
+    options = placed(case.options, device) | scales
+    with watching(*paged):
+        got = paged_decode_attention(q, *paged, **options, num_splits=num_splits, backend="triton")
+    case.check(got, q)
+
+
+@each_byte
+@settings(max_examples=8)
+@given(case=cases(prefill=True))
+def test_prefill_over_rows_with_scales(device: torch.device, quantized: torch.dtype, case: Case) -> None:
+    paged, scales = with_scales(case, case.stored(device), quantized)
+    q = case.rows(sum(case.num_new), case.num_kv_heads * case.group, case.head_dim).to(device)
+    starts = torch.tensor([0, *case.num_new]).cumsum(0).to(case.index).to(device)
+    options = placed(case.options, device) | scales
+    with watching(*paged):
+        got = paged_prefill_attention(q, *paged, starts, **options, backend="triton")
     case.check(got, q)

@@ -105,7 +105,7 @@ def _forbidden(**given: Any) -> dict[str, Forbidden]:
         where = torch.ones(given["k_cache"].shape[:2], dtype=torch.bool)
         where.view(-1)[given["slot_mapping"][given["slot_mapping"] >= 0].long()] = False
         row = Forbidden(where, "a row whose slot is not in the slot mapping")
-        return {"k_cache": row, "v_cache": row}
+        return {"k_cache": row, "v_cache": row} | dict.fromkeys(_token_scales(given), row)
     if "num_tokens" in given:
         table, length = given["block_table"][None], torch.tensor([given["num_tokens"]])
         tail = unused_entries(table, length, given["cache"].shape[1])
@@ -118,7 +118,13 @@ def _forbidden(**given: Any) -> dict[str, Forbidden]:
     if window := given.get("sliding_window"):
         num_new = given["query_start_loc"].diff() if "query_start_loc" in given else torch.ones_like(lengths)
         rows = _rows_in_no_window(cache, tables, lengths, lengths - num_new - window + 1)
-    return {"k_cache": rows, "v_cache": rows, "block_tables": unused_entries(tables, lengths, cache.shape[1])}
+    entries = unused_entries(tables, lengths, cache.shape[1])
+    return {"k_cache": rows, "v_cache": rows, "block_tables": entries} | dict.fromkeys(_token_scales(given), rows)
+
+
+def _token_scales(given: dict[str, Any]) -> list[str]:
+    """Those of a call's scales that have a number for each token."""
+    return [name for name in ("k_scale", "v_scale") if getattr(given.get(name), "ndim", 0) == 3]
 
 
 def _rows_in_no_window(cache: Tensor, tables: Tensor, lengths: Tensor, firsts: Tensor) -> Forbidden:
@@ -142,6 +148,8 @@ class Batch:
         v_cache: the same.
         block_tables: `[B, max_blocks]`, two entries more than the longest needs; the tails are nobody's blocks.
         context_lens: `[B]`.
+        token_scales: of a quantised cache, k_scale and v_scale `[num_blocks, block_size, H_kv]`, NaN where no sequence
+            has a row; `keys` and `values` are then what the numbers in the cache stand for.
     """
 
     lengths: list[int]
@@ -152,6 +160,7 @@ class Batch:
     block_tables: Tensor
     context_lens: Tensor
     extra: dict[str, Any] = field(default_factory=dict)
+    token_scales: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -218,6 +227,40 @@ def batch(device) -> Callable[..., Batch]:
         return _lay_out(keys, values, device=device, block_size=block_size, index=index, shared=shared, seed=seed)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def quantized(batch) -> Callable[..., Batch]:
+    """`quantized([5, 40], H_kv, d, block_size, dtype=torch.int8)`: a `Batch` in one byte a number, a scale a token.
+
+    Rows differ in size by a factor of up to a hundred, so that no scale can stand in for another.
+    """
+
+    def make(*sizes: Any, dtype: torch.dtype = torch.int8, **options: Any) -> Batch:
+        some = batch(*sizes, **options)
+        numbers, scales = [], []
+        for rows in (*some.keys, *some.values):
+            rows *= 10 ** torch.empty(*rows.shape[:2], 1).uniform_(-1.5, 0.5)
+            found = by_row(rows, dtype)
+            numbers.append(found[0])
+            scales.append(found[1][..., None])
+            rows.copy_(numbers[-1].float() * scales[-1])
+        half = len(some.keys)
+        shared = {name: some.extra[name] for name in ("device", "block_size", "index", "shared", "seed")}
+        laid = _lay_out(numbers[:half], numbers[half:], **shared)
+        of_tokens = _lay_out(scales[:half], scales[half:], **shared)
+        token_scales = {"k_scale": of_tokens.k_cache[..., 0], "v_scale": of_tokens.v_cache[..., 0]}
+        return replace(laid, keys=some.keys, values=some.values, token_scales=token_scales)
+
+    return make
+
+
+def by_row(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Numbers `[…, d]` and scales `[…]` of rows `[…, d]`, in PyTorch."""
+    largest = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}[dtype]
+    scales = rows.abs().amax(-1) / largest
+    numbers = (rows / scales.where(scales > 0, 1.0)[..., None]).clamp(-largest, largest)
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), scales
 
 
 def _lay_out(
@@ -310,11 +353,11 @@ def decode(watched, device) -> Callable[..., Tensor]:
 
     def run(batch: Batch, num_heads: int, *, q: Tensor | None = None, num_splits: int = 1, **options: Any) -> Tensor:
         __tracebackhide__ = True
-        dtype = torch.float32 if batch.k_cache.dtype == torch.int8 else batch.k_cache.dtype
+        dtype = torch.float32 if batch.k_cache.itemsize == 1 else batch.k_cache.dtype
         if q is None:
             q = torch.randn(len(batch.lengths), num_heads, batch.k_cache.shape[3]).to(dtype).to(device)
         attention = watched(paged_decode_attention)
-        got = call(attention, q, *batch.paged, num_splits=num_splits, **options).value
+        got = call(attention, q, *batch.paged, num_splits=num_splits, **batch.token_scales, **options).value
         with_options = "".join(f", {name}={short(value)}" for name, value in options.items())
         that("the output's shape and dtype", (list(got.shape), got.dtype)).gives((list(q.shape), q.dtype))
         for i, length in enumerate(batch.lengths):
@@ -380,13 +423,13 @@ def prefill(watched, device) -> Callable[..., Tensor]:
 
     def run(batch: Batch, num_new: Sequence[int], num_heads: int, *, q: Tensor | None = None, **options: Any) -> Tensor:
         __tracebackhide__ = True
-        dtype = torch.float32 if batch.k_cache.dtype == torch.int8 else batch.k_cache.dtype
+        dtype = torch.float32 if batch.k_cache.itemsize == 1 else batch.k_cache.dtype
         if q is None:
             q = torch.randn(sum(num_new), num_heads, batch.k_cache.shape[3]).to(dtype).to(device)
         starts = [0, *itertools.accumulate(num_new)]
         query_start_loc = torch.tensor(starts, dtype=batch.context_lens.dtype, device=device)
         attention = watched(paged_prefill_attention)
-        got = call(attention, q, *batch.paged, query_start_loc, **options).value
+        got = call(attention, q, *batch.paged, query_start_loc, **batch.token_scales, **options).value
         that("the output's shape and dtype", (list(got.shape), got.dtype)).gives((list(q.shape), q.dtype))
         for i, (count, start) in enumerate(zip(num_new, starts, strict=False)):
             if count:

@@ -542,7 +542,7 @@ def test_names_types_and_labels_are_vllms() -> None:
         'vllm:inter_token_latency_seconds_bucket{engine="0",le="0.025",model_name="minigpt"} 0.0',
         'vllm:request_prompt_tokens_bucket{engine="0",le="100.0",model_name="minigpt"} 0.0',
         'vllm:iteration_tokens_total_bucket{engine="0",le="+Inf",model_name="minigpt"} 0.0',
-        'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="0",model_name="minigpt",'
+        'vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="False",engine="0",model_name="minigpt",'
         'num_cpu_blocks="3",num_gpu_blocks="10"} 1.0',
     ):
         assert line in text.splitlines()

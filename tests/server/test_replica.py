@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from minicache.engine.llm import LLM
@@ -38,8 +39,8 @@ LONG = {"prompt": "Yesterday I", "max_tokens": 400, "ignore_eos": True, "tempera
 class Served:
     """A server with an engine in a process, or with several."""
 
-    def __init__(self, num_replicas: int = 1, max_waiting: int = 256) -> None:
-        self.client = EngineClient(starter(OPTIONS), Tokenizer(), num_replicas=num_replicas, max_waiting=max_waiting)
+    def __init__(self, num_replicas: int = 1, max_waiting: int = 256, options: EngineOptions = OPTIONS) -> None:
+        self.client = EngineClient(starter(options), Tokenizer(), num_replicas=num_replicas, max_waiting=max_waiting)
         listening = threading.Event()
 
         def on_listening(port: int) -> None:
@@ -164,6 +165,30 @@ def test_an_engine_that_is_killed_fails_its_requests_by_name_and_is_started_agai
     assert served.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 4
     assert served.metric("vllm:num_requests_running") == 0
     assert served.metric("vllm:e2e_request_latency_seconds_count") == served.metric("vllm:request_success_total")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+def test_an_engine_of_several_ranks_is_started_again_when_one_is_killed() -> None:
+    served = Served(options=msgspec.structs.replace(OPTIONS, tensor_parallel_size=2))
+    try:
+        engine = served.pid()
+        [rank] = map(int, Path(f"/proc/{engine}/task/{engine}/children").read_text().split())
+        stream = served.begin()
+        os.kill(rank, signal.SIGKILL)
+        error, done = read_all(stream).split(b"data: ")[-2:]
+        assert json.loads(error.split(b"\n")[0])["error"]["code"] == "engine_died"
+        assert done.startswith(b"[DONE]")
+        served.until_healthy()
+        body = served.ask("POST", "/v1/completions", {"prompt": "Yesterday I", "max_tokens": 8, "temperature": 0})[1]
+        [right] = LLM(num_blocks=64).generate(["Yesterday I"], SamplingParams(max_tokens=8))
+        assert json.loads(body)["choices"][0]["text"] == right.text
+        engine = served.pid()
+        [rank] = map(int, Path(f"/proc/{engine}/task/{engine}/children").read_text().split())
+        os.kill(engine, signal.SIGKILL)
+        served.until(lambda: not is_alive(rank))
+    finally:
+        served.stop()
 
 
 @pytest.mark.slow

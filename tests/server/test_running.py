@@ -238,6 +238,7 @@ def test_killed_and_started_again_it_serves_on_the_same_port_until_sigterm() -> 
         (["--max-model-len", "100000"], "the model takes 512 tokens"),  # the engine's process says so
         (["--in-process", "--device", "nowhere"], "no device"),
         (["--in-process", "--replicas", "2"], "leave out --in-process"),
+        (["--in-process", "--tensor-parallel", "2"], "leave out --in-process"),
         (["--api-key", ""], "the API key is empty"),
         (["--drain-seconds", "inf"], "drain_seconds must be"),
         (["--in-process", "--preemption", "swap"], "num_host_blocks"),

@@ -10,7 +10,7 @@ import pytest
 
 from minicache.arithmetic.arithmetic import cache_bytes_per_token, step_bytes, step_flops, step_seconds
 from minicache.arithmetic.specs import A100_40GB, DEEPSEEK_V3, H100, LLAMA_3_8B, OPT_13B
-from minicache.simulator.costs import PCIE_BANDWIDTH, FixedCost, HostCost, RooflineCost, StepLoad
+from minicache.simulator.costs import PCIE_BANDWIDTH, FixedCost, HostCost, RooflineCost, StepLoad, kv_token_bytes
 
 HOST = HostCost(
     machine="a laptop",
@@ -52,6 +52,26 @@ def test_efficiency_and_overhead():
     assert real.step_seconds(decode) == pytest.approx(ideal.step_seconds(decode) / 0.8 + 0.01)
     assert real.step_seconds(prefill) == pytest.approx(ideal.step_seconds(prefill) / 0.5 + 0.01)
     assert RooflineCost(OPT_13B, H100, dtype="int8").step_seconds(decode) < real.step_seconds(decode)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
+def test_a_quantized_cache_by_hand(kv_cache_dtype):
+    """OPT-13B: 40 layers, 40 heads of 128, keys and values: 128 bytes a row instead of 256, and 4 for its scale."""
+    assert kv_token_bytes(OPT_13B) == 2 * 40 * 40 * 256
+    assert kv_token_bytes(OPT_13B, kv_cache_dtype=kv_cache_dtype) == 2 * 40 * 40 * (128 + 4)
+    assert kv_token_bytes(DEEPSEEK_V3, kv_cache_dtype=kv_cache_dtype) == 61 * (576 + 4)
+    ideal = {"bandwidth_efficiency": 1.0, "overhead_seconds": 0.0}
+    cost = RooflineCost(OPT_13B, A100_40GB, kv_cache_dtype=kv_cache_dtype, **ideal)
+    plain = RooflineCost(OPT_13B, A100_40GB, **ideal)
+    load = StepLoad.of([(1, 399)] * 30)
+    saved = 30 * 400 * 2 * 40 * 40 * (256 - 132) / 1.555e12
+    assert plain.step_seconds(load) - cost.step_seconds(load) == pytest.approx(saved)
+    assert cost.swap_seconds(10) == pytest.approx(plain.swap_seconds(10) * 132 / 256)
+
+
+def test_an_unknown_cache_is_refused():
+    with pytest.raises(ValueError, match="int8 or fp8_e4m3"):
+        RooflineCost(OPT_13B, A100_40GB, kv_cache_dtype="int4")
 
 
 def test_a_decode_of_opt_13b_by_hand():

@@ -66,6 +66,16 @@ def test_files(tmp_path):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_quantized_cache_has_more_blocks(tmp_path):
+    """256 bytes of a row of 128 numbers become 132: 1.94 times as many blocks in what the weights leave."""
+    blocks = []
+    for options in ((), ("--kv-cache-dtype", "int8")):
+        told = run("--count", "5", "--out", str(tmp_path), *options)
+        blocks.append(json.loads((tmp_path / "report.json").read_text())["settings"]["num_blocks"])
+    assert "int8 KV cache" in told
+    assert blocks[1] == pytest.approx(blocks[0] * 256 / 132, rel=0.002)
+
+
 def test_requests_that_never_fit_are_told_of():
     text = run("--count", "40", "--num-blocks", "20")
     assert "4 requests were refused. The first: request 6 needs 28 blocks" in text
@@ -111,6 +121,7 @@ def test_the_hosts_engine(tmp_path, monkeypatch):
     assert 0 < host.fixed < 1
     assert "MiniGPT on" in run("--count", "20", "--host", str(file))
     assert "leave out --model" in refusal("--host", str(file), "--model", "opt-13b")
+    assert "leave out --kv-cache-dtype" in refusal("--host", str(file), "--kv-cache-dtype", "int8")
 
 
 def test_a_simulation_needs_no_torch(tmp_path):

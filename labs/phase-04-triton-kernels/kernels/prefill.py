@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
+from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
 
 
 @triton.jit
@@ -28,6 +28,8 @@ def prefill_kernel(
     alibi_slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    k_token_scale_ptr,
+    v_token_scale_ptr,
     scale,
     sliding_window,
     softcap,
@@ -123,8 +125,8 @@ def paged_prefill_attention(
         query_start_loc: `[B + 1]` int32 or int64, from 0 to N and never falling.
         scale: what the scores are multiplied by.
         alibi_slopes: `[H]`, or None.
-        k_scale: a float or `[H_kv]`, or None.
-        v_scale: a float or `[H_kv]`, or None.
+        k_scale: a float, `[H_kv]` or contiguous fp32 `[num_blocks, block_size, H_kv]`, or None.
+        v_scale: alike.
         sliding_window: W ≥ 1, or None.
         softcap: c > 0, or None.
 

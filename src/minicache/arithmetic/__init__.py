@@ -4,6 +4,7 @@
 |---|---|
 | `arithmetic` | the formulas (phase 0) |
 | `paper` | the same answers, worked on paper (phase 0) |
+| `parallel` | tensor parallelism: bytes per rank, all-reduces, when it pays |
 | `specs` | published models and accelerators, as data |
 
 Pure standard library.

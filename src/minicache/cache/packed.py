@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minicache import kernels
 from minicache.cache.paged import PagedStorage
+from minicache.cache.quantized import scales_of
 from minicache.request import Request
 
 ALIGNED: Final = 16
@@ -169,12 +170,15 @@ class PackedStep:
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the keys and values `[1, H_kv, N, d]` of the step's tokens in `layer`."""
         k, v = (rows[0].transpose(0, 1) for rows in (k, v))
-        kernels.store_kv(k, v, self.storage.k(layer), self.storage.v(layer), self.tensors.slot_mapping)
+        k_cache, v_cache, slots = self.storage.k(layer), self.storage.v(layer), self.tensors.slot_mapping
+        kernels.store_kv(k, v, k_cache, v_cache, slots, **scales_of(self.storage, layer))
 
     def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the step's tokens, `[1, H, N, d]`, each over its own sequence."""
         rows, k_cache, v_cache = q[0].transpose(0, 1), self.storage.k(layer), self.storage.v(layer)
-        out = kernels.paged_attention(rows, k_cache, v_cache, self._metadata, sliding_window=window)
+        out = kernels.paged_attention(
+            rows, k_cache, v_cache, self._metadata, **scales_of(self.storage, layer), sliding_window=window
+        )
         return out.transpose(0, 1)[None]
 
 

@@ -20,6 +20,7 @@ app = typer.Typer()
 
 Stage = Literal["static", "continuous", "paged", "fair", "chunked"]
 DType = Literal["float32", "float16", "bfloat16"]
+KVCacheDType = Literal["int8", "fp8_e4m3"]
 
 
 @app.command()
@@ -46,6 +47,9 @@ def serve(
     prefix_caching: Annotated[bool, typer.Option(help="Find beginnings of prompts again.")] = True,
     preemption: Annotated[Literal["recompute", "swap"], typer.Option(help="When blocks run out.")] = "recompute",
     num_host_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the host pool, for swap.")] = 0,
+    kv_cache_dtype: Annotated[
+        KVCacheDType | None, typer.Option(help="Keys and values in one byte a number; default: as the weights.")
+    ] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's, 16 bits on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help='"cpu", "cuda"; default: cpu.')] = None,
     gpu_memory_utilization: Annotated[
@@ -66,6 +70,9 @@ def serve(
     replicas: Annotated[
         int, typer.Option(min=1, help="Engines, each in a process of its own; requests go to the least loaded.")
     ] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Processes over which each engine divides the model; on GPUs, one GPU each.")
+    ] = 1,
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="The engine in a thread of the server's process, as phase 10 builds it."),
@@ -83,6 +90,10 @@ def serve(
         in_process = True
     if in_process and replicas > 1:
         raise typer.BadParameter("several --replicas are processes: leave out --in-process and --mine")
+    if in_process and tensor_parallel > 1:
+        raise typer.BadParameter(
+            "an engine on several processes is started again if one dies: leave out --in-process and --mine"
+        )
     try:
         from minicache.engine.async_engine import AsyncEngine
         from minicache.engine.runner import find_model, load_tokenizer
@@ -106,10 +117,12 @@ def serve(
         preemption=preemption,
         num_host_blocks=num_host_blocks,
         prefix_caching=prefix_caching,
+        kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
         device=device,
         gpu_memory_utilization=gpu_memory_utilization,
         enforce_eager=enforce_eager,
+        tensor_parallel_size=tensor_parallel,
         speculative=speculative,
         num_speculative_tokens=num_speculative_tokens,
         num_threads=num_threads,
@@ -121,7 +134,9 @@ def serve(
             status.stop()
             gc.collect()
             gc.freeze()  # what lives as long as the process is not looked at again by each collection
-            _say(console, api.state.served.backend.info, name, replicas, f"http://{host}:{at}", api_key is not None)
+            what = name + (f", {replicas} engines" if replicas > 1 else "")
+            what += f", {tensor_parallel} processes an engine" if tensor_parallel > 1 else ""
+            _say(console, api.state.served.backend.info, what, f"http://{host}:{at}", api_key is not None)
 
         try:
             tokenizer = load_tokenizer(find_model(model))
@@ -157,12 +172,14 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _say(console: Console, info: EngineInfo, name: str, replicas: int, url: str, has_key: bool) -> None:
+def _say(console: Console, info: EngineInfo, what: str, url: str, has_key: bool) -> None:
     """What is served, and how to get at it."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
-    table.add_row("model", name + (f", {replicas} engines" if replicas > 1 else ""))
+    table.add_row("model", what)
     blocks = f"{info.cache.num_blocks} blocks of {info.cache.block_size} tokens"
+    if info.cache.cache_dtype != "auto":
+        blocks += f" in {info.cache.cache_dtype}"
     table.add_row("cache", f"{blocks}, up to {info.max_num_seqs} requests in a batch")
     table.add_row("page", f"{url}/")
     table.add_row("API", f"{url}/v1" + (" (asks for the API key)" if has_key else ""))

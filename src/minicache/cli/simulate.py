@@ -37,6 +37,7 @@ SchedulerName = Literal["static", "continuous", "paged", "fair", "orca-max", "or
 ModelName = Literal["opt-13b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "qwen3-32b"]
 AcceleratorName = Literal["a100-40gb", "a100-80gb", "h100", "h200", "l4", "laptop-cpu"]
 PreemptionName = Literal["recompute", "swap"]
+KVCacheDType = Literal["int8", "fp8_e4m3"]
 
 MEMORY_SHARE = 0.9
 """The part of an accelerator's memory that weights and cache may take, vLLM's default: the rest is for activations."""
@@ -77,6 +78,10 @@ def simulate(
         int | None, typer.Option(help="Blocks of the cache; default: what the weights leave of the accelerator.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    kv_cache_dtype: Annotated[
+        KVCacheDType | None,
+        typer.Option(help="Keys and values in one byte a number; default: 16 bits, as the weights."),
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Batch slots: the most requests in a batch.")] = 256,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="The most tokens of a step; default: 8192, or the longest prompt.")
@@ -97,7 +102,7 @@ def simulate(
         use_labs(console)
     with _usage_errors():
         requests = _workload(workload, rate)
-        machine = _machine(model, accelerator, host, num_blocks, block_size)
+        machine = _machine(model, accelerator, host, num_blocks, block_size, kv_cache_dtype)
         longest_step = max(8192, requests.max_model_len) if max_num_batched_tokens is None else max_num_batched_tokens
         if num_host_blocks is None:
             num_host_blocks = machine.num_blocks if preemption == "swap" else 0
@@ -132,6 +137,7 @@ def simulate(
             "machine": machine.name,
             "num_blocks": machine.num_blocks,
             "block_size": block_size,
+            "kv_cache_dtype": kv_cache_dtype,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": longest_step,
             "preemption": preemption,
@@ -171,19 +177,23 @@ def _machine(
     host: Path | None,
     num_blocks: int | None,
     block_size: int,
+    kv_cache_dtype: KVCacheDType | None,
 ) -> Machine:
     """What serves: a published model on a published accelerator, or this course's engine on a calibrated host.
 
     Raises:
-        ValueError: both were asked for; or the weights leave no room for a cache.
+        ValueError: both were asked for, or a quantized cache on a calibrated host; or the weights leave no room for a
+            cache.
     """
-    from minicache.arithmetic import cache_bytes_per_token, cache_capacity_tokens, specs, weight_bytes
+    from minicache.arithmetic import cache_capacity_tokens, specs, weight_bytes
     from minicache.errors import require_count
-    from minicache.simulator.costs import HostCost, RooflineCost
+    from minicache.simulator.costs import HostCost, RooflineCost, kv_token_bytes
 
     if host is not None:
         if model or accelerator:
             raise ValueError("--host is a machine and a model already: leave out --model and --accelerator")
+        if kv_cache_dtype is not None:
+            raise ValueError("--host was measured with a cache that is not quantized: leave out --kv-cache-dtype")
         calibrated = HostCost.load(host)
         num_blocks = HOST_BLOCKS if num_blocks is None else num_blocks
         return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks)
@@ -195,10 +205,11 @@ def _machine(
         tokens = cache_capacity_tokens(
             int(device.memory_bytes * MEMORY_SHARE),
             weight_bytes(transformer.num_parameters),
-            cache_bytes_per_token(transformer),
+            kv_token_bytes(transformer, kv_cache_dtype=kv_cache_dtype),
         )
         num_blocks = tokens // block_size
-    return Machine(f"{model} on {device.name}", RooflineCost(transformer, device), num_blocks)
+    name = f"{model} on {device.name}" + (f", {kv_cache_dtype} KV cache" if kv_cache_dtype else "")
+    return Machine(name, RooflineCost(transformer, device, kv_cache_dtype=kv_cache_dtype), num_blocks)
 
 
 def _scheduler(name: SchedulerName, **options: Any) -> Scheduler:

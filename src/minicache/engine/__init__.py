@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from minicache.engine.sampling import SamplingParams as SamplingParams
     from minicache.engine.speculation import SpeculativeConfig as SpeculativeConfig
     from minicache.engine.speculative import NgramDrafter as NgramDrafter
-    from minicache.engine.speculative import speculative_decode as speculative_decode
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -46,5 +45,5 @@ __getattr__, __dir__ = lazily(
     logprobs="ServedLLM",
     sampling="SamplingParams",
     speculation="SpeculativeConfig",
-    speculative="NgramDrafter speculative_decode",
+    speculative="NgramDrafter",
 )

@@ -10,12 +10,18 @@ from __future__ import annotations
 import torch
 
 from minicache.engine.gpu_sampling import draw
-from minicache.engine.runner import DEFAULT_NBYTES, Model
+from minicache.engine.runner import DEFAULT_NBYTES, Model, kv_token_nbytes
 from minicache.model.minigpt import Transformer
+from minicache.parallel import ParallelModel
 
 
 def cache_nbytes(
-    model: Model, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, gpu_memory_utilization: float
+    model: Model,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    gpu_memory_utilization: float,
+    kv_cache_dtype: str | None = None,
 ) -> int:
     """Bytes for the cache of an engine whose num_blocks is not given.
 
@@ -28,6 +34,7 @@ def cache_nbytes(
         max_num_seqs: the most requests of a batch.
         max_model_len: the most tokens of a request.
         gpu_memory_utilization: 0 < u ≤ 1.
+        kv_cache_dtype: what the cache holds, as `LLM` takes it.
 
     Raises:
         TypeError: gpu_memory_utilization is no number.
@@ -37,6 +44,8 @@ def cache_nbytes(
         raise TypeError(f"gpu_memory_utilization must be a number; got {gpu_memory_utilization!r}")
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization must be more than 0 and at most 1; got {gpu_memory_utilization}")
+    if isinstance(model, ParallelModel):
+        model = model.shard  # what is free on its GPU is free on those of the other ranks
     weights = next(iter(model.parameters()))
     if weights.device.type != "cuda":
         return DEFAULT_NBYTES
@@ -45,8 +54,7 @@ def cache_nbytes(
         torch.cuda.synchronize(weights.device)
     free, _ = torch.cuda.mem_get_info(weights.device)
     nbytes = int(free * gpu_memory_utilization)
-    config = model.config
-    needed = 2 * config.num_layers * config.num_kv_heads * config.head_dim * weights.dtype.itemsize * max_model_len
+    needed = kv_token_nbytes(model, kv_cache_dtype) * max_model_len
     if nbytes < needed:
         raise ValueError(
             f"{free / 2**30:.1f} GiB of {weights.device} are free for the cache, of which it may take "

@@ -122,11 +122,17 @@ def _complete(
         if ended.all():
             break
     rows = torch.stack(columns, dim=1).tolist()
-    return [_judge(prompt, row, tokenizer) for row in rows]
+    return [judge(prompt, row, tokenizer) for row in rows]
 
 
-def _judge(prompt: str, new_ids: list[int], tokenizer: Tokenizer) -> Completion:
-    """Cut a row at its end token and have the parser read it."""
+def judge(prompt: str, new_ids: list[int], tokenizer: Tokenizer) -> Completion:
+    """Cut an answer at its end token and have the parser read it.
+
+    Args:
+        prompt: its opening, in the tokenizer's words.
+        new_ids: its tokens, up to the end token or a limit, or beyond.
+        tokenizer: MiniGPT's.
+    """
     ended = tokenizer.end_token_id in new_ids
     if ended:
         new_ids = new_ids[: new_ids.index(tokenizer.end_token_id)]

@@ -20,12 +20,12 @@ from torch import Tensor
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.engine.gpu_memory import cache_nbytes
-from minicache.engine.model_runner import find_runner
+from minicache.engine.model_runner import find_runner, make_memory
+from minicache.engine.parallel_runner import parallelize, require_combination
 from minicache.engine.runner import (
-    DenseMemory,
     Memory,
     Model,
-    PagedMemory,
+    check_kv_cache_dtype,
     default_num_blocks,
     find_model,
     load_model,
@@ -80,13 +80,18 @@ class LLM:
         block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
             `minicache.scheduler.create_scheduler`, which documents them. A dense cache neither swaps nor shares.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
-        dtype: of the weights, and so of keys and values; None: float32 for a checkpoint, what config.json says for a
+        kv_cache_dtype: "int8" or "fp8_e4m3": keys and values in one byte a number, with a scale for each token and head
+            (`minicache.cache.quantized`), so that the same memory holds two to four times as many tokens. Such a cache
+            is paged. None: in the dtype of the weights.
+        dtype: of the weights; None: float32 for a checkpoint, what config.json says for a
             folder, but 16 bits on a GPU (`minicache.engine.runner.load_model`). A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
         gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
             have theirs (`minicache.engine.gpu_memory`). It counts if num_blocks is None.
         enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.gpu_runner`): slower, and nothing has to
             be captured.
+        tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on
+            GPUs each takes one. What is counted in bytes is of each of them.
         speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
             `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
             `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
@@ -113,6 +118,7 @@ class LLM:
         UnsupportedModelError: the folder's model is of an architecture that is not supported.
         HubError: a hub name, and the model is neither here already nor can it be downloaded.
         MissingExtraError: what the model needs is not installed.
+        RankFailedError, RankDiedError: a process of the model could not be started.
         TypeError: an option has the wrong type.
         ValueError: an option is out of its bounds, or two do not go together.
     """
@@ -134,16 +140,22 @@ class LLM:
         prefix_caching: bool = False,
         long_prefill_threshold: int = 0,
         reserve_full_prompt: bool = True,
+        kv_cache_dtype: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
         speculative: Speculative = None,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
+        check_kv_cache_dtype(kv_cache_dtype, cache)
+        require_combination(tensor_parallel_size, cache)
         model = find_model(model)
-        self.model = load_model(model, dtype, device)
+        self.model = load_model(model, dtype, device if tensor_parallel_size == 1 else None)
+        if tensor_parallel_size != 1:
+            self.model = parallelize(self.model, tensor_parallel_size, dtype, device)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         longest = self.model.config.max_seq_len
         config = load_speculative(speculative, self.model)
@@ -152,11 +164,12 @@ class LLM:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
             max_model_len = longest if max_model_len is None else max_model_len
             if num_blocks is None:
-                nbytes = cache_nbytes(
-                    self.model, max_num_batched_tokens, max_num_seqs, max_model_len, gpu_memory_utilization
+                limits = max_num_batched_tokens, max_num_seqs, max_model_len
+                nbytes = cache_nbytes(self.model, *limits, gpu_memory_utilization, kv_cache_dtype)
+                nbytes = int(nbytes * share_of_target(config, self.model, kv_cache_dtype))
+                num_blocks = default_num_blocks(
+                    self.model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype
                 )
-                nbytes = int(nbytes * share_of_target(config, self.model))
-                num_blocks = default_num_blocks(self.model, block_size, max_num_seqs, max_model_len, nbytes)
             scheduler = create_scheduler(
                 scheduler,
                 num_blocks=num_blocks,
@@ -179,7 +192,7 @@ class LLM:
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.scheduler = observe(scheduler, *observers)
         self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
-        self.memory: Memory = (PagedMemory if cache == "paged" else DenseMemory)(self.model, scheduler)
+        self.memory: Memory = make_memory(self.model, scheduler, cache, kv_cache_dtype)
         self.answers: dict[RequestId, Answer] = {}
         self.device: torch.device = next(iter(self.model.parameters())).device
         self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)

@@ -14,10 +14,12 @@ from rich.progress import Progress
 from torch import Tensor
 
 from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
-from minicache.engine.runner import Memory, Model, PagedMemory
+from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner, require_combination
+from minicache.engine.runner import DenseMemory, Memory, Model, PagedMemory
 from minicache.engine.sampling import TokenSampler
 from minicache.kernels import cpu, is_plain_replaced
-from minicache.scheduler import SchedulerOutput
+from minicache.parallel import ParallelModel
+from minicache.scheduler import Scheduler, SchedulerOutput
 
 
 class ModelRunner(Protocol):
@@ -37,6 +39,25 @@ class ModelRunner(Protocol):
         """Pick tokens from some rows of what `run_model` gave, each by its sampler; None where a row gives none."""
 
 
+def make_memory(model: Model, scheduler: Scheduler, cache: str, kv_cache_dtype: str | None) -> Memory:
+    """The memory for a model's keys and values.
+
+    Args:
+        model: what is to be run.
+        scheduler: counts the blocks.
+        cache: "paged" or "dense".
+        kv_cache_dtype: "int8", "fp8_e4m3", or None for the weights' dtype.
+
+    Raises:
+        ValueError: the cache is dense, and the model on several processes.
+        RankFailedError, RankDiedError: a rank of a model on several processes has no memory for it, or has ended.
+    """
+    if isinstance(model, ParallelModel):
+        require_combination(model.size, cache)
+        return ParallelMemory(model, scheduler, kv_cache_dtype)
+    return PagedMemory(model, scheduler, kv_cache_dtype) if cache == "paged" else DenseMemory(model, scheduler)
+
+
 def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eager: bool) -> ModelRunner | None:
     """The runner for a model, ready to run.
 
@@ -52,6 +73,8 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
     Returns:
         None: the engine runs this model itself, through the kernels that a learner has written if there are any.
     """
+    if isinstance(memory, ParallelMemory):
+        return ParallelRunner(memory)
     if not isinstance(memory, PagedMemory):
         return None
     device = memory.storage.device
@@ -69,5 +92,5 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Compiling kernels")
-        warm_up(lambda done, total: progress.update(task, completed=done, total=total))
+        warm_up(lambda done, total: progress.update(task, completed=done, total=total), dtype=memory.storage.dtype)
     return CPUModelRunner(fused, memory)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from minicache.cache.dense import KVCache
+from minicache.cache.packed import PackedStep, StepTensors, step_tensors
 from minicache.cache.paged import PagedStorage, RaggedStep
+from minicache.cache.quantized import KV_CACHE_DTYPES, QuantizedStorage, quantized_token_nbytes
 from minicache.cache.selective import SelectiveStep
 from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.engine.stopping import Tokenizer
@@ -225,8 +227,42 @@ def computes_in(dtype: torch.dtype) -> bool:
     return kind is None or any(has and kind in name for name, has in capabilities.items())
 
 
+def check_kv_cache_dtype(kv_cache_dtype: object, cache: str) -> None:
+    """Raise unless an engine's cache can hold this: None, as many bits as the weights; "int8" or "fp8_e4m3".
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it is another string, or the cache is dense.
+    """
+    if kv_cache_dtype is None:
+        return
+    names = " or ".join(f'"{name}"' for name in KV_CACHE_DTYPES)
+    if not isinstance(kv_cache_dtype, str):
+        raise TypeError(f"kv_cache_dtype must be {names}, or None for the dtype of the weights; got {kv_cache_dtype!r}")
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype must be {names}, or None for the dtype of the weights; got {kv_cache_dtype!r}"
+        )
+    if cache == "dense":
+        raise ValueError('a dense cache is not quantized: leave out kv_cache_dtype, or take cache="paged"')
+
+
+def kv_token_nbytes(model: Model, kv_cache_dtype: str | None = None) -> int:
+    """Bytes of a token's keys and values in all layers, and of their scales if the cache is quantized."""
+    config = model.config
+    if kv_cache_dtype is not None:
+        return quantized_token_nbytes(config.num_layers, config.num_kv_heads, config.head_dim)
+    dtype: torch.dtype = next(iter(model.parameters())).dtype
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
 def default_num_blocks(
-    model: Model, block_size: int, max_num_seqs: int, max_model_len: int, nbytes: int = DEFAULT_NBYTES
+    model: Model,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    nbytes: int = DEFAULT_NBYTES,
+    kv_cache_dtype: str | None = None,
 ) -> int:
     """How many blocks an engine's cache has if num_blocks is not given: as many as `nbytes` hold.
 
@@ -238,9 +274,7 @@ def default_num_blocks(
     """
     for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
         require_count(name, value)
-    config = model.config
-    dtype: torch.dtype = next(iter(model.parameters())).dtype
-    block_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize * block_size
+    block_nbytes = kv_token_nbytes(model, kv_cache_dtype) * block_size
     for_one = blocks_for(max_model_len, block_size)
     return max(for_one, min(nbytes // block_nbytes, for_one * max_num_seqs))
 
@@ -298,44 +332,56 @@ class PagedMemory:
 
     Args:
         model: sizes, dtype and device are its own.
-        scheduler: its pool is the storage's; its host pool, if it has one, is the host storage's.
+        scheduler: its pool is the storage's; its host pool, if it has one, counts the host blocks.
+        kv_cache_dtype: "int8" or "fp8_e4m3": a `QuantizedStorage`. None: the weights' dtype.
 
     Attributes:
         storage: the blocks' memory.
-        host_storage: the host blocks' memory; None if the scheduler does not swap.
+        kv_cache_dtype: as given.
+        host_storage: the host blocks' memory; None if the scheduler does not swap. The scales of a quantized storage
+            have one of their own, which `host_storage.nbytes` counts too.
         num_steps: how many steps were made.
     """
 
-    def __init__(self, model: Model, scheduler: Scheduler) -> None:
+    def __init__(self, model: Model, scheduler: Scheduler, kv_cache_dtype: str | None = None) -> None:
         config, weights = model.config, next(iter(model.parameters()))
-        self.storage = PagedStorage(
-            scheduler.pool,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype=weights.dtype,
-            device=weights.device,
-        )
+        sizes = (config.num_layers, config.num_kv_heads, config.head_dim)
+        kind = PagedStorage if kv_cache_dtype is None else QuantizedStorage
+        dtype = weights.dtype if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
+        self.storage = kind(scheduler.pool, *sizes, dtype=dtype, device=weights.device)
         host_pool = getattr(scheduler, "host_pool", None)
+        self.kv_cache_dtype = kv_cache_dtype
         self.host_storage = None if host_pool is None else HostStorage(self.storage, host_pool.num_blocks)
+        self._storages = [(self.storage, self.host_storage)]
+        if isinstance(self.storage, QuantizedStorage):
+            scales = self.storage.scales
+            self._storages.append((scales, None if host_pool is None else HostStorage(scales, host_pool.num_blocks)))
         self.num_steps = 0
 
     def move_blocks(self, output: SchedulerOutput) -> None:
         """As `Memory.move_blocks`: first out, then in, then on the device, as one block may be in all three."""
-        if self.host_storage is not None:
-            for pairs in output.swapped_out.values():  # one request at a time: two may share a block
-                self.host_storage.swap_out(pairs)
-            self.host_storage.swap_in([pair for pairs in output.swapped_in.values() for pair in pairs])
-        if output.blocks_to_copy:
-            copy_blocks(self.storage, output.blocks_to_copy)
+        for storage, host_storage in self._storages:
+            if host_storage is not None:
+                for pairs in output.swapped_out.values():  # one request at a time: two may share a block
+                    host_storage.swap_out(pairs)
+                host_storage.swap_in([pair for pairs in output.swapped_in.values() for pair in pairs])
+            if output.blocks_to_copy:
+                copy_blocks(storage, output.blocks_to_copy)
 
     def make_step(self, output: SchedulerOutput) -> Cache:
-        """As `Memory.make_step`: a `RaggedStep` over the requests' blocks."""
-        require_blocks(output, self.storage.pool.block_size)
+        """As `Memory.make_step`: a `RaggedStep` over the requests' blocks, or a `PackedStep` of a quantized storage."""
+        block_size = self.storage.pool.block_size
+        require_blocks(output, block_size)
         counts = list(output.num_scheduled_tokens.values())
-        tables = [RequestTable(self.storage, request) for request in output.scheduled]
         self.num_steps += 1
-        return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
+        if not isinstance(self.storage, QuantizedStorage):
+            tables = [RequestTable(self.storage, request) for request in output.scheduled]
+            return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
+        width = max(len(request.block_ids) for request in output.scheduled)
+        tensors = step_tensors(output.scheduled, counts, block_size, width)
+        lengths = tensors.context_lens.tolist()
+        tensors = StepTensors._make(each.to(self.storage.device) for each in tensors)
+        return PackedStep(self.storage, tensors, num_new_tokens=counts, lengths=lengths)
 
     def forget(self, request_id: RequestId) -> None:
         """Nothing to do: the scheduler has freed the blocks."""

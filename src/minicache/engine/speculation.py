@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from minicache.engine.model_runner import ModelRunner, find_runner
-from minicache.engine.runner import Memory, Model, PagedMemory, find_model, load_model, logits_at
+from minicache.engine.runner import (
+    Memory,
+    Model,
+    PagedMemory,
+    find_model,
+    kv_token_nbytes,
+    load_model,
+    logits_at,
+)
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.engine.speculative import NgramDrafter, rows_to_verify, verify
 from minicache.errors import require_count
@@ -89,12 +97,11 @@ def load_speculative(speculative: Speculative, target: Model) -> SpeculativeConf
     return replace(config, model=draft)
 
 
-def share_of_target(config: SpeculativeConfig | None, target: Model) -> float:
+def share_of_target(config: SpeculativeConfig | None, target: Model, kv_cache_dtype: str | None) -> float:
     """What part of the memory for keys and values is the target's: a draft model has as many blocks."""
     if config is None or isinstance(config.model, str | Path):
         return 1.0
-    shapes = (target.config, config.model.config)
-    sizes = [shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes]
+    sizes = [kv_token_nbytes(model, kv_cache_dtype) for model in (target, config.model)]
     return sizes[0] / sum(sizes)
 
 
@@ -144,12 +151,21 @@ class DraftModel:
     Args:
         model: the draft model.
         scheduler: whose blocks.
+        kv_cache_dtype: what they hold, as `LLM` takes it.
         find_sampler: of the requests with draft tokens.
         enforce_eager: on a GPU, no CUDA graphs.
     """
 
-    def __init__(self, model: Model, scheduler: Scheduler, find_sampler: FindSampler, *, enforce_eager: bool) -> None:
-        self._memory = PagedMemory(model, scheduler)
+    def __init__(
+        self,
+        model: Model,
+        scheduler: Scheduler,
+        kv_cache_dtype: str | None,
+        find_sampler: FindSampler,
+        *,
+        enforce_eager: bool,
+    ) -> None:
+        self._memory = PagedMemory(model, scheduler, kv_cache_dtype)
         found = find_runner(model, self._memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
         self._runner = found or EagerRunner(model, self._memory)
         self._find_sampler = find_sampler
@@ -384,7 +400,8 @@ def speculate(
                 f"the draft model takes {longest} tokens, and max_model_len is {max_model_len}: lower it, or take "
                 f"another draft model"
             )
-        drafter = DraftModel(config.model, scheduler, find_sampler, enforce_eager=enforce_eager)
+        held = memory.kv_cache_dtype
+        drafter = DraftModel(config.model, scheduler, held, find_sampler, enforce_eager=enforce_eager)
     speculation = SpeculativeRunner(runner, scheduler, drafter, find_sampler)
     scheduler.propose = speculation.propose
     return speculation

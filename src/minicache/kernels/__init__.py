@@ -2,10 +2,10 @@
 
 The functions here check their arguments once, for all backends, and pass them on: CUDA tensors to Triton (`store`,
 `gather`, `decode`, `split_kv`, `prefill`, phase 4), CPU tensors to numba (`cpu`) or PyTorch. numba attends where it is
-installed, the cache is float32 and no gradient is wanted. In PyTorch attention goes through `tiles`, which cuts long
-prompts into tiles and leaves the rest to `plain`, phase 3's; `oracle` has the options that models seldom ask for. A
-backend is imported when it is first needed, so the package works where Triton and numba do not. No phase builds this
-module.
+installed, queries are float32 and no gradient is wanted, over a float32 cache or a quantized one. In PyTorch attention
+goes through `tiles`, which cuts long prompts into tiles and leaves the rest to `plain`, phase 3's; `oracle` has the
+options that models seldom ask for. A backend is imported when it is first needed, so the package works where Triton and
+numba do not. No phase builds this module.
 
 The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
 is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size (Kwon et al.
@@ -35,19 +35,32 @@ _STORABLE = (torch.int8, torch.float8_e4m3fn)
 
 
 def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, backend: Backend | None = None
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    backend: Backend | None = None,
 ) -> None:
     """Write one row of keys and one of values to each slot, in place.
 
-    No gradient flows through a cache. If two rows have one slot, it is undefined which of them is kept.
+    With scales the cache is quantized: each row is rounded as `minicache.kernels.quantize.quantize_rows` does it, and
+    its scale is written too. No gradient flows through a cache. If two rows have one slot, it is undefined which is
+    kept.
 
     Args:
-        k: keys `[N, H_kv, d]`, in the cache's dtype; any strides.
+        k: keys `[N, H_kv, d]`, in the cache's dtype, or any floating-point one with scales; any strides.
         v: values, the same shape and dtype.
         k_cache: `[num_blocks, block_size, H_kv, d]`; any strides on a GPU, contiguous on a CPU.
         v_cache: the same shape and dtype.
         slot_mapping: `[N]` int32 or int64, where each row goes: a slot 0 … num_blocks · block_size − 1, or −1 to skip
             the row (a batch's padding).
+        k_scale: `[num_blocks, block_size, H_kv]` float32, contiguous: the scale of each row of keys, which is written,
+            for caches that are int8 or float8_e4m3fn. None: rows are stored as they are.
+        v_scale: alike for the values; given if `k_scale` is.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run, which
             took as long as PyTorch for a few rows and half as long for those of prompts.
 
@@ -61,32 +74,45 @@ def store_kv(
     _check_caches(k_cache, v_cache)
     _check_tensor("slot_mapping", slot_mapping, k_cache.device)
     _check_ints("slot_mapping", slot_mapping, ndim=1)
+    scales: dict[str, Any] = {}
+    if k_scale is not None or v_scale is not None:
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        for name, scale in scales.items():
+            _check_row_scales(name, scale, k_cache)
     for name, rows in (("k", k), ("v", v)):
         _check_tensor(name, rows, k_cache.device)
         if rows.shape != (slot_mapping.shape[0], *k_cache.shape[2:]):
             wanted = [slot_mapping.shape[0], *k_cache.shape[2:]]
             raise ValueError(f"{name} must be {wanted}, a row for every slot; got {list(rows.shape)}")
-        if rows.dtype != k_cache.dtype:
+        if not scales and rows.dtype != k_cache.dtype:
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
+        if scales and not rows.dtype.is_floating_point:
+            raise TypeError(f"{name} is {rows.dtype}: what is quantized is floating point")
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape and no values
-    chosen = _choose(backend, k_cache, v_cache)
+    chosen = _choose(backend, k_cache, v_cache, dtype=k.dtype, by_row=bool(scales))
     if chosen != "triton":
         if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
             raise ValueError("a CPU stores into contiguous caches only: it takes a slot for a row's number in memory")
         if chosen == "numba":
             from minicache.kernels.cpu import steps
 
-            steps.store_kv(k, v, k_cache, v_cache, slot_mapping)
+            steps.store_kv(k, v, k_cache, v_cache, slot_mapping, **scales)
             return
-        from minicache.kernels import plain
+        from minicache.kernels import plain, quantize
 
-        plain.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        store_rows = quantize.store_kv if scales else plain.store_kv
+        store_rows(k, v, k_cache, v_cache, slot_mapping, **scales)
+        return
+    if slot_mapping.device.type == "cpu":
+        _check_range("slot", slot_mapping, -1, k_cache.shape[0] * k_cache.shape[1])
+    if scales:
+        from minicache.kernels import quantized_store
+
+        quantized_store.store_kv(k, v, k_cache, v_cache, slot_mapping, **scales)
         return
     from minicache.kernels import store
 
-    if slot_mapping.device.type == "cpu":
-        _check_range("slot", slot_mapping, -1, k_cache.shape[0] * k_cache.shape[1])
     store.store_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
@@ -122,7 +148,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
         return cache.new_empty(num_tokens, *cache.shape[2:])
     if backend == "numba":
         raise KernelUnavailableError('numba gathers nothing, its kernels read blocks in place: ask for "torch" or None')
-    if _choose(backend, cache, numba_can=False) == "torch":
+    if _choose(backend, cache, dtype=cache.dtype, numba_can=False) == "torch":
         from minicache.kernels import plain
 
         return plain.gather_kv(cache, block_table, num_tokens)
@@ -165,13 +191,16 @@ def paged_decode_attention(
         scale: what the scores are multiplied by; None is 1 / √d.
         alibi_slopes: `[H]` floating point: score += slope · (key position − query position) (Press et al. 2022).
         k_scale: a float, a tensor of one number or `[H_kv]`: the keys are the cache's numbers times this. None is 1.
+            Or `[num_blocks, block_size, H_kv]` float32, contiguous: a scale for each row, as `store_kv` writes them,
+            of a cache that is int8 or float8_e4m3fn; then `v_scale` is too.
         v_scale: alike for the values.
         sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
         softcap: c > 0: score = c · tanh(score / c), after the scale, before ALiBi and the mask. None is no cap.
         num_splits: into how many parts a Triton kernel cuts each sequence, 1 … 64; None chooses by how large the batch
             and the block tables are. PyTorch does not split.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
-            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
+            these caches and options (float32 queries, no option but `scale`, `sliding_window` and scales by row, no
+            gradient wanted).
 
     Returns:
         `[B, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
@@ -225,12 +254,13 @@ def paged_prefill_attention(
         query_start_loc: `[B + 1]` int32 or int64, from 0 to N, never falling.
         scale: what the scores are multiplied by; None is 1 / √d.
         alibi_slopes: `[H]` floating point, as in `paged_decode_attention`.
-        k_scale: a float, a tensor of one number or `[H_kv]`, as there.
+        k_scale: a float, a tensor of one number, `[H_kv]` or `[num_blocks, block_size, H_kv]`, as there.
         v_scale: alike for the values.
         sliding_window: W ≥ 1, as there.
         softcap: c > 0, as there.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
-            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
+            these caches and options (float32 queries, no option but `scale`, `sliding_window` and scales by row, no
+            gradient wanted).
 
     Returns:
         `[N, H, d]`, the dtype of `q`.
@@ -317,6 +347,8 @@ def paged_attention(
     v_cache: Tensor,
     metadata: AttentionMetadata,
     *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     sliding_window: int | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
@@ -326,26 +358,29 @@ def paged_attention(
     does not check tables and lengths.
 
     Args:
-        q: queries `[N, H, d]` of all sequences, one sequence after the other, in the dtype of the cache.
+        q: queries `[N, H, d]` of all sequences, one sequence after the other, in the dtype of a float cache.
         k_cache: keys `[num_blocks, block_size, H_kv, d]`.
         v_cache: values, the same shape and dtype.
         metadata: of the step.
+        k_scale: as in `paged_decode_attention`.
+        v_scale: alike for the values.
         sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
-            these caches and options (float32, no option but the scale and `sliding_window`, no gradient wanted).
+            these caches and options (float32 queries, no option but `scale`, `sliding_window` and scales by row, no
+            gradient wanted).
 
     Returns:
         `[N, H, d]`, the dtype of `q`.
 
     Raises:
-        TypeError: `q` has another dtype than the cache, or `sliding_window` is no int.
-        ValueError: `q` does not fit the cache, `sliding_window` is below 1, or the backend is unknown.
+        TypeError: `q` has another dtype than the cache, `sliding_window` is no int, or scales have the wrong type.
+        ValueError: `q` or scales do not fit the cache, `sliding_window` is below 1, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors, PyTorch).
         KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
     _check_queries(q, k_cache)
-    options = _options(q, k_cache, None, None, None, None, sliding_window, None)
-    if q.is_meta or _choose(backend, k_cache, v_cache) != "triton":
+    options = _options(q, k_cache, None, None, k_scale, v_scale, sliding_window, None)
+    if q.is_meta or _choose(backend, k_cache, v_cache, dtype=q.dtype, by_row=_is_by_row(k_scale)) != "triton":
         return _attend(q, k_cache, v_cache, metadata, None, options, None, backend)
     from minicache.kernels import mixed
 
@@ -373,23 +408,25 @@ def _attend(
         return torch.empty_like(q)
     starts = () if metadata.query_start_loc is None else (metadata.query_start_loc,)
     paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
-    extra = [name for name in options if options[name] is not None and name != "sliding_window"]
+    by_row = {name: options[name] for name in ("k_scale", "v_scale") if _is_by_row(options[name])}
+    extra = [name for name in options if options[name] is not None and name not in ("sliding_window", *by_row)]
     if backend == "numba" and extra:
         raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: ask for backend "torch" or None')
     wants_gradient = q.requires_grad and torch.is_grad_enabled()
-    chosen = _choose(backend, k_cache, v_cache, numba_can=not extra and not wants_gradient)
+    numba_can = not extra and not wants_gradient
+    chosen = _choose(backend, k_cache, v_cache, dtype=q.dtype, by_row=bool(by_row), numba_can=numba_can)
     if chosen == "numba":
         from minicache.kernels.cpu import steps
 
         return steps.paged_attention(
-            q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"]
+            q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"], **by_row
         )
     if chosen == "torch":
-        if k_cache.dtype == q.dtype and not extra:
+        if not extra and (k_cache.dtype == q.dtype or by_row):
             from minicache.kernels import tiles
 
             return tiles.paged_attention(
-                q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"]
+                q, k_cache, v_cache, metadata, scale=scale, sliding_window=options["sliding_window"], **by_row
             )
         from minicache.kernels import oracle
 
@@ -421,10 +458,13 @@ def _attend(
 # Which backend
 
 
-def _choose(backend: Backend | None, *caches: Tensor, numba_can: bool = True) -> Backend:
+def _choose(
+    backend: Backend | None, *caches: Tensor, dtype: torch.dtype, by_row: bool = False, numba_can: bool = True
+) -> Backend:
     """The backend to use: the given one, or the caches' device's. Raise if it cannot run on them.
 
-    Unless it is asked for by name, numba runs only where it can: `numba_can`, and these caches.
+    Unless it is asked for by name, numba runs only where it can: `numba_can`, these caches, with scales `by_row` or
+    without, and queries or rows of `dtype`.
     """
     if backend not in (None, "torch", "triton", "numba"):
         raise ValueError(f'backend must be "torch", "triton", "numba" or None; got {backend!r}')
@@ -439,7 +479,7 @@ def _choose(backend: Backend | None, *caches: Tensor, numba_can: bool = True) ->
         return "torch"
     from minicache.kernels import cpu
 
-    reason = cpu.why_not(*caches)
+    reason = cpu.why_not(*caches, dtype=dtype, by_row=by_row)
     if reason is None:
         return "numba"
     if backend == "numba":
@@ -576,11 +616,15 @@ def _options(
     if alibi_slopes is not None:
         _check_per_head("alibi_slopes", alibi_slopes, q.shape[1], q.device)
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if isinstance(value, Tensor):
+        if _is_by_row(value):
+            _check_row_scales(name, value, k_cache)
+        elif isinstance(value, Tensor):
             one_for_all = value.ndim <= 1 and value.numel() == 1
             _check_per_head(name, value, 1 if one_for_all else k_cache.shape[2], q.device)
         elif value is not None and not isinstance(value, float | int):
             raise TypeError(f"{name} must be a float or a tensor [{k_cache.shape[2]}]; got {type(value).__name__}")
+    if _is_by_row(k_scale) != _is_by_row(v_scale):
+        raise ValueError("k_scale and v_scale: a scale for each row of both, or of neither")
     return {
         "alibi_slopes": alibi_slopes,
         "k_scale": k_scale,
@@ -588,6 +632,25 @@ def _options(
         "sliding_window": sliding_window,
         "softcap": softcap,
     }
+
+
+def _is_by_row(scale: object) -> bool:
+    """Whether these are scales of each row, and not one number or one a head."""
+    return isinstance(scale, Tensor) and scale.ndim == 3
+
+
+def _check_row_scales(name: str, scale: object, k_cache: Tensor) -> None:
+    """Raise unless these are the scales of each row of a quantized cache."""
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+        kind = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+        raise TypeError(f"{name} must be a float32 tensor, for keys and for values; got {kind}")
+    _check_tensor(name, scale, k_cache.device)
+    if k_cache.dtype not in _STORABLE:
+        raise TypeError(f"{name}: rows are scaled in an int8 or float8_e4m3fn cache; this one holds {k_cache.dtype}")
+    if scale.shape != k_cache.shape[:3] or not scale.is_contiguous():
+        raise ValueError(
+            f"{name} must be {list(k_cache.shape[:3])}, a scale for each row, contiguous; got {list(scale.shape)}"
+        )
 
 
 def _check_per_head(name: str, value: Tensor, num_heads: int, device: torch.device) -> None:

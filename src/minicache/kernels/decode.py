@@ -27,6 +27,10 @@ def attend_range(
     slopes,
     k_head_ptr,
     v_head_ptr,
+    k_token_scale_ptr,
+    v_token_scale_ptr,
+    kv_head,
+    num_kv_heads,
     block_table_ptr,
     start,
     end,
@@ -65,6 +69,10 @@ def attend_range(
 
     Args of the cache:
         k_head_ptr, v_head_ptr: the caches' pointers, moved on to this head.
+        k_token_scale_ptr, v_token_scale_ptr: `[num_blocks, BLOCK_SIZE, num_kv_heads]` fp32, contiguous, or None: a key
+            is its token's scale times what the cache holds. Scale the scores by it, and the probabilities before they
+            are multiplied by values; row_sum adds up probabilities without it. A scale is loaded where its row is.
+        kv_head, num_kv_heads: this head's number, and how many there are.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.
         stride_*: in elements, of the block, the slot in the block and the dimension. Block ids and slots are multiplied
@@ -102,6 +110,9 @@ def attend_range(
         v = tl.load(v_rows[:, None] + dims * stride_v_dim, mask=mask, other=0.0).to(q.dtype)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        token_scales = (blocks * BLOCK_SIZE + slots) * num_kv_heads + kv_head
+        if k_token_scale_ptr is not None:
+            scores *= tl.load(k_token_scale_ptr + token_scales, mask=present, other=0.0)[None, :]
         if softcap is not None:
             x = tl.maximum(tl.abs(scores) / softcap, 1e-20)  # 0 / 0 is no number, though the where leaves it out
             e = tl.exp(-2.0 * x)
@@ -119,6 +130,8 @@ def attend_range(
         p = tl.exp(scores - base[:, None])
         rescale = tl.exp(row_max - base)
         row_sum = row_sum * rescale + tl.sum(p, 1)
+        if v_token_scale_ptr is not None:
+            p *= tl.load(v_token_scale_ptr + token_scales, mask=present, other=0.0)[None, :]
         acc = acc * rescale[:, None] + tl.dot(p.to(q.dtype), v, input_precision="ieee")
         row_max = new_max
     return row_max, row_sum, acc
@@ -135,6 +148,8 @@ def decode_kernel(
     alibi_slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    k_token_scale_ptr,
+    v_token_scale_ptr,
     scale,
     sliding_window,
     softcap,
@@ -180,6 +195,8 @@ def decode_kernel(
         alibi_slopes_ptr: `[H]`, contiguous, or None.
         k_scale_ptr, v_scale_ptr: `[H_kv]` fp32, contiguous, or None. A key is k_scale times what the cache holds, and
             the product is linear: scale the scores, not the keys; and the output, not the values.
+        k_token_scale_ptr, v_token_scale_ptr: `[num_blocks, BLOCK_SIZE, H_kv]` fp32, contiguous, or None: a scale for
+            each token, which `attend_range` applies.
 
     Numbers: scale, sliding_window (or None), softcap (or None). What is None is compiled away.
 
@@ -220,6 +237,10 @@ def decode_kernel(
         slopes,
         k_cache_ptr + kv_head * stride_k_head,
         v_cache_ptr + kv_head * stride_v_head,
+        k_token_scale_ptr,
+        v_token_scale_ptr,
+        kv_head,
+        tl.num_programs(0),
         block_tables_ptr + seq * stride_table_seq,
         start,
         context_len,
@@ -259,9 +280,10 @@ def paged_decode_attention(
 ) -> Tensor:
     """Launch `decode_kernel`: a program a sequence and key/value head. The arguments have been checked.
 
-    `launch_options`, `new_output`, `per_head` and `rows_contiguous` below do what every launcher needs: constants, an
-    output that is converted to q's dtype at the end, scales as tensors, tables as the kernel wants them. `scale` is
-    passed as a float, since Triton takes an integer 1 for a constant. An empty batch launches nothing.
+    `launch_options`, `new_output`, `per_head`, `per_token` and `rows_contiguous` below do what every launcher needs:
+    constants, an output that is converted to q's dtype at the end, scales as tensors of either kind, tables as the
+    kernel wants them. `scale` is passed as a float, since Triton takes an integer 1 for a constant. An empty batch
+    launches nothing.
 
     Args:
         q: queries `[B, H, d]`; any strides.
@@ -271,8 +293,8 @@ def paged_decode_attention(
         context_lens: `[B]` int32 or int64, 0 … max_blocks · block_size.
         scale: what the scores are multiplied by.
         alibi_slopes: `[H]`, or None.
-        k_scale: a float or `[H_kv]`, or None.
-        v_scale: a float or `[H_kv]`, or None.
+        k_scale: a float, `[H_kv]` or contiguous fp32 `[num_blocks, block_size, H_kv]`, or None.
+        v_scale: alike.
         sliding_window: W ≥ 1, or None.
         softcap: c > 0, or None.
 
@@ -294,6 +316,8 @@ def paged_decode_attention(
         None if alibi_slopes is None else alibi_slopes.contiguous(),
         per_head(k_scale, k_cache),
         per_head(v_scale, k_cache),
+        per_token(k_scale),
+        per_token(v_scale),
         float(scale),
         sliding_window,
         softcap,
@@ -358,10 +382,17 @@ def new_output(q: Tensor) -> Tensor:
 
 
 def per_head(scale: float | Tensor | None, k_cache: Tensor) -> Tensor | None:
-    """A cache's scale as `[H_kv]` fp32, contiguous, however it was given; None stays None, and costs nothing."""
-    if scale is None or isinstance(scale, Tensor):
-        return None if scale is None else scale.float().expand(k_cache.shape[2]).contiguous()
+    """A scale for all tokens as `[H_kv]` fp32, contiguous, however it was given; None without one, at no cost."""
+    if scale is None or per_token(scale) is not None:
+        return None
+    if isinstance(scale, Tensor):
+        return scale.float().expand(k_cache.shape[2]).contiguous()
     return torch.full((k_cache.shape[2],), scale, dtype=torch.float32, device=k_cache.device)
+
+
+def per_token(scale: float | Tensor | None) -> Tensor | None:
+    """A scale for each token, `[num_blocks, block_size, H_kv]`, if that is what was given, else None."""
+    return scale if isinstance(scale, Tensor) and scale.ndim == 3 else None
 
 
 def rows_contiguous(block_tables: Tensor) -> Tensor:

@@ -97,12 +97,12 @@ def paged_prefill_attention(
     return out
 
 
-def _rows(
-    cache: Tensor, block_table: Tensor, num_tokens: int, head_scale: float | Tensor | None, num_heads: int
-) -> Tensor:
+def _rows(cache: Tensor, block_table: Tensor, num_tokens: int, scale: float | Tensor | None, num_heads: int) -> Tensor:
     """One sequence's keys or values in fp32, scaled, a copy for each query head: `[H, num_tokens, d]`."""
-    num_blocks = -(-num_tokens // cache.shape[1])
-    rows = cache.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:num_tokens].float().transpose(0, 1)
-    if head_scale is not None:
-        rows = rows * torch.as_tensor(head_scale, dtype=torch.float32, device=rows.device).reshape(-1, 1, 1)
+    blocks = block_table[: -(-num_tokens // cache.shape[1])]
+    rows = cache.index_select(0, blocks).flatten(0, 1)[:num_tokens].float().transpose(0, 1)
+    if isinstance(scale, Tensor) and scale.ndim == 3:  # of each row
+        rows = rows * scale.index_select(0, blocks).flatten(0, 1)[:num_tokens].t()[..., None]
+    elif scale is not None:
+        rows = rows * torch.as_tensor(scale, dtype=torch.float32, device=rows.device).reshape(-1, 1, 1)
     return rows.repeat_interleave(num_heads // cache.shape[2], dim=0)

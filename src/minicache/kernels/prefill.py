@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
+from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
 
 
 @triton.jit
@@ -26,6 +26,8 @@ def prefill_kernel(
     alibi_slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    k_token_scale_ptr,
+    v_token_scale_ptr,
     scale,
     sliding_window,
     softcap,
@@ -128,6 +130,10 @@ def prefill_kernel(
         slopes,
         k_cache_ptr + kv_head * stride_k_head,
         v_cache_ptr + kv_head * stride_v_head,
+        k_token_scale_ptr,
+        v_token_scale_ptr,
+        kv_head,
+        tl.num_programs(0),
         block_tables_ptr + seq.to(tl.int64) * stride_table_seq,
         start,
         first_position + tl.minimum(first_query + queries, query_len),
@@ -180,8 +186,8 @@ def paged_prefill_attention(
         query_start_loc: `[B + 1]` int32 or int64, from 0 to N and never falling.
         scale: what the scores are multiplied by.
         alibi_slopes: `[H]`, or None.
-        k_scale: a float or `[H_kv]`, or None.
-        v_scale: a float or `[H_kv]`, or None.
+        k_scale: a float, `[H_kv]` or contiguous fp32 `[num_blocks, block_size, H_kv]`, or None.
+        v_scale: alike.
         sliding_window: W ≥ 1, or None.
         softcap: c > 0, or None.
 
@@ -206,6 +212,8 @@ def paged_prefill_attention(
         None if alibi_slopes is None else alibi_slopes.contiguous(),
         per_head(k_scale, k_cache),
         per_head(v_scale, k_cache),
+        per_token(k_scale),
+        per_token(v_scale),
         float(scale),
         sliding_window,
         softcap,

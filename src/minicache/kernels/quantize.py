@@ -1,14 +1,19 @@
 """Keys and values in one byte a number: int8 or fp8, with a scale. No phase builds this module.
 
-Quantizing happens on the host, in PyTorch, before rows are stored: a cast to fp8 inside a kernel truncates instead of
-rounding, and does not saturate, under Triton's interpreter. The attention kernels multiply the cache's numbers by the
-scale while they read them.
+A quantized KV cache has a scale for each token and head, which lies in the token's slot as its numbers do
+(`quantize_rows`). A block fills token by token, so a scale for a whole block would have to grow, and what is in the
+block would be rounded again: then what a request reads would depend on how its prompt was cut. With a scale a row,
+what is stored of a token depends on that token alone.
+
+`scales` and `quantize` are for caches whose scales do not change: one a head, or one for all.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from minicache.kernels import plain
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest number that each dtype is used for. int8 leaves −128 out, so that the range is symmetric."""
@@ -52,7 +57,54 @@ def quantize(rows: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """
     _check(rows, dtype)
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=rows.device).reshape(-1, 1)
-    numbers = (rows.detach().float() / divisor).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return _nearest(rows.detach().float() / divisor, dtype)
+
+
+def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round each row to numbers of `dtype`, with a scale of its own: max |row| becomes the largest number.
+
+    A row that holds infinity or NaN gets the scale NaN, and so reads as NaN. A row of zeros gets the scale 0.
+
+    Args:
+        rows: keys or values `[…, H_kv, d]`, floating point.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+
+    Returns:
+        The numbers, of the shape of `rows`, and the scales `[…, H_kv]` in fp32. numbers · scale is `rows` again, up to
+        half a scale for int8, and for fp8 up to 1/16 of the number or 2⁻¹⁰ scales.
+
+    Raises:
+        ValueError: another dtype, or `rows` has fewer than two dimensions.
+    """
+    _check(rows, dtype)
+    rows = rows.detach().float()
+    largest = rows.abs().amax(dim=-1)
+    scale = torch.where(largest.isfinite(), largest / LARGEST[dtype], torch.nan)
+    return _nearest(torch.where(scale[..., None] > 0, rows / scale[..., None], 0.0), dtype), scale
+
+
+def dequantize_rows(numbers: Tensor, scale: Tensor) -> Tensor:
+    """The rows that `quantize_rows` has rounded: numbers `[…, H_kv, d]` times scales `[…, H_kv]`, in fp32."""
+    return numbers.float() * scale[..., None]
+
+
+def store_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, k_scale: Tensor, v_scale: Tensor
+) -> None:
+    """`minicache.kernels.store_kv` into a quantized cache, in PyTorch: rows are rounded, scales go to the slots too.
+
+    Raises:
+        IndexError: a slot lies outside the cache. Nothing was written.
+    """
+    (k, k_rows), (v, v_rows) = (quantize_rows(rows, k_cache.dtype) for rows in (k, v))
+    plain.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    # A scale is a row of one number.
+    plain.store_kv(k_rows[..., None], v_rows[..., None], k_scale[..., None], v_scale[..., None], slot_mapping)
+
+
+def _nearest(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest numbers of `dtype`; what is too large becomes the largest."""
+    numbers = numbers.clamp(-LARGEST[dtype], LARGEST[dtype])
     # A cast to an integer cuts off; a cast to fp8 rounds to the nearest.
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minicache.kernels import configs
-from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, rows_contiguous
+from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs of `split_kernel` that a processor holds and needs: see `minicache.kernels.configs`."""
@@ -70,6 +70,8 @@ def split_kernel(
     alibi_slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    k_token_scale_ptr,
+    v_token_scale_ptr,
     scale,
     sliding_window,
     softcap,
@@ -139,6 +141,10 @@ def split_kernel(
         slopes,
         k_cache_ptr + kv_head * stride_k_head,
         v_cache_ptr + kv_head * stride_v_head,
+        k_token_scale_ptr,
+        v_token_scale_ptr,
+        kv_head,
+        tl.num_programs(0),
         block_tables_ptr + seq * stride_table_seq,
         start,
         tl.minimum(start + split_len, context_len),
@@ -244,8 +250,8 @@ def paged_decode_attention(
         context_lens: `[B]` int32 or int64, 0 … max_blocks · block_size.
         scale: what the scores are multiplied by.
         alibi_slopes: `[H]`, or None.
-        k_scale: a float or `[H_kv]`, or None.
-        v_scale: a float or `[H_kv]`, or None.
+        k_scale: a float, `[H_kv]` or contiguous fp32 `[num_blocks, block_size, H_kv]`, or None.
+        v_scale: alike.
         sliding_window: W ≥ 1, or None.
         softcap: c > 0, or None.
         num_splits: splits of every context, ≥ 1; more than a context has tiles is allowed.
@@ -273,6 +279,8 @@ def paged_decode_attention(
         None if alibi_slopes is None else alibi_slopes.contiguous(),
         per_head(k_scale, k_cache),
         per_head(v_scale, k_cache),
+        per_token(k_scale),
+        per_token(v_scale),
         float(scale),
         sliding_window,
         softcap,

@@ -4,7 +4,7 @@
 the queries of a long chunk are cut into tiles first, each a short sequence of its own over the same blocks, and the
 rest is `plain`'s. A layer with a sliding window attends in this module's `_attend_window`: a tile gathers only the
 blocks that its window reaches. The cost of a window therefore follows the window, and a window that no context exceeds
-costs nothing.
+costs nothing. A quantized cache is read in the same way, window or none: what a tile gathers becomes fp32.
 
 No phase builds this module.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minicache.kernels import AttentionMetadata, plain
+from minicache.kernels import AttentionMetadata, plain, quantize
 
 QUERY_TILE = 256
 """The most queries of a prompt that attend at a time, where they need a mask."""
@@ -30,26 +30,36 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
     """`minicache.kernels.paged_attention` in PyTorch, with a scale. It runs on any device, and is made for a CPU.
+
+    `k_scale` and `v_scale` are `[num_blocks, block_size, H_kv]` of a quantized cache, else None.
 
     Returns:
         `[N, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
     """
     if sliding_window is not None and sliding_window >= max(metadata.lengths):
         sliding_window = None
-    is_windowed = sliding_window is not None
-    key = (paged_attention, is_windowed)
+    needs_mask = sliding_window is not None or k_scale is not None
+    key = (paged_attention, needs_mask)
     if key not in metadata.plans:
-        metadata.plans[key] = _tiles(metadata, is_windowed)
-    return _one_by_one(q, k_cache, v_cache, metadata.plans[key], scale, sliding_window)
+        metadata.plans[key] = _tiles(metadata, needs_mask)
+    tiles = metadata.plans[key]
+    if not needs_mask:
+        paged = (k_cache, v_cache, tiles.block_tables, tiles.context_lens)
+        if tiles.query_start_loc is None:
+            return plain.paged_decode_attention(q, *paged, scale=scale)
+        return plain.paged_prefill_attention(q, *paged, tiles.query_start_loc, scale=scale)
+    return _one_by_one(q, ((k_cache, k_scale), (v_cache, v_scale)), tiles, scale, sliding_window)
 
 
-def _tiles(metadata: AttentionMetadata, is_windowed: bool) -> AttentionMetadata:
+def _tiles(metadata: AttentionMetadata, needs_mask: bool) -> AttentionMetadata:
     """Metadata of the same queries, those of long chunks cut into tiles: sequences over the same blocks.
 
-    A whole prompt without a window is not cut: PyTorch needs no mask for a causal triangle.
+    A whole prompt that needs no mask is not cut: PyTorch has a causal triangle of its own.
     """
     if metadata.query_start_loc is None:
         return metadata
@@ -57,7 +67,7 @@ def _tiles(metadata: AttentionMetadata, is_windowed: bool) -> AttentionMetadata:
     owners, ends, counts = [], [], []
     for i, length in enumerate(lengths):
         num_new = starts[i + 1] - starts[i]
-        tile = num_new if not is_windowed and num_new == length else QUERY_TILE
+        tile = num_new if not needs_mask and num_new == length else QUERY_TILE
         for done in range(0, num_new, tile or 1):
             count = min(tile, num_new - done)
             owners.append(i)
@@ -72,29 +82,33 @@ def _tiles(metadata: AttentionMetadata, is_windowed: bool) -> AttentionMetadata:
 
 
 def _one_by_one(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float | None, window: int | None
+    q: Tensor,
+    caches: tuple[tuple[Tensor, Tensor | None], ...],
+    metadata: AttentionMetadata,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
-    """Attention of one sequence after the other."""
-    if window is None:
-        paged = (k_cache, v_cache, metadata.block_tables, metadata.context_lens)
-        if metadata.query_start_loc is None:
-            return plain.paged_decode_attention(q, *paged, scale=scale)
-        return plain.paged_prefill_attention(q, *paged, metadata.query_start_loc, scale=scale)
+    """Attention of one sequence after the other; `caches` are of keys and of values, with their scales."""
     out = torch.zeros_like(q)
-    block_size = k_cache.shape[1]
+    block_size = caches[0][0].shape[1]
     sequences = zip(metadata.block_tables, metadata.lengths, pairwise(metadata.starts), strict=True)
     for block_table, end, (first_row, last_row) in sequences:
         if first_row == last_row or not end:
             continue
-        start = max(0, end - (last_row - first_row) - window + 1)  # what the first query's window reaches
+        start = 0 if window is None else max(0, end - (last_row - first_row) - window + 1)  # what the first one reaches
         blocks = block_table[start // block_size : -(-end // block_size)]
         skipped = start // block_size * block_size
         k, v = (
-            cache.index_select(0, blocks).flatten(0, 1)[start - skipped : end - skipped].transpose(0, 1)
-            for cache in (k_cache, v_cache)
+            _gather(*cache, blocks)[start - skipped : end - skipped].transpose(0, 1) for cache in caches
         )  # [H_kv, S, d]
-        out[first_row:last_row] = _attend_window(q[first_row:last_row], k, v, scale, window)
+        out[first_row:last_row] = _attend_window(q[first_row:last_row].to(k.dtype), k, v, scale, window or end)
     return out
+
+
+def _gather(cache: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """The rows of some blocks, one after the other, `[S, H_kv, d]`: in the cache's dtype; fp32 of a quantized one."""
+    rows = cache.index_select(0, blocks)
+    return (rows if scale is None else quantize.dequantize_rows(rows, scale.index_select(0, blocks))).flatten(0, 1)
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:

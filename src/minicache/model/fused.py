@@ -13,7 +13,7 @@ this module.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,9 +25,11 @@ from torch import Tensor, nn
 
 from minicache.cache.packed import StepTensors
 from minicache.cache.paged import PagedStorage
+from minicache.cache.quantized import scales_of
 from minicache.kernels import AttentionMetadata
 from minicache.kernels.cpu import rows as kernels
-from minicache.kernels.cpu.steps import check_slots, plan_step
+from minicache.kernels.cpu.steps import CacheArrays, check_slots, plan_step
+from minicache.kernels.cpu.warming import require_ready
 from minicache.model.decoder import Decoder
 from minicache.model.minigpt import MiniGPT, Transformer
 
@@ -105,13 +107,45 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
     """Run a model over a step's tokens, and return the logits after some of them (`StepTensors.last`).
 
     Args:
+        model: as for `hidden_at`.
+        caches: likewise.
+        step: likewise.
+
+    Returns:
+        `[R, vocab_size]`.
+
+    Raises:
+        Exception: as `hidden_at`.
+    """
+    return logits_of(model, hidden_at(model, caches, step))
+
+
+def logits_of(model: Transformer, hidden: Tensor) -> Tensor:
+    """The logits `[R, vocab_size]` of what `hidden_at` gives."""
+    head = _WEIGHTS[model].head
+    logits = _empty(len(hidden), head.matrix.shape[1])
+    _product(hidden, head, logits)
+    return logits
+
+
+def hidden_at(
+    model: Transformer,
+    caches: Sequence[LayerCache],
+    step: StepTensors,
+    all_reduce: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """Run a model over a step's tokens, and return what the last norm gives of some of them (`StepTensors.last`).
+
+    Args:
         model: after `fuse`. If its weights were changed in place since, by training for instance, they are joined anew.
             A hook that was registered since is not called, and a module that was put into it since is not run.
         caches: of each layer (`layer_caches`); their blocks receive the tokens' keys and values.
         step: on the CPU, without padding.
+        all_reduce: of a model that is a shard of one on several processes, twice a layer called with what is added to
+            the residual stream: makes it the sum over the shards (`minicache.parallel`). None: the model is whole.
 
     Returns:
-        `[R, vocab_size]`.
+        `[R, hidden_size]`.
 
     Raises:
         IndexError: a token or a position is not the model's, or a block or a slot is not the storage's.
@@ -127,7 +161,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
     cos, sin = (_array(table) for table in model.rotation(step.positions))
-    num_blocks, block_size = caches[0].k.shape[:2]
+    num_blocks, block_size = caches[0].blocks.k.shape[:2]
     slots = check_slots(step.slot_mapping, num_blocks * block_size)
     decode = AttentionMetadata(step.block_tables, step.context_lens)  # of the last token of each sequence
     prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
@@ -139,20 +173,22 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
         queries = room.heads_array
         if layer.q_norm is not None:
             kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
-        kernels.rope_store(queries, cos, sin, slots, cache.k_slots, cache.v_slots, config.num_heads)
+        kernels.rope_store(queries, cos, sin, slots, *cache.slots, config.num_heads)
         if layer is weights.layers[-1] and num_rows < num_new:
             # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
             read = decode if num_rows == num_seqs else _read_rows(step)
             plan, last = plan_step(read, num_blocks, block_size), step.last.numpy()
             queries, residual, room = queries[last], residual[last], _Room(config, num_rows)
-        plan.attend(queries, cache.k, cache.v, scale, layer.window, room.out_array)
+        plan.attend(queries, cache.blocks, scale, layer.window, room.out_array)
         _product(room.out, layer.output, room.y)
+        if all_reduce is not None:
+            all_reduce(room.y)
         kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
         _feed_forward(layer, room)
+        if all_reduce is not None:
+            all_reduce(room.y)
         kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
-    logits = _empty(num_rows, weights.head.matrix.shape[1])
-    _product(room.y, weights.head, logits)
-    return logits
+    return room.y
 
 
 def _read_rows(step: StepTensors) -> AttentionMetadata:
@@ -164,27 +200,32 @@ def _read_rows(step: StepTensors) -> AttentionMetadata:
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of one layer, as kernels see them: block by block, and slot by slot.
+    """The keys and values of one layer, as kernels see them; both are the same memory.
 
     Attributes:
-        k: `[num_blocks, block_size, H_kv, d]`.
-        v: alike.
-        k_slots: the same memory, `[num_slots, H_kv, d]`.
-        v_slots: alike.
+        blocks: block by block.
+        slots: slot by slot.
     """
 
-    k: Array
-    v: Array
-    k_slots: Array
-    v_slots: Array
+    blocks: CacheArrays
+    slots: CacheArrays
 
 
 def layer_caches(storage: PagedStorage) -> list[LayerCache]:
-    """What `logits_at` writes to and reads: the memory of a float32 storage on the CPU, layer by layer."""
-    pairs = [(storage.k(layer), storage.v(layer)) for layer in range(storage.num_layers)]
-    # Views, or an error: what is written to a copy would be lost.
-    slots = [[each.view(-1, *each.shape[2:]) for each in pair] for pair in pairs]
-    return [LayerCache(*map(_array, (*pair, *flat))) for pair, flat in zip(pairs, slots, strict=True)]
+    """What `logits_at` writes to and reads, layer by layer: the memory of a storage on the CPU, float32 or quantized.
+
+    The kernels for it are compiled or loaded, unless they are ready.
+    """
+    require_ready(storage.dtype)
+    return [
+        LayerCache(
+            *(
+                CacheArrays.of(storage.k(layer), storage.v(layer), **scales_of(storage, layer), by_slot=by_slot)
+                for by_slot in (False, True)
+            )
+        )
+        for layer in range(storage.num_layers)
+    ]
 
 
 class _Room:

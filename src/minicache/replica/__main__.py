@@ -15,6 +15,7 @@ import threading
 import msgspec
 import zmq
 
+from minicache.errors import RankDiedError
 from minicache.replica.messages import EngineOptions, Progress, Ready, StartFailed, encode
 
 
@@ -40,8 +41,12 @@ def main(address: str, options: EngineOptions) -> int:
         gc.collect()
         gc.freeze()  # what lives as long as the process is not looked at again by each collection
         socket.send(encode(Ready(info_of(llm))))
-        core.run()
-        gc.unfreeze()  # libraries look at the end for objects that nobody has freed
+        try:
+            core.run()
+        except RankDiedError:  # which it has logged
+            return 1
+        finally:
+            gc.unfreeze()  # libraries look at the end for objects that nobody has freed
     return 0
 
 

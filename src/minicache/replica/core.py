@@ -15,7 +15,7 @@ import zmq
 from minicache.engine.answers import Chunk, request_of
 from minicache.engine.async_engine import LastStep
 from minicache.engine.logprobs import ServedLLM
-from minicache.errors import InvariantError, StepFailedError
+from minicache.errors import InvariantError, RankDiedError, StepFailedError
 from minicache.replica.messages import (
     AbortRequest,
     AddRequest,
@@ -61,6 +61,7 @@ class EngineCore:
 
         Raises:
             InvariantError: a step failed that had no requests.
+            RankDiedError: a rank of the model has ended. Another process has to take this one's place.
         """
         llm = self._llm
         while True:
@@ -73,6 +74,8 @@ class EngineCore:
             if llm.has_unfinished:
                 try:
                     chunks = llm.step()
+                except RankDiedError:
+                    raise
                 except Exception as error:
                     self._fail_step(error)
                 else:

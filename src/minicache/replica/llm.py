@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from minicache.cache.quantized import KV_CACHE_DTYPES
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.runner import find_model, load_model
@@ -32,9 +33,10 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    is_divided = options.tensor_parallel_size > 1  # then it is the ranks that go to the device
     speculative = options.speculative and SpeculativeConfig(options.speculative, options.num_speculative_tokens)
     llm = ServedLLM(
-        load_model(find_model(options.model), dtype, options.device),
+        load_model(find_model(options.model), dtype, None if is_divided else options.device),
         scheduler=options.scheduler,
         num_blocks=options.num_blocks,
         block_size=options.block_size,
@@ -44,8 +46,12 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
         preemption=cast(Preemption, options.preemption),
         num_host_blocks=options.num_host_blocks,
         prefix_caching=options.prefix_caching and options.scheduler in SHARING,
+        kv_cache_dtype=options.kv_cache_dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
+        tensor_parallel_size=options.tensor_parallel_size,
+        dtype=dtype,
+        device=options.device if is_divided else None,
         speculative=speculative,
         tokenizer=tokenizer,
     )
@@ -58,4 +64,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
 def info_of(llm: LLM) -> EngineInfo:
     """What a server must know of an engine."""
     scheduler = llm.scheduler
-    return EngineInfo(llm.max_model_len, llm.model.config.vocab_size, scheduler.max_num_seqs, cache_info(scheduler))
+    held = None if llm.storage is None else llm.storage.dtype
+    cache_dtype = next((name for name, dtype in KV_CACHE_DTYPES.items() if dtype == held), "auto")
+    cache = cache_info(scheduler, cache_dtype)
+    return EngineInfo(llm.max_model_len, llm.model.config.vocab_size, scheduler.max_num_seqs, cache)

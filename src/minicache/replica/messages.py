@@ -1,7 +1,7 @@
 """What the server's process and an engine's process say to each other: msgpack, by msgspec.
 
 Each message is one frame of a ZeroMQ socket. They are encoded as arrays without field names: at 64 streams the tokens
-of a step are one message of about a kilobyte, which takes some tens of microseconds to write and to read.
+of a step are one message of about a kilobyte, which takes some microseconds to write and to read.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     preemption: str = "recompute"
     num_host_blocks: int = 0
     prefix_caching: bool = True
+    kv_cache_dtype: str | None = None
     dtype: str | None = None
     device: str | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    tensor_parallel_size: int = 1
     speculative: str | None = None
     num_speculative_tokens: int = 4
     num_threads: int | None = None
@@ -111,6 +113,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
         block_size, num_blocks, num_host_blocks: of the pools.
         prefix_caching: whether it finds beginnings of prompts again.
         max_model_len: the most tokens of a request, by the scheduler's limit or by what the cache holds.
+        cache_dtype: "int8" or "fp8_e4m3" of a quantized cache; "auto": that of the weights.
     """
 
     block_size: int
@@ -118,6 +121,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     num_host_blocks: int
     prefix_caching: bool
     max_model_len: int
+    cache_dtype: str = "auto"
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -206,8 +206,8 @@ class SchedulerStats(Observer):
         self._updates.append((name, value, times))
 
 
-def cache_info(scheduler: Scheduler) -> CacheInfo:
-    """A scheduler's cache."""
+def cache_info(scheduler: Scheduler, cache_dtype: str = "auto") -> CacheInfo:
+    """A scheduler's cache, and what it holds."""
     pool, host_pool = scheduler.pool, getattr(scheduler, "host_pool", None)
     return CacheInfo(
         block_size=pool.block_size,
@@ -215,4 +215,5 @@ def cache_info(scheduler: Scheduler) -> CacheInfo:
         num_host_blocks=0 if host_pool is None else host_pool.num_blocks,
         prefix_caching=bool(getattr(scheduler, "prefix_caching", False)),
         max_model_len=scheduler.max_model_len or pool.num_blocks * pool.block_size,
+        cache_dtype=cache_dtype,
     )

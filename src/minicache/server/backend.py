@@ -56,6 +56,7 @@ class ThreadBackend(Backend):
         self.metrics = Metrics(model_name)
         self.tokenizer = llm.tokenizer
         self._info = info_of(llm)
+        self.metrics.add_engine(0, self._info.cache)
         self._view = LiveView(llm.scheduler)
         self._picture = Picture(0, b"")
         llm.scheduler = observe(llm.scheduler, self.metrics.watch(llm.scheduler), self._view)

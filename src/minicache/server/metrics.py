@@ -87,7 +87,7 @@ METRICS: Final = (
         "vllm:cache_config_info",
         "gauge",
         "Always 1; its labels say how the cache is set up.",
-        labels=("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching"),
+        labels=("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching", "cache_dtype"),
     ),
     MetricSpec("vllm:num_preemptions", "counter", "How often a request lost its place in the batch."),
     MetricSpec("vllm:prefix_cache_queries", "counter", "Tokens of prompts that were looked up in the prefix cache."),
@@ -194,9 +194,8 @@ class EngineNumbers:
         }
         self.values["vllm:request_success"] = dict.fromkeys(FINISHED_REASONS, 0)
         self.values["minicache:requests_refused"] = dict.fromkeys(REFUSED_REASONS, 0)
-        self.cache_config = tuple(
-            map(str, (cache.block_size, cache.num_blocks, cache.num_host_blocks, cache.prefix_caching))
-        )
+        labels = (cache.block_size, cache.num_blocks, cache.num_host_blocks, cache.prefix_caching, cache.cache_dtype)
+        self.cache_config = tuple(map(str, labels))
         self.histograms: dict[str, Distribution] = {}
         for spec in METRICS:
             if spec.kind == "histogram":

@@ -33,6 +33,35 @@ PCIE_BANDWIDTH: Final = 16e9 * 16 * 128 / 130 / 8
 """Bytes/s between device and host: PCIe 4.0 with 16 lanes, 16 GT/s each, 128 of every 130 bits payload."""
 
 
+KV_CACHE_DTYPES: Final = {"int8": "int8", "fp8_e4m3": "float8_e4m3"}
+"""What a quantized cache stores, by the name that an engine is given (`minicache.cache.quantized`)."""
+
+SCALE_NBYTES: Final = 4
+"""A float32 for each row of a quantized cache: a key or a value of one head, or a latent vector."""
+
+
+def kv_token_bytes(model: Transformer, dtype: str = "float16", kv_cache_dtype: str | None = None) -> int:
+    """What one token leaves in the cache of `model`, all layers together, with the scales of a quantized cache.
+
+    Args:
+        model: the transformer.
+        dtype: what a cache that is not quantized stores, see `minicache.arithmetic.arithmetic.dtype_nbytes`.
+        kv_cache_dtype: "int8" or "fp8_e4m3", a byte a number and a float32 a row; None: `dtype`.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: a dtype is unknown.
+    """
+    if kv_cache_dtype is None:
+        return cache_bytes_per_token(model, dtype)
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype must be {' or '.join(KV_CACHE_DTYPES)}; got {kv_cache_dtype!r}")
+    num_rows = model.num_layers * (1 if model.kv_latent_dim is not None else 2 * model.num_kv_heads)
+    return cache_bytes_per_token(model, KV_CACHE_DTYPES[kv_cache_dtype]) + num_rows * SCALE_NBYTES
+
+
 class StepLoad(NamedTuple):
     """What a step has to compute, summed over its batch.
 
@@ -114,6 +143,7 @@ class RooflineCost:
         model: the transformer.
         accelerator: the machine.
         dtype: of weights and cache, see `minicache.arithmetic.arithmetic.dtype_nbytes`.
+        kv_cache_dtype: "int8" or "fp8_e4m3": of the cache, which is quantized then; None: `dtype`.
         flops_efficiency: the part of the peak that is reached, > 0 and ≤ 1.
         bandwidth_efficiency: the part of the bandwidth that is reached, on the device and between it and its host.
         overhead_seconds: what every step takes besides, ≥ 0.
@@ -129,6 +159,7 @@ class RooflineCost:
         accelerator: Accelerator,
         *,
         dtype: str = "float16",
+        kv_cache_dtype: str | None = None,
         flops_efficiency: float = FLOPS_EFFICIENCY,
         bandwidth_efficiency: float = BANDWIDTH_EFFICIENCY,
         overhead_seconds: float = OVERHEAD_SECONDS,
@@ -142,7 +173,7 @@ class RooflineCost:
         self.overhead_seconds = overhead_seconds
         per_pair = step_flops(model, 1, 1) - step_flops(model, 1, 0)
         flops, bandwidth = accelerator.peak_flops * flops_efficiency, accelerator.bandwidth * bandwidth_efficiency
-        row = cache_bytes_per_token(model, dtype)
+        row = kv_token_bytes(model, dtype, kv_cache_dtype)
         self._seconds_per_pair = per_pair / flops
         self._seconds_per_token = (step_flops(model, 1, 0) - per_pair) / flops
         self._seconds_of_weights = weight_bytes(model.num_parameters, dtype) / bandwidth

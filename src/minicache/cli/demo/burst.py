@@ -41,7 +41,7 @@ NUM_CHATS = 200
 """Requests of the simulated burst, of ShareGPT's lengths."""
 
 NUM_SLOTS = 15_728
-"""Tokens that the 12 GB hold which OPT-13B's weights leave on an A100-40GB (phase 2)."""
+"""Tokens that the 12 GB hold which OPT-13B's weights leave on an A100-40GB (phase 2), at 16 bits a number."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _simulated() -> Table:
     """What the same schedulers would do with many chats on a GPU: simulated, not measured."""
     from minicache.arithmetic.specs import A100_40GB, OPT_13B
     from minicache.scheduler import create_scheduler
-    from minicache.simulator.costs import RooflineCost
+    from minicache.simulator.costs import RooflineCost, kv_token_bytes
     from minicache.simulator.serving import ServingSimulation
     from minicache.simulator.workload import SHAREGPT, Arrival, generate
 
@@ -217,11 +217,13 @@ def _simulated() -> Table:
     )
     for heading in ("", "minutes", "tokens / s", "requests at once", "preempted"):
         table.add_column(heading, justify="right" if heading else "left")
-    for stage in (*STAGES, "paged"):
-        scheduler = create_scheduler(stage, num_blocks=NUM_SLOTS // 16, max_model_len=SHAREGPT.max_model_len)
-        report = ServingSimulation(scheduler, RooflineCost(OPT_13B, A100_40GB), chats).run()
+    for stage, kv_cache_dtype in ((STAGES[0], None), (STAGES[1], None), ("paged", None), ("paged", "int8")):
+        num_slots = NUM_SLOTS * kv_token_bytes(OPT_13B) // kv_token_bytes(OPT_13B, kv_cache_dtype=kv_cache_dtype)
+        scheduler = create_scheduler(stage, num_blocks=num_slots // 16, max_model_len=SHAREGPT.max_model_len)
+        cost = RooflineCost(OPT_13B, A100_40GB, kv_cache_dtype=kv_cache_dtype)
+        report = ServingSimulation(scheduler, cost, chats).run()
         table.add_row(
-            stage,
+            f"{stage}, {kv_cache_dtype} cache" if kv_cache_dtype else stage,
             f"{report.makespan / 60:.1f}",
             f"{report.num_output_tokens / report.makespan:.0f}",
             f"{report.mean_batch_size:.1f}",

@@ -74,6 +74,7 @@ def show(
     runs = {"dense": dense, "paged": paged}
     console.print(_totals(runs))
     console.print(f"[bold]{verdict(dense.reserved / paged.reserved)}[/]")
+    console.print(quantized(storage), soft_wrap=True)
     console.print(f"Plot: [bold]{_save_plot(runs, out)}[/]", soft_wrap=True)
 
 
@@ -149,6 +150,19 @@ def verdict(saving: float) -> str:
     if round(saving, 1) > 1:
         return f"Same tokens, with {saving:.1f} times less memory reserved."
     return f"Same tokens, but no memory was saved ({saving:.1f} ×): texts this short do not fill their blocks."
+
+
+def quantized(storage: PagedStorage) -> str:
+    """What a storage of int8 with a scale a row takes for a token, counted in its tensors, beside this one's."""
+    from minicache.cache.quantized import QuantizedStorage
+    from minicache.memory.blocks import BlockPool
+
+    one = QuantizedStorage(BlockPool(1, 1), storage.num_layers, storage.num_kv_heads, storage.head_dim)
+    saving = storage.token_nbytes / one.nbytes
+    return (
+        f'With kv_cache_dtype="int8" a token takes {one.nbytes:,} bytes instead of {storage.token_nbytes:,}, scales '
+        f"included: the same memory holds {saving:.1f} times as many tokens, rounded to 8 bits."
+    )
 
 
 def _totals(runs: dict[str, Run]) -> Table:

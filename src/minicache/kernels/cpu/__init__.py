@@ -10,9 +10,13 @@ Modules here import numba, which takes a third of a second. This one imports it 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+NUMBERS: Final = {torch.float32: "float32", torch.int8: "int8", torch.float8_e4m3fn: "uint8"}
+"""What caches may hold, and the dtype of the arrays that kernels see: numba has no float8, its codes are integers."""
 
 
 @cache
@@ -34,11 +38,27 @@ def is_available() -> bool:
     return why_unavailable() is None
 
 
-def why_not(*caches: Tensor) -> str | None:
-    """Why the kernels cannot run on these KV caches `[num_blocks, block_size, H_kv, d]`; None if they can."""
+def array_of(cache: Tensor) -> Any:
+    """The memory of a cache as kernels see it, of the same shape."""
+    return (cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache.detach()).numpy()
+
+
+def why_not(*caches: Tensor, dtype: torch.dtype = torch.float32, by_row: bool = False) -> str | None:
+    """Why the kernels cannot run on these KV caches `[num_blocks, block_size, H_kv, d]`; None if they can.
+
+    Args:
+        caches: of float32, or of one byte a number with scales.
+        dtype: of the queries, or of the rows to store.
+        by_row: whether each row has a scale.
+    """
     for storage in caches:
-        if storage.dtype != torch.float32 or storage.device.type != "cpu":
-            return f"the numba kernels compute with float32 on a CPU; a cache holds {storage.dtype} on {storage.device}"
+        if storage.dtype not in NUMBERS or (storage.dtype == torch.float32) == by_row or storage.device.type != "cpu":
+            return (
+                "the numba kernels compute on a CPU, over float32 or over int8 and float8_e4m3fn with a scale for each "
+                f"row; a cache holds {storage.dtype} on {storage.device}"
+            )
+        if dtype != torch.float32:
+            return f"the numba kernels compute with float32; queries or rows are {dtype}"
         if storage.shape[3] % 8 or storage.stride(3) != 1:
             return (
                 "the numba kernels load eight numbers that lie side by side: head_dim must be a multiple of 8, and a "

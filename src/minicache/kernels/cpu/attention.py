@@ -5,11 +5,16 @@ heads bring the tile's keys and values into the processor's cache, the others fi
 that is loaded counts twice. The softmax is online, from tile to tile (Milakov and Gimelshein 2018; Dao et al. 2022).
 Nothing is gathered: a tile is a list of where rows begin.
 
-Caches are float32 arrays `[num_blocks, block_size, H_kv, d]`, d a multiple of 8, the last axis contiguous, the others
-of any strides. Nothing here checks a bound: `steps` does, before. No phase builds this module.
+Caches are arrays `[num_blocks, block_size, H_kv, d]`, d a multiple of 8, the last axis contiguous, the others of any
+strides: of float32, or of one byte a number (`vectors`) with a scale for each token and head. A key's scale multiplies
+its score and a value's its probability, so no row is ever multiplied. The kernel is compiled for each, and where there
+are no scales, there is no code for them. Nothing here checks a bound: `steps` does, before. No phase builds this
+module.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -24,6 +29,7 @@ from minicache.kernels.cpu.vectors import (
     keep,
     largest_of_halves,
     load,
+    load_halves,
     maximum,
     mul,
     store,
@@ -31,7 +37,7 @@ from minicache.kernels.cpu.vectors import (
     totals,
 )
 
-# vectors.py as compiled code knows it, sha256: e04ccdb9fd6387c8
+# vectors.py as compiled code knows it, sha256: 36f51aea4f2cde72
 
 TILE_NUMBERS = 4096
 """Tokens of a tile, times d: 16 KiB of keys and as much of values, which stay in a core's first cache (32 or 48 KiB)
@@ -46,7 +52,7 @@ def find_rows(cache, block_table, start, count, rows):
 
     `rows` is filled up to a multiple of four with the first row, which may be read.
     """
-    block_stride, slot_stride = cache.strides[0] // 4, cache.strides[1] // 4
+    block_stride, slot_stride = cache.strides[0] // cache.itemsize, cache.strides[1] // cache.itemsize
     block, slot = start // cache.shape[1], start % cache.shape[1]
     for t in range(count):
         if slot == cache.shape[1]:
@@ -58,10 +64,35 @@ def find_rows(cache, block_table, start, count, rows):
 
 
 @njit(**INLINE)
-def score(q, a_at, b_at, k_cache, head_at, step, rows, count, head_dim, scale, scores):
+def new_scales(scale, tile):
+    """Memory for the scales of a tile, `[1, H_kv, tile]`: of the type of `scale`, which is None if there are none."""
+    if scale is None:
+        return scale
+    return np.empty((1, scale.shape[2], tile), np.float32)
+
+
+@njit(**INLINE)
+def find_scales(scale, block_table, start, count, scales):
+    """The scales of the tokens start … start + count − 1: token t's for key/value head h becomes scales[0, h, t].
+
+    scale: `[num_blocks, block_size, H_kv]`, contiguous; None: there is nothing to do.
+    """
+    if scale is not None:
+        block, slot = start // scale.shape[1], start % scale.shape[1]
+        for t in range(count):
+            if slot == scale.shape[1]:
+                block, slot = block + 1, 0
+            for head in range(scale.shape[2]):
+                scales[0, head, t] = scale[block_table[block], slot, head]
+            slot += 1
+
+
+@njit(**INLINE)
+def score(q, a_at, b_at, k_cache, head_at, step, rows, count, head_dim, scale, scales, a_scales, b_scales, scores):
     """Scores of two query heads, a and b, with four keys at a time: a's four, then b's four; −inf past `count`.
 
     The keys of b are `step` numbers after those of a: with 0 both heads read the same keys, and each is loaded once.
+    The scales of the keys begin at `a_scales` and `b_scales`, unless `scales` is None.
 
     Returns the largest of each lane. NaN is not looked at: it reaches the result by way of exp.
     """
@@ -76,20 +107,28 @@ def score(q, a_at, b_at, k_cache, head_at, step, rows, count, head_dim, scale, s
             a1, b1 = fma(a, load(k_cache, r1 + d), a1), fma(b, load(k_cache, r1 + step + d), b1)
             a2, b2 = fma(a, load(k_cache, r2 + d), a2), fma(b, load(k_cache, r2 + step + d), b2)
             a3, b3 = fma(a, load(k_cache, r3 + d), a3), fma(b, load(k_cache, r3 + step + d), b3)
-        s = keep(mul(totals(a0, a1, a2, a3, b0, b1, b2, b3), full(scale)), count - t, _MINUS_INFINITY)
+        s = mul(totals(a0, a1, a2, a3, b0, b1, b2, b3), full(scale))
+        if scales is not None:
+            s = mul(s, load_halves(scales, a_scales + t, b_scales + t))
+        s = keep(s, count - t, _MINUS_INFINITY)
         store(scores, 2 * t, s)
         tops = maximum(s, tops)
     return tops
 
 
 @njit(**INLINE)
-def exponentiate(scores, count, row_max):
-    """Each score becomes exp(score − its head's row_max); the sums of each lane are returned."""
+def exponentiate(scores, count, row_max, scales, a_scales, b_scales):
+    """Each score becomes exp(score − its head's row_max); the sums of each lane are returned.
+
+    What is left in `scores` is multiplied by the values' scales, unless `scales` is None.
+    """
     sums = full(_ZERO)
     for t in range(0, count, 4):
         p = exp(sub(load(scores, 2 * t), row_max))
-        store(scores, 2 * t, p)
         sums = add(sums, p)
+        if scales is not None:
+            p = mul(p, load_halves(scales, a_scales + t, b_scales + t))
+        store(scores, 2 * t, p)
     return sums
 
 
@@ -131,17 +170,17 @@ def scale_rows(rows, a_at, b_at, head_dim, a_factor, b_factor):
 
 @njit(**INLINE)
 def attend_tile(
-    q, a_q, b_q, k_cache, k_head, k_step, k_rows, v_cache, v_head, v_step, v_rows, count, head_dim, scale, p,
-    state, state_at, acc, a_at, b_at,
+    q, a_q, b_q, k_cache, k_head, k_step, k_rows, v_cache, v_head, v_step, v_rows, count, head_dim, scale,
+    k_scales, v_scales, a_scales, b_scales, p, state, state_at, acc, a_at, b_at,
 ):  # fmt: skip
     """Two query heads attend to a tile: the online softmax.
 
     `state`, from `state_at` on: the largest score of each head so far, four times each; then the sums of each lane.
     """
     row_max, row_sum = load(state, state_at), load(state, state_at + 8)
-    tops = score(q, a_q, b_q, k_cache, k_head, k_step, k_rows, count, head_dim, scale, p)
+    tops = score(q, a_q, b_q, k_cache, k_head, k_step, k_rows, count, head_dim, scale, k_scales, a_scales, b_scales, p)
     new_max = maximum(row_max, largest_of_halves(tops))
-    sums = exponentiate(p, count, new_max)
+    sums = exponentiate(p, count, new_max, v_scales, a_scales, b_scales)
     rescale = exp(sub(row_max, new_max))
     store(state, state_at, rescale)
     scale_rows(acc, a_at, b_at, head_dim, state[state_at], state[state_at + 4])
@@ -151,15 +190,17 @@ def attend_tile(
 
 
 @njit(**OPTIONS)
-def decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, out):
+def decode(q, k_cache, v_cache, k_scale, v_scale, block_tables, context_lens, scale, window, out):
     """One query token per sequence over that sequence's rows, read where they lie.
 
     The query of sequence i stands at position context_lens[i] − 1. With a window the range begins at context_lens[i] −
     window, never below 0: what lies before is not read. A context of 0 gives zeros.
 
     - q: `[B, ≥ H, d]` float32, of which the first H heads are read: it may be the rows of q, k and v together.
-    - k_cache: keys.
-    - v_cache: values, the same shape.
+    - k_cache: keys, float32, int8, or float8_e4m3fn as uint8.
+    - v_cache: values, the same shape and dtype.
+    - k_scale: `[num_blocks, block_size, H_kv]` float32, contiguous, what the keys are multiplied by; None of float32.
+    - v_scale: alike for the values.
     - block_tables: `[B, max_blocks]` int64, entries past the last block in use are not read.
     - context_lens: `[B]` int64.
     - scale: float32, what the scores are multiplied by.
@@ -169,12 +210,13 @@ def decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, out):
     num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
     num_heads = out.shape[1]
     group = num_heads // num_kv_heads
-    k_stride, v_stride = k_cache.strides[2] // 4, v_cache.strides[2] // 4
+    k_stride, v_stride = k_cache.strides[2] // k_cache.itemsize, v_cache.strides[2] // v_cache.itemsize
     tile = max(8, TILE_NUMBERS // head_dim // 8 * 8)
     k_rows = v_rows = np.empty(tile, np.int64)
     are_alike = k_cache.strides == v_cache.strides  # as they are in a `PagedStorage`
     if not are_alike:
         v_rows = np.empty(tile, np.int64)
+    k_scales, v_scales = new_scales(k_scale, tile), new_scales(v_scale, tile)
     p, state = np.empty(2 * tile, np.float32), np.empty((num_heads + 1) // 2 * 16, np.float32)
     for i in range(out.shape[0]):
         context_len = context_lens[i]
@@ -187,21 +229,25 @@ def decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, out):
             find_rows(k_cache, block_tables[i], tile_start, count, k_rows)
             if not are_alike:
                 find_rows(v_cache, block_tables[i], tile_start, count, v_rows)
+            find_scales(k_scale, block_tables[i], tile_start, count, k_scales)
+            find_scales(v_scale, block_tables[i], tile_start, count, v_scales)
             for a in range(0, num_heads, 2):
                 b = min(a + 1, num_heads - 1)  # of an odd number of heads the last is computed twice
                 a_q, b_q = (i * q.strides[0] + a * q.strides[1]) // 4, (i * q.strides[0] + b * q.strides[1]) // 4
                 a_at, b_at = (i * num_heads + a) * head_dim, (i * num_heads + b) * head_dim
                 k_head, v_head = a // group * k_stride, a // group * v_stride
+                a_scales, b_scales = a // group * tile, b // group * tile
                 if group % 2 == 0:
                     attend_tile(
-                        q, a_q, b_q, k_cache, k_head, 0, k_rows, v_cache, v_head, 0, v_rows, count, head_dim, scale, p,
-                        state, 8 * a, out, a_at, b_at,
+                        q, a_q, b_q, k_cache, k_head, 0, k_rows, v_cache, v_head, 0, v_rows, count, head_dim, scale,
+                        k_scales, v_scales, a_scales, b_scales, p, state, 8 * a, out, a_at, b_at,
                     )  # fmt: skip
                 else:
                     step = b // group - a // group
                     attend_tile(
                         q, a_q, b_q, k_cache, k_head, step * k_stride, k_rows, v_cache, v_head, step * v_stride, v_rows,
-                        count, head_dim, scale, p, state, 8 * a, out, a_at, b_at,
+                        count, head_dim, scale, k_scales, v_scales, a_scales, b_scales, p, state, 8 * a, out, a_at,
+                        b_at,
                     )  # fmt: skip
         if context_len > 0:
             for a in range(0, num_heads, 2):
@@ -229,9 +275,11 @@ def find_fault(block_tables, context_lens, num_blocks, block_size):
     return -1, 0
 
 
-SIGNATURES = {
-    find_fault: "UniTuple(int64, 2)(int64[:, :], int64[:], int64, int64)",
-    decode: "void(float32[:, :, :], float32[:, :, :, :], float32[:, :, :, :], int64[:, :], int64[:], float32, int64, "
-    "float32[:, :, ::1])",
-}
-"""What the kernel is compiled for, and takes."""
+def signatures(number: str) -> dict[Any, str]:
+    """What each kernel is compiled for, and takes, by the dtype of caches: "float32", "int8" or "uint8"."""
+    cache, scale = f"{number}[:, :, :, :]", "none" if number == "float32" else "float32[:, :, ::1]"
+    return {
+        find_fault: "UniTuple(int64, 2)(int64[:, :], int64[:], int64, int64)",
+        decode: f"void(float32[:, :, :], {cache}, {cache}, {scale}, {scale}, int64[:, :], int64[:], float32, int64, "
+        "float32[:, :, ::1])",
+    }

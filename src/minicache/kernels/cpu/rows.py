@@ -2,18 +2,39 @@
 
 In PyTorch each of them is several operations, each with a call's overhead and a result in memory of its own. Here a row
 is read once and written once. Arrays are float32 and contiguous unless it says otherwise; nothing is checked.
+
+A KV cache may also hold one byte a number: int8, or float8_e4m3fn as uint8. Then a row is quantized as it is stored,
+as `minicache.kernels.quantize.quantize_rows` does it, to the bit.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
-from minicache.kernels.cpu.vectors import OPTIONS, add, div, exp, full, load, mul, store, sub
+from minicache.kernels.cpu.vectors import (
+    INLINE,
+    OPTIONS,
+    add,
+    div,
+    exp,
+    full,
+    larger_magnitude,
+    largest_magnitude,
+    largest_number,
+    load,
+    maximum,
+    mul,
+    store,
+    sub,
+    where_at_least,
+)
 
-# vectors.py as compiled code knows it, sha256: e04ccdb9fd6387c8
+# vectors.py as compiled code knows it, sha256: 36f51aea4f2cde72
 
-_ZERO, _ONE = np.float32(0), np.float32(1)
+_ZERO, _ONE, _INFINITY, _NAN = np.float32(0), np.float32(1), np.float32(np.inf), np.float32(np.nan)
 
 # What LLVM may change so that a loop over numbers becomes one over vectors. Not "nnan" or "ninf": NaN must stay NaN.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -58,13 +79,39 @@ def silu_mul(gate_up, out):
             store(out, r * width + at, div(mul(gate, up), add(full(_ONE), exp(sub(full(_ZERO), gate)))))
 
 
+@njit(**INLINE)
+def write_row(rows, at, cache, scale, slot, head, head_dim):
+    """Write the `head_dim` numbers from rows[at] on to a slot, for a key/value head; quantized if there are scales.
+
+    cache `[num_slots, H_kv, d]`; scale `[num_slots, H_kv]` or None; d a multiple of 8.
+    """
+    to = (slot * cache.shape[1] + head) * head_dim
+    if scale is None:
+        for i in range(0, head_dim, 8):
+            store(cache, to + i, load(rows, at + i))
+    else:
+        sizes = full(_ZERO)
+        for i in range(0, head_dim, 8):
+            sizes = larger_magnitude(load(rows, at + i), sizes)
+        largest, limit = largest_magnitude(sizes), largest_number(cache)
+        step = largest / limit
+        scale[slot, head] = step if largest < _INFINITY else _NAN
+        low, high = full(-limit), full(limit)
+        for i in range(0, head_dim, 8):
+            numbers = full(_ZERO)
+            if step > _ZERO and largest < _INFINITY:
+                numbers = div(load(rows, at + i), full(step))
+                numbers = maximum(where_at_least(numbers, high, high, numbers), low)
+            store(cache, to + i, numbers)
+
+
 @njit(fastmath=_FAST, **OPTIONS)
-def rope_store(qkv, cos, sin, slots, k_cache, v_cache, num_heads):
+def rope_store(qkv, cos, sin, slots, k_cache, v_cache, k_scale, v_scale, num_heads):
     """Turn queries and keys by their positions' angles, in place, and write keys and values to their slots.
 
     qkv `[N, H + 2 · H_kv, d]`; cos, sin `[N, d]`, a row for each row of qkv, as `model.minigpt.turns` gives them: the
-    sine's first half is negative; slots `[N]` int64, −1 stores nothing; k_cache, v_cache `[num_slots, H_kv, d]`;
-    num_heads H.
+    sine's first half is negative; slots `[N]` int64, −1 stores nothing; k_cache, v_cache `[num_slots, H_kv, d]`, d a
+    multiple of 8; k_scale, v_scale `[num_slots, H_kv]` of caches with one byte a number, else None; num_heads H.
     """
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[2]
     half = head_dim // 2
@@ -77,9 +124,9 @@ def rope_store(qkv, cos, sin, slots, k_cache, v_cache, num_heads):
         slot = slots[r]
         if slot >= 0:
             for h in range(num_kv_heads):
-                for i in range(head_dim):
-                    k_cache[slot, h, i] = qkv[r, num_heads + h, i]
-                    v_cache[slot, h, i] = qkv[r, num_heads + num_kv_heads + h, i]
+                at = (r * qkv.shape[1] + num_heads + h) * head_dim
+                write_row(qkv, at, k_cache, k_scale, slot, h, head_dim)
+                write_row(qkv, at + num_kv_heads * head_dim, v_cache, v_scale, slot, h, head_dim)
 
 
 @njit(fastmath=_FAST, **OPTIONS)
@@ -101,30 +148,34 @@ def norm_heads(qkv, q_weight, k_weight, eps, num_heads):
 
 
 @njit(**OPTIONS)
-def store_kv(k, v, k_cache, v_cache, slots):
+def store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slots):
     """Write rows k, v `[N, H_kv, d]` to their slots `[N]` int64 of caches `[num_slots, H_kv, d]`; −1 skips a row.
 
-    Of k and v the last axis is contiguous, and d a multiple of 8.
+    Of k and v the last axis is contiguous, and d a multiple of 8. k_scale, v_scale as for `rope_store`.
     """
     num_kv_heads, head_dim = k.shape[1], k.shape[2]
     for r in range(slots.size):
         if slots[r] >= 0:
             for h in range(num_kv_heads):
                 k_at, v_at = (r * k.strides[0] + h * k.strides[1]) // 4, (r * v.strides[0] + h * v.strides[1]) // 4
-                at = (slots[r] * num_kv_heads + h) * head_dim
-                for i in range(0, head_dim, 8):
-                    store(k_cache, at + i, load(k, k_at + i))
-                    store(v_cache, at + i, load(v, v_at + i))
+                write_row(k, k_at, k_cache, k_scale, slots[r], h, head_dim)
+                write_row(v, v_at, v_cache, v_scale, slots[r], h, head_dim)
 
 
 _ROWS, _WEIGHT, _HEADS = "float32[:, ::1]", "float32[::1]", "float32[:, :, ::1]"
 
-SIGNATURES = {
-    rms_norm: f"void({_ROWS}, {_WEIGHT}, float32, {_ROWS})",
-    add_rms_norm: f"void({_ROWS}, {_ROWS}, {_WEIGHT}, float32, {_ROWS})",
-    silu_mul: f"void({_ROWS}, {_ROWS})",
-    rope_store: f"void({_HEADS}, {_ROWS}, {_ROWS}, int64[::1], {_HEADS}, {_HEADS}, int64)",
-    norm_heads: f"void({_HEADS}, {_WEIGHT}, {_WEIGHT}, float32, int64)",
-    store_kv: f"void(float32[:, :, :], float32[:, :, :], {_HEADS}, {_HEADS}, int64[::1])",
-}
-"""What each kernel is compiled for, and takes: an array of another dtype or layout is a TypeError."""
+
+def signatures(number: str) -> dict[Any, str]:
+    """What each kernel is compiled for, and takes, by the dtype of caches: "float32", "int8" or "uint8".
+
+    An array of another dtype or layout is a TypeError.
+    """
+    cache, scale = f"{number}[:, :, ::1]", "none" if number == "float32" else _ROWS
+    return {
+        rms_norm: f"void({_ROWS}, {_WEIGHT}, float32, {_ROWS})",
+        add_rms_norm: f"void({_ROWS}, {_ROWS}, {_WEIGHT}, float32, {_ROWS})",
+        silu_mul: f"void({_ROWS}, {_ROWS})",
+        rope_store: f"void({_HEADS}, {_ROWS}, {_ROWS}, int64[::1], {cache}, {cache}, {scale}, {scale}, int64)",
+        norm_heads: f"void({_HEADS}, {_WEIGHT}, {_WEIGHT}, float32, int64)",
+        store_kv: f"void(float32[:, :, :], float32[:, :, :], {cache}, {cache}, {scale}, {scale}, int64[::1])",
+    }

@@ -4,13 +4,14 @@ A query of a decode step is a sequence of the decode kernel. So is each query of
 has the sequence's blocks and a context of its own, the tokens up to t. A long prompt attends in PyTorch (`tiles`),
 where its queries share the reading of a key. Which prompts are long is decided sequence by sequence.
 
-Importing this module compiles the kernels, or loads them, unless that has been done (`warming`).
+The first call for a dtype of caches compiles the kernels, or loads them, unless that has been done (`warming`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minicache.kernels import AttentionMetadata, tiles
-from minicache.kernels.cpu import rows
+from minicache.kernels.cpu import array_of, rows
 from minicache.kernels.cpu.attention import decode, find_fault
-from minicache.kernels.cpu.warming import warm_up
-
-warm_up()
+from minicache.kernels.cpu.warming import require_ready
 
 LONGEST_PROMPT = 96
 """The most tokens of a whole prompt that attend through the decode kernel, each by itself.
@@ -65,33 +64,89 @@ def paged_attention(
     metadata: AttentionMetadata,
     *,
     scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
     """`minicache.kernels.paged_attention` with the numba kernels, and with a scale. No gradient flows.
 
+    `k_scale` and `v_scale` are `[num_blocks, block_size, H_kv]`, or None of float32 caches.
+
     Returns:
         `[N, H, d]` float32. Zeros for a sequence with context_lens 0.
     """
+    require_ready(k_cache.dtype)
     plan = plan_step(metadata, *k_cache.shape[:2])
     q = q.detach()
     if q.stride(2) != 1:
         q = q.contiguous()
     out = q.new_empty(q.shape)  # contiguous
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    plan.attend(q.numpy(), k_cache.numpy(), v_cache.numpy(), scale, sliding_window or 0, out.numpy())
+    caches = CacheArrays.of(k_cache, v_cache, k_scale, v_scale)
+    plan.attend(q.numpy(), caches, scale, sliding_window or 0, out.numpy())
     return out
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """`minicache.kernels.store_kv` with the numba kernel; contiguous caches.
 
     Raises:
         IndexError: a slot lies outside the cache. Nothing was written.
     """
+    require_ready(k_cache.dtype)
     slots = check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
-    flat = (storage.flatten(0, 1).numpy() for storage in (k_cache, v_cache))
     k, v = (new.detach() if new.stride(2) == 1 else new.detach().contiguous() for new in (k, v))
-    rows.store_kv(k.numpy(), v.numpy(), *flat, np.ascontiguousarray(slots))
+    caches = CacheArrays.of(k_cache, v_cache, k_scale, v_scale, by_slot=True)
+    rows.store_kv(k.numpy(), v.numpy(), *caches, np.ascontiguousarray(slots))
+
+
+class CacheArrays(NamedTuple):
+    """The keys and values of one layer as kernels see them: `[num_blocks, block_size, …]`, or `[num_slots, …]`.
+
+    Attributes:
+        k: `[…, H_kv, d]`: float32, int8, or float8_e4m3fn as uint8.
+        v: alike.
+        k_scale: `[…, H_kv]` float32 of a cache with one byte a number, else None.
+        v_scale: alike.
+    """
+
+    k: NDArray[Any]
+    v: NDArray[Any]
+    k_scale: NDArray[np.float32] | None
+    v_scale: NDArray[np.float32] | None
+
+    @classmethod
+    def of(
+        cls, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, *, by_slot: bool = False
+    ) -> CacheArrays:
+        """The memory of a layer's tensors, block by block, or slot by slot if these are contiguous.
+
+        Raises:
+            RuntimeError: they are not: what is written to a copy would be lost.
+        """
+        tensors = [k, v] if k_scale is None or v_scale is None else [k, v, k_scale, v_scale]
+        if by_slot:
+            tensors = [each.view(-1, *each.shape[2:]) for each in tensors]
+        k_array, v_array, *scales = map(array_of, tensors)
+        return cls(k_array, v_array, *(scales or (None, None)))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What they were made of."""
+        k, v = (torch.from_numpy(each) for each in (self.k, self.v))
+        if k.dtype == torch.uint8:
+            k, v = k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
+        k_scale, v_scale = (None if each is None else torch.from_numpy(each) for each in (self.k_scale, self.v_scale))
+        return k, v, k_scale, v_scale
 
 
 class StepPlan:
@@ -108,8 +163,7 @@ class StepPlan:
     def attend(
         self,
         q: NDArray[np.float32],
-        k_cache: NDArray[np.float32],
-        v_cache: NDArray[np.float32],
+        caches: CacheArrays,
         scale: float,
         window: int,
         out: NDArray[np.float32],
@@ -118,8 +172,7 @@ class StepPlan:
 
         Args:
             q: `[N, ≥ H, d]`, the first H heads are the queries: it may be the rows of q, k and v together.
-            k_cache: `[num_blocks, block_size, H_kv, d]`, as many blocks of the size that the plan was made for.
-            v_cache: the same shape.
+            caches: of the layer, as many blocks of the size that the plan was made for.
             scale: what the scores are multiplied by.
             window: W ≥ 1: a query sees itself and the W − 1 tokens before it. 0 is no limit.
             out: `[N, H, d]`, contiguous.
@@ -132,12 +185,19 @@ class StepPlan:
         for part in self._parts:
             queries, result = q[part.start : part.end], out[part.start : part.end]
             if isinstance(part, _Queries):
-                decode(queries, k_cache, v_cache, part.block_tables, part.context_lens, scale, window, result)
+                decode(queries, *caches, part.block_tables, part.context_lens, scale, window, result)
             else:
-                k, v = torch.from_numpy(k_cache), torch.from_numpy(v_cache)
+                k, v, k_scale, v_scale = caches.tensors
                 heads = torch.from_numpy(queries[:, : out.shape[1]])
                 attended = tiles.paged_attention(
-                    heads, k, v, part.metadata, scale=float(scale), sliding_window=window or None
+                    heads,
+                    k,
+                    v,
+                    part.metadata,
+                    scale=float(scale),
+                    k_scale=k_scale,
+                    v_scale=v_scale,
+                    sliding_window=window or None,
                 )
                 result[:] = attended.numpy()
 

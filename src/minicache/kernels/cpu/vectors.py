@@ -3,6 +3,9 @@
 A value of the type `float32x8` is a vector of LLVM's, `<8 x float>`: one register where the processor has AVX, two
 where its registers hold four numbers. Operations are lane by lane, and none of them checks a bound.
 
+Memory may also hold one byte a number: int8, or float8_e4m3fn, which numba does not know and which comes as uint8. The
+array's dtype decides when the kernel is compiled: `load` makes float32 of its numbers, and `store` rounds to them.
+
 Numba keeps compiled code for as long as the kernel's own file stays the same, and does not look at this one. So a
 kernel's file names the state of this one that it was written for, and a test holds them together.
 """
@@ -23,6 +26,7 @@ INLINE = {"forceinline": True, "error_model": "numpy", "boundscheck": False}
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
 
 
 class Float32x8(types.Type):  # type: ignore[misc]
@@ -41,30 +45,111 @@ class _Float32x8Model(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(dmm, fe_type, _FLOATS)
 
 
-def _pointer(context, builder, array_type, array, index):
+def _floats(*numbers):
+    return ir.Constant(_FLOATS, list(numbers) * (LANES // len(numbers)))
+
+
+def _ints(*numbers):
+    return ir.Constant(_INTS, list(numbers) * (LANES // len(numbers)))
+
+
+def _pointer(context, builder, array_type, vector, array, index):
     data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), _FLOATS.as_pointer())
+    return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
+
+
+def _magnitude(builder, vector):
+    """The bits of |x|, which are ordered as the numbers are, with infinity and then NaN at the end."""
+    return builder.and_(builder.bitcast(vector, _INTS), _ints(0x7FFFFFFF))
 
 
 @intrinsic
 def load(typingctx, array, index):
-    """The eight numbers from element `index` of the memory that a float32 array begins at, whatever its shape."""
+    """The eight numbers from element `index` of the memory that an array begins at, whatever its shape.
+
+    Of float32, of int8, or of float8_e4m3fn as uint8, whose code 0x7F is NaN.
+    """
 
     def generate(context, builder, signature, args):
-        return builder.load(_pointer(context, builder, signature.args[0], *args), align=4)
+        array_type = signature.args[0]
+        if array_type.dtype == types.float32:
+            return builder.load(_pointer(context, builder, array_type, _FLOATS, *args), align=4)
+        codes = builder.load(_pointer(context, builder, array_type, _BYTES, *args), align=1)
+        codes = builder.sext(codes, _INTS)
+        if array_type.dtype == types.int8:
+            return builder.sitofp(codes, _FLOATS)
+        # Sign, exponent and mantissa as float32 has them. Its exponent counts from 2**-127 instead of 2**-7, for
+        # numbers below the smallest normal one too: what is missing is a factor of 2**120.
+        bits = builder.and_(builder.shl(codes, _ints(20)), _ints(0x87F00000 - 2**32))
+        numbers = builder.fmul(builder.bitcast(bits, _FLOATS), _floats(2.0**120))
+        is_nan = builder.icmp_signed("==", _magnitude(builder, numbers), _ints(0x43F00000))  # 480, what 0x7F would be
+        return builder.select(is_nan, _floats(float("nan")), numbers)
 
     return float32x8(array, types.intp), generate
 
 
 @intrinsic
 def store(typingctx, array, index, vector):
-    """Write eight numbers, from element `index` of the memory that an array begins at."""
+    """Write eight numbers, from element `index` of the memory that an array begins at.
+
+    One byte a number gets the nearest that it has, of two the even one. The vector must be in its range, and not NaN.
+    """
 
     def generate(context, builder, signature, args):
-        builder.store(args[2], _pointer(context, builder, signature.args[0], *args[:2]), align=4)
+        array_type, vector = signature.args[0], args[2]
+        if array_type.dtype == types.float32:
+            builder.store(vector, _pointer(context, builder, array_type, _FLOATS, *args[:2]), align=4)
+            return context.get_dummy_value()
+        if array_type.dtype == types.int8:
+            # Where a float32 has no bits behind the point, the sum rounds: the integer is in its low bits.
+            codes = builder.bitcast(builder.fadd(vector, _floats(1.5 * 2.0**23)), _INTS)
+        else:
+            codes = _e4m3(builder, vector)
+        codes = builder.trunc(codes, _BYTES)
+        builder.store(codes, _pointer(context, builder, array_type, _BYTES, *args[:2]), align=1)
         return context.get_dummy_value()
 
     return types.none(array, types.intp, float32x8), generate
+
+
+def _e4m3(builder, vector):
+    """The codes of the nearest numbers of float8_e4m3fn, |x| ≤ 448, in the low bits of integers."""
+    size = _magnitude(builder, vector)
+    # From 2**-6 on: round to 3 bits behind the point, to even where two are as near, and count exponents from 2**-7.
+    is_odd = builder.and_(builder.lshr(size, _ints(20)), _ints(1))
+    rounded = builder.add(size, builder.add(is_odd, _ints(0x7FFFF)))
+    normal = builder.sub(builder.lshr(rounded, _ints(20)), _ints(120 << 3))
+    # Below: multiples of 2**-9, which is what the last bit of a float32 from 2**14 on counts.
+    sum_bits = builder.bitcast(builder.fadd(builder.bitcast(size, _FLOATS), _floats(2.0**14)), _INTS)
+    small = builder.and_(sum_bits, _ints(0xF))
+    code = builder.select(builder.icmp_signed("<", size, _ints(0x3C800000)), small, normal)  # 2**-6
+    sign = builder.and_(builder.lshr(builder.bitcast(vector, _INTS), _ints(24)), _ints(0x80))
+    return builder.or_(code, sign)
+
+
+@intrinsic
+def largest_number(typingctx, array):
+    """The largest number that an array of one byte a number is used for: 127 of int8, 448 of float8_e4m3fn."""
+
+    def generate(context, builder, signature, args):
+        return ir.Constant(_FLOAT, 127.0 if signature.args[0].dtype == types.int8 else 448.0)
+
+    return types.float32(array), generate
+
+
+@intrinsic
+def load_halves(typingctx, array, first, second):
+    """Four numbers from element `first` of a float32 array, then four from element `second`."""
+
+    def generate(context, builder, signature, args):
+        four = ir.VectorType(_FLOAT, LANES // 2)
+        halves = [
+            builder.load(_pointer(context, builder, signature.args[0], four, args[0], index), align=4)
+            for index in args[1:]
+        ]
+        return builder.shuffle_vector(*halves, ir.Constant(_INTS, list(range(LANES))))
+
+    return float32x8(array, types.intp, types.intp), generate
 
 
 @intrinsic
@@ -138,6 +223,31 @@ def maximum(typingctx, a, b):
         return builder.select(builder.fcmp_ordered(">", *args), *args)
 
     return float32x8(float32x8, float32x8), generate
+
+
+@intrinsic
+def larger_magnitude(typingctx, a, b):
+    """|a| or |b|, the larger one; NaN where either is."""
+
+    def generate(context, builder, signature, args):
+        sizes = [_magnitude(builder, each) for each in args]
+        return builder.bitcast(builder.select(builder.icmp_signed(">", *sizes), *sizes), _FLOATS)
+
+    return float32x8(float32x8, float32x8), generate
+
+
+@intrinsic
+def largest_magnitude(typingctx, vector):
+    """The largest |x| of all lanes; NaN if one is NaN."""
+
+    def generate(context, builder, signature, args):
+        sizes = _magnitude(builder, args[0])
+        for mask in ([4, 5, 6, 7, 0, 1, 2, 3], [2, 3, 0, 1, 6, 7, 4, 5], [1, 0, 3, 2, 5, 4, 7, 6]):
+            others = builder.shuffle_vector(sizes, sizes, ir.Constant(_INTS, mask))
+            sizes = builder.select(builder.icmp_signed(">", sizes, others), sizes, others)
+        return builder.extract_element(builder.bitcast(sizes, _FLOATS), ir.Constant(_INT, 0))
+
+    return types.float32(float32x8), generate
 
 
 @intrinsic

@@ -1,0 +1,113 @@
+"""Which part of each weight a rank holds.
+
+Queries, keys, values, gate and up are *column parallel*: a rank computes some of their outputs, whole heads of the
+first three. The output projection of attention and `down_proj` are *row parallel*: a rank multiplies the inputs that it
+has, and the sum over the ranks is the layer's output. So nothing has to be exchanged between the two products of a
+half, and one all-reduce ends it. Embedding and norms are on every rank; the output layer on rank 0, which samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from minicache.model.config import MiniGPTConfig
+from minicache.model.decoder import Decoder, DecoderConfig
+from minicache.model.minigpt import MiniGPT, rotary_tables
+
+Config = MiniGPTConfig | DecoderConfig
+
+
+def require_shardable(model: object, size: int) -> None:
+    """Refuse a model that cannot be divided among so many ranks.
+
+    Raises:
+        TypeError: it is neither a `MiniGPT` nor a `Decoder`: nobody knows which of its weights go together.
+        ValueError: its heads or the columns of its feed-forward block are no multiple of the ranks; or neither are its
+            KV heads a multiple of the ranks, nor the ranks of its KV heads.
+    """
+    if type(model) not in (MiniGPT, Decoder):
+        raise TypeError(
+            f"tensor parallelism divides the models of minicache.model, MiniGPT and Decoder; got {type(model).__name__}"
+        )
+    config = cast(MiniGPT | Decoder, model).config
+    for name in ("num_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise ValueError(
+                f"tensor_parallel_size {size} does not divide the model's {name}, {getattr(config, name)}: "
+                "take a size that does"
+            )
+    num_kv_heads = config.num_kv_heads
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ValueError(
+            f"{num_kv_heads} KV heads cannot be divided among {size} ranks, nor {size} ranks share {num_kv_heads} KV "
+            f"heads evenly: take a tensor_parallel_size that divides {num_kv_heads}, or a multiple of it"
+        )
+
+
+def shard_config(config: Config, rank: int, size: int) -> Config:
+    """The shape of a rank's shard, which is a model like the whole one with fewer heads and columns.
+
+    With more ranks than KV heads, each rank has one, and ranks next to each other have the same one. All ranks but the
+    first do without an output layer of their own: it is not they who sample.
+    """
+    shard = replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+    )
+    if isinstance(shard, DecoderConfig) and rank > 0:
+        return replace(shard, tie_word_embeddings=True)
+    return shard
+
+
+def shard_of(name: str, weight: Tensor, config: Config, rank: int, size: int) -> Tensor:
+    """A rank's part of a parameter.
+
+    Args:
+        name: of the parameter, as in `state_dict`.
+        weight: the whole parameter.
+        config: of the whole model.
+        rank: 0 … size − 1.
+        size: the number of ranks.
+
+    Returns:
+        A view; of a row-parallel layer's bias, which is added once, zeros on all ranks but the first.
+    """
+    layer, _, kind = name.rpartition(".")
+    match layer.rpartition(".")[2]:
+        case "q_proj" | "gate_proj" | "up_proj":
+            return _part(weight, 0, rank, size)
+        case "k_proj" | "v_proj":
+            count, first = max(1, config.num_kv_heads // size), rank * config.num_kv_heads // size
+            return weight.narrow(0, first * config.head_dim, count * config.head_dim)
+        case "o_proj" | "down_proj":
+            if kind == "weight":
+                return _part(weight, 1, rank, size)
+            return weight if rank == 0 else torch.zeros_like(weight)
+    return weight
+
+
+def empty_shard(kind: str, config: Config, dtype: torch.dtype) -> MiniGPT | Decoder:
+    """A shard without weights: its parameters have shapes and no memory, until `load_state_dict(…, assign=True)`.
+
+    Args:
+        kind: "MiniGPT" or "Decoder".
+        config: of `shard_config`.
+        dtype: of the weights to come.
+    """
+    with torch.device("meta"):
+        shard = MiniGPT(cast(MiniGPTConfig, config)) if kind == "MiniGPT" else Decoder(cast(DecoderConfig, config))
+    if isinstance(shard, MiniGPT):  # its tables are in no state_dict
+        shard.cos, shard.sin = (table.to(dtype) for table in rotary_tables(shard.config))
+    return shard.eval()
+
+
+def _part(weight: Tensor, axis: int, rank: int, size: int) -> Tensor:
+    """Of `size` equal parts along an axis, one."""
+    length = weight.shape[axis] // size
+    return weight.narrow(axis, rank * length, length)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minicache.engine.answers import Completion
 from minicache.engine.beam import BeamSearchParams, beam_search
+from minicache.engine.gpu_runner import GPUModelRunner
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams, TokenSampler
@@ -157,6 +158,18 @@ def test_the_draft_model_follows_chunks_copies_and_swaps(llama: Decoder) -> None
     assert told(llm.generate(prompts, wishes)) == expected
     assert watch.num_swapped_in
     assert llm.scheduler.draft_stats.acceptance_rate > 0.95  # type: ignore[attr-defined]
+
+
+def test_the_runner_of_a_gpu_gives_logits_for_draft_tokens(model: MiniGPT, prompts: Any) -> None:
+    """Here over blocks in host memory, without graphs: decodes, prompts and drafts in steps that it reorders."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    options: Any = {"num_blocks": 300, "block_size": 4, "max_num_batched_tokens": 12}
+    expected = told(LLM(model, **options).generate(prompts, params))
+    llm = LLM(model, speculative="minigpt-draft", **options)
+    assert llm.speculation is not None
+    llm.speculation._runner = GPUModelRunner(model, llm.memory, 256, None)  # type: ignore[arg-type]
+    assert told(llm.generate(prompts, params)) == expected
+    assert llm.scheduler.draft_stats.acceptance_rate > 0.4  # type: ignore[attr-defined]
 
 
 def test_rejected_draft_tokens_change_nothing(llama: Decoder) -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from minicache import cli
 from minicache.grammar import check_text, split_words
 from minicache.model import load_minigpt
+from minicache.model.checkpoint import SHIPPED_DRAFT
 
 
 def run(*arguments: str) -> list[str]:
@@ -93,6 +94,8 @@ def test_train_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     lines = run("train", "--steps", "1", "--seed", "3", "--out", str(out))
     assert "after 1 steps" in lines[-1]
     assert load_minigpt(out).config == load_minigpt().config
+    run("train", "--draft", "--steps", "1", "--out", str(out))
+    assert load_minigpt(out).config == load_minigpt(SHIPPED_DRAFT).config
 
 
 def test_help_needs_no_torch() -> None:

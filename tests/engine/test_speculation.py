@@ -25,6 +25,8 @@ from minicache.grammar import Tokenizer
 from minicache.model import Decoder, DecoderConfig, MiniGPT, load_minigpt
 from minicache.model.checkpoint import SHIPPED_DRAFT
 from minicache.model.training import draft_config
+from minicache.replica.llm import make_llm
+from minicache.replica.messages import EngineOptions
 from minicache.replica.stats import SchedulerStats
 from minicache.scheduler import ChunkedPrefillScheduler, SpeculativeScheduler
 from minicache.scheduler.audit_speculation import SpeculationAuditor
@@ -439,6 +441,15 @@ def test_the_shipped_draft_model(draft_model: MiniGPT, model: MiniGPT) -> None:
     assert SHIPPED_DRAFT.stat().st_size < 300_000
     assert draft_model.config == draft_config()
     assert draft_model.num_parameters() < model.num_parameters() / 10
+
+
+def test_a_server_s_engine_speculates_as_it_is_asked_to() -> None:
+    llm = make_llm(EngineOptions(speculative="minigpt-draft", num_speculative_tokens=3, num_blocks=40))
+    assert isinstance(llm.scheduler, SpeculativeScheduler)
+    assert llm.scheduler.num_speculative_tokens == 3
+    llm.generate([[3, 4]], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert llm.scheduler.draft_stats.num_draft_tokens
+    assert make_llm(EngineOptions(num_blocks=40)).speculation is None
 
 
 def test_what_does_not_go_together(model: MiniGPT, llama: Decoder) -> None:

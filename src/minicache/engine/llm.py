@@ -110,6 +110,7 @@ class LLM:
         forks: whether further answers to a prompt are forks of the first (phase 8).
         memory: where the requests' keys and values are.
         runner: runs the model's steps in a way of their own (`minicache.engine.model_runner`); None: `run_model` does.
+        speculation: that runner, if the engine speculates; else None. What was accepted is in `scheduler.draft_stats`.
         answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
             and the others have an `AnswerId`.
 

@@ -18,7 +18,7 @@ from minicache.engine.gpu_runner import GPUModelRunner, Run, eagerly, padded_bat
 from minicache.engine.llm import LLM
 from minicache.engine.runner import PagedMemory
 from minicache.engine.sampling import SamplingParams
-from minicache.kernels import oracle, plain, runtime
+from minicache.kernels import oracle, plain, quantize, runtime
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.model.minigpt import Transformer
 
@@ -133,14 +133,33 @@ def test_the_simulated_gpu_notices(gpu_model: MiniGPT, wait: Callable[[Tensor], 
 # Graphs
 
 
-@torch.library.custom_op("minicache_tests::store", mutates_args=("k_cache", "v_cache"))
-def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    plain.store_kv(k, v, k_cache, v_cache, slots)
+@torch.library.custom_op("minicache_tests::store", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))
+def store(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    if k_scale is None or v_scale is None:
+        plain.store_kv(k, v, k_cache, v_cache, slots)
+    else:
+        quantize.store_kv(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
 
 @torch.library.custom_op("minicache_tests::attend", mutates_args=())
-def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor) -> Tensor:
-    return oracle.paged_decode_attention(q, k_cache, v_cache, tables, lens).clone()
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lens: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    return oracle.paged_decode_attention(q, k_cache, v_cache, tables, lens, k_scale=k_scale, v_scale=v_scale).clone()
 
 
 class Traced:
@@ -165,11 +184,13 @@ class Traced:
 def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     """Captures by tracing, with kernels that a trace records as one operation."""
 
-    def attended(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, *, sliding_window: None) -> Tensor:
+    def attended(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, *, sliding_window: None, **scales: Any
+    ) -> Tensor:
         if metadata.query_start_loc is None:
-            return attend(q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
+            return attend(q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, **scales)
         paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, metadata.query_start_loc)
-        return oracle.paged_prefill_attention(*paged)
+        return oracle.paged_prefill_attention(*paged, **scales)
 
     monkeypatch.setattr(kernels, "store_kv", store)
     monkeypatch.setattr(kernels, "paged_attention", attended)
@@ -178,20 +199,25 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     return Traced()
 
 
-def test_replayed_steps_give_the_same_tokens(traced: Traced) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", [None, "int8", "fp8_e4m3"])
+def test_replayed_steps_give_the_same_tokens(traced: Traced, kv_cache_dtype: str | None) -> None:
     """Batches of 3 down to 1, of growing contexts, by a graph a size: all that changes must be in the buffer."""
     torch.manual_seed(0)
     config = MiniGPTConfig(
         vocab_size=50, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=32
     )
     model = MiniGPT(config).double().eval()
-    llm = LLM(model, num_blocks=100, block_size=3)
+    llm = LLM(model, num_blocks=100, block_size=3, kv_cache_dtype=kv_cache_dtype)
     assert isinstance(llm.memory, PagedMemory)
     llm.runner = GPUModelRunner(model, llm.memory, 256, traced)
     prompts, lengths = [[7], [1, 2, 3], [4, 5]], range(4, 13, 4)
     got = serve(llm, prompts, [SamplingParams(length) for length in lengths])
     for prompt, length, tokens in zip(prompts, lengths, got.values(), strict=True):
-        assert tokens == [int(token) for token in decode(model, torch.tensor([prompt]), length)]
+        if kv_cache_dtype is None:
+            assert tokens == [int(token) for token in decode(model, torch.tensor([prompt]), length)]
+        else:
+            alone = LLM(model, num_blocks=100, kv_cache_dtype=kv_cache_dtype)
+            assert [tokens] == list(serve(alone, [prompt], [SamplingParams(length)]).values())
     assert (traced.num_captured, traced.num_replayed) == (3, max(lengths) - 1)  # of 4, 2, 1; first comes a prefill
 
 

@@ -168,7 +168,7 @@ class LLM:
             if num_blocks is None:
                 limits = max_num_batched_tokens, max_num_seqs, max_model_len
                 nbytes = cache_nbytes(self.model, *limits, gpu_memory_utilization, kv_cache_dtype)
-                nbytes = int(nbytes * share_of_target(config, self.model))
+                nbytes = int(nbytes * share_of_target(config, self.model, kv_cache_dtype))
                 num_blocks = default_num_blocks(
                     self.model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype
                 )

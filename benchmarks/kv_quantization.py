@@ -19,9 +19,9 @@ Each runs over a float32 cache, over int8 and over fp8 (e4m3), with a float32 sc
 
     python -m benchmarks.kv_quantization
 
-Keys of results/kv_quantization.json: `models`: by name, of each `errors` (a list of layers, by dtype: own, carried),
-`equal_tokens`, `bytes_per_token`, `step_ratio` (by dtype; batch, context), and of MiniGPT `grammaticality`; `attention`
-(points: heads, batch, context, ratio by dtype); `by_block`: by dtype, and `by_row`, its errors.
+Keys of results/kv_quantization.json: `models.minigpt`, `models.llama`, of each `errors` (a list of layers: layer, and
+by dtype own and carried), `equal_tokens`, `bytes_per_token`, `step_ratio` (batch, context, by dtype), and of MiniGPT
+`grammaticality`; `attention.points` (heads, batch, context, ratio by dtype); `by_block`, by dtype, with `error_by_row`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Model = MiniGPT | Decoder
 
 def main() -> None:
     torch.set_num_threads(1)
-    models: dict[str, Model] = {"MiniGPT": load_minigpt(), "random Llama": random_llama()}
+    models: dict[str, Model] = {"minigpt": load_minigpt(), "llama": random_llama()}
     found: dict[str, dict[str, Any]] = {}
     with Progress() as progress:
         task = progress.add_task("", total=4 * len(models) + 3)
@@ -86,12 +86,12 @@ def main() -> None:
             found[name]["bytes_per_token"] = bytes_per_token(model)
             note(f"{name}: steps")
             found[name]["step_ratio"] = step_ratio(model, prompts)
-        note("MiniGPT: grammaticality")
-        found["MiniGPT"]["grammaticality"] = grammaticality(models["MiniGPT"])
+        note("minigpt: grammaticality")
+        found["minigpt"]["grammaticality"] = grammaticality(models["minigpt"])
         note("attention alone")
         attention = [attention_ratio(*shape) for shape in ATTENTION]
         note("scales by block")
-        by_block = scales_by_block(models["MiniGPT"], prompts_of(models["MiniGPT"])[0])
+        by_block = scales_by_block(models["minigpt"], prompts_of(models["minigpt"])[0])
     record(
         "kv_quantization",
         {
@@ -178,19 +178,19 @@ def rounded(rows: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @torch.inference_mode()
-def errors_by_layer(model: Model, tokens: Sequence[int]) -> dict[str, list[dict[str, float]]]:
-    """Of attention's output over a whole text."""
+def errors_by_layer(model: Model, tokens: Sequence[int]) -> list[dict[str, float]]:
+    """Of attention's output over a whole text, layer by layer."""
     exact = Watched(model, None)
     model(torch.tensor([tokens]), exact)
-    errors = {}
+    layers: list[dict[str, float]] = [{"layer": layer} for layer in range(model.config.num_layers)]
     for name, dtype in KV_CACHE_DTYPES.items():
         other = Watched(model, dtype)
         model(torch.tensor([tokens]), other)
-        errors[name] = [
-            {"own": relative(own, out), "carried": relative(carried, out)}
-            for own, carried, out in zip(exact.rounded_outputs[name], other.outputs, exact.outputs, strict=True)
-        ]
-    return errors
+        for entry, out, own, carried in zip(
+            layers, exact.outputs, exact.rounded_outputs[name], other.outputs, strict=True
+        ):
+            entry[f"{name}_own"], entry[f"{name}_carried"] = relative(own, out), relative(carried, out)
+    return layers
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

@@ -2,8 +2,8 @@
 # # Phase 9: one budget a step
 #
 # A long prompt among requests in decode: you watch it stall them, cut it into chunks, move the budget, follow a prompt
-# chunk by chunk, and see one preempted in the middle. Then draft tokens: MiniGPT generates several tokens in one pass,
-# and the same ones.
+# chunk by chunk, and see one preempted in the middle. Then draft tokens: MiniGPT generates several tokens in one step,
+# for a whole batch, and the same ones.
 #
 # Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-09-chunked-prefill/`, then
 # restart the kernel and run all cells. A function that you have not written yet says so where it is first called.
@@ -19,9 +19,9 @@ if MINE:
     install(workspace.lab_files(workspace.course.phase(9)))
 
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
-from minicache.engine.speculative import NgramDrafter, SpeculationStats, speculative_decode
+from minicache.engine.speculative import NgramDrafter, rows_to_verify, verify
 
-print("Scheduler, drafter and decoding are", "yours." if MINE else "the reference's.")
+print("Scheduler, drafter and verification are", "yours." if MINE else "the reference's.")
 
 # %%
 import random
@@ -30,15 +30,17 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import torch
 
-from minicache.engine.decoding import decode
+from minicache.cache import PagedKVCache, SelectiveStep
+from minicache.engine import LLM, SamplingParams
+from minicache.engine.sampling import TokenSampler
+from minicache.engine.speculation import SpeculativeConfig
 from minicache.grammar import Tokenizer, sample_text
 from minicache.model import load_minigpt
-from minicache.cache.paged import PagedKVCache
 from minicache.palette import color
 from minicache.request import Request
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.fair import FairScheduler
-from minicache.scheduler.observe import Recorder, observe
+from minicache.scheduler.observe import Observer, Recorder, observe
 from minicache.simulator.costs import RooflineCost, StepLoad
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import AZURE_CONVERSATION, Arrival, stream
@@ -261,15 +263,61 @@ steps_that_d_waits = None
 check(steps_that_d_waits, next(s.step for s in steps if any(e.request_id == "D" for e in s.batch)) - 4)
 
 # %% [markdown]
-# ## 6. Draft, and verify
+# ## 6. One ragged step
 #
-# MiniGPT is asked, answers, and is asked the same again. The drafter proposes tokens from the text; one pass verifies all
-# of them and yields a token more. Each row is a pass: what was proposed, and how much of it was accepted.
+# Three requests, as in the lab: one computes the last chunk of its prompt, one has three draft tokens behind its newest
+# token, one has none. MiniGPT runs once. `rows_to_verify` says which rows of logits are read, `verify` what comes of them.
+# Change a text, or the draft tokens, and predict the rows.
 
 # %%
 model, tokenizer = load_minigpt(), Tokenizer()
+config = model.config
+texts = [
+    tokenizer.encode("Did the children read the book yesterday?"),
+    tokenizer.encode("Later my sister will not be ready, and then she will not be ready,"),
+    tokenizer.encode("Yesterday I did not eat"),
+]
+computed = [4, 15, 4]
+drafts = [[], NgramDrafter().draft(texts[1], 3), []]
+caches = [PagedKVCache(config.num_layers, 1, config.num_kv_heads, 64, config.head_dim) for _ in texts]
+with torch.inference_mode():
+    for tokens, cache, count in zip(texts, caches, computed):
+        model(torch.tensor([tokens[:count]]), cache)
+    new = [tokens[count:] + its_drafts for tokens, count, its_drafts in zip(texts, computed, drafts)]
+    counts = [len(its_new) for its_new in new]
+    rows = rows_to_verify(counts, [len(its_drafts) for its_drafts in drafts])
+    logits = model(torch.tensor([sum(new, [])]), SelectiveStep(caches, counts))[0, rows]
+found = verify(logits, drafts, [TokenSampler(SamplingParams()) for _ in texts])
 
 
+def words_of(tokens):
+    """Tokens as words, a space between them."""
+    return " ".join(tokenizer.words[token] for token in tokens)
+
+
+print(f"{sum(counts)} tokens, {len(rows)} rows of logits: {rows}")
+for its_new, its_drafts, tokens in zip(new, drafts, found):
+    shown = words_of(its_new[: len(its_new) - len(its_drafts)])
+    print(f"{shown} [{words_of(its_drafts)}]  →  {words_of(tokens)}")
+
+# %% [markdown]
+# **Question 6.** Four requests bring 512, 1, 6 and 3 tokens, of which 0, 0, 5 and 2 are draft tokens. How many rows of
+# logits does the step need?
+
+# %%
+num_rows = None
+
+# %%
+check(num_rows, sum(1 + k for k in (0, 0, 5, 2)))
+
+# %% [markdown]
+# ## 7. In the engine
+#
+# MiniGPT is asked, answers, and is asked the same again. The drafter proposes tokens from the text; each step verifies
+# them and yields a token more. Each row is a step: what was accepted, and behind the bar what was rejected.
+
+
+# %%
 def text_tokens(count, seed):
     """So many tokens of MiniGPT's language."""
     rng, tokens = random.Random(seed), []
@@ -278,82 +326,102 @@ def text_tokens(count, seed):
     return tokens[:count]
 
 
-def new_cache():
-    """An empty paged cache of one sequence."""
-    c = model.config
-    return PagedKVCache(c.num_layers, 1, c.num_kv_heads, c.max_seq_len, c.head_dim)
+def engine(num_drafts, *observers):
+    """An engine with at most so many draft tokens of a request in a step; 0: without speculation."""
+    speculative = SpeculativeConfig("ngram", num_drafts) if num_drafts else None
+    return LLM(model, num_blocks=256, speculative=speculative, observers=observers)
 
 
-def plain(prompt, count=100):
-    """Greedy decoding."""
-    return [int(token) for token in decode(model, torch.tensor([prompt]), count, cache=new_cache())]
+def answers_of(llm, prompts, params):
+    """The tokens of each answer, and in how many steps they came."""
+    ids, num_steps = [llm.add_request(prompt, params) for prompt in prompts], 0
+    tokens = {request_id: [] for request_id in ids}
+    while llm.has_unfinished:
+        for chunk in llm.step():
+            tokens[chunk.request_id].append(chunk.token_id)
+        num_steps += 1
+    return list(tokens.values()), num_steps
 
 
-class Watching(NgramDrafter):
-    """Notes what it proposed, and behind how many tokens."""
+class Watching(Observer):
+    """Notes what was proposed in each step, and how many of it were accepted."""
 
-    def draft(self, token_ids, num_tokens):
-        drafts = super().draft(token_ids, num_tokens)
-        self.seen = [*getattr(self, "seen", []), (len(token_ids), drafts)]
-        return drafts
+    def __init__(self):
+        self.seen = []
+
+    def on_update(self, scheduler, output, finished):
+        for request_id, its_drafts in output.draft_token_ids.items():
+            self.seen.append((its_drafts, output.num_scheduled_tokens[request_id] - 1))
 
 
+hundred = SamplingParams(max_tokens=100, ignore_eos=True)
 asked = text_tokens(100, 0)
-again = asked + plain(asked) + asked
-expected = plain(again)
-
-
-def speculate(prompt, num_drafts, drafter=None):
-    """Tokens and counts."""
-    stats = SpeculationStats()
-    steps = speculative_decode(
-        model, torch.tensor([prompt]), 100, cache=new_cache(), drafter=drafter or NgramDrafter(), num_drafts=num_drafts, stats=stats
-    )
-    return [int(token) for token in steps], stats
-
-
-drafter = Watching()
-tokens, stats = speculate(again, 5, drafter)
+again = asked + answers_of(engine(0), [asked], hundred)[0][0] + asked
+expected, steps_without = answers_of(engine(0), [again], hundred)
+watching = Watching()
+tokens, num_steps = answers_of(engine(5, watching), [again], hundred)
 assert tokens == expected
-for place, drafts in drafter.seen[:12]:
-    right = tokens[place - len(again) :]
-    accepted = next((n for n, (a, b) in enumerate(zip(drafts, right)) if a != b), len(drafts))
-    words = [tokenizer.words[token] for token in drafts]
-    print(f"{accepted} of {len(drafts)}: {' '.join(words[:accepted])} | {' '.join(words[accepted:])}")
-print(f"{stats.num_tokens} tokens in {stats.num_passes} passes, the same as without draft tokens")
+for its_drafts, accepted in watching.seen[:12]:
+    print(f"{accepted} of {len(its_drafts)}: {words_of(its_drafts[:accepted])} | {words_of(its_drafts[accepted:])}")
+print(f"100 tokens in {num_steps} steps, the same as without draft tokens in {steps_without}")
 
 # %% [markdown]
-# ## 7. How many draft tokens?
-#
-# Tokens a pass, and the part of the draft tokens that was accepted, on the same prompt and on one that repeats nothing.
+# A batch of eight, each asked again like this one: at temperature 0, and drawn with a seed. The same tokens again.
 
-# %% alt="Two panels against draft tokens a pass, 0 to 16. Tokens a pass: on the repeated prompt from 1 to more than 8 with sixteen, on new text hardly above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
+# %%
+eight = [text_tokens(100, seed) for seed in range(8)]
+prompts = [text + tokens + text for text, tokens in zip(eight, answers_of(engine(0), eight, hundred)[0])]
+for temperature in (0.0, 0.5, 1.0):
+    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=temperature, seed=7)
+    plain, steps_without = answers_of(engine(0), prompts, params)
+    llm = engine(4)
+    tokens, num_steps = answers_of(llm, prompts, params)
+    assert tokens == plain
+    stats = llm.scheduler.draft_stats
+    print(
+        f"temperature {temperature}: {num_steps} steps, {steps_without} without draft tokens; "
+        f"{stats.acceptance_rate:.0%} of the draft tokens accepted"
+    )
+
+# %% [markdown]
+# The last request of the batch decides how many steps there are. With a temperature an answer repeats less of its prompt,
+# and what is proposed is drawn less often: fewer draft tokens are accepted, and no token is another.
+#
+# ## 8. How many draft tokens?
+#
+# Tokens a step, and the part of the draft tokens that was accepted, on the prompt that is asked again and on one that
+# repeats nothing.
+
+# %% alt="Two panels against draft tokens a step, 0 to 16. Tokens a step: on the repeated prompt from 1 to more than 8 with sixteen, on new text hardly above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
 DRAFTS = [0, 1, 2, 4, 8, 12, 16]
 fresh = text_tokens(300, 1)
 _, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
 for name, prompt, shade in (("asked again", again, color("shared")), ("new text", fresh, color("wasted"))):
-    right, found = plain(prompt), []
+    plain, _ = answers_of(engine(0), [prompt], hundred)
+    per_step, accepted = [], []
     for num_drafts in DRAFTS:
-        tokens, stats = speculate(prompt, num_drafts)
-        assert tokens == right
-        found.append(stats)
-    panels[0].plot(DRAFTS, [stats.tokens_per_pass for stats in found], "o-", color=shade, label=name)
-    panels[1].plot(DRAFTS[1:], [stats.acceptance_rate for stats in found[1:]], "o-", color=shade)
-for ax, title in zip(panels, ("tokens a pass", "part of the draft tokens accepted")):
-    ax.set(xlabel="draft tokens a pass", ylim=(0, None))
+        llm = engine(num_drafts)
+        tokens, num_steps = answers_of(llm, [prompt], hundred)
+        assert tokens == plain
+        per_step.append(100 / num_steps)
+        accepted.append(llm.scheduler.draft_stats.acceptance_rate if num_drafts else 0)
+    panels[0].plot(DRAFTS, per_step, "o-", color=shade, label=name)
+    panels[1].plot(DRAFTS[1:], accepted[1:], "o-", color=shade)
+for ax, title in zip(panels, ("tokens a step", "part of the draft tokens accepted")):
+    ax.set(xlabel="draft tokens a step", ylim=(0, None))
     ax.set_title(title, loc="left", fontsize=10)
     ax.grid(alpha=0.3)
 panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The tokens are always those of plain decoding: a rejected draft token costs work, never an answer.
+# The tokens are always those of the engine without: a rejected draft token costs work, never an answer.
 #
-# **Question 6.** If each draft token is right with probability 0.8, whatever came before, how many tokens does a pass with
+# **Question 7.** If each draft token is right with probability 0.8, whatever came before, how many tokens does a step with
 # four of them yield on average? To one place.
 
 # %%
-tokens_a_pass = None
+tokens_a_step = None
 
 # %%
-check(tokens_a_pass, round(sum(0.8**n for n in range(5)), 1))
+check(tokens_a_step, round(sum(0.8**n for n in range(5)), 1))

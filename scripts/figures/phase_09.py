@@ -7,7 +7,7 @@ benchmarks/results/chunked.json and speculative.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,42 +268,37 @@ class Pass:
     num_cached: int
     shown: list[int]
     picked: list[int]
+    num_accepted: int
 
 
-def passes_of_a_run() -> list[Pass]:
-    """The forward passes of a speculative run of MiniGPT on the first of the benchmark's repeating prompts."""
+def passes_of_a_run() -> Iterator[Pass]:
+    """The passes behind the prompt of MiniGPT's answer to the first of the benchmark's repeating prompts."""
     import torch
-    from benchmarks.speculative import NUM_NEW, make_prompts, new_cache
+    from benchmarks.speculative import NUM_NEW, make_prompts
 
-    from minicache.engine.speculative import NgramDrafter, speculative_decode
+    from minicache.engine.sampling import SamplingParams, TokenSampler
+    from minicache.engine.speculative import NgramDrafter, verify
     from minicache.model import load_minigpt
 
-    model, passes = load_minigpt(), list[Pass]()
+    model, sampler = load_minigpt(), TokenSampler(SamplingParams())
     prompt = make_prompts(model, "again")[0]
-
-    def watched(token_ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        num_cached = cache.num_tokens
-        logits: torch.Tensor = model(token_ids, cache)
-        passes.append(Pass(num_cached, token_ids[0].tolist(), logits[0].argmax(-1).tolist()))
-        return logits
-
-    run = speculative_decode(
-        watched, torch.tensor([prompt]), NUM_NEW, cache=new_cache(model), drafter=NgramDrafter(), num_drafts=5
-    )
-    assert len(list(run)) == NUM_NEW
-    return passes[1:]  # the first is the prompt's
+    text, drafts = prompt, list[int]()
+    while len(text) < len(prompt) + NUM_NEW:
+        with torch.inference_mode():
+            logits = model(torch.tensor([text + drafts]))[0, len(text) - 1 :]
+        [tokens] = verify(logits, [drafts], [sampler])
+        if text is not prompt:
+            yield Pass(len(text) - 1, [text[-1], *drafts], logits.argmax(-1).tolist(), len(tokens) - 1)
+        text = text + tokens
+        drafts = NgramDrafter().draft(text, 5)
 
 
 def verified_pass(figure: Figure, scheme: Scheme) -> None:
     """The first pass with five draft tokens of which some are accepted, and not all."""
-    from minicache.engine.speculative import num_accepted
     from minicache.grammar import Tokenizer
 
-    each, accepted = next(
-        (each, accepted)
-        for each in passes_of_a_run()
-        if len(each.shown) == 6 and 1 <= (accepted := num_accepted(each.shown[1:], each.picked)) <= 3
-    )
+    each = next(each for each in passes_of_a_run() if len(each.shown) == 6 and 1 <= each.num_accepted <= 3)
+    accepted = each.num_accepted
     words = Tokenizer().words
     diagram = Diagram(figure, scheme, width=24, height=10.6)
     left, width = 4.6, 3.15
@@ -332,17 +327,17 @@ def verified_pass(figure: Figure, scheme: Scheme) -> None:
 
 
 def speculative_speed(figure: Figure, scheme: Scheme) -> None:
-    """Acceptance, tokens a pass and speed-up, over the number of draft tokens, on both kinds of texts."""
+    """Acceptance, tokens a step and speed-up, over the number of draft tokens, on both kinds of texts."""
     found = results("speculative")
     panels = figure.subplots(1, 3)
-    titles = {"acceptance": "part accepted", "tokens_per_pass": "tokens a pass", "speedup": "times as fast"}
+    titles = {"acceptance": "part accepted", "tokens_per_step": "tokens a step", "speedup": "times as fast"}
     kinds = {"again": ("asked again", "shared", "o"), "new": ("new texts", "wasted", "s")}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         for kind, (label, role, marker) in kinds.items():
-            points = [point for point in found[kind]["points"] if point["num_drafts"] or key != "acceptance"]
+            points = found[kind]["points"]
             xs, ys = [point["num_drafts"] for point in points], [point[key] for point in points]
             axes.plot(xs, ys, marker=marker, color=color(role, scheme), label=label, markersize=4.5)
-        axes.set(xlabel="draft tokens a pass", xticks=_ticks(found["new"]["points"]), ylim=(0, None))
+        axes.set(xlabel="draft tokens a step", xticks=_ticks(found["new"]["points"]), ylim=(0, None))
         axes.set_title(title, fontsize=TYPE_SIZE)
         if key == "speedup":
             axes.axhline(1, color=INK[scheme], linewidth=1.2, linestyle="--")

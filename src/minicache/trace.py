@@ -43,10 +43,12 @@ class TraceEntry:
     Attributes:
         request_id: whose.
         num_computed_tokens: tokens that were computed before the step.
-        num_new_tokens: tokens that the step computed, ≥ 1.
+        num_new_tokens: tokens that the step computed, ≥ 1, draft tokens included.
         num_prompt_tokens: tokens of its prompt.
         num_output_tokens: tokens that had been generated before the step. The step is a prefill of the request if it
             computes any but the newest of its tokens.
+        num_draft_tokens: draft tokens among those that it computed.
+        num_accepted_tokens: of these, the accepted ones: they stay computed, and are output.
     """
 
     request_id: RequestId
@@ -54,11 +56,13 @@ class TraceEntry:
     num_new_tokens: int
     num_prompt_tokens: int
     num_output_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the step computed more of the request than its newest generated token."""
-        return self.num_output_tokens == 0 or self.num_new_tokens > 1
+        """Whether the step computed more of the request than its newest generated token and draft tokens."""
+        return self.num_output_tokens == 0 or self.num_new_tokens - self.num_draft_tokens > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,12 +128,14 @@ def test_what_cannot_be_divided_is_refused(options, size, saying):
         require_shardable(a_decoder(**options), size)
 
 
-def test_options_that_do_not_go_together(model):
+def test_options_that_do_not_go_together(model, ranks):
     class Mine(MiniGPT):
         pass
 
     with pytest.raises(ValueError, match='take cache="paged"'):
         LLM(model, tensor_parallel_size=2, cache="dense")
+    with pytest.raises(ValueError, match='take cache="paged"'):
+        LLM(ranks, cache="dense")
     with pytest.raises(TypeError, match="got Mine"):
         LLM(Mine(MiniGPTConfig(vocab_size=5)), tensor_parallel_size=2)
     with pytest.raises(ValueError, match="at least 2, got 0"):
@@ -174,6 +176,30 @@ def test_forks_and_copies_on_write(ranks, prompts, alone):
     each = [greedy(temperature=1.0, seed=seed + turn) for seed in range(4) for turn in range(3)]
     assert token_ids(got) == [alone(prompts[i // 3], NUM_NEW, its) for i, its in enumerate(each)]
     assert copies.num_copies > 0
+
+
+@pytest.mark.parametrize("speculative", ["ngram", "minigpt-draft"])
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 14, "block_size": 4}], ids=["at once", "preempted"])
+def test_draft_tokens(ranks, prompts, expected, speculative, options):
+    llm = LLM(ranks, speculative=speculative, **{"num_blocks": 64, **options})
+    assert token_ids(llm.generate(prompts, greedy())) == expected
+    stats = llm.scheduler.draft_stats
+    assert stats.num_drafts > 0
+    assert speculative == "ngram" or stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 40}],
+    ids=["at once", "swap"],
+)
+def test_a_quantized_cache(model, ranks, prompts, watch, kv_cache_dtype, options):
+    """Each head has its scales, so a rank's blocks hold what they hold on one rank."""
+    right = LLM(model, kv_cache_dtype=kv_cache_dtype).generate(prompts, greedy())
+    llm = LLM(ranks, kv_cache_dtype=kv_cache_dtype, observers=[watch], **{"num_blocks": 64, **options})
+    assert token_ids(llm.generate(prompts, greedy())) == token_ids(right)
+    assert (watch.num_swapped_in > 0) == ("num_host_blocks" in options)
 
 
 @pytest.fixture(scope="module")
@@ -280,11 +306,11 @@ def test_an_error_in_another_rank(ranks, prompts, expected):
     with pytest.raises(RankFailedError, match="rank 1: IndexError: no target 64"):
         step()
     step()
-    ranks._send(Begin(1, 16, 0))  # rank 1 has one block, and finds out when the step has begun
+    ranks._send(Begin(1, 16, 0, None))  # rank 1 has one block, and finds out when the step has begun
     ranks._wait_for_ready()
     with pytest.raises(RankFailedError, match="rank 1: IndexError"):
         step()
-    ranks._send(Begin(64, 16, 0))
+    ranks._send(Begin(64, 16, 0, None))
     ranks._wait_for_ready()
     while llm.has_unfinished:
         step()

@@ -9,11 +9,9 @@ from functools import cache
 import pytest
 import torch
 
-from minicache.cache.paged import PagedKVCache
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
-from minicache.engine.speculative import NgramDrafter, speculative_decode
 from minicache.errors import CheckpointError, MissingExtraError, UnsupportedModelError
 from minicache.model.tokenizer import FolderTokenizer
 from minicache.scheduler.observe import Observer
@@ -130,16 +128,13 @@ def test_sixteen_bits(save, dtype):
 
 
 def test_the_other_ways_to_decode(save, theirs):
-    """A model with windows in phase 1's loop and in phase 9's."""
+    """A model with windows in phase 1's loop, and in an engine that verifies draft tokens."""
     family, options = MODELS["mistral"]
     saved = save(family, **options)
-    model = LLM(saved.folder, num_blocks=10).model
-    prompt = torch.tensor([PROMPTS[1]])
-    plain = [int(token) for token in decode(model, prompt, 16)]
-    config = model.config
-    paged = PagedKVCache(config.num_layers, 1, config.num_kv_heads, 64, config.head_dim)
-    guessed = [int(token) for token in speculative_decode(model, prompt, 16, cache=paged, drafter=NgramDrafter())]
-    assert plain == guessed == theirs(saved)[1]
+    llm = LLM(saved.folder, num_blocks=100, speculative="ngram")
+    plain = [int(token) for token in decode(llm.model, torch.tensor([PROMPTS[1]]), 16)]
+    assert plain == theirs(saved)[1]
+    assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == theirs(saved)
 
 
 # Dtype and device

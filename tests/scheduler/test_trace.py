@@ -79,6 +79,8 @@ def test_the_fields_have_the_names_of_the_format() -> None:
         "num_new_tokens": 1,
         "num_prompt_tokens": 18,
         "num_output_tokens": 3,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
     }
     assert fields.pop("events")[3] == {"kind": "finish", "request_id": 7, "reason": "stop"}
     assert fields == {

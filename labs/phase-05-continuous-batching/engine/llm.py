@@ -153,7 +153,7 @@ class LLM:
         observers: Sequence[Observer] = (),
     ) -> None:
         check_kv_cache_dtype(kv_cache_dtype, cache)
-        require_combination(tensor_parallel_size, cache, kv_cache_dtype, speculative)
+        require_combination(tensor_parallel_size, cache)
         model = find_model(model)
         self.model = load_model(model, dtype, device if tensor_parallel_size == 1 else None)
         if tensor_parallel_size != 1:

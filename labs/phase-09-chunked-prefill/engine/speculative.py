@@ -4,33 +4,23 @@
 
 Phase 9 builds its second half. A decode step reads all weights for one token. A forward pass over the newest token and
 k draft tokens behind it reads them once too, and says for each draft token what the model itself picks there. Those
-that the model picks too are accepted; the first that it does not is replaced by the model's own, and the KV entries
-behind it are removed from the cache. So the tokens are those of decoding without draft tokens, in fewer passes
-(Leviathan et al. 2023). An engine does so for a whole batch in one ragged step, with `rows_to_verify` and `verify`
-(`minicache.engine.speculation`). The draft tokens come from the text itself: what followed the last few tokens at their
+that the model picks too are accepted; the first that it does not is replaced by the model's own. So the tokens are
+those of decoding without draft tokens, in fewer passes (Leviathan et al. 2023).
+
+An engine does so for a whole batch in one ragged step: `rows_to_verify` says which rows of logits it needs, `verify`
+what each request gains. The rest, from the drafts to the blocks that rejected ones took, is
+`minicache.engine.speculation`'s. The draft tokens come from the text itself: what followed the last few tokens at their
 previous occurrence (prompt lookup; Saxena 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from minicache.cache.paged import PagedKVCache
-from minicache.engine.decoding import Model
 from minicache.engine.sampling import TokenSampler, greedy
 from minicache.errors import require_count
-
-
-class Drafter(Protocol):
-    """Proposes draft tokens."""
-
-    def draft(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """Propose what follows `token_ids`: 0 … `num_tokens` tokens."""
 
 
 class NgramDrafter:
@@ -69,33 +59,6 @@ class NgramDrafter:
         )
 
 
-@dataclass(slots=True)
-class SpeculationStats:
-    """How many draft tokens were accepted.
-
-    Attributes:
-        num_passes: forward passes, the prompt's included.
-        num_tokens: generated tokens.
-        num_drafted: draft tokens that were verified.
-        num_accepted: draft tokens that were accepted.
-    """
-
-    num_passes: int = 0
-    num_tokens: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """The part of the draft tokens that was accepted, 0 … 1; 0 if there were none."""
-        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Generated tokens per forward pass, 1 without speculation; 0 before the first."""
-        return self.num_tokens / self.num_passes if self.num_passes else 0.0
-
-
 def rows_to_verify(num_new_tokens: Sequence[int], num_drafts: Sequence[int]) -> list[int]:
     """Which tokens of a ragged step the model has to give logits for: of each request the last 1 + k.
 
@@ -108,13 +71,13 @@ def rows_to_verify(num_new_tokens: Sequence[int], num_drafts: Sequence[int]) -> 
 
     Returns:
         Positions among the step's Σ num_new_tokens tokens, rising: Σ (1 + k) of them, request after request.
+
+    Raises:
+        ValueError: the two are not equally long.
     """
-    rows: list[int] = []
-    end = 0
-    for count, num_its_drafts in zip(num_new_tokens, num_drafts, strict=True):
-        end += count
-        rows += range(end - 1 - num_its_drafts, end)
-    return rows
+    raise NotImplementedError(
+        "phase 9, task 5: Verify a batch; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
+    )
 
 
 def verify(logits: Tensor, drafts: Sequence[Sequence[int]], samplers: Sequence[TokenSampler]) -> list[list[int]]:
@@ -145,85 +108,6 @@ def verify(logits: Tensor, drafts: Sequence[Sequence[int]], samplers: Sequence[T
     Raises:
         ValueError: not as many rows or samplers as the draft tokens ask for. Nothing was drawn.
     """
-    if len(samplers) != len(drafts) or len(logits) != sum(map(len, drafts)) + len(drafts):
-        raise ValueError(f"{len(drafts)} requests, {len(samplers)} samplers, {len(logits)} rows: 1 + k rows for each")
-    likeliest = greedy(logits)
-    is_good = logits.gather(-1, likeliest[:, None])[:, 0].isfinite().tolist()  # argmax finds NaN before anything else
-    token_ids: list[int] = likeliest.tolist()
-    found, row = [], 0
-    for its_drafts, sampler in zip(drafts, samplers, strict=True):
-        tokens: list[int] = []
-        for draft in (*its_drafts, None):
-            at = row + len(tokens)
-            if not is_good[at]:
-                break
-            tokens.append(token_ids[at] if sampler.params.is_greedy else sampler.draw(logits[at]))
-            if tokens[-1] != draft:
-                break
-        found.append(tokens)
-        row += 1 + len(its_drafts)
-    return found
-
-
-def num_accepted(drafts: Sequence[int], picked: Sequence[int]) -> int:
-    """How many draft tokens, from the first on, are what the model picks in their places.
-
-    Behind the first that is not, none counts: the model picked there after a token that is not in the text.
-
-    Args:
-        drafts: the draft tokens, k of them, k ≥ 0.
-        picked: what the model picks in the place of each of them, and one more behind the last: k + 1 tokens.
-
-    Returns:
-        0 … k.
-    """
     raise NotImplementedError(
-        "phase 9, task 5: Verify the drafts; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
-    )
-
-
-def speculative_decode(
-    model: Model,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    cache: PagedKVCache,
-    drafter: Drafter,
-    num_drafts: int = 4,
-    stats: SpeculationStats | None = None,
-) -> Iterator[Tensor]:
-    """Generate greedily (`greedy`), as `minicache.engine.decoding.decode` does, and verify draft tokens on the way.
-
-    The first forward pass runs on the prompt. Each later one runs on the newest token, which no pass has run on yet,
-    and the draft tokens behind it. So of a pass with k draft tokens the last k + 1 rows of logits say what the model
-    picks in the place of each, and behind the last one. The accepted ones (`num_accepted`) are tokens, and what the
-    model picks behind them is one more: a pass yields at least one token, whatever was proposed. Tokens are proposed
-    only behind a single token: a prompt of several runs without draft tokens.
-
-    Whenever a token is yielded, the cache holds KV entries of prompt and output alone, none of a rejected draft token.
-    As in `decode` the model never runs on the last token: N tokens leave P + N − 1 entries in the cache, which at no
-    time holds more.
-
-    Args:
-        model: called as `model(token_ids, cache)`.
-        prompt: token ids `[1, P]` int64, P ≥ 1.
-        max_new_tokens: N, how many tokens to generate, ≥ 0. The caller stops earlier by leaving the loop.
-        cache: an empty paged cache of batch size 1, from which rejected draft tokens are removed (`truncate`).
-        drafter: its `draft` gets all of prompt and output so far, the newest token included.
-        num_drafts: the most draft tokens of one pass, ≥ 0. Fewer at the end of the answer or of the cache: the drafter
-            is never asked for more than both have room for.
-        stats: is counted in, if given, on top of what it has already; a token counts when it is yielded.
-
-    Yields:
-        `[1]` int64, the next token; N times.
-
-    Raises:
-        TypeError: `max_new_tokens` or `num_drafts` is not an int; at the first step, like what follows.
-        ValueError: `prompt` is not `[1, P]` with P ≥ 1, N or num_drafts is negative, or the cache is not empty or of
-            another batch size. The model has not been called.
-        CacheOverflowError: the cache is full, exactly where `decode` finds it full. The tokens yielded before are
-            valid.
-    """
-    raise NotImplementedError(
-        "phase 9, task 5: Verify the drafts; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
+        "phase 9, task 5: Verify a batch; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
     )

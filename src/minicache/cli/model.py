@@ -68,17 +68,23 @@ def generate(
 
 @app.command(rich_help_panel="For teachers and authors")
 def train(
-    out: Annotated[Path, typer.Option(help="Where to write the checkpoint.")] = Path("out/minigpt.safetensors"),
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the checkpoint; default: out/, under the shipped one's name.")
+    ] = None,
+    draft: Annotated[bool, typer.Option("--draft", help="The small draft model, for speculation.")] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; default: the shipped model's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes weights and corpus; default: the shipped model's.")] = None,
 ) -> None:
     """Train MiniGPT from scratch: the same seed makes the shipped checkpoint again."""
     from minicache.model import save_minigpt
-    from minicache.model.training import SEED, STEPS, train
+    from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
+    from minicache.model.training import SEED, STEPS, draft_config, train
 
     console = Console(highlight=False)
     start = time.perf_counter()
-    run = train(STEPS if steps is None else steps, SEED if seed is None else seed, console=console)
+    out = Path("out") / (SHIPPED_DRAFT if draft else SHIPPED).name if out is None else out
+    config = draft_config() if draft else None
+    run = train(STEPS if steps is None else steps, SEED if seed is None else seed, config=config, console=console)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_minigpt(run.model, out)
     last = run.losses[-50:]

@@ -56,6 +56,13 @@ def serve(
         float, typer.Option(min=0.01, max=1.0, help="What part of a GPU's free memory the cache takes.")
     ] = 0.9,
     enforce_eager: Annotated[bool, typer.Option(help="On a GPU: decode without CUDA graphs.")] = False,
+    speculative: Annotated[
+        str | None,
+        typer.Option(help='Draft tokens: "ngram", "minigpt-draft", or another draft model; default: none.'),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=1, help="The most draft tokens of a request in one step.")
+    ] = 4,
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Of the CPU; default: 1 for a small model, else all.")
     ] = None,
@@ -116,6 +123,8 @@ def serve(
         gpu_memory_utilization=gpu_memory_utilization,
         enforce_eager=enforce_eager,
         tensor_parallel_size=tensor_parallel,
+        speculative=speculative,
+        num_speculative_tokens=num_speculative_tokens,
         num_threads=num_threads,
     )
     name = served_model_name or model

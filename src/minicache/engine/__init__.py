@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from minicache.engine.logprobs import ServedLLM as ServedLLM
     from minicache.engine.sampling import SamplingParams as SamplingParams
     from minicache.engine.speculative import NgramDrafter as NgramDrafter
-    from minicache.engine.speculative import speculative_decode as speculative_decode
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -43,5 +42,5 @@ __getattr__, __dir__ = lazily(
     llm="LLM",
     logprobs="ServedLLM",
     sampling="SamplingParams",
-    speculative="NgramDrafter speculative_decode",
+    speculative="NgramDrafter",
 )

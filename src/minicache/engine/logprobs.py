@@ -43,7 +43,8 @@ class ServedLLM(LLM):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._asking: set[RequestId] = set()  # answers whose chunks are to have log probabilities
-        self._picked: dict[RequestId, TokenLogprobs] = {}  # of the step under way, for its chunks
+        self._picked: dict[RequestId, list[TokenLogprobs]] = {}  # of the step under way, for its chunks
+        self._num_before = 0  # chunks that were there before this step's
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams, *, num_logprobs: int | None = None, **options: Any
@@ -96,21 +97,27 @@ class ServedLLM(LLM):
             if (num_logprobs := self.answers[request.request_id].num_logprobs) is not None
             and (token_id := picked.get(request.request_id)) is not None
         ]
-        self._picked = {}
+        self._picked, self._num_before = {}, len(self._chunks)
         if asked:
             rows, ids, token_ids, counts = zip(*asked, strict=True)
             found = token_logprobs(logits[list(rows)], list(token_ids), counts)
-            self._picked = dict(zip(ids, found, strict=True))
+            self._picked = {request_id: [each] for request_id, each in zip(ids, found, strict=True)}
+            if self.speculation is not None:
+                for request_id, num_logprobs in zip(ids, counts, strict=True):
+                    if request_id in self.speculation.accepted:
+                        accepted, its_logits = self.speculation.accepted[request_id]
+                        before = token_logprobs(its_logits, accepted, (num_logprobs,) * len(accepted))
+                        self._picked[request_id][:0] = before
         return picked
 
     def collect(self) -> list[Chunk]:
         """As `LLM.collect`; the step's chunks have their log probabilities."""
-        for index in reversed(range(len(self._chunks))):  # a request's newest chunk is the last with its id
-            if not self._picked:
-                break
-            chunk = self._chunks[index]
-            if chunk.request_id in self._picked:
-                self._chunks[index] = replace(chunk, logprobs=self._picked.pop(chunk.request_id))
+        if self._picked:
+            for index in range(self._num_before, len(self._chunks)):
+                chunk = self._chunks[index]
+                if its_logprobs := self._picked.get(chunk.request_id):
+                    self._chunks[index] = replace(chunk, logprobs=its_logprobs.pop(0))
+            self._picked = {}
         return super().collect()
 
 

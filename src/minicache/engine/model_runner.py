@@ -14,7 +14,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
-from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner
+from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner, require_combination
 from minicache.engine.runner import DenseMemory, Memory, Model, PagedMemory
 from minicache.engine.sampling import TokenSampler
 from minicache.kernels import cpu, is_plain_replaced
@@ -49,10 +49,12 @@ def make_memory(model: Model, scheduler: Scheduler, cache: str, kv_cache_dtype: 
         kv_cache_dtype: "int8", "fp8_e4m3", or None for the weights' dtype.
 
     Raises:
+        ValueError: the cache is dense, and the model on several processes.
         RankFailedError, RankDiedError: a rank of a model on several processes has no memory for it, or has ended.
     """
     if isinstance(model, ParallelModel):
-        return ParallelMemory(model, scheduler)
+        require_combination(model.size, cache)
+        return ParallelMemory(model, scheduler, kv_cache_dtype)
     return PagedMemory(model, scheduler, kv_cache_dtype) if cache == "paged" else DenseMemory(model, scheduler)
 
 

@@ -43,25 +43,18 @@ def parallelize(model: Model, size: int, dtype: torch.dtype | None, device: torc
     return ParallelModel(model, size, device=device, dtype=dtype)
 
 
-def require_combination(size: int, cache: str, kv_cache_dtype: str | None, speculative: object) -> None:
+def require_combination(size: int, cache: str) -> None:
     """Refuse an engine's options that do not go together with several ranks.
 
     Args:
         size: the number of ranks.
         cache: "paged" or "dense".
-        kv_cache_dtype: as `LLM` takes it.
-        speculative: likewise.
 
     Raises:
         ValueError: which, and what to do.
     """
-    if size == 1:
-        return
-    if cache != "paged":
+    if size > 1 and cache != "paged":
         raise ValueError(f'cache={cache!r} keeps no blocks that ranks could divide: take cache="paged"')
-    for name, value in (("kv_cache_dtype", kv_cache_dtype), ("speculative", speculative)):
-        if value is not None:
-            raise ValueError(f"{name}={value!r} is for one rank: take None, or tensor_parallel_size=1")
 
 
 class ParallelMemory(PagedMemory):
@@ -70,12 +63,14 @@ class ParallelMemory(PagedMemory):
     Args:
         model: on several ranks.
         scheduler: its pools are those of all ranks' storages.
+        kv_cache_dtype: as `PagedMemory` takes it.
     """
 
-    def __init__(self, model: ParallelModel, scheduler: Scheduler) -> None:
-        super().__init__(model, scheduler)
+    def __init__(self, model: ParallelModel, scheduler: Scheduler, kv_cache_dtype: str | None) -> None:
+        super().__init__(model, scheduler, kv_cache_dtype)
         self.model = model
-        model.begin(self.storage, 0 if self.host_storage is None else self.host_storage.num_host_blocks)
+        num_host_blocks = 0 if self.host_storage is None else self.host_storage.num_host_blocks
+        model.begin(self.storage, num_host_blocks, kv_cache_dtype)
 
     def move_blocks(self, output: SchedulerOutput) -> None:
         """As `Memory.move_blocks`, on all ranks."""
@@ -120,7 +115,7 @@ class ParallelRunner:
         memory.num_steps += 1
         counts = list(output.num_scheduled_tokens.values())
         width = aligned(max(len(request.block_ids) for request in requests))
-        size = StepSize(sum(counts), len(requests), width)
+        size = StepSize(sum(counts), len(requests), width, sum(len(each.draft_token_ids) for each in requests))
         return memory.model.run(memory.storage, size, pack(requests, counts, block_size, size))
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:

@@ -198,6 +198,10 @@ class TokenSampler:
             other._generator = self._generator.clone_state()
         return other
 
+    def follow(self, other: TokenSampler) -> None:
+        """Take what a `lookahead` of this sampler has drawn for drawn: go on where it is."""
+        self._generator = other._generator
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """What the next token is drawn from: temperature first, then top-k, then top-p.
 

@@ -297,7 +297,7 @@ class SpeculativeRunner:
         self._scheduler = scheduler
         self._drafter = drafter
         self._find_sampler = find_sampler
-        self._picked: dict[int, int | None] = {}  # by row of what `run_model` gave
+        self._picked: dict[int, tuple[int | None, TokenSampler]] = {}  # by row of what `run_model` gave
         self.accepted: dict[RequestId, tuple[list[int], Tensor]] = {}
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
@@ -312,18 +312,25 @@ class SpeculativeRunner:
         drafts = output.draft_token_ids
         if not drafts:
             return logits
-        samplers = [_sampler_of(each, self._find_sampler) for each in output.scheduled if each.request_id in drafts]
+        # The requests' own samplers stay where they are until the tokens are picked: the step may fail before.
+        samplers = {
+            each.request_id: _sampler_of(each, self._find_sampler).lookahead()
+            for each in output.scheduled
+            if each.request_id in drafts
+        }
         ids = [request.request_id for request in output.scheduled]
         starts = [0, *accumulate(1 + len(drafts.get(each, ())) for each in ids)]
         rows = [row for at, each in enumerate(ids) if each in drafts for row in range(starts[at], starts[at + 1])]
-        found = verify(logits if len(rows) == len(logits) else logits[rows], list(drafts.values()), samplers)
+        found = verify(
+            logits if len(rows) == len(logits) else logits[rows], list(drafts.values()), list(samplers.values())
+        )
         tokens = dict(zip(drafts, found, strict=True))
         last_tokens = self._scheduler.accept(output, {each: given for each, given in tokens.items() if given})
         last_rows = starts[:-1]
         for at, each in enumerate(ids):
             if each in drafts:
                 num_accepted = output.num_scheduled_tokens[each] - 1
-                self._picked[at] = last_tokens.get(each)
+                self._picked[at] = last_tokens.get(each), samplers[each]
                 last_rows[at] += num_accepted
                 if num_accepted:
                     self.accepted[each] = tokens[each][:num_accepted], logits[starts[at] : last_rows[at]]
@@ -335,7 +342,11 @@ class SpeculativeRunner:
         On every device the samplers draw themselves, so a request's tokens do not depend on when it has draft tokens.
         """
         others = [at for at, row in enumerate(rows) if row not in self._picked]
-        tokens = [self._picked.get(row) for row in rows]
+        tokens: list[int | None] = [None] * len(rows)
+        for at, row in enumerate(rows):
+            if row in self._picked:
+                tokens[at], drawn = self._picked[row]
+                samplers[at].follow(drawn)
         if others:
             picked = pick_tokens(logits[[rows[at] for at in others]], [samplers[at] for at in others])
             for at, token in zip(others, picked, strict=True):

@@ -34,7 +34,7 @@ def quantize_rows(rows, LARGEST: tl.constexpr, E4M3: tl.constexpr):
     A row of zeros has scale 0 and numbers 0: do not divide 0 by 0. A row that holds NaN or ±inf has scale NaN and
     numbers 0, and is read as NaN. A GPU's `tl.max` passes over a NaN; a sum does not.
 
-    Args:
+    Argument:
         rows: `[HEADS, DIMS]` fp32, zero where the tile is padded.
 
     Constants:

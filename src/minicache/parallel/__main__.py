@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
+from minicache.cache.quantized import KV_CACHE_DTYPES, QuantizedStorage
 from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.memory.blocks import BlockPool
 from minicache.parallel.group import Group
@@ -52,8 +53,11 @@ def main(connection: Connection) -> int:
         except Exception as error:
             if rank.group.is_lost:
                 return LOST
-            connection.send(_failed(error))  # before the all-reduces: rank 0 looks for it after them
-            rank.group.finish()
+            try:
+                connection.send(_failed(error))  # before the all-reduces: rank 0 looks for it after them
+                rank.group.finish()
+            except (OSError, RuntimeError):
+                return LOST
 
 
 def load(start: Start, connection: Connection) -> Rank:
@@ -90,31 +94,31 @@ class Server:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._host_storage: HostStorage | None = None
+        self._storages: list[tuple[PagedStorage, HostStorage | None]] = []
 
     def begin(self, begin: Begin) -> None:
         """Make the storages of a new engine."""
         config, weights = self._rank.model.config, self._rank.model.embed_tokens.weight
-        storage = PagedStorage(
-            BlockPool(begin.num_blocks, begin.block_size),
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype=weights.dtype,
-            device=weights.device,
-        )
-        self._host_storage = HostStorage(storage, begin.num_host_blocks) if begin.num_host_blocks else None
+        pool = BlockPool(begin.num_blocks, begin.block_size)
+        sizes = (config.num_layers, config.num_kv_heads, config.head_dim)
+        if begin.kv_cache_dtype is None:
+            storage = PagedStorage(pool, *sizes, dtype=weights.dtype, device=weights.device)
+        else:
+            dtype = KV_CACHE_DTYPES[begin.kv_cache_dtype]
+            storage = QuantizedStorage(pool, *sizes, dtype=dtype, device=weights.device)
+        storages = [storage, storage.scales] if isinstance(storage, QuantizedStorage) else [storage]
+        count = begin.num_host_blocks
+        self._storages = [(each, HostStorage(each, count) if count else None) for each in storages]
         self._rank.begin(storage)
 
     def move(self, move: Move) -> None:
         """Move blocks, in the order of `minicache.engine.runner.PagedMemory.move_blocks`."""
-        storage = self._rank.storage
-        assert storage is not None
-        if self._host_storage is not None:
-            for pairs in move.swapped_out:
-                self._host_storage.swap_out(pairs)
-            self._host_storage.swap_in(move.swapped_in)
-        copy_blocks(storage, move.copied)
+        for storage, host_storage in self._storages:
+            if host_storage is not None:
+                for pairs in move.swapped_out:
+                    host_storage.swap_out(pairs)
+                host_storage.swap_in(move.swapped_in)
+            copy_blocks(storage, move.copied)
 
 
 def _failed(error: Exception) -> Failed:

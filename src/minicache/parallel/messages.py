@@ -45,11 +45,19 @@ class Start(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """A new engine: make its storages. What older ones held is dropped. It is answered."""
+    """A new engine: make its storages. What older ones held is dropped. It is answered.
+
+    Attributes:
+        num_blocks: of the cache.
+        block_size: tokens of a block.
+        num_host_blocks: of the CPU swap space; 0: none.
+        kv_cache_dtype: "int8" or "fp8_e4m3"; None: the weights' dtype.
+    """
 
     num_blocks: int
     block_size: int
     num_host_blocks: int
+    kv_cache_dtype: str | None
 
 
 class Move(NamedTuple):

@@ -51,6 +51,9 @@ class ParallelModel:
     goes on. When a rank's process ends or hangs, nothing can be computed any more; every call raises RankDiedError, and
     the other processes are ended. They end too when this object is dropped, and when this process ends, however.
 
+    All ranks share the processor, this one too: PyTorch gets 1 / size of the cores here and there (`set_num_threads`),
+    or fewer, if it had fewer.
+
     Args:
         model: the whole model. Rank 0 slices it and sends each rank its part, a parameter at a time. It is not changed,
             and not needed any more then.
@@ -95,6 +98,7 @@ class ParallelModel:
         num_threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // size))
         torch.set_num_threads(num_threads)
         self.size = size
+        self._timeout_seconds = timeout_seconds
         self.shard = _shard(model, 0, size, places[0], dtype)
         self.config: Config = self.shard.config
         self._is_fused = _fuse(self.shard)
@@ -103,7 +107,7 @@ class ParallelModel:
         self._end = weakref.finalize(self, _end, self._ranks)
         self._why_dead: str | None = None
         try:
-            self._rank = self._start(model, places, dtype, num_threads, timeout_seconds)
+            self._rank = self._start(model, places, dtype, num_threads)
         except BaseException:
             self._end()
             raise
@@ -128,19 +132,20 @@ class ParallelModel:
             "your own must ask it, as the reference does, or take tensor_parallel_size=1"
         )
 
-    def begin(self, storage: PagedStorage, num_host_blocks: int) -> None:
+    def begin(self, storage: PagedStorage, num_host_blocks: int, kv_cache_dtype: str | None) -> None:
         """Have all ranks make their storages for a new engine.
 
         Args:
             storage: rank 0's.
             num_host_blocks: of the CPU swap space; 0: none.
+            kv_cache_dtype: of the storage, if it is quantized.
 
         Raises:
             RankFailedError: a rank has no memory for it.
             RankDiedError: a rank has ended.
         """
         self._require_alive()
-        self._send(Begin(storage.pool.num_blocks, storage.pool.block_size, num_host_blocks))
+        self._send(Begin(storage.pool.num_blocks, storage.pool.block_size, num_host_blocks, kv_cache_dtype))
         self._wait_for_ready()
         self._rank.begin(storage)
 
@@ -163,7 +168,7 @@ class ParallelModel:
             numbers: its integers, on the CPU.
 
         Returns:
-            Logits `[B, vocab_size]` of each sequence's last token.
+            Logits `[R, vocab_size]` of each sequence's last token, and of its draft tokens.
 
         Raises:
             RankFailedError: another rank has raised an error, in this step or when it moved blocks for it.
@@ -203,7 +208,6 @@ class ParallelModel:
         places: Sequence[torch.device],
         dtype: torch.dtype,
         num_threads: int,
-        timeout_seconds: float,
     ) -> Rank:
         """Start the other ranks, send them their shards, and meet them."""
         with tempfile.TemporaryDirectory(prefix="minicache-") as folder:
@@ -214,11 +218,11 @@ class ParallelModel:
                 self._poll.register(other.connection, select.POLLIN)
                 rank = other.rank
                 config = shard_config(model.config, rank, size)
-                how = (dtype, places[rank], self._is_fused, num_threads, store, timeout_seconds)
+                how = (dtype, places[rank], self._is_fused, num_threads, store, self._timeout_seconds)
                 self._send_to(other, Start(rank, size, kind, config, *how), shard_weights(model, rank, size, dtype))
             self._wait_for_ready()
             try:
-                group = Group(store, 0, size, self.shard.embed_tokens.weight, timeout_seconds)
+                group = Group(store, 0, size, self.shard.embed_tokens.weight, self._timeout_seconds)
             except RuntimeError as error:
                 self._die(str(error), error)
         return Rank(self.shard, group, self._is_fused)
@@ -256,6 +260,8 @@ class ParallelModel:
         failures = []
         for each in self._ranks:
             try:
+                if not each.connection.poll(self._timeout_seconds):
+                    raise TimeoutError(f"no answer in {self._timeout_seconds:.0f} seconds")
                 answer: FromRank = each.connection.recv()
             except (EOFError, OSError) as error:
                 self._die(str(error), error)

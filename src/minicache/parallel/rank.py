@@ -26,13 +26,14 @@ class Rank:
         self.group = group
         self.is_fused = is_fused
         self.storage: PagedStorage | None = None
+        self._is_running = False
+        if not is_fused:
+            for name, module in model.named_modules():
+                if name.endswith((".o_proj", ".down_proj")):
+                    module.register_forward_hook(self._sum)
 
     def begin(self, storage: PagedStorage) -> None:
         """Steps to come read and write this storage."""
-        if self.storage is None and not self.is_fused:
-            for name, module in self.model.named_modules():
-                if name.endswith((".o_proj", ".down_proj")):
-                    module.register_forward_hook(self._sum)
         self.storage = storage
         if self.is_fused:
             from minicache.model.fused import layer_caches  # imports numba
@@ -42,8 +43,8 @@ class Rank:
     def expect(self, size: StepSize) -> None:
         """A step of this size is to be run next: say which all-reduces it makes."""
         num_layers = self.model.config.num_layers
-        # Fused, the last layer is computed for the last tokens only.
-        num_last = size.num_seqs if self.is_fused else size.num_tokens
+        # Fused, the last layer is computed for the rows that are read only.
+        num_last = size.num_seqs + size.num_drafts if self.is_fused else size.num_tokens
         self.group.begin([size.num_tokens] * 2 * (num_layers - 1) + [num_last] * 2)
 
     def run(self, size: StepSize, numbers: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class Rank:
             numbers: the step's integers, on the CPU.
 
         Returns:
-            Hidden states `[B, hidden_size]` of each sequence's last token, the same on all ranks.
+            Hidden states `[R, hidden_size]` of the rows that are read (`StepTensors.last`), the same on all ranks.
 
         Raises:
             Exception: what the model raises. All-reduces of the step may be left (`Group.finish`).
@@ -70,8 +71,15 @@ class Rank:
             counts, lengths = host.query_start_loc.diff().tolist(), host.context_lens.tolist()
             step = size.views(numbers.to(self.storage.device, non_blocking=True))
             cache = PackedStep(self.storage, step, num_new_tokens=counts, lengths=lengths)
-            return self.model.hidden_states(step.token_ids[None], cache)[0, step.last]
+            self._is_running = True
+            try:
+                return self.model.hidden_states(step.token_ids[None], cache)[0, step.last]
+            finally:
+                self._is_running = False
 
     def _sum(self, module: nn.Module, args: object, out: Tensor) -> Tensor:
-        """After a row-parallel layer: the sum over the ranks."""
-        return self.group.all_reduce(out)
+        """After a row-parallel layer: the sum over the ranks.
+
+        Not outside a step, when a shard is run alone to see how much memory that takes (`minicache.engine.gpu_memory`).
+        """
+        return self.group.all_reduce(out) if self._is_running else out

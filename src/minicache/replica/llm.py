@@ -10,6 +10,7 @@ from minicache.cache.quantized import KV_CACHE_DTYPES
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.runner import find_model, load_model
+from minicache.engine.speculation import SpeculativeConfig
 from minicache.engine.stopping import Tokenizer
 from minicache.replica.messages import EngineInfo, EngineOptions
 from minicache.replica.stats import cache_info
@@ -33,6 +34,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
         torch.set_num_threads(options.num_threads)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     is_divided = options.tensor_parallel_size > 1  # then it is the ranks that go to the device
+    speculative = options.speculative and SpeculativeConfig(options.speculative, options.num_speculative_tokens)
     llm = ServedLLM(
         load_model(find_model(options.model), dtype, None if is_divided else options.device),
         scheduler=options.scheduler,
@@ -50,6 +52,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
         tensor_parallel_size=options.tensor_parallel_size,
         dtype=dtype,
         device=options.device if is_divided else None,
+        speculative=speculative,
         tokenizer=tokenizer,
     )
     parameters: list[torch.Tensor] = list(llm.model.parameters())

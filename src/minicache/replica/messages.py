@@ -1,7 +1,7 @@
 """What the server's process and an engine's process say to each other: msgpack, by msgspec.
 
 Each message is one frame of a ZeroMQ socket. They are encoded as arrays without field names: at 64 streams the tokens
-of a step are one message of about a kilobyte, which takes some tens of microseconds to write and to read.
+of a step are one message of about a kilobyte, which takes some microseconds to write and to read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ Token = tuple[int, int, int | None, str | None]
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is made: `LLM`'s options, as far as they fit into JSON. They mean the same there, but for three.
+    """How an engine is made: `LLM`'s options, as far as they fit into JSON. They mean the same there, but for these.
 
     Attributes:
         model: "minigpt", a path, or a hub name.
         dtype: "float32", "float16" or "bfloat16"; None: the model's.
+        speculative: "ngram", or a draft model by name or path; None: no draft tokens.
+        num_speculative_tokens: the most draft tokens of a request in one step.
         num_threads: of PyTorch; None: 1 for a small model, else PyTorch's own choice.
     """
 
@@ -47,6 +49,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    speculative: str | None = None
+    num_speculative_tokens: int = 4
     num_threads: int | None = None
 
 

@@ -135,6 +135,13 @@ class SchedulerStats(Observer):
             self._observe("vllm:inter_token_latency_seconds", now - last_token, times)
         self._add("vllm:generation_tokens", num_generated)
         self._add("vllm:prompt_tokens", num_prompt)
+        for request_id, drafts in output.draft_token_ids.items():
+            num_accepted = output.num_scheduled_tokens[request_id] - 1
+            self._add("vllm:spec_decode_num_drafts")
+            self._add("vllm:spec_decode_num_draft_tokens", len(drafts))
+            self._add("vllm:spec_decode_num_accepted_tokens", num_accepted)
+            for position in range(num_accepted):
+                self._add("vllm:spec_decode_num_accepted_tokens_per_pos", 1, str(position))
         if output.scheduled:
             self._observe("vllm:iteration_tokens_total", output.total_num_scheduled_tokens)
         for request in ended:

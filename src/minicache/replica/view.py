@@ -56,7 +56,7 @@ class Step:
         number: from 0.
         begun: when it had been scheduled, in seconds of `perf_counter`.
         num_prefill: tokens of prompts that it computed, and those computed again after a preemption.
-        num_decode: newest tokens that it computed, one a request.
+        num_decode: newest tokens that it computed, one a request, and draft tokens.
         preempted: who lost their place in it.
         prefilling: the requests whose tokens are counted in num_prefill; emptied when the step is over.
         ended: when its tokens had been recorded.
@@ -142,9 +142,10 @@ class LiveView(Observer):
             self._wake()
         num_decode, num_prefill, prefilling = 0, 0, []
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=False):
-            outputs = len(request.output_token_ids)
-            if outputs and num_new == 1 and request.num_computed_tokens + 1 == request.num_prompt_tokens + outputs:
-                num_decode += 1
+            outputs, num_drafts = len(request.output_token_ids), len(output.draft_token_ids.get(request.request_id, ()))
+            is_newest = num_new - num_drafts == 1
+            if outputs and is_newest and request.num_computed_tokens + 1 == request.num_prompt_tokens + outputs:
+                num_decode += num_new
             else:
                 num_prefill += num_new
                 prefilling.append(request)
@@ -164,7 +165,9 @@ class LiveView(Observer):
         step = self._open
         if step is not None and (output.num_scheduled_tokens or output.preempted):
             step.ended = now
-            step.num_tokens = step.num_decode
+            num_left = sum(output.num_scheduled_tokens[each] - 1 for each in output.draft_token_ids)
+            num_rejected = sum(map(len, output.draft_token_ids.values())) - num_left
+            step.num_tokens = step.num_decode - num_rejected
             for request in step.prefilling:
                 if request.num_computed_tokens + 1 == request.num_tokens and request.output_token_ids:
                     step.num_tokens += 1

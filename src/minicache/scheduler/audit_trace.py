@@ -31,7 +31,8 @@ def audit_trace(
       with a reason), requests that were swapped out are preempted too, and those preempted may be resumed at once.
     - batch: it holds the requests that were admitted or resumed and have not been preempted since, each once.
     - tokens: a request goes on where it was. Swapped out it keeps its computed tokens, else it starts at 0. One
-      token is generated in each step that computes its last one.
+      token is generated in each step that computes its last one. Draft tokens come behind that; what is accepted of
+      them is computed, and generated too.
     - counts: num_running, num_waiting and num_swapped are those that follow from the events.
     - limits: those that are given, and every step computes a token or finishes a request.
 
@@ -164,10 +165,19 @@ class _Audit:
         num_tokens = life.num_prompt + life.num_output
         if told != expected:
             self.fail("tokens", f"request {entry.request_id!r}: prompt, computed, output are {told}, were {expected}")
-        if not 1 <= entry.num_new_tokens <= num_tokens - life.num_computed:
-            self.fail("tokens", f"request {entry.request_id!r} computes {entry.num_new_tokens} after {told}")
-        life.num_computed += entry.num_new_tokens
-        life.num_output += life.num_computed == num_tokens
+        num_drafts, num_accepted, num_left = (
+            entry.num_draft_tokens,
+            entry.num_accepted_tokens,
+            num_tokens - life.num_computed,
+        )
+        num_own = entry.num_new_tokens - num_drafts
+        if not 1 <= num_own <= num_left:
+            self.fail("tokens", f"request {entry.request_id!r} computes {num_own} after {told}")
+        if not 0 <= num_accepted <= num_drafts or (num_drafts and num_left > 1):
+            self.fail("tokens", f"request {entry.request_id!r}: {num_accepted} of {num_drafts} draft tokens, {told}")
+        is_computed = num_own == num_left
+        life.num_computed += num_own + num_accepted
+        life.num_output += num_accepted + is_computed
 
     def check_counts(self, step: TraceStep) -> None:
         """The counts are of the moment after the schedule; a request that came or left since then may be in or out."""

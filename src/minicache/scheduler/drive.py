@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 from minicache.request import Request, RequestId
 from minicache.scheduler.base import Scheduler
+from minicache.scheduler.speculative import SpeculativeScheduler
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ def drive(
     *,
     arrivals: Iterable[tuple[int, Request]] = (),
     token: Callable[[Request], int] = lambda request: 0,
+    num_accepted: Callable[[Request, int], int] = lambda request, num_drafts: 0,
     max_steps: int = 10_000,
 ) -> Tally:
     """Serve requests until all have finished.
@@ -62,6 +65,7 @@ def drive(
         requests: added before the first step, in this order.
         arrivals: (step, request), added before that step; in the order of the steps.
         token: what the model generates for a request.
+        num_accepted: how many of so many draft tokens are accepted, for a `SpeculativeScheduler`.
         max_steps: stop there, whatever is left: a broken scheduler may never finish. Idle steps count.
 
     Returns:
@@ -85,6 +89,7 @@ def drive(
         output = scheduler.schedule()
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
             computed = request.num_computed_tokens
+            num_new -= len(output.draft_token_ids.get(request.request_id, ()))
             if not computed:
                 tally.num_prefill_tokens += num_new
                 tally.num_recomputed_tokens += min(num_new, most_computed.get(request.request_id, 0))
@@ -97,6 +102,13 @@ def drive(
         tally.batch_sizes.append(len(output.scheduled))
         tally.order.append(list(output.num_scheduled_tokens))
         tokens = {request.request_id: token(request) for request in output.scheduled}
+        if output.draft_token_ids:
+            drafted = {request.request_id: request for request in output.scheduled}
+            given = {
+                request_id: [tokens[request_id]] * (1 + num_accepted(drafted[request_id], len(drafts)))
+                for request_id, drafts in output.draft_token_ids.items()
+            }
+            tokens |= cast(SpeculativeScheduler, scheduler).accept(output, given)
         finished = scheduler.update_from_output(output, tokens)
         tally.finished |= dict.fromkeys(output.finished, step)
         tally.finished |= {request.request_id: step for request in finished}

@@ -194,6 +194,7 @@ class Recorder(Observer):
                 num_new,
                 request.num_prompt_tokens,
                 len(request.output_token_ids),
+                len(output.draft_token_ids.get(request.request_id, ())),
             )
             for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
         )
@@ -242,6 +243,8 @@ class Recorder(Observer):
             return
         seconds = 1.0 if self._clock is None else self._now() - self._open.time
         step = replace(self._open, seconds=seconds, events=tuple(self._events))
+        if output.draft_token_ids:
+            step = replace(step, batch=tuple(_with_accepted(entry, output) for entry in step.batch))
         self._open, self._events, self._moves = None, [], slice(0, 0)
         self._num_steps += 1
         self._sink(step)
@@ -276,3 +279,11 @@ class Recorder(Observer):
         for ids in (self._seen, self._out, self._swapped):
             ids.discard(request_id)
         self._events.append(TraceEvent("finish", request_id, reason))
+
+
+def _with_accepted(entry: TraceEntry, output: SchedulerOutput) -> TraceEntry:
+    """A request's share of a step that was committed: what was accepted is known."""
+    if not entry.num_draft_tokens:
+        return entry
+    num_own = entry.num_new_tokens - entry.num_draft_tokens
+    return replace(entry, num_accepted_tokens=output.num_scheduled_tokens[entry.request_id] - num_own)

@@ -211,12 +211,12 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
             if drafts is None:
                 continue
             request.draft_token_ids = []
+            output.num_scheduled_tokens[request_id] -= len(drafts)
             if request.status is not RequestStatus.RUNNING:  # finished from outside
                 continue
             given = _up_to_stop(request, tokens.get(request_id, ()))
             request.output_token_ids += given[:-1]
-            num_new = max(1, len(given))
-            output.num_scheduled_tokens[request_id] = num_new
+            output.num_scheduled_tokens[request_id] = num_new = max(1, len(given))
             num_kept = blocks_for(request.num_computed_tokens + num_new, self.pool.block_size)
             self.pool.free(request.block_ids[num_kept:][::-1])
             del request.block_ids[num_kept:]

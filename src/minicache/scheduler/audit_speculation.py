@@ -1,0 +1,106 @@
+"""The auditor for schedulers that speculate: draft tokens cost no other request anything, and leave nothing behind.
+
+It adds a rule to those of `SharingAuditor`, and has the others see steps as they know them: when one is scheduled, as
+if the draft tokens had been generated; when it is committed, as if the accepted ones had been. Given, not built. Pure
+standard library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minicache.memory.blocks import blocks_for
+from minicache.request import Request
+from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.output import SchedulerOutput
+
+
+class SpeculationAuditor(SharingAuditor):
+    """`SharingAuditor`, for a `SpeculativeScheduler`.
+
+    | rule | after | holds |
+    |---|---|---|
+    | drafts | `schedule` | only requests in decode have some, no more than can be output; none was preempted for them |
+    | drafts | the commit | no more are accepted than there were, and no request goes on behind a stop token |
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drafting: list[tuple[Request, int, int, list[int]]] = []  # with num_tokens, draft tokens, blocks
+
+    def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Audit the step that was just scheduled."""
+        drafts = output.draft_token_ids
+        self._drafting = [
+            (request, request.num_tokens, len(drafts[request.request_id]), list(request.block_ids))
+            for request in output.scheduled
+            if request.request_id in drafts
+        ]
+        self.check_drafts(scheduler, output)
+        for request, *_ in self._drafting:
+            request.output_token_ids += drafts[request.request_id]
+            self._move_note(request, len(drafts[request.request_id]))
+        try:
+            super().on_schedule(scheduler, output)
+        finally:
+            for request, *_ in self._drafting:
+                del request.output_token_ids[-len(drafts[request.request_id]) :]
+        block_size = scheduler.pool.block_size
+        for request, num_tokens, num_drafts, block_ids in self._drafting:
+            self._move_note(request, -num_drafts)
+            for block_id in block_ids[num_tokens // block_size :]:  # what draft tokens fill is not known yet
+                self.contents.pop(block_id, None)
+
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        """Audit the commit. Blocks that accepted tokens have filled are known from now on."""
+        block_size, scheduled = scheduler.pool.block_size, output.num_scheduled_tokens
+        for request, num_tokens, num_drafts, block_ids in self._drafting:
+            note = self.notes.get(request.request_id)
+            if note is None or note.request is not request:  # finished from outside
+                continue
+            num_accepted = scheduled[request.request_id] - 1
+            accepted = request.token_ids(num_tokens, num_tokens + num_accepted)
+            if not 0 <= num_accepted <= num_drafts:
+                self.fail("drafts", f"{request!r}: {num_accepted} of {num_drafts} draft tokens were accepted")
+            if not request.ignore_eos and request.stop_token_ids.intersection(accepted):
+                self.fail("drafts", f"{request!r} goes on behind a stop token among {accepted}")
+            self._move_note(request, num_accepted)
+            for place in range(num_tokens // block_size, (num_tokens + num_accepted) // block_size):
+                contents = request.cache_salt, request.adapter, tuple(request.token_ids(0, (place + 1) * block_size))
+                self.contents[block_ids[place]] = contents
+        self._drafting = []
+        super().on_update(scheduler, output, finished)
+
+    def on_recover(self, scheduler: Scheduler) -> None:
+        """Audit the recovery."""
+        self._drafting = []
+        super().on_recover(scheduler)
+
+    def check_drafts(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Rule "drafts", of a step that was just scheduled.
+
+        Raises:
+            InvariantError: a request has draft tokens and was not in decode, or more of them than leave room for one
+                more token within max_tokens and max_model_len; or the last victim's blocks would have been free without
+                draft tokens.
+        """
+        longest = scheduler.max_model_len
+        num_blocks = 0
+        for request, num_tokens, num_drafts, block_ids in self._drafting:
+            in_decode = self.was_running(request) and num_tokens - request.num_computed_tokens == 1
+            too_many = len(request.output_token_ids) + num_drafts + 1 > request.max_tokens
+            if not in_decode or too_many or (longest is not None and num_tokens + num_drafts + 1 > longest):
+                self.fail("drafts", f"{request!r} has {num_drafts} draft tokens; in decode: {in_decode}")
+            num_blocks += len(block_ids) - blocks_for(num_tokens, scheduler.pool.block_size)
+        if output.preempted and not output.finished and output.preempted[-1] in self.notes:
+            victim = self.notes[output.preempted[-1]].request
+            needed = blocks_for(victim.num_tokens, scheduler.pool.block_size)
+            if needed <= scheduler.pool.num_free + num_blocks:
+                self.fail("drafts", f"{victim!r} is preempted, and draft tokens have {num_blocks} blocks")
+
+    def _move_note(self, request: Request, num_outputs: int) -> None:
+        """Have the notes say that the request had so many output tokens more."""
+        if (note := self.notes.get(request.request_id)) is not None and note.request is request:
+            moved = replace(note, num_output_tokens=note.num_output_tokens + num_outputs)
+            self.notes[request.request_id] = moved

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.conftest import Watch
+from tests.engine.test_recovery import WHERE, sabotage, serve
 from torch import Tensor, nn
 
 from minicache.engine.answers import Completion
@@ -256,6 +257,23 @@ def test_abort(model: MiniGPT, prompts: Any, alone: Any) -> None:
     assert llm.scheduler.pool.num_used == 0
     for name, prompt in zip(names, prompts, strict=False):
         assert got[name] == alone(prompt, 30)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_steps_that_fail_lose_no_token_and_give_none_twice(
+    model: MiniGPT, prompts: Any, drafter: str, temperature: float
+) -> None:
+    wishes = [params_of(index, max_tokens=40, temperature=temperature) for index in range(4)]
+    expected = serve(LLM(model, num_blocks=200), prompts[:4], wishes)
+    for where in WHERE:
+        if where == "update" and temperature:
+            continue  # its tokens were drawn already
+        llm = LLM(model, num_blocks=40, block_size=4, speculative=drafter, prefix_caching=True)
+        failing = sabotage(llm, where, first=3, every=5)
+        assert serve(llm, prompts[:4], wishes) == expected, where
+        assert failing.num_failures > 1, where
+        assert llm.scheduler.pool.num_used == 0
 
 
 def test_beam_search_is_without_draft_tokens(model: MiniGPT, prompts: Any) -> None:

@@ -493,23 +493,22 @@ class LLM:
         """
         request = answer.request
         outputs = request.output_token_ids
-        for accepted in outputs[answer.num_chunks : len(outputs) - (token_id is not None)]:
-            text = ""
+        pending = outputs[answer.num_chunks : len(outputs) - (token_id is not None)]
+        for num_chunks, accepted in enumerate(pending, answer.num_chunks + 1):
+            text, reason = "", None
             try:
                 if answer.text is not None:
                     text = answer.text.push(accepted)
                     if answer.text.is_stopped:
                         self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_STOPPED)
+                        reason = "stop"
             except Exception as error:
                 self._fail(request, error)
-            is_over = request.status is RequestStatus.FINISHED_ERROR or (
-                answer.text is not None and answer.text.is_stopped
-            )
-            reason = answer.finish_reason if is_over else None
+                reason = "error"
             answer.chunks.append(Chunk(answer.index, accepted, text, reason, request.request_id))
-            answer.num_chunks += 1
-            if is_over:
-                del outputs[answer.num_chunks :]
+            answer.num_chunks = num_chunks
+            if reason:
+                del outputs[num_chunks:]
                 del self.answers[request.request_id]
                 self.memory.forget(request.request_id)
                 return True

@@ -408,6 +408,9 @@ class LLM:
     def emit(self, request_id: RequestId, token_id: int | None) -> None:
         """Make the next chunk of an answer, and finish the answer if its text ends there.
 
+        If the engine speculates, accepted draft tokens get their chunks first (`_emit_accepted`). If the answer is
+        finished by one of them, that is all.
+
         The token goes through the answer's `TextStream`, if it has one. If that finds a stop string, the request is
         finished as FINISHED_STOPPED. Otherwise, if the request is finished, the text that was held back is added. If
         the tokenizer raises, the error is logged and the request is FINISHED_ERROR (`_fail`). A finished answer is

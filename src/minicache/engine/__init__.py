@@ -7,6 +7,7 @@
 | `async_engine` | `AsyncEngine`: one thread owns an `LLM`, many coroutines read its tokens | phase 10 |
 | `beam` | beam search, on requests of an engine | phase 8 |
 | `speculative` | draft tokens, checked by the model in one forward pass | phase 9 |
+| `speculation` | draft tokens for a whole batch: n-gram drafter, draft model | – |
 | `logprobs` | `ServedLLM`: an `LLM` that reports log probabilities | – |
 | `answers`, `runner` | a prompt on its way to a completion; the model and the memory that a step runs on | – |
 | `stopping` | where a text ends: stop strings, text that can be shown | – |
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from minicache.engine.llm import LLM as LLM
     from minicache.engine.logprobs import ServedLLM as ServedLLM
     from minicache.engine.sampling import SamplingParams as SamplingParams
+    from minicache.engine.speculation import SpeculativeConfig as SpeculativeConfig
     from minicache.engine.speculative import NgramDrafter as NgramDrafter
 
 __getattr__, __dir__ = lazily(
@@ -42,5 +44,6 @@ __getattr__, __dir__ = lazily(
     llm="LLM",
     logprobs="ServedLLM",
     sampling="SamplingParams",
+    speculation="SpeculativeConfig",
     speculative="NgramDrafter",
 )

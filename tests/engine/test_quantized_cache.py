@@ -13,13 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from minicache import kernels
 from minicache.cache.dense import KVCache
 from minicache.cache.quantized import QuantizedStorage
+from minicache.engine import model_runner
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.grammar import Tokenizer
+from minicache.kernels import plain
 from minicache.kernels.quantize import dequantize_rows, quantize_rows
 from minicache.memory.blocks import BlockPool
 from minicache.model import Decoder, MiniGPT, MiniGPTConfig
@@ -136,6 +139,28 @@ def test_greedy_tokens(
     assert (watch.num_preempted > 0) == (happens in ("preempted", "swapped in"))
     assert (watch.num_swapped_in > 0) == (happens == "swapped in")
     assert (max(map(len, prompts)) > options.get("max_num_batched_tokens", 99)) == ("max_num_batched_tokens" in options)
+
+
+@EACH_DTYPE
+def test_where_a_learners_kernels_stand_in(
+    model: MiniGPT,
+    prompts: list[list[int]],
+    alone_rounded: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+) -> None:
+    """Then nothing compiled runs: numbers and scales are stored by `plain.store_kv`, which may be the learner's."""
+    monkeypatch.setattr(kernels, "is_plain_replaced", lambda: True)
+    monkeypatch.setattr(model_runner, "is_plain_replaced", lambda: True)
+    stored = []
+    store = plain.store_kv
+    monkeypatch.setattr(plain, "store_kv", lambda *args: stored.append(args[2].dtype) or store(*args))
+    expected = [alone_rounded(dtype, prompt, length) for prompt, length in zip(prompts, LENGTHS, strict=True)]
+    options: dict[str, Any] = {"num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 50}
+    llm = LLM(model, kv_cache_dtype=dtype, **options)
+    assert llm.runner is None
+    assert generated(llm, prompts, greedy()) == expected
+    assert set(stored) == {DTYPES[dtype], torch.float32}
 
 
 @EACH_DTYPE

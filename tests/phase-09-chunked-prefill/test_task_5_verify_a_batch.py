@@ -51,9 +51,9 @@ def drawing(seed=0, temperature=1.0, **params):
     return Counting(SamplingParams(temperature=temperature, seed=seed, **params))
 
 
-def rows_of(*tokens):
+def rows_of(*tokens, vocab=VOCAB):
     """Rows of logits, of which the given tokens are the likeliest by far: softmax is 1 for them."""
-    rows = torch.full((len(tokens), VOCAB), -1000.0, device=DEVICE)
+    rows = torch.full((len(tokens), vocab), -1000.0, device=DEVICE)
     for row, token in enumerate(tokens):
         rows[row, token] = 1000.0
     return rows
@@ -157,6 +157,13 @@ def test_up_to_the_first_difference(drafts, likeliest, tokens, temperature):
     outcome.gives([tokens])
     if temperature:
         that("what the sampler drew", sampler.drawn).gives(tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_large_vocabulary(temperature):
+    """Token ids far beyond those that Python keeps only one of: equal is equal."""
+    rows = rows_of(700, 31_999, 5, vocab=32_000)
+    call(verify, rows, [[700, 31_999]], [drawing(temperature=temperature)]).gives([[700, 31_999, 5]])
 
 
 def test_the_lowest_of_equals():

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import RequestTooLargeError
+from minicache.replica.llm import info_of, make_llm
+from minicache.replica.messages import EngineOptions
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import SCHEDULERS, Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.drive import drive
@@ -548,6 +551,17 @@ def test_names_types_and_labels_are_vllms() -> None:
         assert line in text.splitlines()
     assert 'vllm:request_prompt_tokens_bucket{engine="0",le="200.0"' not in text  # no request is longer than the cache
     assert Metrics.content_type.startswith("text/plain; version=")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [None, "int8", "fp8_e4m3"])
+def test_what_the_cache_holds_is_a_label(kv_cache_dtype: str | None) -> None:
+    """As an engine's process makes it from its options; without a word, vLLM's "auto"."""
+    options = EngineOptions(kv_cache_dtype=kv_cache_dtype, num_blocks=40, num_threads=torch.get_num_threads())
+    llm = make_llm(options)
+    metrics = Metrics("minigpt")
+    metrics.add_engine(0, info_of(llm).cache)
+    assert f'cache_dtype="{kv_cache_dtype or "auto"}"' in metrics.render().decode()
+    assert (llm.storage.dtype == torch.float32) == (kv_cache_dtype is None)
 
 
 def test_two_servers_do_not_share_numbers() -> None:

@@ -38,6 +38,7 @@ from minicache.engine.speculation import (
     Speculative,
     SpeculativeRunner,
     load_speculative,
+    require_own_loop,
     share_of_target,
     speculate,
 )
@@ -199,6 +200,7 @@ class LLM:
         self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
         self.speculation: SpeculativeRunner | None = None
         if config is not None or isinstance(scheduler, SpeculativeScheduler):
+            require_own_loop(__file__)
             runner = self.runner or EagerRunner(self.model, self.memory)
             self.runner = self.speculation = speculate(
                 config,

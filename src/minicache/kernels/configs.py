@@ -19,6 +19,9 @@ memory; on Ampere they stay in registers, and a tile has to be half as long. The
 operands take registers too, so there are fewer rows. Nor does Triton use the matrix unit of a Turing GPU (sm_75), or
 load ahead there.
 
+Over one byte a number every thread also holds the scales of the tokens whose scores it computes. On datacentre
+Blackwell a thread has whole rows of scores, and so the scales of a whole tile: its tiles of prefill are shorter.
+
 The numbers were chosen without a GPU, by these sums and by what the compiler says; how fast they run is not measured.
 """
 
@@ -88,7 +91,7 @@ _TURING = {
 }
 _DESKTOP = {
     "decode half": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5)),
-    "decode byte": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 7), (256, 16, 32, 8, 5)),
+    "decode byte": _row((64, 16, 64, 4, 7), (128, 16, 32, 4, 7), (256, 16, 32, 8, 5)),
     "decode single": _row((64, 16, 32, 4, 5), (128, 16, 16, 4, 5), (256, 16, 16, 4, 3)),
     "prefill half": _row((64, 128, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5)),
     "prefill byte": _row((64, 128, 32, 8, 5), (128, 64, 32, 8, 5), (256, 64, 16, 8, 5)),
@@ -98,7 +101,7 @@ _WIDE = _row((512, 16, 16, 8, 5))
 _WIDE_PREFILL = _row((512, 32, 16, 8, 5))
 _DECODE = {
     "decode half": _row((32, 16, 64, 4, 7), (64, 16, 128, 4, 5), (128, 16, 64, 4, 5), (256, 16, 32, 4, 5)) | _WIDE,
-    "decode byte": _row((128, 16, 64, 4, 7), (256, 16, 32, 4, 5), (512, 16, 16, 4, 5)),
+    "decode byte": _row((64, 16, 128, 4, 5), (128, 16, 64, 4, 7), (256, 16, 32, 8, 5)) | _WIDE,
     "decode single": _row((64, 16, 64, 4, 5), (128, 16, 32, 4, 5), (256, 16, 16, 4, 5), (512, 16, 16, 8, 5)),
 }
 _TABLE: dict[int, dict[str, _Row]] = {
@@ -120,9 +123,13 @@ _TABLE: dict[int, dict[str, _Row]] = {
     },
     100: _DECODE
     | {
+        "decode byte": _row(
+            (32, 16, 128, 4, 5), (64, 16, 128, 8, 5), (128, 16, 64, 4, 7), (256, 16, 32, 4, 5), (512, 16, 16, 4, 5)
+        ),
         "prefill half": _row((32, 128, 64, 8, 5), (64, 128, 64, 8, 7), (128, 128, 64, 8, 5), (256, 128, 16, 8, 5))
         | _WIDE_PREFILL,
-        "prefill byte": _row((128, 128, 32, 8, 5), (256, 64, 16, 8, 5)) | _WIDE_PREFILL,
+        "prefill byte": _row((32, 128, 32, 8, 3), (64, 64, 64, 8, 5), (128, 128, 32, 8, 5), (256, 64, 16, 8, 5))
+        | _WIDE_PREFILL,
         "prefill single": _row((64, 32, 32, 4, 5), (256, 32, 16, 8, 5), (512, 16, 16, 8, 5)),
     },
     120: _DESKTOP,

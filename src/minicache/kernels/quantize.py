@@ -28,7 +28,7 @@ def scales(rows: Tensor, dtype: torch.dtype, *, per_head: bool = False) -> Tenso
         per_head: a scale for each of the H_kv heads instead of one for all.
 
     Returns:
-        fp32 `[H_kv]`; without `per_head` the same number H_kv times. 1 where all rows are zero. It is what
+        fp32 `[H_kv]`; without `per_head` the same number H_kv times. 1 where all rows are (next to) zero. It is what
         `minicache.kernels` takes as `k_scale` and `v_scale`.
 
     Raises:
@@ -38,7 +38,8 @@ def scales(rows: Tensor, dtype: torch.dtype, *, per_head: bool = False) -> Tenso
     largest = rows.detach().float().abs().transpose(0, -2).flatten(1).amax(dim=1)
     if not per_head:
         largest = largest.amax().expand_as(largest)
-    return torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
+    scale = largest / LARGEST[dtype]
+    return torch.where(scale > 0, scale, 1.0)
 
 
 def quantize(rows: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:

@@ -358,7 +358,7 @@ def test_a_rank_that_is_killed(model, prompts, expected):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs(prompts):
-    ranks = ParallelModel(a_decoder(), 2, timeout_seconds=2)
+    ranks = ParallelModel(a_decoder(), 2, timeout_seconds=8)
     llm = LLM(ranks)
     os.kill(ranks.pids[1], signal.SIGSTOP)
     with pytest.raises(RankDiedError, match="a rank does not answer"):

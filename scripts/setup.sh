@@ -44,6 +44,15 @@ echo "Installing torch, the largest part (a few minutes the first time)"
 echo "Installing minicache and everything else from constraints.txt"
 .venv/bin/pip install --disable-pip-version-check -c constraints.txt -e ".[dev]" ||
   fail "a package could not be installed: pip's own message stands above."
+echo "Compiling the kernels for this CPU (half a minute)"
+.venv/bin/python - <<'PY'
+from minicache.kernels import cpu
+
+if cpu.is_available():  # else the engine computes in PyTorch
+    from minicache.kernels.cpu.warming import warm_up
+
+    warm_up()
+PY
 # Even where PYTHONDONTWRITEBYTECODE is set: each `minicache` would compile its modules again.
 .venv/bin/python -m compileall -q src
 touch .venv/.installed

@@ -1,7 +1,7 @@
 """A model on several processes gives the tokens that it gives on one, and nobody is left behind when one of them fails.
 
-Starting a process takes seconds, so the engines of this file share two models on two ranks each; what needs ranks of
-its own to break is one test, and the rest of that kind is slow.
+Starting a process takes seconds, so the engines of this file share two models on two ranks each, and all of it runs
+with `make check` only.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from minicache.scheduler.observe import Observer
 
 NUM_NEW = 12
 SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_layers": 3, "max_seq_len": 128}
+
+pytestmark = pytest.mark.slow  # each engine of two ranks starts a process that imports torch
 
 
 def a_decoder(**options: object) -> Decoder:
@@ -356,7 +358,6 @@ def test_a_rank_that_is_killed(model, prompts, expected):
     assert not Path(f"/proc/{pid}").exists()  # no zombie
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs(prompts):
     ranks = ParallelModel(a_decoder(), 2, timeout_seconds=8)
     llm = LLM(ranks)
@@ -366,7 +367,6 @@ def test_a_rank_that_hangs(prompts):
     assert not Path(f"/proc/{ranks.pids[1]}").exists()
 
 
-@pytest.mark.slow
 def test_ranks_end_with_their_engine():
     code = """
 import torch
@@ -386,7 +386,6 @@ while True:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_a_dropped_engine_takes_its_ranks_with_it():
     llm = LLM("minigpt", tensor_parallel_size=2)
     pid = llm.model.pids[1]
@@ -394,7 +393,6 @@ def test_a_dropped_engine_takes_its_ranks_with_it():
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
 def test_more_ranks_and_other_dtypes(size, dtype):
     model = a_decoder(head_dim=8, intermediate_size=32, **BIASES).to(dtype)

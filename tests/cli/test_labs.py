@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,26 @@ from minicache.course import finder
 from minicache.course.finder import Lab
 
 LABS = [
-    Lab("minicache.cache.dense", Path.cwd() / "labs" / "one" / "dense.py", ""),
+    Lab("minicache.cache.dense", Path.cwd() / "labs" / "one" / "dense.py", "", True),
     Lab(
-        "minicache.scheduler.base", Path.cwd() / "labs" / "two" / "base.py", "edited since it passed: minicache grade 2"
+        "minicache.scheduler.base",
+        Path.cwd() / "labs" / "two" / "base.py",
+        "edited since it passed: minicache grade 2",
+        True,
     ),
-    Lab("minicache.engine.llm", Path.cwd() / "labs" / "two" / "llm.py", "not passed yet: task 2.3"),
+    Lab("minicache.engine.llm", Path.cwd() / "labs" / "two" / "llm.py", "not passed yet: task 2.3", True),
+    Lab("minicache.engine.loop", Path.cwd() / "labs" / "two" / "loop.py", "not passed yet: task 2.4", False),
 ]
 
 
 @pytest.mark.parametrize(
     ("labs", "loaded", "says"),
     [
-        (LABS, [], ""),
+        (LABS[:3], [], ""),
         (
             LABS,
             LABS,
+            "reference: every file that you have not begun\n"
             "yours: labs/one/dense.py\n"
             "reference, not labs/two/base.py: edited since it passed: minicache grade 2\n"
             "reference, not labs/two/llm.py: not passed yet: task 2.3\n",
@@ -36,14 +42,17 @@ LABS = [
     ids=["nothing loaded", "all loaded", "nothing finished"],
 )
 def test_whose_files(monkeypatch: pytest.MonkeyPatch, labs: list[Lab], loaded: list[Lab], says: str) -> None:
-    def install(loading: object) -> list[Lab]:
-        for lab in loaded:
-            assert callable(loading)
-            loading(lab)
+    announce: Callable[[Lab], None]
+
+    def install(loading: Callable[[Lab], None]) -> list[Lab]:
+        nonlocal announce
+        announce = loading
         return labs
 
     monkeypatch.setattr(finder, "install_finished_labs", install)
     console = Console(width=200)
     with console.capture() as captured:
         use_labs(console)
+        for lab in loaded:
+            announce(lab)
     assert captured.get() == says

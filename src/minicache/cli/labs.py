@@ -19,14 +19,18 @@ def use_labs(console: Console) -> None:
     """Put the learner's finished files in place of the reference's modules. Call it before any of them is imported.
 
     Args:
-        console: told of each module that has tasks when the command loads it: whose it is, and why it is not theirs.
+        console: told of each module that the learner has begun when the command loads it: whose it is, and why.
     """
     from minicache.course.finder import install_finished_labs, show
 
     def tell(lab: Lab) -> None:
-        told = escape(f"reference, not {show(lab.file)}: {lab.missing}" if lab.missing else f"yours: {show(lab.file)}")
-        console.print(told, style="yellow" if "edited" in lab.missing else "dim", soft_wrap=True, highlight=False)
+        if lab.begun:
+            file, style = show(lab.file), "yellow" if lab.missing else "dim"
+            told = f"reference, not {file}: {lab.missing}" if lab.missing else f"yours: {file}"
+            console.print(escape(told), style=style, soft_wrap=True, highlight=False)
 
     labs = install_finished_labs(tell)
     if all(lab.missing for lab in labs):
         console.print("None of your files is finished; `minicache status` says what is left", style="yellow")
+    elif not all(lab.begun for lab in labs):
+        console.print("reference: every file that you have not begun", style="dim")

@@ -121,11 +121,13 @@ class Lab:
         module: `minicache.cache.dense`.
         file: the learner's file.
         missing: why the reference is used instead, in words; "" if the learner's file stands in for it.
+        begun: whether the learner's file is no longer the starter.
     """
 
     module: str
     file: Path
     missing: str
+    begun: bool
 
 
 class _Announcer(MetaPathFinder):
@@ -155,10 +157,12 @@ def install_finished_labs(loading: Callable[[Lab], None] = lambda lab: None) -> 
     Raises:
         CourseError: there is no course, or one of the modules is already imported.
     """
+    from minicache.course.starters import is_edited  # imports libcst
+
     workspace = find_workspace()
     progress = Progress.load(workspace)
     labs = [
-        Lab(module, file, progress.missing(phase, module, file))
+        Lab(module, file, progress.missing(phase, module, file), is_edited(workspace, phase, module))
         for phase in workspace.course
         for module, file in workspace.lab_files(phase).items()
     ]

@@ -75,6 +75,10 @@ def test_a_wrong_solution_is_caught_by_its_task(wrong: Wrong, server: PytestServ
     result = grade_wrong(WORKSPACE, wrong, server)
     assert result.problems == {}
     assert result.tasks[0].outcome is Outcome.FAILED or result.tasks[0].outcome.is_lost
+    told = result.tasks[0].first_problem
+    assert told
+    for text in wrong.shows:
+        assert text in told.message, f"{text!r} is not in what a learner is told first:\n{told.message}"
 
 
 @each_phase

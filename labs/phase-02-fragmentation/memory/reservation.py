@@ -87,7 +87,7 @@ class BuddyAllocator:
 
     def __init__(self, num_slots: int) -> None:
         raise NotImplementedError(
-            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     def allocate(self, count: int) -> int:
@@ -109,7 +109,7 @@ class BuddyAllocator:
             OutOfSlotsError: no free run is long enough, however many slots are free in all. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     def free(self, start: int) -> None:
@@ -127,7 +127,7 @@ class BuddyAllocator:
                 nothing has changed.
         """
         raise NotImplementedError(
-            "phase 2, task 3: Buddies: free and merge; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     def allocated(self, start: int) -> int:
@@ -141,13 +141,13 @@ class BuddyAllocator:
             ValueError: no allocation starts there.
         """
         raise NotImplementedError(
-            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     def allocations(self) -> list[tuple[int, int]]:
         """What is taken, as (start, length), lowest start first."""
         raise NotImplementedError(
-            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     def free_runs(self) -> list[tuple[int, int]]:
@@ -156,28 +156,28 @@ class BuddyAllocator:
         Two free runs that lie side by side and are not buddies are two runs here: no allocation can use both.
         """
         raise NotImplementedError(
-            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     @property
     def num_free(self) -> int:
         """Slots that no allocation holds."""
         raise NotImplementedError(
-            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     @property
     def num_used(self) -> int:
         """Slots that allocations hold, those included that only the rounding to a power of two added."""
         raise NotImplementedError(
-            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     @property
     def largest_free(self) -> int:
         """The length of the longest free run: the largest count that `allocate` would grant; 0 if all are taken."""
         raise NotImplementedError(
-            "phase 2, task 2: Buddies: allocate; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
     def check(self) -> None:
@@ -195,7 +195,7 @@ class BuddyAllocator:
             InvariantError: one of these does not hold. The message says which, and where.
         """
         raise NotImplementedError(
-            "phase 2, task 3: Buddies: free and merge; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
+            "phase 2, task 2: A buddy allocator; read docs/en/phase-02-fragmentation/lab/00-padding-and-buddies.md"
         )
 
 
@@ -227,7 +227,7 @@ def reservation(policy: str, num_prompt_tokens: int, num_output_tokens: int, max
         ValueError: an unknown policy, a count below 1, or prompt and output together beyond `max_model_len`.
     """
     raise NotImplementedError(
-        "phase 2, task 4: What a policy reserves; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+        "phase 2, task 3: What a policy reserves; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
     )
 
 
@@ -298,7 +298,7 @@ class ContiguousReservation:
 
     def __init__(self, num_slots: int, policy: str, max_model_len: int) -> None:
         raise NotImplementedError(
-            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+            "phase 2, task 4: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
         )
 
     def admit(self, request_id: Hashable, num_prompt_tokens: int, num_output_tokens: int) -> int:
@@ -320,7 +320,7 @@ class ContiguousReservation:
             OutOfSlotsError: no free run is long enough. In each case nothing has changed.
         """
         raise NotImplementedError(
-            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+            "phase 2, task 4: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
         )
 
     def grow(self, request_id: Hashable, count: int = 1) -> None:
@@ -339,7 +339,7 @@ class ContiguousReservation:
             CacheOverflowError: its tokens would pass what `reservation` granted it. In each case nothing has changed.
         """
         raise NotImplementedError(
-            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+            "phase 2, task 4: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
         )
 
     def release(self, request_id: Hashable) -> None:
@@ -349,13 +349,13 @@ class ContiguousReservation:
             ValueError: no such request is here.
         """
         raise NotImplementedError(
-            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+            "phase 2, task 4: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
         )
 
     def reservations(self) -> list[Reservation]:
         """What each request holds now, lowest start first. A later `grow` changes none of these objects."""
         raise NotImplementedError(
-            "phase 2, task 5: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+            "phase 2, task 4: Admit, grow, release; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
         )
 
     def memory_use(self, waiting: int | None = None) -> MemoryUse:
@@ -379,5 +379,5 @@ class ContiguousReservation:
             ValueError: `waiting` is below 1.
         """
         raise NotImplementedError(
-            "phase 2, task 6: Where the memory goes; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
+            "phase 2, task 5: Where the memory goes; read docs/en/phase-02-fragmentation/lab/01-reservation.md"
         )

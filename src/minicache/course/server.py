@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import IO, NoReturn
 
 from minicache.course.table import Phase
-from minicache.course.workspace import phase_imports
+from minicache.course.workspace import needs_torch, phase_imports
 from minicache.errors import CourseError, KernelUnavailableError
 
 PLUGINS = ("minicache.course.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
@@ -132,7 +132,7 @@ def preload_for(phase: Phase) -> tuple[str, ...]:
     """What many runs of a phase should have loaded once: hypothesis, torch and Triton if the reference needs them."""
     if sys.platform != "linux":
         return ()  # macOS frameworks do not survive a fork, so there each child loads its own
-    needed = ["torch"] if phase_imports(phase, "torch") or phase_imports(phase, "LLM") else []
+    needed = ["torch"] if needs_torch(phase) else []
     return ("hypothesis", *needed, *(["triton"] if phase_imports(phase, "triton") else []))
 
 
@@ -152,6 +152,8 @@ def load(preload: Sequence[str]) -> dict[str, str]:
                 runtime.interpret_without_gpu()
                 runtime.require_triton(runtime.usual_device())  # its canary runs once, here
             import_module(name)
+        if name == "torch":  # whose first tensor on "meta" imports half of it again
+            sys.modules["torch"].arange(1, device="meta")
     gc.collect()
     gc.freeze()  # what is loaded stays: no run need look through it for garbage, and pytest looks five times at its end
     return {name: value for name, value in os.environ.items() if before.get(name) != value}

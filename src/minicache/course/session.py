@@ -16,7 +16,7 @@ from minicache.course.checks import PLACES, CheckFailed, named, told, unwrapped,
 from minicache.course.journal import Event, Journal
 from minicache.course.results import Outcome, TestResult, by_task, pointers
 from minicache.course.table import Phase, Task
-from minicache.course.workspace import Workspace, open_workspace, phase_imports
+from minicache.course.workspace import Workspace, needs_torch, open_workspace, phase_imports
 from minicache.errors import CourseError, KernelUnavailableError
 
 _TEST_FILE = re.compile(r"test_task_(\d+)_\w+\.py")
@@ -55,7 +55,11 @@ class GradingSession:
         self._no_triton = _prepare_triton() if any(phase_imports(phase, "triton") for phase in self._phases) else ""
         self._finder: finder.LabFinder | None = None
         self._unusable: dict[str, str] = {}
+        self._patches = pytest.MonkeyPatch()
         if self._mine:
+            if any(map(needs_torch, self._phases)):
+                # Not everybody has numba, and loading its kernels takes longer than a task's tests.
+                self._patches.setattr("minicache.kernels.cpu.why_unavailable", lambda: "grading runs without numba")
             self._install()
         self._num_collected: Counter[int] = Counter()
         self._results: dict[str, dict[str, TestResult]] = {}  # task id → node id → result
@@ -96,6 +100,7 @@ class GradingSession:
         if self._finder:
             finder.uninstall(self._finder)
             self._finder = None
+        self._patches.undo()
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """One broken test file must not stop the others; a learner gets short tracebacks."""

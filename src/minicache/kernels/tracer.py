@@ -264,6 +264,7 @@ class _Watch:
         self.kernel = ""
         self.names: dict[int, str] = {}  # id of an argument → its name
         self.regions: list[_Region] = []
+        self.patched: set[int] = set()  # ids of the modules of Triton's language that this launch has made interpreted
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -273,7 +274,7 @@ class _Watch:
         launcher, builder = interpreter.GridExecutor, interpreter.interpreter_builder
         to_host, to_pointer, run = launcher._init_args_hst, interpreter._implicit_cvt, launcher.__call__
         set_grid_dim = builder.set_grid_dim
-        patch_language, patched = interpreter._patch_lang, set[str]()  # modules, in the launch that runs
+        patch_language, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
 
         def init_args_hst(launch: Any, args: Any, kwargs: Any) -> Any:
             args, kwargs = to_host(launch, args, kwargs)
@@ -288,16 +289,17 @@ class _Watch:
                 converted.handle.data = np.array([self.place(name, interpreter._unwrap_tensor(arg))], dtype=np.uint64)
             return converted
 
-        def patch_language_once(fn: Any) -> Any:
-            """The interpreter would go through all of `triton.language` again at each call of a function."""
-            _check_globals(fn)
-            if fn.__module__ in patched:
-                return interpreter._LangPatchScope()
-            patched.add(fn.__module__)
-            return patch_language(fn)
+        def patch_once(function: Any) -> Any:
+            _check_globals(function)
+            # Each function that a kernel calls would have the whole language looked through again: a fifth of the time.
+            used = {id(value) for value in function.__globals__.values() if any(value is each for each in language)}
+            if not used <= self.patched:
+                self.patched |= used
+                return patch_language(function)
+            return None
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
-            patched.clear()
+            self.patched = set()
             try:
                 return run(executor, *args, **kwargs)
             except interpreter.InterpreterError as error:
@@ -335,11 +337,11 @@ class _Watch:
         patches = [
             (launcher, "_init_args_hst", init_args_hst),
             (launcher, "__call__", launch),
-            (interpreter, "_patch_lang", patch_language_once),
             (builder, "set_grid_dim", set_grid),
             # Looked for at each operation on integers and told to nobody; visit() sees what an overflow leads to.
             (builder, "options", replace(builder.options, sanitize_overflow=False)),
             (interpreter, "_implicit_cvt", implicit_cvt),
+            (interpreter, "_patch_lang", patch_once),
             (builder, "create_masked_load", access("create_masked_load", "load", ptr=0, mask=1)),
             (builder, "create_masked_store", access("create_masked_store", "store", ptr=0, mask=2)),
             (builder, "create_atomic_rmw", access("create_atomic_rmw", "atomic", ptr=1, mask=3)),
@@ -420,8 +422,10 @@ def _row_dims(ndim: int) -> int:
 
 def _rows(indices: npt.NDArray[np.int64], dims: int) -> list[Row]:
     """The rows that elements lie in, each once, in order of appearance."""
-    rows, first = np.unique(indices[:, :dims], axis=0, return_index=True)
-    return [tuple(row) for row in rows[np.argsort(first)].tolist()]
+    rows = indices[:, :dims]
+    new = np.ones(len(rows), dtype=bool)  # most lanes lie in the row of the lane before
+    new[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    return list(dict.fromkeys(map(tuple, rows[new].tolist())))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Phase 2, task 3: free, merge, and check the books."""
+"""Phase 2, task 2: free, merge, and check the books."""
 
 from __future__ import annotations
 

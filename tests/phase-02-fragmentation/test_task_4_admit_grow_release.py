@@ -1,4 +1,4 @@
-"""Phase 2, task 5: admit a request, let it grow, release it."""
+"""Phase 2, task 4: admit a request, let it grow, release it."""
 
 from __future__ import annotations
 

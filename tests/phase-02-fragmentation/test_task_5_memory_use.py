@@ -1,4 +1,4 @@
-"""Phase 2, task 6: where the memory goes."""
+"""Phase 2, task 5: where the memory goes."""
 
 from __future__ import annotations
 

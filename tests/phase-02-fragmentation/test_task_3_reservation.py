@@ -1,4 +1,4 @@
-"""Phase 2, task 4: what a policy reserves."""
+"""Phase 2, task 3: what a policy reserves."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
 from numbers import Integral, Real
 from types import TracebackType
 from typing import Any
@@ -230,16 +231,25 @@ def short(value: Any) -> str:
     if isinstance(value, list | tuple) and 0 < len(value) <= 8:
         inside = ", ".join(short(item) for item in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, Enum):
+        return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return _name(value)
     if is_dataclass(value) and not isinstance(value, type):
         shown = [(each, short(getattr(value, each.name))) for each in fields(value) if each.repr]
-        told_fields = [f"{each.name}={text}" for each, text in shown if text != short(each.default)]
+        told_fields = [f"{each.name}={text}" for each, text in shown if text != _default(each)]
         return _cut(f"{type(value).__qualname__}({', '.join(told_fields)})", 240)
     text = repr(value)
     if " object at 0x" in text:  # Python's own repr: an address tells nothing
         return _kind(value)
     return _cut(text, 80)
+
+
+def _default(field: Field[Any]) -> str:
+    """What a dataclass's field is told as where nothing was given for it; "" where something must be."""
+    if field.default_factory is not MISSING:
+        return short(field.default_factory())
+    return "" if field.default is MISSING else short(field.default)
 
 
 def _numbers(value: Any) -> str:
@@ -270,16 +280,16 @@ def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "")
         for index, (one, other) in enumerate(zip(got, expected, strict=False)):
             if (difference := _difference(one, other, rtol, atol, f"{at}[{index}]")) is not None:
                 return difference
-        return None if len(got) == len(expected) else f"{prefix}{len(got)} items, expected {len(expected)}"
-    if _is_number(expected):
+        return None if len(got) == len(expected) else f"{prefix}{_items(len(got))}, expected {len(expected)}"
+    if not at and (got is None or expected is None):  # "None" and the other one tell it all
+        return None if got is expected else ""
+    if _is_number(expected) and got is not None:
         # A bool is no number here, and a count of things is an integer.
         if not _is_number(got) or (isinstance(expected, Integral) and not isinstance(got, Integral)):
             return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
         if got == expected or abs(got - expected) <= atol + rtol * abs(expected):
             return None
         return f"{prefix}got {short(got)}, expected {short(expected)}" if at else _factor(got, expected)
-    if not at and (got is None or expected is None):  # "None" and the other one tell it all
-        return None if got is expected else ""
     if type(got) is not type(expected) and isinstance(expected, bool | str | None):
         return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
     if got == expected:
@@ -350,6 +360,10 @@ def is_tensor(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _items(count: int) -> str:
+    return f"{count} item" if count == 1 else f"{count} items"
 
 
 def _kind(value: object) -> str:

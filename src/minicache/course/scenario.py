@@ -46,7 +46,8 @@ def origin(number: float) -> str:
         return ""
     places = []
     for name, tensor in _tensors:
-        for index in (tensor.double() == number).nonzero().tolist():
+        near = (tensor.double() - number).abs() <= 1e-9 * abs(number)  # another batch rounds otherwise
+        for index in near.nonzero().tolist():
             part, of, whole = name.partition(" of ")
             places.append(f"{part}{index}{of}{whole}")
     return places[0] if len(places) == 1 else ""

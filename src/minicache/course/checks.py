@@ -39,7 +39,7 @@ class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
         got: what came back.
         expected: what should have come back.
         first_difference: the first place where the two differ, or "" where `got` and `expected` tell it all.
-        num_done: of the notes of `scenario.done`, those from before the call.
+        num_done: of the notes of `scenario.done`, those that are told with it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Outcome:
         called: the call as text.
         returned: its result, None if it raised.
         error: what it raised, or None.
-        num_done: notes of what the test has done (`scenario.done`) before the call.
+        num_done: notes of what the test has done (`scenario.done`), without one of the call itself.
     """
 
     called: str
@@ -140,13 +140,16 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Call `fn` and keep what came of it. What a starter raises ("not written yet") goes straight through."""
     arguments = [short(arg) for arg in args] + [f"{name}={short(arg)}" for name, arg in kwargs.items()]
     called = f"{_name(fn)}({', '.join(arguments)})"  # before the call, which may change its arguments
-    num_done = scenario.num_done()
+    before = scenario.num_done()
     try:
-        return Outcome(called, returned=fn(*args, **kwargs), num_done=num_done)
-    except (Exception, SystemExit) as error:
-        if is_not_written(error):
+        returned, error = fn(*args, **kwargs), None
+    except (Exception, SystemExit) as raised:
+        if is_not_written(raised):
             raise
-        return Outcome(called, error=unwrapped(error), num_done=num_done)
+        returned, error = None, unwrapped(raised)
+    # What is done inside is told too, but not the call itself: that is the next line.
+    num_done = before if hasattr(fn, "is_followed") else scenario.num_done()
+    return Outcome(called, returned, error, num_done)
 
 
 def that(description: str, got: object) -> Outcome:
@@ -347,9 +350,11 @@ def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix
     first, right = one[tuple(index)].item(), other[tuple(index)].item()
     here = f"first at {index}: got {first:.6g}, expected {right:.6g}"
     largest = error[wrong].max().item()  # NaN if one of them is
-    how = "contains NaN" if math.isnan(largest) else f"largest error {largest:.3g}"
+    how = ", contains NaN" if math.isnan(largest) else f", largest error {largest:.3g}"
+    if not expected.is_floating_point():  # ids and positions: how far off says nothing
+        how = ""
     known = [f"{number:.6g} is {where}" for number in (first, right) if (where := scenario.origin(number))]
-    return "; ".join([f"{prefix}{here}", *known, f"{count} of {wrong.numel()} differ, {how}"])
+    return "; ".join([f"{prefix}{here}", *known, f"{count} of {wrong.numel()} differ{how}"])
 
 
 def is_tensor(value: object) -> bool:

@@ -90,6 +90,7 @@ def _followed(method: Callable[..., Any], teller: Teller | None) -> Callable[...
             )
         return result
 
+    followed.is_followed = True  # type: ignore[attr-defined]
     return followed
 
 

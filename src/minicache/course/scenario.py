@@ -17,7 +17,7 @@ _MAX_LINES, _MAX_ITEMS = 8, 6
 
 _given: list[tuple[str, str]] = []
 _done: list[tuple[str, str]] = []
-_tensors: list[tuple[str, Any]] = []
+_tensors: list[tuple[str, int, Any]] = []  # name, how often it was given before, copy
 
 
 def given(what: str, item: str = "") -> None:
@@ -37,7 +37,7 @@ def num_done() -> int:
 
 def remember(name: str, tensor: Any) -> None:
     """Keep a copy of a tensor, so that a number of it can be told when it turns up in the wrong place."""
-    _tensors.append((name, tensor.detach().clone()))
+    _tensors.append((name, sum(each[0] == name for each in _tensors), tensor.detach().clone()))
 
 
 def origin(number: float) -> str:
@@ -45,11 +45,11 @@ def origin(number: float) -> str:
     if number == 0:  # as memory is that was never written
         return ""
     places = []
-    for name, tensor in _tensors:
+    for name, earlier, tensor in _tensors:
         near = (tensor.double() - number).abs() <= 1e-9 * abs(number)  # another batch rounds otherwise
         for index in near.nonzero().tolist():
             part, of, whole = name.partition(" of ")
-            places.append(f"{part}{index}{of}{whole}")
+            places.append(f"{part}{index}{of}{whole}" + (f", call {earlier + 1}" if earlier else ""))
     return places[0] if len(places) == 1 else ""
 
 
@@ -61,7 +61,6 @@ def telling() -> Iterator[None]:
         yield
     except BaseException as error:
         if not any(note.startswith((GIVEN, AFTER)) for note in getattr(error, "__notes__", ())):
-            # A check is told with what was done before the call that it is about.
             for note in (*_told(GIVEN, _given), *_told(AFTER, _done[: getattr(error, "num_done", None)])):
                 error.add_note(note)
         raise

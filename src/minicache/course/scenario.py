@@ -13,7 +13,7 @@ from typing import Any
 GIVEN, AFTER = "given     ", "after     "
 """How the lines of a failure begin that tell what was there, and what was done."""
 
-_MAX_LINES, _MAX_ITEMS = 8, 6
+_MAX_LINES, _MAX_ITEMS, _MAX_LENGTH = 8, 6, 160
 
 _given: list[tuple[str, str]] = []
 _done: list[tuple[str, str]] = []
@@ -77,10 +77,14 @@ def _told(label: str, notes: list[tuple[str, str]]) -> list[str]:
             merged[-1][1].append(item)
         else:
             merged.append((what, [item] if item else []))
-    lines = [f"{what} {', '.join(_ends(items))}".rstrip() for what, items in merged]
+    lines = [_cut(f"{what} {', '.join(_ends(items))}".rstrip()) for what, items in merged]
     if left := len(lines) - _MAX_LINES:
         lines = lines if left < 0 else [f"… ({left} more before)", *lines[-_MAX_LINES:]]
     return ["\n".join([label + lines[0], *(" " * len(label) + line for line in lines[1:])])] if lines else []
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _MAX_LENGTH else f"{line[: _MAX_LENGTH - 2]} …"
 
 
 def _ends(items: list[str]) -> list[str]:

@@ -220,3 +220,10 @@ def test_a_dataclass_is_told_by_its_fields_that_are_not_the_default() -> None:
 def test_long_values_are_cut() -> None:
     assert len(short("x" * 1000)) < 100
     assert len(short(list(range(1000)))) < 100
+
+
+def test_an_infinity_that_is_expected_is_near_to_nothing_else() -> None:
+    infinite = float("-inf")
+    that("x", torch.tensor([infinite])).is_close(torch.tensor([infinite]))
+    failure(that("x", torch.tensor([-1e30])).is_close, torch.tensor([infinite]))
+    failure(that("x", -1e30).is_close, infinite)

@@ -27,7 +27,7 @@ app = typer.Typer(pretty_exceptions_show_locals=False)
 console = Console()
 
 PhaseName = Annotated[str, typer.Argument(metavar="N", help="The phase: 1, 01 or dense-cache.")]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds without an answer that count as an endless loop.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds of computing or sleeping that count as an endless loop.")]
 
 
 def names() -> set[str]:

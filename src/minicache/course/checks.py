@@ -290,7 +290,7 @@ def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "")
         # A bool is no number here, and a count of things is an integer.
         if not _is_number(got) or (isinstance(expected, Integral) and not isinstance(got, Integral)):
             return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
-        if got == expected or abs(got - expected) <= atol + rtol * abs(expected):
+        if got == expected or abs(got - expected) <= atol + rtol * abs(expected) < math.inf:
             return None
         return f"{prefix}got {short(got)}, expected {short(expected)}" if at else _factor(got, expected)
     if type(got) is not type(expected) and isinstance(expected, bool | str | None):
@@ -341,8 +341,9 @@ def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix
         return f"{prefix}on {got.device}, expected on {expected.device}"
     one, other = got.detach().cpu().double(), expected.detach().cpu().double()
     error = (one - other).abs()
-    # Written so that a NaN, which compares false with everything, counts as a difference; equal infinities do not.
-    wrong = ~((error <= atol + rtol * other.abs()) | (one == other))
+    # Written so that a NaN, which compares false with everything, counts as a difference; equal infinities do not. An
+    # infinity that is expected allows nothing else, though a part of it is infinite too.
+    wrong = ~(((error <= atol + rtol * other.abs()) & other.isfinite()) | (one == other))
     count = int(wrong.sum())
     if not count:
         return None

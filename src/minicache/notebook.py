@@ -1,0 +1,317 @@
+"""What the notebooks share: whose files run, checks of answers, timing, and how plots look. No phase builds this.
+
+A notebook's first cell calls `begin` before it imports anything else of the package, since a learner's file must take
+its module's place first. So this module itself imports nothing that a phase builds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from minicache.course.finder import install, show
+from minicache.course.workspace import find_workspace
+from minicache.palette import color
+from minicache.plots import STYLE
+
+if TYPE_CHECKING:
+    from minicache.trace import TraceStep
+
+Name = TypeVar("Name", bound=Hashable)
+
+WIDTH = 6.4
+"""Inches. At 120 dots an inch a plot fills a page's column; on a phone its letters are still 8 pixels high."""
+CURVES = (("generated", "-", "o"), ("end", "--", "s"), ("shared", "-.", "^"), ("wasted", ":", "D"))
+"""Role of the colour, dashes and marker of the first curve, the second …: they differ without colours too."""
+
+
+def begin(phase: int, *, mine: bool = False) -> None:
+    """Set up a phase's notebook, and say whose files it runs.
+
+    Args:
+        phase: its number.
+        mine: run the learner's files of this phase, finished or not; otherwise the reference's.
+
+    Raises:
+        CourseError: a module of the phase is imported already. Restart the kernel.
+    """
+    # Steps this small are slower on two threads, and their times noisier. It counts once torch is imported.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    mpl.rcParams.update(STYLE | {"font.size": 10.5, "axes.titlesize": 10.5, "figure.dpi": 120})
+    mpl.rcParams.update({"figure.constrained_layout.use": True, "axes.titlelocation": "left"})
+    if not mine:
+        print(f"Phase {phase}: the reference.")
+        return
+    workspace = find_workspace()
+    files = workspace.lab_files(workspace.course.phase(phase))
+    install(files)
+    print(f"Phase {phase}: your files.", *(show(file) for file in files.values()), sep="\n  ")
+
+
+def check(answer: Any, right: Any, *, within: float = 0.0) -> None:
+    """Say whether a learner's answer is right, and for a number in which direction it is off.
+
+    Args:
+        answer: None as long as there is none.
+        right: what is computed.
+        within: how far off a number may be, as a part of `right`.
+    """
+    if answer is None:
+        print("No answer yet: write it in the cell above, then run that cell and this one.")
+    elif answer == right or (within and abs(answer - right) <= within * abs(right)):
+        print("Right.")
+    elif isinstance(answer, int | float) and isinstance(right, int | float):
+        print(f"Not yet: {answer:,} is too {'high' if answer > right else 'low'}.")
+    else:
+        print(f"Not yet: {answer} is not right.")
+
+
+def fastest(contestants: Mapping[Name, Callable[[], object]], repeats: int) -> dict[Name, float]:
+    """Milliseconds of each function: the minimum of many runs, taken in turns so that a slow moment hits all."""
+    best = dict.fromkeys(contestants, float("inf"))
+    for _ in range(repeats):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+    return best
+
+
+def panels(rows: int, columns: int, *, height: float = 3.0, **options: Any) -> list[Axes]:
+    """Axes side by side, row by row.
+
+    Args:
+        rows: of axes.
+        columns: of axes.
+        height: inches of the whole figure.
+        options: for `plt.subplots`.
+    """
+    _, grid = plt.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, **options)
+    return list(grid.flat)
+
+
+def axes(xlabel: str = "", ylabel: str = "", *, height: float = 3.2, **settings: Any) -> Axes:
+    """One pair of axes.
+
+    Args:
+        xlabel: what is from left to right.
+        ylabel: what is upwards.
+        height: inches of the whole figure.
+        settings: for `Axes.set`.
+    """
+    (ax,) = panels(1, 1, height=height)
+    ax.set(xlabel=xlabel, ylabel=ylabel, **settings)
+    _plain_numbers(ax)
+    return ax
+
+
+def lines(
+    x: Sequence[float] | Mapping[str, Sequence[float]],
+    curves: Mapping[str, Sequence[float]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    roles: Sequence[str] = (),
+    marks: bool = True,
+    doubling: bool = False,
+    legend: str = "",
+    ax: Axes | None = None,
+    **settings: Any,
+) -> None:
+    """Curves.
+
+    Args:
+        x: of all curves, or for each by its name.
+        curves: what a curve is, for the legend → its values. A lone curve named "" has no legend.
+        xlabel: what is from left to right.
+        ylabel: what is upwards.
+        roles: colours of the palette, curve by curve, in place of the usual ones.
+        marks: whether each value has a marker.
+        doubling: the one x grows by factors: it has a logarithmic axis, with its own values as ticks.
+        legend: its title.
+        ax: where to draw, in place of a figure of their own.
+        settings: for `Axes.set`.
+    """
+    ax = ax or axes()
+    usual = [role for role, _, _ in CURVES]
+    for (label, values), role, (_, dash, marker) in zip(curves.items(), [*roles, *usual], CURVES, strict=False):
+        marker = marker if marks else ""
+        its_x = x[label] if isinstance(x, Mapping) else x
+        ax.plot(its_x, values, color=color(role), label=label, linestyle=dash, marker=marker, markersize=4)
+    if doubling:
+        ax.set_xscale("log", base=2)
+    ax.set(xlabel=xlabel, ylabel=ylabel, **settings)
+    _plain_numbers(ax)
+    if doubling and not isinstance(x, Mapping):
+        ticks = x if len(x) < 8 else x[::2]
+        ax.set_xticks(ticks, [f"{each:,}" for each in ticks])
+    if any(curves):
+        ax.legend(title=legend or None)
+
+
+def bars(
+    values: Mapping[str, float],
+    xlabel: str,
+    *,
+    roles: Sequence[str] = (),
+    text: str = "{:,.0f}",
+    ax: Axes | None = None,
+    **settings: Any,
+) -> None:
+    """Bars from left to right, one below the other, each with its number.
+
+    Args:
+        values: what a bar is → its length.
+        xlabel: what the lengths are.
+        roles: colours of the palette, bar by bar; else one colour for all.
+        text: the format of the numbers.
+        ax: where to draw, in place of a figure of their own.
+        settings: for `Axes.set`.
+    """
+    ax = ax or axes(height=1.0 + 0.36 * len(values))
+    drawn = ax.barh(list(values), list(values.values()), color=[color(role) for role in roles or ("generated",)])
+    ax.bar_label(drawn, [text.format(each) for each in values.values()], padding=3)
+    ax.set(xlabel=xlabel, xlim=(0, 1.15 * max(*values.values(), 1e-9)), **settings)
+    ax.grid(visible=False, axis="y")
+    ax.invert_yaxis()
+
+
+PARTS = {"used": ("generated", ""), "reserved": ("generated", "////"), "internal": ("wasted", "")} | {
+    "external": ("free", "xxxx"),
+    "free": ("free", ""),
+}
+"""Part of a memory: role of its colour, hatching."""
+
+
+def shares(memories: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) -> None:
+    """What memories are full of: a bar each, of parts that sum to 100 per cent.
+
+    Args:
+        memories: what a bar is → percent of used, reserved, internal, external and free.
+        ax: where to draw, in place of a figure of their own.
+    """
+    ax = ax or axes(height=1.2 + 0.36 * len(memories))
+    left = dict.fromkeys(memories, 0.0)
+    for part in PARTS:
+        widths = [memory[part] for memory in memories.values()]
+        ax.barh(list(memories), widths, left=list(left.values()), label=part, **_look(part))
+        left = {name: left[name] + width for name, width in zip(memories, widths, strict=True)}
+    ax.set(xlabel="% of the slots", xlim=(0, 100))
+    ax.grid(visible=False)
+    ax.invert_yaxis()
+    _legend_above(ax)
+
+
+def shares_over_time(minutes: Sequence[float], parts: Mapping[str, Sequence[float]]) -> None:
+    """What a memory is full of, as time goes on.
+
+    Args:
+        minutes: when it was looked at.
+        parts: percent of used, reserved, internal, external and free at these times.
+    """
+    ax = axes("minutes", "% of the slots", xlim=(minutes[0], minutes[-1]), ylim=(0, 100))
+    below = [0.0] * len(minutes)
+    for part in PARTS:
+        above = [low + share for low, share in zip(below, parts[part], strict=True)]
+        ax.fill_between(minutes, below, above, label=part, **_look(part))
+        below = above
+    _legend_above(ax)
+
+
+def cells(
+    values: Sequence[Sequence[bool]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    rows: Sequence[object] = (),
+    ax: Axes | None = None,
+    **settings: Any,
+) -> None:
+    """A table of yes and no: blue and grey.
+
+    Args:
+        values: row by row, from top to bottom.
+        xlabel: what the columns are; they count from 0.
+        ylabel: what the rows are.
+        rows: their names; they count from 0 if there are none.
+        ax: where to draw, in place of a figure of their own.
+        settings: for `Axes.set`.
+    """
+    ax = ax or axes(height=0.9 + 0.26 * len(values))
+    for row, line in enumerate(values):
+        colors = [color("generated" if value else "free") for value in line]
+        ax.barh([row] * len(line), 0.92, left=[each - 0.46 for each in range(len(line))], height=0.92, color=colors)
+    ax.set(xlabel=xlabel, ylabel=ylabel, aspect="equal", **settings)
+    ax.set_xticks(range(len(values[0])))
+    ax.set_yticks(range(len(values)), [str(name) for name in rows or range(len(values))])
+    ax.grid(visible=False)
+    ax.invert_yaxis()
+
+
+def grid_of_steps(
+    steps: Sequence[TraceStep], names: Sequence[Hashable], *, ax: Axes | None = None, title: str = ""
+) -> None:
+    """Which request computes in which step: yellow for a prompt, blue for a generated token.
+
+    Args:
+        steps: a trace.
+        names: the requests' ids, from top to bottom.
+        ax: where to draw, in place of a figure of their own.
+        title: stands above it.
+    """
+    ax = ax or axes(height=0.9 + 0.26 * len(names))
+    for step in steps:
+        for entry in step.batch:
+            role = "prompt" if entry.is_prefill else "generated"
+            row = names.index(entry.request_id)
+            ax.barh(row, 0.92, left=step.step + 0.04, height=0.86, color=color(role))
+    ax.set(xlabel="step", yticks=range(len(names)), yticklabels=[str(name) for name in names], title=title)
+    ax.grid(visible=False, axis="y")
+    ax.invert_yaxis()
+
+
+def rows_touched(lines_of_rows: Sequence[Collection[int]], num_rows: int, block_size: int, ylabel: str) -> None:
+    """Which rows of a cache each program touches: a line each, touched rows in blue.
+
+    Args:
+        lines_of_rows: for each line, the rows, counted through all blocks.
+        num_rows: of the cache.
+        block_size: a tick stands at each block.
+        ylabel: what a line is.
+    """
+    ax = axes(f"row of the cache ({block_size} a block)", ylabel, height=1.1 + 0.3 * len(lines_of_rows))
+    for line, rows in enumerate(lines_of_rows):
+        ax.barh(line, num_rows, height=0.8, color=color("free"))
+        ax.barh([line] * len(rows), 1.0, left=sorted(rows), height=0.8, color=color("generated"))
+    ax.set(xlim=(0, num_rows), xticks=range(0, num_rows + 1, block_size), yticks=range(len(lines_of_rows)))
+    ax.invert_yaxis()
+
+
+def _look(part: str) -> dict[str, Any]:
+    """How a part of memory is drawn."""
+    role, hatch = PARTS[part]
+    outlined = part == "reserved"
+    edge = color(role) if outlined else "black" if hatch else "none"
+    return {"facecolor": "white" if outlined else color(role), "edgecolor": edge, "hatch": hatch, "linewidth": 0}
+
+
+def _legend_above(ax: Axes) -> None:
+    """A legend of one line over the axes."""
+    ax.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1.0, handlelength=1.4)
+
+
+def _plain_numbers(ax: Axes) -> None:
+    """1,000 on an axis, and not 10³."""
+    for axis in (ax.xaxis, ax.yaxis):
+        if axis.get_scale() == "log":
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+            axis.set_major_formatter("{x:,.12g}")
+            axis.set_minor_formatter(NullFormatter())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from minicache.course.finder import install, show
@@ -183,6 +184,84 @@ def bars(
     ax.invert_yaxis()
 
 
+def stack(
+    x: Sequence[float], parts: Mapping[str, Sequence[float]], xlabel: str, ylabel: str, *, roles: Sequence[str]
+) -> None:
+    """Areas on top of each other.
+
+    Args:
+        x: of all areas.
+        parts: what an area is → its heights, from the lowest area up.
+        xlabel: what is from left to right.
+        ylabel: what is upwards.
+        roles: colours of the palette, area by area.
+    """
+    ax = axes(xlabel, ylabel, xlim=(x[0], x[-1]))
+    ax.stackplot(x, list(parts.values()), labels=list(parts), colors=[color(role) for role in roles])
+    ax.margins(y=0)
+    _legend_above(ax)
+
+
+def groups(
+    names: Sequence[str], bars_of: Mapping[str, Sequence[float]], ylabel: str, *, roles: Sequence[str] = ()
+) -> None:
+    """Bars side by side, a group for each name, each with its number.
+
+    Args:
+        names: of the groups.
+        bars_of: what a bar of each group is, for the legend → its height in each group.
+        ylabel: what the heights are.
+        roles: colours of the palette, in place of the usual ones.
+    """
+    ax = axes("", ylabel)
+    usual = [role for role, _, _ in CURVES]
+    width = 0.84 / len(bars_of)
+    for number, ((label, heights), role) in enumerate(zip(bars_of.items(), [*roles, *usual], strict=False)):
+        places = [place + (number - (len(bars_of) - 1) / 2) * width for place in range(len(names))]
+        drawn = ax.bar(places, heights, width=0.92 * width, color=color(role), label=label)
+        ax.bar_label(drawn, [f"{height:,.0f}" for height in heights], padding=2, fontsize=9)
+    ax.set(xticks=range(len(names)), xticklabels=names)
+    ax.margins(y=0.12)
+    ax.grid(visible=False, axis="x")
+    _legend_above(ax)
+
+
+def boxes(
+    values: Sequence[Sequence[float]], names: Sequence[object], xlabel: str, ylabel: str, **settings: Any
+) -> None:
+    """Box plots: median, middle half and the rest of each list.
+
+    Args:
+        values: the lists.
+        names: of the lists.
+        xlabel: what the names are.
+        ylabel: what the values are.
+        settings: for `Axes.set`.
+    """
+    ax = axes(xlabel, ylabel, **settings)
+    ax.boxplot(values, tick_labels=[str(name) for name in names], sym="", medianprops={"color": color("end"), "lw": 2})
+    ax.grid(visible=False, axis="x")
+
+
+def strips(rows: Mapping[str, tuple[Collection[tuple[int, int]], Collection[tuple[int, int]]]], num_slots: int) -> None:
+    """Memories as strips of slots: taken runs in blue, free ones in grey, each with its length.
+
+    Args:
+        rows: what a strip is → its taken runs and its free runs, each (start, length).
+        num_slots: of each.
+    """
+    ax = axes("slot", height=0.9 + 0.36 * len(rows))
+    for row, (taken, free) in enumerate(rows.values()):
+        for runs, role, ink in ((taken, "generated", "white"), (free, "free", "black")):
+            for start, size in runs:
+                ax.barh(row, size, left=start, height=0.7, color=color(role), edgecolor="white", linewidth=1.5)
+                ax.text(start + size / 2, row, str(size), ha="center", va="center", color=ink)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set(xticks=range(0, num_slots + 1, num_slots // 8), xlim=(0, num_slots))
+    ax.grid(visible=False)
+    ax.invert_yaxis()
+
+
 PARTS = {"used": ("generated", ""), "reserved": ("generated", "////"), "internal": ("wasted", "")} | {
     "external": ("free", "xxxx"),
     "free": ("free", ""),
@@ -255,26 +334,43 @@ def cells(
     ax.invert_yaxis()
 
 
+STATES = {"prompt": "prefill", "generated": "decode", "end": "last token", "free": "waits"}
+"""Role of the colour → what a request does in a step."""
+
+
 def grid_of_steps(
-    steps: Sequence[TraceStep], names: Sequence[Hashable], *, ax: Axes | None = None, title: str = ""
+    steps: Sequence[TraceStep],
+    names: Sequence[Hashable],
+    *,
+    ax: Axes | None = None,
+    title: str = "",
+    legend: bool = True,
 ) -> None:
-    """Which request computes in which step: yellow for a prompt, blue for a generated token.
+    """What each request does in each step, until its last.
 
     Args:
         steps: a trace.
         names: the requests' ids, from top to bottom.
         ax: where to draw, in place of a figure of their own.
         title: stands above it.
+        legend: whether the colours are explained.
     """
-    ax = ax or axes(height=0.9 + 0.26 * len(names))
-    for step in steps:
-        for entry in step.batch:
-            role = "prompt" if entry.is_prefill else "generated"
-            row = names.index(entry.request_id)
-            ax.barh(row, 0.92, left=step.step + 0.04, height=0.86, color=color(role))
-    ax.set(xlabel="step", yticks=range(len(names)), yticklabels=[str(name) for name in names], title=title)
+    ax = ax or axes(height=1.2 + 0.26 * len(names))
+    for row, name in enumerate(names):
+        came = next((s.step for s in steps for e in s.events if (e.kind, e.request_id) == ("arrive", name)), 0)
+        entries = {step.step: entry for step in steps for entry in step.batch if entry.request_id == name}
+        last = max(entries, default=-1)
+        for step in range(came, last + 1):
+            entry = entries.get(step)
+            role = "free" if entry is None else "prompt" if entry.is_prefill else "generated"
+            ax.barh(row, 0.92, left=step + 0.04, height=0.86, color=color("end" if step == last else role))
+    ax.set_title(title, pad=20 if legend else None)
+    ax.set(xlabel="step", ylim=(len(names) - 0.5, -0.5))
+    ax.set_yticks(range(len(names)), [str(name) for name in names])
     ax.grid(visible=False, axis="y")
-    ax.invert_yaxis()
+    if legend:
+        handles = [Patch(color=color(role), label=state) for role, state in STATES.items()]
+        ax.legend(handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), columnspacing=1.0, borderpad=0)
 
 
 def rows_touched(lines_of_rows: Sequence[Collection[int]], num_rows: int, block_size: int, ylabel: str) -> None:

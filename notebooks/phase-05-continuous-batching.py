@@ -81,9 +81,8 @@ for stage, line in shares.items():
 look = {"roles": ("wasted", "generated"), "ylim": (0, 105)}
 nb.lines(slots, shares, "slots", "% of the slots used", doubling=True, **look)
 for count in (8, 32, 64):
-    print(
-        f"{count} slots: {num_steps['static', count]:,} and {num_steps['continuous', count]:,} steps"
-    )
+    static, continuous = (num_steps[stage, count] for stage in shares)
+    print(f"{count} slots: {static:,} and {continuous:,} steps")
 
 # %% [markdown]
 # **Question 3.** These answers have `total` tokens. What is the smallest number of steps in which 32 slots could
@@ -178,9 +177,8 @@ serve(max_num_seqs=8)  # the first run also loads what the library needs
 answers = {}
 for stage in ("static", "continuous"):
     answers[stage], seconds, steps = serve(stage, max_num_seqs=8)
-    print(
-        f"{stage}: {len(steps)} steps, {seconds:.2f} s, {sum(outputs) / seconds:,.0f} tokens a second"
-    )
+    throughput = sum(outputs) / seconds
+    print(f"{stage}: {len(steps)} steps, {seconds:.2f} s, {throughput:,.0f} tokens a second")
 
 # %% [markdown]
 # **The guarantee**: the tokens are those that each request gets alone.

@@ -181,7 +181,8 @@ def bars(
     ax.bar_label(drawn, [text.format(each) for each in values.values()], padding=3)
     ax.set(xlabel=xlabel, xlim=(0, 1.15 * max(*values.values(), 1e-9)), **settings)
     ax.grid(visible=False, axis="y")
-    ax.invert_yaxis()
+    if not ax.yaxis_inverted():  # axes that share it share the direction too
+        ax.invert_yaxis()
 
 
 def stack(

@@ -201,7 +201,8 @@ for panel, num_new in zip(panels, (6, 3, 1)):
     assert seen.equal(right)
     positions = range(num_tokens - num_new, num_tokens)
     title = f"T = {num_new}, S = {num_tokens}"
-    nb.cells(seen.tolist(), "key", "query's position", rows=positions, ax=panel, title=title)
+    colours = [["generated" if each else "free" for each in line] for line in seen]
+    nb.cells(colours, "key", "query's position", rows=list(positions), ax=panel, title=title)
 
 # %% [markdown]
 # ## 6. A batch of different lengths

@@ -306,33 +306,46 @@ def shares_over_time(minutes: Sequence[float], parts: Mapping[str, Sequence[floa
 
 
 def cells(
-    values: Sequence[Sequence[bool]],
+    values: Sequence[Sequence[str]],
     xlabel: str,
     ylabel: str,
     *,
     rows: Sequence[object] = (),
+    legend: Mapping[str, str] | None = None,
     ax: Axes | None = None,
     **settings: Any,
 ) -> None:
-    """A table of yes and no: blue and grey.
+    """A table of colours.
 
     Args:
-        values: row by row, from top to bottom.
-        xlabel: what the columns are; they count from 0.
+        values: row by row, from top to bottom, the role of each cell's colour; "" is an empty one.
+        xlabel: what the columns are; they count from 0, or are named as the rows if there are as many.
         ylabel: what the rows are.
         rows: their names; they count from 0 if there are none.
+        legend: role → what it means.
         ax: where to draw, in place of a figure of their own.
         settings: for `Axes.set`.
     """
-    ax = ax or axes(height=0.9 + 0.26 * len(values))
+    ax = ax or axes(height=1.4 + 0.36 * len(values))
     for row, line in enumerate(values):
-        colors = [color("generated" if value else "free") for value in line]
-        ax.barh([row] * len(line), 0.92, left=[each - 0.46 for each in range(len(line))], height=0.92, color=colors)
+        colors = [color(role) if role else "white" for role in line]
+        left = [each - 0.46 for each in range(len(line))]
+        ax.barh([row] * len(line), 0.92, left=left, height=0.92, color=colors, edgecolor=color("free"))
     ax.set(xlabel=xlabel, ylabel=ylabel, aspect="equal", **settings)
-    ax.set_xticks(range(len(values[0])))
-    ax.set_yticks(range(len(values)), [str(name) for name in rows or range(len(values))])
+    names = [str(name) for name in rows or range(len(values))]
+    ax.set_yticks(range(len(values)), names)
+    if len(rows) == len(values[0]):
+        ax.set_xticks(range(len(rows)), names, rotation=45, ha="right")
+    else:
+        ax.set_xticks(range(len(values[0])))
     ax.grid(visible=False)
     ax.invert_yaxis()
+    if legend:
+        handles = [
+            Patch(facecolor=color(role) if role else "white", edgecolor=color("free"), label=meaning)
+            for role, meaning in legend.items()
+        ]
+        ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 STATES = {"prompt": "prefill", "generated": "decode", "end": "last token", "free": "waits"}

@@ -36,7 +36,7 @@ def test_whose_files(monkeypatch: pytest.MonkeyPatch, mine: list[str], says: str
         "engine.llm": "two/engine/llm.py",
     }
     labs = [Lab(f"minicache.{name}", Path.cwd() / "labs" / file, name in mine, "") for name, file in files.items()]
-    monkeypatch.setattr(finder, "install_finished_labs", lambda without: labs)
+    monkeypatch.setattr(finder, "install_finished_labs", lambda: labs)
     console = Console(width=200)
     with console.capture() as captured:
         use_labs(console)

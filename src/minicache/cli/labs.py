@@ -12,16 +12,15 @@ Mine = Annotated[bool, typer.Option("--mine", help="Run on the lab files that yo
 """The option, the same for every command that has it."""
 
 
-def use_labs(console: Console, without: str | None = None) -> None:
+def use_labs(console: Console) -> None:
     """Put the learner's finished files in place of the reference's modules. Call it before any of them is imported.
 
     Args:
         console: for the list of what is theirs.
-        without: a module of which the command needs the reference's.
     """
     from minicache.course.finder import install_finished_labs, show
 
-    labs = install_finished_labs(without)
+    labs = install_finished_labs()
     # minicache.scheduler.base is scheduler/base.py in its phase's folder: as many steps up as the module has rooms.
     finished = ((lab.file.parents[lab.module.count(".") - 1], lab.file) for lab in labs if lab.mine)
     for folder, files in groupby(finished, key=lambda each: each[0]):

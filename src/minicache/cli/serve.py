@@ -86,8 +86,7 @@ def serve(
     """
     console = Console(highlight=False)
     if mine:
-        # Phase 5's loop emits one token of a request in a step, which accepted draft tokens are not.
-        use_labs(console, without=None if speculative is None else "minicache.engine.llm")
+        use_labs(console)
         in_process = True
     if in_process and replicas > 1:
         raise typer.BadParameter("several --replicas are processes: leave out --in-process and --mine")

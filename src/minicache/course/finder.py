@@ -130,13 +130,10 @@ class Lab:
     reason: str
 
 
-def install_finished_labs(without: str | None = None) -> list[Lab]:
+def install_finished_labs() -> list[Lab]:
     """Let the learner's finished files stand in, for `--mine` on commands other than `grade`.
 
     A file is finished when all tasks in it passed and it has not changed since. The reference is used for the rest.
-
-    Args:
-        without: a module of which the command needs the reference's.
 
     Returns:
         Every module that has tasks, in the order of the course.
@@ -149,7 +146,7 @@ def install_finished_labs(without: str | None = None) -> list[Lab]:
     labs = []
     for phase in workspace.course:
         for module, file in workspace.lab_files(phase).items():
-            missing = "left out" if module == without else progress.missing(phase, module, file)
+            missing = progress.missing(phase, module, file)
             labs.append(Lab(module, file, not missing, missing or "finished"))
     install({lab.module: lab.file for lab in labs if lab.mine})
     return labs

@@ -1,16 +1,15 @@
-"""The serving engine: a scheduler decides what to compute, a model computes it, and many requests get their tokens.
+"""The serving engine: prompts in, answers out. No phase builds this module.
 
-Phase 5 builds its loop. A step is: `schedule()`, move the blocks that it names, one forward pass over the new tokens of
-all requests, a token picked for each, `update_from_output()`. The scheduler decides what runs, and in what order; the
-memory (`minicache.engine.runner`) holds keys and values. A request gets the tokens that it would get alone.
+Its steps are those of `minicache.engine.loop.EngineLoop`, which phase 5 builds. Here is what stands around them: what
+an engine is made of, how a prompt becomes requests and their tokens an answer; several answers to a prompt (phase 8);
+and the runners that compute a step as each device does it best.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,31 +19,29 @@ from torch import Tensor
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.engine.gpu_memory import cache_nbytes
+from minicache.engine.loop import EngineLoop
 from minicache.engine.model_runner import find_runner, make_memory
 from minicache.engine.parallel_runner import parallelize, require_combination
 from minicache.engine.runner import (
-    Memory,
     Model,
     check_kv_cache_dtype,
     default_num_blocks,
     find_model,
     load_model,
     load_tokenizer,
-    logits_at,
 )
-from minicache.engine.sampling import SamplingParams, TokenSampler, pick_tokens
+from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.speculation import (
     EagerRunner,
     Speculative,
     SpeculativeRunner,
     load_speculative,
-    require_own_loop,
     share_of_target,
     speculate,
 )
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError
-from minicache.request import Request, RequestId, RequestStatus
+from minicache.request import RequestId, RequestStatus
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import Preemption
@@ -56,19 +53,15 @@ __all__ = ["LLM", "Chunk", "Completion"]
 MAX_IDLE_STEPS = 100
 """After so many steps in a row without work, `generate` gives up."""
 
-logger = logging.getLogger("minicache")
 
-
-class LLM:
+class LLM(EngineLoop):
     """Serves many requests at once, step by step.
 
-    **When a step fails**, `step()` raises the error, and every unfinished request is back in the waiting queue with
-    nothing computed (`recover`). Its generated tokens stay, and a failed copy or forward pass has moved no random
-    generator, so the steps that follow give the same tokens as without the failure. If a step fails again, abort the
-    requests that cause it (`abort_request`) and go on with the others.
+    **When a step fails**, `step()` raises the error, and the steps that follow give the same tokens as without the
+    failure (`EngineLoop`). If a step fails again, abort the requests that cause it (`abort_request`) and go on with the
+    others.
 
-    **When one request fails**, because its logits are not finite or its tokens cannot be decoded, it alone is finished,
-    as FINISHED_ERROR: its last chunk has the finish_reason "error".
+    **When one request fails**, it alone is finished: its last chunk has the finish_reason "error".
 
     Args:
         model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
@@ -154,24 +147,22 @@ class LLM:
     ) -> None:
         check_kv_cache_dtype(kv_cache_dtype, cache)
         require_combination(tensor_parallel_size, cache)
-        model = find_model(model)
-        self.model = load_model(model, dtype, device if tensor_parallel_size == 1 else None)
+        found = find_model(model)
+        model = load_model(found, dtype, device if tensor_parallel_size == 1 else None)
         if tensor_parallel_size != 1:
-            self.model = parallelize(self.model, tensor_parallel_size, dtype, device)
-        self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        longest = self.model.config.max_seq_len
-        config = load_speculative(speculative, self.model)
+            model = parallelize(model, tensor_parallel_size, dtype, device)
+        self.tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer
+        longest = model.config.max_seq_len
+        config = load_speculative(speculative, model)
         if not isinstance(scheduler, Scheduler):
             if isinstance(max_model_len, int) and max_model_len > longest:
                 raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
             max_model_len = longest if max_model_len is None else max_model_len
             if num_blocks is None:
                 limits = max_num_batched_tokens, max_num_seqs, max_model_len
-                nbytes = cache_nbytes(self.model, *limits, gpu_memory_utilization, kv_cache_dtype)
-                nbytes = int(nbytes * share_of_target(config, self.model, kv_cache_dtype))
-                num_blocks = default_num_blocks(
-                    self.model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype
-                )
+                nbytes = cache_nbytes(model, *limits, gpu_memory_utilization, kv_cache_dtype)
+                nbytes = int(nbytes * share_of_target(config, model, kv_cache_dtype))
+                num_blocks = default_num_blocks(model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype)
             scheduler = create_scheduler(
                 scheduler,
                 num_blocks=num_blocks,
@@ -191,27 +182,21 @@ class LLM:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
         if cache not in ("paged", "dense"):
             raise ValueError(f'cache must be "paged" or "dense"; got {cache!r}')
+        super().__init__(model, observe(scheduler, *observers), make_memory(model, scheduler, cache, kv_cache_dtype))
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
-        self.scheduler = observe(scheduler, *observers)
         self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
-        self.memory: Memory = make_memory(self.model, scheduler, cache, kv_cache_dtype)
-        self.answers: dict[RequestId, Answer] = {}
-        self.device: torch.device = next(iter(self.model.parameters())).device
-        self.runner = find_runner(self.model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
+        self.runner = find_runner(model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
         self.speculation: SpeculativeRunner | None = None
         if config is not None or isinstance(scheduler, SpeculativeScheduler):
-            require_own_loop(__file__)
-            runner = self.runner or EagerRunner(self.model, self.memory)
             self.runner = self.speculation = speculate(
                 config,
-                runner,
+                self.runner or EagerRunner(model, self.memory),
                 self.memory,
                 scheduler,
                 self._sampler_of,
                 self.max_model_len,
                 enforce_eager=enforce_eager,
             )
-        self._chunks: list[Chunk] = []  # of requests of add_request, for step() to return
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
         self._names = count()
@@ -333,151 +318,32 @@ class LLM:
         """The blocks' memory; None for a dense cache."""
         return self.memory.storage
 
-    # The loop
-
-    def step(self) -> list[Chunk]:
-        """Run one step: schedule, move blocks, run the model, pick tokens, commit them, emit chunks.
-
-        If nothing is scheduled, the model is not run. A request whose logits give no token (None) is finished as
-        FINISHED_ERROR before the tokens of the others are committed (`update_from_output`). Then chunks are emitted:
-        first for the requests that `schedule()` has finished without a token (`output.finished`, capacity), then for
-        those of the step, in batch order.
-
-        If anything raises before the commit, `recover` is called, and the error is raised again.
-
-        Returns:
-            As `collect`: the chunks of requests of `add_request`, of this step and of earlier ones that failed. Chunks
-            of a `stream` or `generate` go to that call.
-
-        Raises:
-            Exception: what the model, or anything else in the step, raises; see the class.
-        """
-        try:
-            output = self.scheduler.schedule()
-            self.memory.move_blocks(output)
-            picked = self.pick(output, self.run_model(output)) if output.scheduled else {}
-            token_ids = {}
-            for request_id, token_id in picked.items():
-                if token_id is None:
-                    self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
-                else:
-                    token_ids[request_id] = token_id
-            self.scheduler.update_from_output(output, token_ids)
-        except BaseException:  # KeyboardInterrupt too: the next step must find everything in order
-            self.recover()
-            raise
-        for request_id in output.finished:
-            self.emit(request_id, None)
-        for request_id, token_id in picked.items():
-            self.emit(request_id, token_id)
-        return self.collect()
-
-    def recover(self) -> None:
-        """Give up what is computed: a step failed, and which KV entries it has written is unknown.
-
-        Every unfinished request is back in the waiting queue (`Scheduler.recover`), and the memory holds nothing.
-        Tokens that were committed before the failure are emitted, and so are requests that finished; `collect` returns
-        these chunks after the next step.
-        """
-        self.scheduler.recover()
-        self.memory.clear()
-        for request_id, answer in list(self.answers.items()):
-            if len(answer.request.output_token_ids) > answer.num_chunks:
-                self.emit(request_id, answer.request.output_token_ids[-1])
-            elif answer.request.status.is_finished:
-                self.emit(request_id, None)
+    # The loop: `EngineLoop`, and what later phases add to it
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
-        """One forward pass over all tokens that a step has to compute.
+        """As `EngineLoop.run_model`; by the runner, if there is one."""
+        return super().run_model(output) if self.runner is None else self.runner.run_model(output)
 
-        They form one row, request after request in batch order, each request's from the first uncomputed one on.
-        `memory.make_step(output)` is the cache that keeps the requests apart, and `logits_at` runs the model.
-
-        Args:
-            output: of `schedule()`, with at least one request.
-
-        Returns:
-            `[B, vocab]`, for each request in batch order the logits of its last token in this step.
-        """
-        if self.runner is not None:
-            return self.runner.run_model(output)
-        counts = output.num_scheduled_tokens.values()
-        tokens: list[int] = []
-        for request, num_new in zip(output.scheduled, counts, strict=True):
-            start = request.num_computed_tokens
-            tokens += request.token_ids(start, start + num_new)
-        last = torch.tensor([end - 1 for end in accumulate(counts)], device=self.device)
-        token_ids = torch.tensor([tokens], device=self.device)
-        with torch.inference_mode():
-            return logits_at(self.model, token_ids, self.memory.make_step(output), last)
-
-    def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
-        """Pick the next token of every request whose tokens are all computed with this step.
-
-        Each with its own sampler, all in one call of `pick_tokens`. Nothing is picked for a request that is still in
-        its prompt: its random generator must not advance.
-
-        Args:
-            output: of `schedule()`.
-            logits: `[B, vocab]`, as `run_model` gives them.
-
-        Returns:
-            request id → token, in batch order; None where the logits give none.
-        """
-        rows, samplers, ids = [], [], []
-        for row, (request, num_new) in enumerate(
-            zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
-        ):
-            if request.num_computed_tokens + num_new == request.num_tokens:
-                rows.append(row)
-                samplers.append(self.answers[request.request_id].sampler)
-                ids.append(request.request_id)
-        if self.runner is not None:
-            return dict(zip(ids, self.runner.pick_tokens(logits, rows, samplers), strict=True))
-        if len(rows) < len(logits):
-            logits = logits[rows]
-        return dict(zip(ids, pick_tokens(logits, samplers), strict=True))
+    def sample(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
+        """As `EngineLoop.sample`; by the runner, if there is one."""
+        if self.runner is None:
+            return super().sample(logits, rows, samplers)
+        return self.runner.pick_tokens(logits, rows, samplers)
 
     def emit(self, request_id: RequestId, token_id: int | None) -> None:
-        """Make the next chunk of an answer, and finish the answer if its text ends there.
-
-        If the engine speculates, accepted draft tokens get their chunks first (`_emit_accepted`). If the answer is
-        finished by one of them, that is all.
-
-        The token goes through the answer's `TextStream`, if it has one. If that finds a stop string, the request is
-        finished as FINISHED_STOPPED. Otherwise, if the request is finished, the text that was held back is added. If
-        the tokenizer raises, the error is logged and the request is FINISHED_ERROR (`_fail`). A finished answer is
-        dropped from `answers`, and the memory forgets its request.
+        """As `EngineLoop.emit`; accepted draft tokens get their chunks first. If one finishes the answer, that is all.
 
         Args:
             request_id: of `answers`; the scheduler has recorded the token.
             token_id: its new token; None if it was finished without one.
         """
-        answer = self.answers[request_id]
-        if self.speculation is not None and self._emit_accepted(answer, token_id):
-            return
-        text = ""
-        try:
-            if answer.text is not None:
-                if token_id is not None:
-                    text = answer.text.push(token_id)
-                if answer.text.is_stopped:
-                    self.scheduler.finish_request(request_id, RequestStatus.FINISHED_STOPPED)
-                elif answer.finish_reason:
-                    text += answer.text.finish()
-        except Exception as error:
-            self._fail(answer.request, error)
-        reason = answer.finish_reason
-        answer.chunks.append(Chunk(answer.index, token_id, text, reason, request_id))
-        answer.num_chunks += 1
-        if reason:
-            del self.answers[request_id]
-            self.memory.forget(request_id)
+        if self.speculation is None or not self._emit_accepted(self.answers[request_id], token_id):
+            super().emit(request_id, token_id)
 
     def collect(self) -> list[Chunk]:
         """Begin the answers that can be forked now, and return the chunks of requests of `add_request`.
 
-        Every step ends with this: its tokens are committed, so a first answer that has one can be forked.
+        A step's tokens are committed now, so a first answer that has one can be forked.
 
         Returns:
             The chunks that were not returned yet. All chunks of a request have its id, whichever answer they belong to.
@@ -485,9 +351,7 @@ class LLM:
         for answer in self._waiting_to_fork.copy():
             if self._fork(answer):
                 self._waiting_to_fork.remove(answer)
-        chunks = [_named(chunk) for chunk in self._chunks]
-        self._chunks.clear()  # the same list: the answers go on adding to it
-        return chunks
+        return [_named(chunk) for chunk in super().collect()]
 
     def _emit_accepted(self, answer: Answer, token_id: int | None) -> bool:
         """Make the chunks of an answer's accepted draft tokens, which come before `token_id`.
@@ -509,7 +373,7 @@ class LLM:
                         self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_STOPPED)
                         reason = "stop"
             except Exception as error:
-                self._fail(request, error)
+                self.fail(request, error)
                 reason = "error"
             answer.chunks.append(Chunk(answer.index, accepted, text, reason, request.request_id))
             answer.num_chunks = num_chunks
@@ -524,12 +388,6 @@ class LLM:
         """The sampler of an answer's request; None for the request of a beam."""
         answer = self.answers.get(request_id)
         return None if answer is None else answer.sampler
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """Finish a request whose tokens cannot be decoded, even if the scheduler has finished it already."""
-        logger.error("the tokens of request %r cannot be decoded", request_of(request.request_id), exc_info=error)
-        self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
-        request.status = RequestStatus.FINISHED_ERROR
 
     # From prompts to requests
 

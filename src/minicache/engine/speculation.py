@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from os.path import dirname
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -353,21 +352,6 @@ class SpeculativeRunner:
             for at, token in zip(others, picked, strict=True):
                 tokens[at] = token
         return tokens
-
-
-def require_own_loop(loop: str) -> None:
-    """Refuse a loop that a learner has written: phase 5's emits one token a step, and runs the model without a runner.
-
-    Args:
-        loop: the file of `LLM`.
-
-    Raises:
-        ValueError: it is not this package's.
-    """
-    if dirname(loop) != dirname(__file__):
-        raise ValueError(
-            f"{loop} emits one token of a request in a step: take the reference's loop, or leave out speculative"
-        )
 
 
 def speculate(

@@ -700,7 +700,7 @@ def test_what_is_said_of_measured_drafts():
 # --- the labs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lab/00-one-budget.md", "lab/01-draft-and-verify.md"])
+@pytest.mark.parametrize("name", ["lab/00-one-budget.md", "lab/02-draft-and-verify.md"])
 def test_the_worked_examples_of_the_labs(name):
     """What the labs' pages show at the prompt is what comes out."""
     text = (PAGES / name).read_text(encoding="utf-8")

@@ -311,6 +311,31 @@ def test_a_request_that_can_never_be_admitted_is_refused(request_of):
     that("which finished, and when", tally.finished).gives({"small": 4})
 
 
+# For later stages
+
+
+def test_a_stage_may_override_the_small_methods(request_of):
+    """schedule_running calls schedule_tokens; schedule_waiting calls head, blocks_to_admit and admit."""
+    scheduler, seen = static(num_blocks=6), []
+    for request_id in "ab":
+        scheduler.add_request(request_of(request_id))
+    scheduler.schedule_waiting(SchedulerOutput())
+    scheduler.schedule_tokens = lambda request, output: seen.append(request.request_id)
+    call(scheduler.schedule_running, SchedulerOutput()).gives(None)
+    that("what schedule_running calls schedule_tokens with", seen).gives(["a", "b"])
+
+    first, second, third = (request_of(request_id) for request_id in "cde")
+    for request in (first, second, third):
+        scheduler.add_request(request)
+    asked, admitted, heads = [], [], [second, third]
+    scheduler.head = lambda: heads[0] if heads else None
+    scheduler.blocks_to_admit = lambda request: asked.append(request.request_id) or (3 if request is third else 1)
+    scheduler.admit = lambda request, output: admitted.append(heads.pop(0).request_id)
+    call(scheduler.schedule_waiting, SchedulerOutput()).gives(None)
+    that("admitted: head() is d, then e, which needs 3 of the 2 free blocks", admitted).gives(["d"])
+    that("what blocks_to_admit was asked for", list(dict.fromkeys(asked))).gives(["d", "e"])
+
+
 # Against a batch worked out by hand
 
 

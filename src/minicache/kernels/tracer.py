@@ -6,8 +6,9 @@
 
 An access outside the tensor that its pointer began in raises `MemoryAccessError`, which names kernel, program, tensor,
 index and statement. On a GPU it would read somebody else's numbers; in the bare interpreter it may end the process. A
-masked load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. No phase
-builds this module; it is phase 4's debugger, and draws its pictures.
+masked load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. What a
+GPU would refuse is refused here too: a launch of no programs with `ValueError`, a kernel that reads a variable of its
+module with `NameError`. No phase builds this module; it is phase 4's debugger, and draws its pictures.
 
 How it works: a kernel gets, instead of each tensor's address, a made-up one. These lie 2**52 bytes apart. So whatever a
 kernel adds to a pointer, the sum still tells which tensor it began with and how far it has gone.
@@ -16,6 +17,8 @@ kernel adds to a pointer, the sum still tells which tensor it began with and how
 from __future__ import annotations
 
 import ast
+import dis
+import functools
 import linecache
 import re
 import sys
@@ -23,7 +26,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +52,7 @@ _SPACING = 52  # log2 of the bytes between two made-up addresses
 _NAN_BITS = {"bf16": 0x7FC0, "fp8e4nv": 0x7F, "fp8e5": 0x7F}  # of the dtypes that NumPy lacks
 _WIDTH = 100  # characters of a drawn line
 _NO_KERNEL = re.compile(rf"triton(\.|$)|{re.escape(__name__)}$")  # modules between a kernel and the tracer
+_PYTHONS = (bool, int, float, str, tuple, list, dict, Tensor)  # what a compiled kernel may not read of its module's
 _LOCK = threading.Lock()  # the interpreter is one object for the whole process
 
 
@@ -197,6 +201,8 @@ def trace(*, forbid: Mapping[str, Forbidden] | None = None, **tensors: Tensor) -
         tensors: name → CPU tensor; what is None or a number is passed over. A kernel's argument that lies in one of
             them goes by its name and indices, any other by the argument's own. All arguments are watched.
 
+    Inside, a launch of no programs raises `ValueError`, and a kernel that reads a variable of its module `NameError`.
+
     Raises:
         KernelUnavailableError: the interpreter is not on, or cannot be trusted.
         RuntimeError: another `trace` is active.
@@ -267,6 +273,7 @@ class _Watch:
 
         launcher, builder = interpreter.GridExecutor, interpreter.interpreter_builder
         to_host, to_pointer, run = launcher._init_args_hst, interpreter._implicit_cvt, launcher.__call__
+        set_grid_dim = builder.set_grid_dim
         patch_language, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
 
         def init_args_hst(launch: Any, args: Any, kwargs: Any) -> Any:
@@ -283,6 +290,7 @@ class _Watch:
             return converted
 
         def patch_once(function: Any) -> Any:
+            _check_globals(function)
             # Each function that a kernel calls would have the whole language looked through again: a fifth of the time.
             used = {id(value) for value in function.__globals__.values() if any(value is each for each in language)}
             if not used <= self.patched:
@@ -296,6 +304,12 @@ class _Watch:
                 return run(executor, *args, **kwargs)
             except interpreter.InterpreterError as error:
                 raise _wrapped(error, interpreter.InterpreterError) from None
+
+        def set_grid(*grid: int) -> None:
+            if 0 in grid:
+                told = f"{self.kernel} is launched with no programs, a grid of {grid}"
+                raise ValueError(f"{told}: on a GPU that is an error, so the launcher has to return before it")
+            set_grid_dim(*grid)
 
         def access(method: str, kind: str, ptr: int, mask: int | None) -> Callable[..., Any]:
             """The builder's `method`, whose arguments number `ptr` and `mask` are what their names say."""
@@ -323,6 +337,9 @@ class _Watch:
         patches = [
             (launcher, "_init_args_hst", init_args_hst),
             (launcher, "__call__", launch),
+            (builder, "set_grid_dim", set_grid),
+            # Looked for at each operation on integers and told to nobody; visit() sees what an overflow leads to.
+            (builder, "options", replace(builder.options, sanitize_overflow=False)),
             (interpreter, "_implicit_cvt", implicit_cvt),
             (interpreter, "_patch_lang", patch_once),
             (builder, "create_masked_load", access("create_masked_load", "load", ptr=0, mask=1)),
@@ -387,6 +404,15 @@ class _Watch:
         for number, (file, line) in enumerate(_lines_of_kernel()):
             error.add_note(f"{'called ' if number else ''}at {_shown(file)}:{line}: {_statement(file, line)}")
         return error
+
+
+@functools.cache
+def _check_globals(fn: Callable[..., Any]) -> None:
+    """Raise if a kernel, or a function that it calls, reads a variable of Python's."""
+    for each in dis.get_instructions(fn):
+        if each.opname == "LOAD_GLOBAL" and isinstance(fn.__globals__.get(each.argval), _PYTHONS):
+            told = f"{fn.__name__} reads {each.argval}, a variable of its module"
+            raise NameError(f"{told}: the interpreter can see it, a GPU's compiler cannot. Pass it as an argument")
 
 
 def _row_dims(ndim: int) -> int:

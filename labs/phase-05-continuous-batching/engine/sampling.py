@@ -144,7 +144,7 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
         ValueError: it is negative.
     """
     raise NotImplementedError(
-        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
     )
 
 
@@ -165,7 +165,7 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
         ValueError: p is out of its bounds.
     """
     raise NotImplementedError(
-        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
     )
 
 
@@ -209,7 +209,7 @@ class TokenSampler:
             `[vocab]` float64 on the CPU; they sum to 1, and are 0 for tokens that top-k or top-p rules out.
         """
         raise NotImplementedError(
-            "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
         )
 
     def draw(self, logits: Tensor) -> int:
@@ -219,7 +219,7 @@ class TokenSampler:
             logits: `[vocab]`.
         """
         raise NotImplementedError(
-            "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
         )
 
 
@@ -241,7 +241,7 @@ def pick_tokens(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int | 
         ValueError: there is not one sampler for each row. Nothing was drawn.
     """
     raise NotImplementedError(
-        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
     )
 
 

@@ -7,6 +7,7 @@ repository.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -165,5 +166,13 @@ def _elsewhere(source: str, lang: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Tell screen readers and hyphenation that a summary box is Spanish."""
-    return html.replace('<div class="admonition resumen">', '<div class="admonition resumen" lang="es">')
+    """Tell screen readers that a summary box is Spanish, and that a table's cell without words is no heading."""
+    html = html.replace('<div class="admonition resumen">', '<div class="admonition resumen" lang="es">')
+    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Give the search dialog, which the theme leaves without one, a name."""
+    dialog = 'data-md-component="search" role="dialog"'
+    name = {"en": "Search", "es": "Buscar"}[config.theme["language"]]
+    return output.replace(dialog, f'{dialog} aria-label="{name}"')

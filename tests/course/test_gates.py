@@ -57,6 +57,7 @@ def test_the_starters_fail_every_task(phase: Phase, server: PytestServer) -> Non
     result = grade_solution(WORKSPACE, phase, starters, server)
     assert result.problems == {}
     others = [graded for graded in result.tasks if graded.outcome is not Outcome.NOT_WRITTEN]
+    assert result.earned == 0
     assert not others, [(test.id, test.outcome, test.message) for graded in others for test in graded.tests]
 
 
@@ -75,6 +76,10 @@ def test_a_wrong_solution_is_caught_by_its_task(wrong: Wrong, server: PytestServ
     result = grade_wrong(WORKSPACE, wrong, server)
     assert result.problems == {}
     assert result.tasks[0].outcome is Outcome.FAILED or result.tasks[0].outcome.is_lost
+    told = result.tasks[0].first_problem
+    assert told
+    for text in wrong.shows:
+        assert text in told.message, f"{text!r} is not in what a learner is told first:\n{told.message}"
 
 
 @each_phase

@@ -163,6 +163,17 @@ def test_one_block_goes_round():
         call(pool.free, [0]).gives(None)
 
 
+def test_ids_from_a_generator():
+    """Any iterable of ids will do, one that can be gone through only once too."""
+    pool = BlockPool(4, 16)
+    call(pool.allocate, 3).gives([0, 1, 2])
+    call(pool.free, (block_id for block_id in (2, 0))).gives(None)
+    that("owners of blocks 0 … 3, after a generator of 2 and 0 was freed", [pool.ref_count(n) for n in range(4)]).gives(
+        [0, 1, 0, 0]
+    )
+    call(pool.allocate, 3).gives([3, 2, 0])
+
+
 def test_freeing_nothing():
     """free([]) does nothing."""
     pool = BlockPool(3, 16)

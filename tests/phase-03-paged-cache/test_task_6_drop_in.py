@@ -14,7 +14,6 @@ _spec.loader.exec_module(drop_in)
 
 vars().update(
     drop_in.tests_of(
-        "test_task_2_reserve.py",
         "test_task_3_append_and_read.py",
         "test_task_5_reset.py",
         caches=drop_in.OWN_STORAGE,

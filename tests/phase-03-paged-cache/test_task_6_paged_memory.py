@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minicache.cache import paged
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache, PagedStorage
 from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError
-from minicache.memory.blocks import BlockPool
+from minicache.memory.blocks import BlockPool, BlockTable
 
 repeatable = settings(max_examples=40, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
@@ -50,6 +51,26 @@ def check_reads(cache, k, when):
 def contents(storage):
     """A copy of all rows, of all layers."""
     return [torch.stack([storage.k(layer), storage.v(layer)]) for layer in range(LAYERS)]
+
+
+# The storage
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)], ids=str)
+def test_bytes_of_a_storage(dtype, nbytes):
+    """5 blocks of 4 tokens; a token has keys and values, 2 layers, 2 heads of 3 numbers: 24 numbers, in any dtype."""
+    storage = PagedStorage(BlockPool(5, 4), LAYERS, HEADS, HEAD_DIM, dtype=dtype)
+    that("token_nbytes", storage.token_nbytes).gives(24 * nbytes)
+    that("nbytes", storage.nbytes).gives(5 * 4 * 24 * nbytes)
+    that("the dtype of k(0) and v(1)", [storage.k(0).dtype, storage.v(1).dtype]).gives([dtype, dtype])
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_layers_that_a_storage_has_not(layer):
+    """Layers are 0 … num_layers − 1, for keys and for values; −1 is not the last one."""
+    _, storage = shared(2)
+    call(storage.k, layer).raises(IndexError)
+    call(storage.v, layer).raises(IndexError)
 
 
 # Blocks come with tokens
@@ -102,6 +123,39 @@ def test_what_is_reserved():
     that("nbytes with 5 tokens in blocks of 4, batch of 2", cache.nbytes).gives(2 * 8 * ROW)
     that("nbytes_used", cache.nbytes_used).gives(2 * 5 * ROW)
     that("blocks in use", pool.num_used).gives(4)
+
+
+def test_blocks_of_others_are_not_counted():
+    """Two caches and a table over one storage: the bytes of each are those of its own blocks, not the pool's."""
+    pool, storage = shared(8)
+    one, other = over(storage), over(storage)
+    pool.allocate(1)
+    run_pass(one, rows(5))
+    run_pass(other, rows(9))
+    that("nbytes_allocated with 5 tokens in blocks of 4", one.nbytes_allocated).gives(2 * 4 * ROW)
+    that("nbytes_allocated with 9 tokens in blocks of 4", other.nbytes_allocated).gives(3 * 4 * ROW)
+
+
+def test_slots_are_computed_at_layer_0(monkeypatch):
+    """One block table serves all layers: behind layer 0 no table is asked for its blocks or slots, or grows."""
+
+    class Counting(BlockTable):
+        asked = 0
+
+        def __getattribute__(self, name):
+            Counting.asked += name in ("append", "blocks_needed", "slot", "block_ids")
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(paged, "BlockTable", Counting)
+    cache = PagedKVCache(5, 2, HEADS, 16, HEAD_DIM, block_size=4)
+    for num_new in (6, 1):
+        new = rows(num_new, batch=2)
+        call(cache.append, 0, new, new).gives(None)
+        before = Counting.asked
+        for layer in range(1, 5):
+            call(cache.append, layer, new, new).gives(None)
+        asked = Counting.asked - before
+        that(f"how often 4 more layers ask the tables, in a pass of {num_new} tokens", asked).gives(0)
 
 
 def test_rows_lie_where_the_tables_say(numbered):
@@ -340,6 +394,23 @@ def test_an_unfinished_shared_block_is_not_written(batch):
         check_reads(each, k, f"of the {name} after the refusal")
     that("the storage's rows, layer by layer", contents(storage)).gives(before)
     that("blocks in use", pool.num_used).gives(used)
+
+
+def test_one_shared_block_of_several_sequences():
+    """Of a batch of 2 the second alone has an unfinished block that is shared: the first does not grow either."""
+    pool, storage = shared(12)
+    cache, k = over(storage, batch_size=2), rows(6, batch=2)
+    run_pass(cache, k)
+    other = cache.block_tables[1].fork()
+    before, new = contents(storage), rows(3, batch=2)
+    call(cache.append, 0, new, new).raises(SharedBlockError)
+    that("tokens of the two tables after the refusal", [each.num_tokens for each in cache.block_tables]).gives([6, 6])
+    that("num_tokens after the refusal", cache.num_tokens).gives(6)
+    that("blocks in use after the refusal", pool.num_used).gives(4)
+    that("the storage's rows, layer by layer", contents(storage)).gives(before)
+    other.release()
+    run_pass(cache, new)
+    check_reads(cache, torch.cat([k, new], dim=2), "when the block was the cache's alone again")
 
 
 def test_when_one_lets_go_the_other_goes_on():

@@ -138,11 +138,12 @@ def test_a_sequence_without_rows_gets_zeros(by_hand, scatter):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)], ids=str)
 def test_half_precision(by_hand, scatter, dtype, tolerance):
-    """bfloat16 and float16 come back as they went in, as exact as they can be."""
+    """bfloat16 and float16 come back as they went in, as exact as they can be, from decode and from prefill."""
     k, v = sequences([5, 12], dtype=dtype)
-    q = torch.randn(2, 4, 4).to(dtype)
+    q, paged = torch.randn(2, 4, 4).to(dtype), scatter(k, v, 4)
     expected = torch.cat([contiguous(by_hand, q[i : i + 1], k[i], v[i]) for i in range(2)])
-    call(paged_decode_attention, q, *scatter(k, v, 4)).is_close(expected, rtol=tolerance, atol=tolerance)
+    call(paged_decode_attention, q, *paged).is_close(expected, rtol=tolerance, atol=tolerance)
+    call(paged_prefill_attention, q, *paged, torch.arange(3)).is_close(expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("block", [-1, 9, 10**6], ids="block {}".format)

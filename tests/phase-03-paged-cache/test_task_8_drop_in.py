@@ -1,4 +1,4 @@
-"""Phase 3, task 8: phase 1's own tests of attention and decoding, with PagedKVCache in KVCache's place.
+"""Phase 3, task 8: phase 1's own tests of attention, with PagedKVCache in KVCache's place.
 
 What a test's first line calls KVCache is your PagedKVCache, and the brackets say which: with a storage of its own and
 blocks of 1, 3 or 16 rows, or over a storage in which others have blocks.
@@ -16,8 +16,6 @@ _spec.loader.exec_module(drop_in)
 vars().update(
     drop_in.tests_of(
         "test_task_6_attend.py",
-        "test_task_7_attention_with_cache.py",
-        "test_task_8_decode.py",
         caches=drop_in.OWN_STORAGE + drop_in.SHARED_STORAGE,
     )
 )

@@ -62,8 +62,9 @@ def test_two_sequences_worked_by_hand():
     that("context_lens", step.context_lens).gives(torch.tensor([7, 10]))
     that("query_start_loc", step.query_start_loc).gives(torch.tensor([0, 3, 4]))
     call(step.positions, 4).gives(torch.tensor([4, 5, 6, 9]))
-    used = [row[:n].tolist() for row, n in zip(step.block_tables, (2, 3), strict=True)]
-    that("the blocks in use of block_tables", used).gives([[0, 4], [1, 2, 3]])
+    that("block_tables, −1 after a sequence's last block", step.block_tables).gives(
+        torch.tensor([[0, 4, -1], [1, 2, 3]])
+    )
 
 
 @repeatable

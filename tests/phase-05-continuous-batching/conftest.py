@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from minicache.course.follow import following_schedulers
 from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.base import Scheduler
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the schedulers, the requests and the steps so far."""
+    with following_schedulers():
+        yield
 
 
 class Plain(Scheduler):

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 
 import pytest
@@ -31,6 +31,7 @@ from minicache.model.config import MiniGPTConfig
 BEAT, NUM_BEATS = 0.01, 150  # seconds; so many looks without a step of the engine. A slow machine is slow in both
 POISON = 13  # a step that has a prompt with this token fails
 MAX_STEPS = 1000  # of one LLM: no test needs half of it
+NUM_TURNS = 20  # of the event loop: in so many, all that can happen without a clock and another thread has happened
 
 
 def pytest_collection_modifyitems(items):
@@ -62,11 +63,38 @@ def looks(*llms):
 # Scenarios
 
 
+def _sleep_elsewhere(sleep, loops_thread, seconds):
+    """`time.sleep`, in any thread but the event loop's."""
+    __tracebackhide__ = True
+    if threading.get_ident() == loops_thread:
+        raise CheckFailed(
+            f"time.sleep({seconds}) in the event loop",
+            "no client gets anything meanwhile: the loop stands still",
+            "`await` of what wakes the task",
+        )
+    sleep(seconds)
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """An event loop that counts how often it was asked for a turn, now or later, by what runs in it."""
+
+    num_asked = 0
+
+    def call_soon(self, *arguments, **options):
+        self.num_asked += 1
+        return super().call_soon(*arguments, **options)
+
+    def call_at(self, *arguments, **options):
+        self.num_asked += 1
+        return super().call_at(*arguments, **options)
+
+
 class Scenario:
     """What a test does in an event loop of its own: `scenario.run(main)`, where main is an `async def` of no argument.
 
     What nobody waits for is noted: what callbacks and forgotten tasks raise, and what ends an engine's thread. The
-    loop is in asyncio's debug mode, where its own calls refuse to be made by another thread.
+    loop is in asyncio's debug mode, where its own calls refuse to be made by another thread. `time.sleep` in it, which
+    would stop every client, raises.
     """
 
     def __init__(self):
@@ -83,13 +111,16 @@ class Scenario:
                 await self._end_engines()
             self.check()
 
-        loop = asyncio.new_event_loop()
+        loop = self.loop = CountingLoop()
         loop.set_debug(True)
         loop.slow_callback_duration = 60.0
         loop.set_exception_handler(self._note)
+        sleep = time.sleep
+        time.sleep = partial(_sleep_elsewhere, sleep, threading.get_ident())
         try:
             loop.run_until_complete(play())
         finally:
+            time.sleep = sleep
             self._close(loop)
 
     def engine(self, llm, **options):
@@ -155,24 +186,34 @@ class Scenario:
         if task.cancelled():
             return Outcome(called, error=asyncio.CancelledError())
         error = task.exception()
-        if error is not None and is_not_written(error):
+        if error is not None and (is_not_written(error) or isinstance(error, CheckFailed)):
             raise error
         return Outcome(called, error=error) if error is not None else Outcome(called, returned=task.result())
 
     async def waits(self, called, task, why):
-        """Check that a task has not ended, now that everything that could happen in the event loop has happened."""
+        """Check that a task has not ended, now that everything that could happen in the event loop has happened.
+
+        And that it sleeps: it does not ask the loop for one turn after the other, to look whether it may go on.
+        """
         __tracebackhide__ = True
         for _ in range(20):
             await asyncio.sleep(0)
+        before = self.loop.num_asked
+        for _ in range(NUM_TURNS):
+            await asyncio.sleep(0)
+        num_asked = self.loop.num_asked - before - NUM_TURNS  # `sleep(0)` is one
         if task.done():
             outcome = self.outcome(called, task)
             got = told(outcome.error) if outcome.error else repr(outcome.returned)
             raise CheckFailed(called, got, f"that it waits: {why}")
+        if num_asked >= NUM_TURNS // 2:
+            got = f"it runs in {num_asked} of {NUM_TURNS} turns of the event loop, and looks each time"
+            raise CheckFailed(called, got, f"that it sleeps until it is woken: {why}")
 
     async def wakes(self, called, task):
         """What came of a task that has been given what it waits for: it must be told, and not look again later."""
         __tracebackhide__ = True
-        for _ in range(10):
+        for _ in range(NUM_TURNS):
             await asyncio.sleep(0)
         if not task.done():
             raise CheckFailed(
@@ -262,6 +303,7 @@ class TinyLLM(LLM):
     Attributes:
         steps: the requests in each step, begun ones too.
         threads: which threads have run a step.
+        num_empty_steps: how often `step` was called with nothing unfinished.
         num_asks: how often `has_unfinished` was asked.
         is_over: the test has ended: who asks or steps now is ended.
     """
@@ -269,6 +311,7 @@ class TinyLLM(LLM):
     def __init__(self, **options):
         given = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
         self.steps, self.threads, self.num_asks, self.is_over = [], set(), 0, False
+        self.num_empty_steps = 0
         self._is_held, self._is_broken, self._permits = False, False, threading.Semaphore(0)
         super().__init__(tiny_model(), tokenizer=Tokenizer(), **given | options)
 
@@ -302,6 +345,10 @@ class TinyLLM(LLM):
     def is_clean(self):
         """Whether no request is left, and no block used."""
         return not self.answers and self.scheduler.pool.num_used == 0
+
+    def step(self):
+        self.num_empty_steps += not super().has_unfinished
+        return super().step()
 
     def run_model(self, output):
         self.steps.append([request_of(each.request_id) for each in output.scheduled])

@@ -107,6 +107,7 @@ def test_no_step_for_who_has_left(scenario, tiny_llm, params):
         engine.commands.put(None)
         await scenario.until("the thread has ended", engine.has_ended.is_set, "that None ends it")
         that("the requests of each step", llm.steps).gives([])
+        that("calls of llm.step() with nothing unfinished", llm.num_empty_steps).gives(0)
 
     scenario.run(main)
 
@@ -170,7 +171,7 @@ def test_it_sleeps(scenario, tiny_llm, counting_queue):
         num_looks = llm.num_asks + engine.commands.num_looks - before
         told = "not at all" if num_looks <= 10 else f"{num_looks} times"
         that("how often the idle thread has looked for work in 0.15 s", told).gives("not at all")
-        that("steps of an idle engine", len(llm.steps)).gives(0)
+        that("calls of llm.step() by an idle engine, after one command", llm.num_empty_steps).gives(0)
 
     scenario.run(main)
 
@@ -278,7 +279,7 @@ def test_what_else_fails_ends_it(scenario, tiny_llm, params, what):
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 3])
 def test_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
-    """All chunks of a step are one call of the event loop; a step without chunks is none."""
+    """All chunks of a step are one call of the event loop, for which the thread then waits; without chunks neither."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm())
@@ -287,14 +288,15 @@ def test_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
         calls = []
 
         def call_in_loop(function, *arguments):
-            calls.append(function)
+            calls.append("call_in_loop")
             function(*arguments)
 
         engine.call_in_loop = call_in_loop
-        engine.yield_to_loop = lambda: None  # there is no thread to wait in
+        engine.yield_to_loop = lambda: calls.append("yield_to_loop")  # there is no thread to wait in
         chunks = [a_chunk("x" * number) for number in range(num_chunks)]
         call(engine.deliver, chunks).gives(None)
-        that(f"calls of call_in_loop by deliver, of {num_chunks} chunks", len(calls)).gives(min(num_chunks, 1))
+        expected = ["call_in_loop", "yield_to_loop"] if chunks else []
+        that(f"what deliver calls, of {num_chunks} chunks", calls).gives(expected)
         if chunks:
             (await scenario.ask("take() of their stream", stream.take())).gives(chunks)
 

@@ -104,6 +104,53 @@ def test_what_the_llm_is_told(scenario, tiny_llm, params):
     scenario.run(main)
 
 
+@pytest.mark.parametrize("option", ["request_id", "arrival_time"])
+def test_its_name_and_time_are_the_engines(scenario, tiny_llm, params, all_tokens, right_answers, option):
+    """A caller's own request_id or arrival_time never replaces the engine's. A TypeError is fine."""
+
+    async def main():
+        llm = tiny_llm()
+        engine = scenario.engine(llm)
+        given = []
+        add_request = llm.add_request
+
+        def spy(prompt, its, **options):
+            given.append(options[option])
+            return add_request(prompt, its, **options)
+
+        llm.add_request = spy
+        adding = engine.add_request([1], params(), **{option: -1})
+        outcome = await scenario.ask(f"add_request(…, {option}=-1)", adding)
+        that(f"whether the LLM is given the caller's {option}", -1 in given).gives(False)
+        if outcome.error is not None:
+            outcome.raises(TypeError)
+        else:
+            outcome = await scenario.ask("its tokens", all_tokens(outcome.value))
+            outcome.gives(right_answers([1], params()))
+        check_idle(engine)
+
+    scenario.run(main)
+
+
+def test_all_finished_is_cleared_with_the_first_slot(scenario, tiny_llm, params):
+    """`all_finished` is set while nothing is unfinished: not from the moment on in which a slot is taken."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.engine(llm)
+        that("engine.all_finished.is_set(), of a new engine", engine.all_finished.is_set()).gives(True)
+        coming = asyncio.ensure_future(engine.add_request([1], params()))
+        await scenario.until("a slot is taken", lambda: engine.num_unfinished == 1, task=coming)
+        that("engine.all_finished.is_set(), with 1 unfinished answer", engine.all_finished.is_set()).gives(False)
+        llm.let_all()
+        stream = await scenario.result("add_request", coming)
+        stream.close()
+        that("engine.all_finished.is_set(), when the only client has left", engine.all_finished.is_set()).gives(True)
+
+    scenario.run(main)
+
+
 def test_when_it_has_come(scenario, tiny_llm, params):
     """The time of arrival is when the client came, and not when the thread had time for it, a step later."""
 
@@ -187,13 +234,18 @@ def test_n_answers_need_n_places(scenario, tiny_llm, params, all_tokens):
     scenario.run(main)
 
 
-def test_more_answers_than_places(scenario, tiny_llm, params):
-    """n = 5 with 4 places can never be served: a ValueError, since coming back later would not help."""
+@pytest.mark.parametrize("num_unfinished", [0, 4])
+def test_more_answers_than_places(scenario, tiny_llm, params, num_unfinished):
+    """n = 5 with 4 slots can never be served: a ValueError, taken slots or not: coming back later would not help."""
 
     async def main():
         engine = scenario.engine(tiny_llm(max_num_seqs=2), max_waiting=2)
-        outcome = await scenario.ask("add_request(n=5), with 4 places", engine.add_request([1], params(n=5)))
+        engine.num_unfinished = num_unfinished
+        outcome = await scenario.ask(
+            f"add_request(n=5), with {num_unfinished} of 4 slots taken", engine.add_request([1], params(n=5))
+        )
         outcome.raises(ValueError)
+        engine.num_unfinished -= num_unfinished
         check_idle(engine)
 
     scenario.run(main)
@@ -387,7 +439,7 @@ def test_streams_that_are_failed(scenario, tiny_llm, params, a_chunk):
         engine.dispatch([a_chunk("half", "length", request_id=one.request_id)])
         that("engine.num_unfinished, 5 of 6 answers", engine.num_unfinished).gives(5)
         error = StepFailedError("the model broke")
-        call(engine.fail, [one.request_id, two.request_id, "nobody"], error).gives(None)
+        call(engine.fail, ["nobody", one.request_id, "nobody", two.request_id], error).gives(None)
         that("engine.num_unfinished, when 3 of 5 answers were failed", engine.num_unfinished).gives(2)
         that("engine.streams: the third alone", list(engine.streams.values()) == [three]).gives(True)
         (await scenario.ask("take() of a failed stream with a chunk", one.take())).gives(

@@ -509,6 +509,23 @@ def test_drain_waits_so_long(scenario, tiny_llm, params):
     scenario.run(main)
 
 
+def test_drain_that_is_cancelled(scenario, tiny_llm, params):
+    """The task that drains is cancelled: so is `drain`, which has no answer then; nothing is ended by that."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        [stream] = await scenario.open_together(engine, ([1], params()))
+        draining = asyncio.ensure_future(engine.drain(60.0))
+        await scenario.waits("drain(60) with a request", draining, "it has not ended")
+        draining.cancel()
+        (await scenario.ask("drain(60), cancelled", draining)).raises(asyncio.CancelledError)
+        that("engine.streams, after that", list(engine.streams.values()) == [stream]).gives(True)
+
+    scenario.run(main)
+
+
 @pytest.mark.parametrize("how", ["its client leaves", "its step fails"])
 def test_drain_when_the_last_one_goes(scenario, tiny_llm, params, how):
     """The last request does not end, but its client leaves, or it fails: `drain` is over, too."""

@@ -181,4 +181,5 @@ def test_skip_link_comes_first(site) -> None:
 
 
 def test_license_of_what_is_vendored_is_in_the_repository() -> None:
-    assert "MIT" in Path(ROOT / "docs" / "shared" / "katex" / "LICENSE").read_text(encoding="utf-8")
+    assert "MIT" in (ROOT / "docs" / "shared" / "katex" / "LICENSE").read_text(encoding="utf-8")
+    assert "Mozilla Public License" in (ROOT / "tests" / "site" / "axe" / "LICENSE").read_text(encoding="utf-8")

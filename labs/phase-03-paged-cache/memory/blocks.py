@@ -136,12 +136,13 @@ class BlockPool:
     def check(self) -> None:
         """Raise unless the pool's books agree with themselves.
 
-        Each block stands in the line of free blocks exactly once if it has no owner, and not at all if it has one or
-        more; no block has fewer than 0; nothing else stands in the line. Then free + used = total. Takes time in
+        By `ref_count`, no block has fewer than 0 owners; each that has none stands in the line of free blocks exactly
+        once, and nothing else stands there. `num_free` is how many have none, and `num_used` all the others. These
+        three are asked, rather than what they are computed from: so what they say is checked too. Takes time in
         proportion to the pool: it is for tests, not for every step.
 
         Raises:
-            InvariantError: they do not. The message names a block.
+            InvariantError: the books do not agree.
         """
         raise NotImplementedError(
             "phase 3, task 2: Share, and check; read docs/en/phase-03-paged-cache/lab/00-blocks.md"

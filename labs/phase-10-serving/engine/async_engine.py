@@ -160,10 +160,11 @@ class AsyncEngine:
         llm: as above. Of the thread.
         max_unfinished: the admission slots, max_num_seqs + max_waiting.
         num_unfinished: those that are taken: unfinished answers, of all streams. Of the event loop, as are the next
-            four.
+            five.
         streams: request id → stream, of all requests with unfinished answers.
         is_draining: whether new requests are refused because the engine is to stop.
         error: what ended the thread, if it was not `stop`; else None.
+        all_finished: an `asyncio.Event`, set while num_unfinished is 0; what `drain` waits for.
         finished_at: when the last answers finished (time.monotonic()), the newest last; empty when none is unfinished.
         commands: what the thread is to call, in this order, between two steps; None ends it. The only way from the
             event loop to the thread.
@@ -189,8 +190,8 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._names = count()
         self._loop_is_done = threading.Event()
-        self._all_finished = asyncio.Event()  # set while num_unfinished is 0
-        self._all_finished.set()
+        self.all_finished = asyncio.Event()
+        self.all_finished.set()
 
     # Its life
 
@@ -204,6 +205,9 @@ class AsyncEngine:
 
     async def drain(self, seconds: float) -> bool:
         """Take no new requests, and wait until those that are here are finished (num_unfinished is 0).
+
+        It sleeps meanwhile, until `all_finished` is set: it does not look every so often. If its task is cancelled, it
+        raises the CancelledError, which is no answer to how many are finished.
 
         Args:
             seconds: how long to wait at most.
@@ -265,7 +269,7 @@ class AsyncEngine:
                 server tokenises before it calls this.
             params: what to generate; its n answers need n admission slots.
             options: further arguments of `llm.add_request` (priority, cache_salt), except request_id, which is a number
-                that was never used, and arrival_time, which is now.
+                that was never used, and arrival_time, which is now: what a caller gives for these never replaces them.
 
         Returns:
             The stream of its chunks. The caller closes it.
@@ -314,7 +318,7 @@ class AsyncEngine:
         """Have the event loop give a step's chunks to their streams (`call_in_loop`, `dispatch`), if there are any.
 
         One call for all of them: waking the event loop costs more than giving a chunk to a stream. Then wait for the
-        event loop (`yield_to_loop`).
+        event loop (`yield_to_loop`). A step without chunks needs neither.
         """
         raise NotImplementedError(
             "phase 10, task 2: One thread owns the engine; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
@@ -400,7 +404,7 @@ class AsyncEngine:
         self.num_unfinished -= num_answers
         if not self.num_unfinished:
             self.finished_at.clear()
-            self._all_finished.set()
+            self.all_finished.set()
 
     def _main(self) -> None:
         """The thread."""

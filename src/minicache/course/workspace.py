@@ -85,6 +85,11 @@ def phase_imports(phase: Phase, package: str) -> bool:
     return any(f"import {package}" in file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
+def needs_torch(phase: Phase) -> bool:
+    """Whether the phase builds something above the floors that are pure Python."""
+    return any(module.split(".")[1] in ("cache", "kernels", "engine") for module in phase.files)
+
+
 def reference_file(module: str) -> Path:
     """The file of a module of the package, found without importing it."""
     return Path(minicache.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")

@@ -26,6 +26,7 @@ class Wrong:
         replace: what stands there instead.
         caught_by: the number of the task whose tests must fail.
         story: what the learner was thinking.
+        shows: texts that the first failure told to the learner must contain; none where any failure will do.
     """
 
     phase: Phase
@@ -34,6 +35,7 @@ class Wrong:
     replace: str
     caught_by: int
     story: str
+    shows: tuple[str, ...] = ()
 
     def source(self) -> str:
         """The reference with the mistake in it.
@@ -61,16 +63,20 @@ def load_wrong(workspace: Workspace, phase: Phase) -> tuple[Wrong, ...]:
         if module not in phase.files:
             raise CourseError(f"{file}: {module} is not a module of phase {phase.number}")
         texts = [entry.text(key, r"(?s).*") for key in ("find", "replace", "story")]
-        found.append(Wrong(phase, module, texts[0], texts[1], task.number, texts[2]))
+        shows = entry.texts("shows") if "shows" in entry.data else ()
+        found.append(Wrong(phase, module, texts[0], texts[1], task.number, texts[2], shows))
         entry.done()
     root.done()
     return tuple(found)
 
 
 def grade_wrong(workspace: Workspace, wrong: Wrong, server: PytestServer) -> PhaseResult:
-    """Grade the mistake as if a learner had handed it in: only the task that has to catch it, until a test does."""
+    """Grade the mistake as if a learner had handed it in: only the task that has to catch it.
+
+    The first test that fails ends the run, unless `shows` says what a learner is told: the whole task decides that.
+    """
     sources, task = {wrong.module: wrong.source()}, wrong.caught_by
-    return grade_solution(workspace, wrong.phase, sources, server, task=task, until_failure=True)
+    return grade_solution(workspace, wrong.phase, sources, server, task=task, until_failure=not wrong.shows)
 
 
 def grade_solution(

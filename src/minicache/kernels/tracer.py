@@ -6,8 +6,9 @@
 
 An access outside the tensor that its pointer began in raises `MemoryAccessError`, which names kernel, program, tensor,
 index and statement. On a GPU it would read somebody else's numbers; in the bare interpreter it may end the process. A
-masked load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. No phase
-builds this module; it is phase 4's debugger, and draws its pictures.
+masked load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. What a
+GPU would refuse is refused here too: a launch of no programs with `ValueError`, a kernel that reads a variable of its
+module with `NameError`. No phase builds this module; it is phase 4's debugger, and draws its pictures.
 
 How it works: a kernel gets, instead of each tensor's address, a made-up one. These lie 2**52 bytes apart. So whatever a
 kernel adds to a pointer, the sum still tells which tensor it began with and how far it has gone.
@@ -16,6 +17,8 @@ kernel adds to a pointer, the sum still tells which tensor it began with and how
 from __future__ import annotations
 
 import ast
+import dis
+import functools
 import linecache
 import re
 import sys
@@ -23,7 +26,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +52,7 @@ _SPACING = 52  # log2 of the bytes between two made-up addresses
 _NAN_BITS = {"bf16": 0x7FC0, "fp8e4nv": 0x7F, "fp8e5": 0x7F}  # of the dtypes that NumPy lacks
 _WIDTH = 100  # characters of a drawn line
 _NO_KERNEL = re.compile(rf"triton(\.|$)|{re.escape(__name__)}$")  # modules between a kernel and the tracer
+_PYTHONS = (bool, int, float, str, tuple, list, dict, Tensor)  # what a compiled kernel may not read of its module's
 _LOCK = threading.Lock()  # the interpreter is one object for the whole process
 
 
@@ -197,6 +201,8 @@ def trace(*, forbid: Mapping[str, Forbidden] | None = None, **tensors: Tensor) -
         tensors: name → CPU tensor; what is None or a number is passed over. A kernel's argument that lies in one of
             them goes by its name and indices, any other by the argument's own. All arguments are watched.
 
+    Inside, a launch of no programs raises `ValueError`, and a kernel that reads a variable of its module `NameError`.
+
     Raises:
         KernelUnavailableError: the interpreter is not on, or cannot be trusted.
         RuntimeError: another `trace` is active.
@@ -258,6 +264,7 @@ class _Watch:
         self.kernel = ""
         self.names: dict[int, str] = {}  # id of an argument → its name
         self.regions: list[_Region] = []
+        self.patched: set[int] = set()  # ids of the modules of Triton's language that this launch has made interpreted
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -266,6 +273,8 @@ class _Watch:
 
         launcher, builder = interpreter.GridExecutor, interpreter.interpreter_builder
         to_host, to_pointer, run = launcher._init_args_hst, interpreter._implicit_cvt, launcher.__call__
+        set_grid_dim = builder.set_grid_dim
+        patch_language, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
 
         def init_args_hst(launch: Any, args: Any, kwargs: Any) -> Any:
             args, kwargs = to_host(launch, args, kwargs)
@@ -280,11 +289,27 @@ class _Watch:
                 converted.handle.data = np.array([self.place(name, interpreter._unwrap_tensor(arg))], dtype=np.uint64)
             return converted
 
+        def patch_once(function: Any) -> Any:
+            _check_globals(function)
+            # Each function that a kernel calls would have the whole language looked through again: a fifth of the time.
+            used = {id(value) for value in function.__globals__.values() if any(value is each for each in language)}
+            if not used <= self.patched:
+                self.patched |= used
+                return patch_language(function)
+            return None
+
         def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            self.patched = set()
             try:
                 return run(executor, *args, **kwargs)
             except interpreter.InterpreterError as error:
                 raise _wrapped(error, interpreter.InterpreterError) from None
+
+        def set_grid(*grid: int) -> None:
+            if 0 in grid:
+                told = f"{self.kernel} is launched with no programs, a grid of {grid}"
+                raise ValueError(f"{told}: on a GPU that is an error, so the launcher has to return before it")
+            set_grid_dim(*grid)
 
         def access(method: str, kind: str, ptr: int, mask: int | None) -> Callable[..., Any]:
             """The builder's `method`, whose arguments number `ptr` and `mask` are what their names say."""
@@ -312,7 +337,11 @@ class _Watch:
         patches = [
             (launcher, "_init_args_hst", init_args_hst),
             (launcher, "__call__", launch),
+            (builder, "set_grid_dim", set_grid),
+            # Looked for at each operation on integers and told to nobody; visit() sees what an overflow leads to.
+            (builder, "options", replace(builder.options, sanitize_overflow=False)),
             (interpreter, "_implicit_cvt", implicit_cvt),
+            (interpreter, "_patch_lang", patch_once),
             (builder, "create_masked_load", access("create_masked_load", "load", ptr=0, mask=1)),
             (builder, "create_masked_store", access("create_masked_store", "store", ptr=0, mask=2)),
             (builder, "create_atomic_rmw", access("create_atomic_rmw", "atomic", ptr=1, mask=3)),
@@ -377,6 +406,15 @@ class _Watch:
         return error
 
 
+@functools.cache
+def _check_globals(fn: Callable[..., Any]) -> None:
+    """Raise if a kernel, or a function that it calls, reads a variable of Python's."""
+    for each in dis.get_instructions(fn):
+        if each.opname == "LOAD_GLOBAL" and isinstance(fn.__globals__.get(each.argval), _PYTHONS):
+            told = f"{fn.__name__} reads {each.argval}, a variable of its module"
+            raise NameError(f"{told}: the interpreter can see it, a GPU's compiler cannot. Pass it as an argument")
+
+
 def _row_dims(ndim: int) -> int:
     """How many of a tensor's dimensions make a row's index."""
     return ndim if ndim <= 2 else ndim - 2
@@ -384,8 +422,10 @@ def _row_dims(ndim: int) -> int:
 
 def _rows(indices: npt.NDArray[np.int64], dims: int) -> list[Row]:
     """The rows that elements lie in, each once, in order of appearance."""
-    rows, first = np.unique(indices[:, :dims], axis=0, return_index=True)
-    return [tuple(row) for row in rows[np.argsort(first)].tolist()]
+    rows = indices[:, :dims]
+    new = np.ones(len(rows), dtype=bool)  # most lanes lie in the row of the lane before
+    new[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    return list(dict.fromkeys(map(tuple, rows[new].tolist())))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

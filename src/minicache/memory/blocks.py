@@ -146,22 +146,25 @@ class BlockPool:
     def check(self) -> None:
         """Raise unless the pool's books agree with themselves.
 
-        Each block stands in the line of free blocks exactly once if it has no owner, and not at all if it has one or
-        more; no block has fewer than 0; nothing else stands in the line. Then free + used = total. Takes time in
+        By `ref_count`, no block has fewer than 0 owners; each that has none stands in the line of free blocks exactly
+        once, and nothing else stands there. `num_free` is how many have none, and `num_used` all the others. These
+        three are asked, rather than what they are computed from: so what they say is checked too. Takes time in
         proportion to the pool: it is for tests, not for every step.
 
         Raises:
-            InvariantError: they do not. The message names a block.
+            InvariantError: the books do not agree.
         """
-        if len(self._owners) != self.num_blocks:
-            raise InvariantError(f"owners of {len(self._owners)} blocks are counted; there are {self.num_blocks}")
-        in_line = Counter(self._line)
-        for block_id, owners in enumerate(self._owners):
-            times = in_line.pop(block_id, 0)
+        in_line, num_unowned = Counter(self._line), 0
+        for block_id in range(self.num_blocks):
+            owners, times = self.ref_count(block_id), in_line.pop(block_id, 0)
             if owners < 0 or times != (owners == 0):
                 raise InvariantError(f"block {block_id} has {owners} owners and is {times} times among the free ones")
+            num_unowned += times
         if in_line:
             raise InvariantError(f"{next(iter(in_line))!r} is among the free blocks, and no block of this pool")
+        if (self.num_free, self.num_used) != (num_unowned, self.num_blocks - num_unowned):
+            counts = f"{self.num_free} free and {self.num_used} used blocks"
+            raise InvariantError(f"{counts} are told, and {num_unowned} of {self.num_blocks} have no owner")
 
     def _used(self, block_ids: Iterable[int]) -> list[int]:
         """`block_ids` as a list of its own, if each is the id of a used block; else the error that fits."""

@@ -47,7 +47,8 @@ async def unless_client_leaves(receive: Receive, work: Awaitable[Result]) -> Res
     The request's body must have been read: what `receive` says after it is that the client is gone
     (`http.disconnect`), whenever that is; other messages mean nothing. Work that is done when the client leaves counts.
     Neither the work nor the waiting is left running when this returns or raises, however that comes: both are
-    cancelled, and waited for.
+    cancelled, and waited for, however long they take to end. Until one of them is done, it sleeps: it does not look
+    every so often.
 
     Args:
         receive: the request's.
@@ -92,9 +93,9 @@ class EventStream(Response):
         """Send the head, the pieces and the end; or as much of it as the client stays for.
 
         The head is status 200 and `HEADERS`. Each piece is a body with `more_body`, sent as soon as it is there; the
-        end is an empty body without. `send` returns when the connection has room again: so a slow client slows down its
-        own pieces and nothing else. That a client leaves is no error. At the end, `close` is called, and the generator
-        closed (`aclose`).
+        end is an empty body without. `send` returns when the connection has room again, and only then is the next piece
+        taken from the generator: so a slow client slows down its own pieces and nothing else. That a client leaves is
+        no error. At the end, `close` is called, and the generator closed (`aclose`).
         """
         head = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 

@@ -1,0 +1,43 @@
+"""Wrong solutions: how `wrong.toml` is read and how much of a task one of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from minicache.course.server import PytestServer
+from minicache.course.wrong import grade_wrong, load_wrong
+from minicache.errors import CourseError
+
+from .conftest import Toys
+
+WRONG = """
+[[wrong]]
+module = "minicache.palette"
+find = "def color("
+replace = "def colour("
+caught_by = 1
+story = "spells it as at home"
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PytestServer]:
+    with PytestServer([]) as started:
+        yield started
+
+
+def test_one_failure_is_enough_unless_it_matters_which(toys: Toys, server: PytestServer) -> None:
+    (toys.tests / "wrong.toml").write_text(WRONG + WRONG + 'shows = ["colo", "prompt"]\n', encoding="utf-8")
+    first, second = load_wrong(toys.workspace, toys.phase)
+    assert (first.shows, second.shows) == ((), ("colo", "prompt"))
+    num_tests = [len(grade_wrong(toys.workspace, wrong, server).tasks[0].tests) for wrong in (first, second)]
+    assert num_tests == [1, 2]
+
+
+@pytest.mark.parametrize("line", ['shows = [""]', 'shows = "stop"', 'tells = ["stop"]'])
+def test_an_entry_that_is_not_understood_is_refused(toys: Toys, line: str) -> None:
+    (toys.tests / "wrong.toml").write_text(f"{WRONG}{line}\n", encoding="utf-8")
+    with pytest.raises(CourseError, match=line.split()[0]):
+        load_wrong(toys.workspace, toys.phase)

@@ -1,0 +1,20 @@
+"""Phase 3, task 6: phase 1's own tests of what a cache reserves, with PagedKVCache in KVCache's place.
+
+Its blocks have 3 rows.
+"""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+_spec = spec_from_file_location("drop_in", Path(__file__).with_name("drop_in.py"))
+drop_in = module_from_spec(_spec)
+_spec.loader.exec_module(drop_in)
+
+vars().update(
+    drop_in.tests_of(
+        "test_task_2_reserve.py",
+        caches=drop_in.OWN_STORAGE[1:2],
+    )
+)

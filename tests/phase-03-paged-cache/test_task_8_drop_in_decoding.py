@@ -1,0 +1,22 @@
+"""Phase 3, task 8: phase 1's own tests of decoding, with PagedKVCache in KVCache's place.
+
+What a test's first line calls KVCache is your PagedKVCache, and the brackets say which: with a storage of its own, or
+over one in which others have blocks.
+"""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+_spec = spec_from_file_location("drop_in", Path(__file__).with_name("drop_in.py"))
+drop_in = module_from_spec(_spec)
+_spec.loader.exec_module(drop_in)
+
+vars().update(
+    drop_in.tests_of(
+        "test_task_7_attention_with_cache.py",
+        "test_task_8_decode.py",
+        caches=drop_in.OWN_STORAGE[1:2] + drop_in.SHARED_STORAGE,
+    )
+)

@@ -2,7 +2,8 @@
 
 | module | owns | built in |
 |---|---|---|
-| `llm` | `LLM`: the engine loop | phase 5 |
+| `loop` | `EngineLoop`: a step, from `schedule` to the chunks | phase 5 |
+| `llm` | `LLM`: that loop, with prompts and answers around it | – |
 | `sampling` | `SamplingParams`; how a token is picked | phase 5 |
 | `async_engine` | `AsyncEngine`: one thread owns an `LLM`, many coroutines read its tokens | phase 10 |
 | `beam` | beam search, on requests of an engine | phase 8 |
@@ -12,6 +13,7 @@
 | `answers`, `runner` | a prompt on its way to a completion; the model and the memory that a step runs on | – |
 | `stopping` | where a text ends: stop strings, text that can be shown | – |
 | `decoding` | model + cache → tokens, one batch from start to end | phase 1 |
+| `picking` | `greedy` and `sampler`, which pick for a whole batch alike | – |
 | `grammaticality`, `timing` | how much of MiniGPT's samples is grammatical; how long each step of a stream takes | – |
 """
 

@@ -6,7 +6,8 @@
 | `llm` | `LLM`: that loop, with prompts and answers around it | – |
 | `sampling` | `SamplingParams`; how a token is picked | phase 5 |
 | `async_engine` | `AsyncEngine`: one thread owns an `LLM`, many coroutines read its tokens | phase 10 |
-| `beam` | beam search, on requests of an engine | phase 8 |
+| `beam` | which hypotheses of a beam search go on | phase 8 |
+| `beam_requests` | beam search, on requests of an engine | – |
 | `speculative` | draft tokens, checked by the model in one forward pass | phase 9 |
 | `speculation` | draft tokens for a whole batch: n-gram drafter, draft model | – |
 | `logprobs` | `ServedLLM`: an `LLM` that reports log probabilities | – |
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from minicache.engine.async_engine import AnswerStream as AnswerStream
     from minicache.engine.async_engine import AsyncEngine as AsyncEngine
     from minicache.engine.beam import BeamSearchParams as BeamSearchParams
-    from minicache.engine.beam import beam_search as beam_search
+    from minicache.engine.beam_requests import beam_search as beam_search
     from minicache.engine.decoding import decode as decode
     from minicache.engine.llm import LLM as LLM
     from minicache.engine.logprobs import ServedLLM as ServedLLM
@@ -41,7 +42,8 @@ __getattr__, __dir__ = lazily(
     __name__,
     answers="Chunk Completion",
     async_engine="AnswerStream AsyncEngine",
-    beam="BeamSearchParams beam_search",
+    beam="BeamSearchParams",
+    beam_requests="beam_search",
     decoding="decode",
     llm="LLM",
     logprobs="ServedLLM",

@@ -47,8 +47,8 @@ def test_points_are_listed(toys: Toys) -> None:
     status, output = run(toys, "--mine")
     assert status == 1
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    assert "0.1 Colours 30 / 30 passed" in lines
-    assert "0.2 Bytes 0 / 70 failed" in lines
+    assert "0.1 Colours 30 / 30 2 of 2 tests passed" in lines
+    assert "0.2 Bytes 35 / 70 1 of 2 tests failed" in lines
 
 
 def test_another_folder_of_labs(toys: Toys) -> None:

@@ -7,12 +7,10 @@ kernel's is a failure with a name and a line.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +185,40 @@ def with_strides(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.full((num_blocks, 2, *row, 2), float("nan"), dtype=k_cache.dtype, device=k_cache.device)
     wide[:, 0, ..., 0] = k_cache
     return wide[:, 0, ..., 0], v_cache.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+
+
+def every_other(values: Tensor) -> Tensor:
+    """The same numbers, in every second place of a wider tensor: `values` no longer lie next to each other."""
+    wide = torch.full((*values.shape, 2), NOBODY, device=values.device).to(values.dtype)
+    wide[..., 0] = values
+    return wide[..., 0]
+
+
+@pytest.fixture(scope="session")
+def apart() -> Callable[[Tensor], Tensor]:
+    """`every_other`, for tests."""
+    return every_other
+
+
+@pytest.fixture(scope="session")
+def far_apart(device) -> Callable[..., Tensor]:
+    """`far_apart(tensor, dim)`: a copy whose neighbours along `dim` lie 2³⁰ numbers apart: the third is past 2³¹.
+
+    Only the pages of memory that hold its numbers are ever there, so it takes no more than they do; but a system that
+    promises no memory which it has not got may refuse it, and a GPU has all of it or none.
+    """
+
+    def make(tensor: Tensor, dim: int) -> Tensor:
+        strides = list(tensor.stride())
+        strides[dim] = 2**30 + 2**10
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+        try:
+            memory = torch.empty(reach, dtype=tensor.dtype, device=device)
+        except RuntimeError:
+            pytest.skip(f"there is no room for a tensor of {reach:,} numbers: integers of 32 bits are not graded here")
+        return memory.as_strided(tensor.shape, strides).copy_(tensor)
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -372,62 +404,161 @@ def decode(watched, device) -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="session")
-def attends_over(batch, device) -> Callable[..., None]:
-    """`attends_over(start, end, positions)`: run `attend_range` for queries at 16 positions, and check all it returns.
+def store_rows(device) -> Callable[..., None]:
+    """The launcher of task 1, or of task 9 with scales, without the checks of `minicache.kernels.store_kv`; traced."""
 
-    60 tokens lie in blocks of 8, and tiles are of 16. Neither keys nor values outside the range may be loaded.
+    def store_kv(
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **scales: Tensor
+    ) -> None:
+        from minicache.kernels import quantized_store, store  # only now, when Triton is known to run here
+
+        launch = quantized_store.store_kv if scales else store.store_kv
+        given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, **scales}
+        if device.type == "cuda":
+            return launch(**given)
+        with trace(**given):
+            return launch(**given)
+
+    return store_kv
+
+
+@pytest.fixture(scope="session")
+def last_of_thousands(batch, device) -> Callable[..., None]:
+    """`last_of_thousands(num_sequences=…, …)`: split-KV of a large batch, of which the last sequence is computed.
+
+    In the interpreter only: its buffers take gigabytes of addresses, and memory where they are touched.
     """
-    spec = importlib.util.spec_from_file_location("attend_range_probe", Path(__file__).with_name("probe.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
 
-    def run(start: int, end: int, positions: Sequence[int], sliding_window: int | None = None) -> None:
+    def run(num_sequences: int, num_heads: int, num_splits: int, head_dim: int) -> None:
         __tracebackhide__ = True
-        if not hasattr(module, "probe"):
-            spec.loader.exec_module(module)  # only now, when Triton is known to run here
-        some = batch([60], 1, 16, 8)
-        q = torch.randn(16, 16, device=device)
+        if device.type == "cuda":
+            pytest.skip("a GPU has all of its buffers, or none")
+        try:
+            torch.empty(num_sequences, num_heads, num_splits, head_dim)
+        except RuntimeError:
+            pytest.skip("there is no room for the buffers: integers of 32 bits are not graded here")
+        some = batch([20], 1, head_dim, 16)
+        q = torch.randn(1, num_heads, head_dim)
+        given = [each.expand(num_sequences, *each.shape[1:]) for each in (q, some.block_tables, some.context_lens)]
 
-        def attend_range(q: Tensor, query_positions: Tensor, start: int, end: int, sliding_window: int | None) -> Any:
-            given = q, query_positions.to(device), some.k_cache, some.v_cache, some.block_tables[0]
+        def paged_decode_attention(q: Tensor, block_tables: Tensor, context_lens: Tensor) -> Tensor:
+            from minicache.kernels.split_kv import paged_decode_attention as launch
+
+            last = num_sequences - 1
+            programs = [*((0, last, split) for split in range(num_splits)), (num_heads - 1, last, 0)]
+            with trace(only=programs):
+                options = {"scale": head_dim**-0.5, "num_splits": num_splits}
+                return launch(q, some.k_cache, some.v_cache, block_tables, context_lens, **options)
+
+        got = call(paged_decode_attention, *given).value[-1:, [0, -1]]
+        what = f"the first and the last head of sequence {num_sequences - 1}"
+        _check(what, got, q[:, [0, -1]], some.keys[0], some.values[0], {})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def launches_nothing(device) -> Callable[..., None]:
+    """`launches_nothing(launcher, batch, **options)`: a decode launcher with no sequence; it gives an empty output."""
+
+    def run(launcher: Callable[..., Tensor], some: Batch, **options: Any) -> None:
+        __tracebackhide__ = True
+
+        def traced(*args: Any, **kwargs: Any) -> Tensor:
             if device.type == "cuda":
-                return module.probe(*given, start, end, sliding_window)
-            outside = _rows_in_no_window(some.k_cache, some.block_tables, torch.tensor([end]), torch.tensor([start]))
-            outside = Forbidden(outside.where, "a row outside start … end − 1")
-            named = {"k_cache": some.k_cache, "v_cache": some.v_cache}
-            with trace(forbid=dict.fromkeys(named, outside), **named):
-                return module.probe(*given, start, end, sliding_window)
+                return launcher(*args, **kwargs)
+            with trace():
+                return launcher(*args, **kwargs)
 
-        query_positions = torch.tensor(positions, dtype=torch.int32)
-        got = call(attend_range, q, query_positions, start=start, end=end, sliding_window=sliding_window).value
-        keys, values = some.keys[0][start:end, 0].double(), some.values[0][start:end, 0].double()
-        distance = torch.arange(start, end) - query_positions[:, None]
-        hidden = (distance > 0) | (distance <= -(sliding_window or 60))
-        scores = (q.cpu().double() @ keys.T / 4).masked_fill(hidden, float("-inf"))
-        row_max = scores.amax(1)
+        traced.__qualname__ = launcher.__qualname__
+        given = some.k_cache, some.v_cache, some.block_tables[:0], some.context_lens[:0]
+        q = torch.zeros(0, 2, some.k_cache.shape[3], device=device)
+        call(traced, q, *given, scale=1.0, **options).gives(q)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def attends_over(device) -> Callable[..., None]:
+    """`attends_over(one, start, end, positions)`: run `attend_range` for queries at those positions; check its results.
+
+    `one` is a `Batch` of a single sequence and KV head. Neither keys nor values outside the range may be loaded, and of
+    the block table no entry before or after it.
+    """
+
+    def run(
+        one: Batch,
+        start: int,
+        end: int,
+        positions: Sequence[int],
+        *,
+        q: Tensor | None = None,
+        tolerance: float = 1e-4,
+        **options: Any,
+    ) -> None:
+        __tracebackhide__ = True
+        from minicache.kernels.one_head import attend_one_head  # only now, when Triton is known to run here
+
+        if q is None:
+            q = torch.randn(len(positions), one.k_cache.shape[3]).to(device)
+
+        def attend_range(q: Tensor, query_positions: Tensor, start: int, end: int, **options: Any) -> Any:
+            table = one.block_tables[0]
+            rows = one.k_cache[:, :, 0], one.v_cache[:, :, 0]
+            given = q, query_positions.to(device), *rows, table, start, end
+            if device.type == "cuda":
+                return attend_one_head(*given, **options)
+            outside = _rows_in_no_window(one.k_cache, table[None], torch.tensor([end]), torch.tensor([start]))
+            row = Forbidden(outside.where, f"a row outside start … end − 1 = {start} … {end - 1}")
+            size, entries = one.k_cache.shape[1], torch.arange(len(table))
+            beside = (entries < start // size) | (entries * size >= max(start, end))
+            entry = Forbidden(beside, f"an entry for no token of {start} … {end - 1}")
+            named = {"k_cache": one.k_cache, "v_cache": one.v_cache, "block_table": table}
+            with trace(forbid={"k_cache": row, "v_cache": row, "block_table": entry}, **named):
+                return attend_one_head(*given, **options)
+
+        got = call(attend_range, q, torch.tensor(positions, dtype=torch.int32), start=start, end=end, **options).value
+        keys, values = one.keys[0][start:end, 0].double(), one.values[0][start:end, 0].double()
+        distance = torch.arange(start, max(start, end)) - torch.tensor(positions)[:, None]
+        hidden = (distance > 0) | (distance <= -(options.get("sliding_window") or len(one.keys[0]) + 1))
+        scores = (q.cpu().double() @ keys.T * keys.shape[1] ** -0.5).masked_fill(hidden, float("-inf"))
+        row_max = scores.amax(1) if scores.numel() else torch.full((len(positions),), float("-inf")).double()
         weights = (scores - row_max.nan_to_num(neginf=0.0)[:, None]).exp()
-        window = f", a window of {sliding_window}" if sliding_window else ""
-        called = f"attend_range, tokens {start} … {end - 1}{window}, queries at {positions[0]}, {positions[1]}, …: "
-        for name, one, right in zip(
+        size = one.k_cache.shape[1]
+        blocks = one.block_tables[0, : -(-len(one.keys[0]) // size)].tolist()
+        where = f"attend_range, tokens {start} … {end - 1} of blocks {short(blocks)} of {size}, "
+        where += f"{len(positions)} queries at positions {positions[0]} … {positions[-1]}"
+        where += "".join(f", {name}={value}" for name, value in options.items())
+        for name, mine, right in zip(
             ("row_max", "row_sum", "acc"), got, (row_max, weights.sum(1), weights @ values), strict=True
         ):
-            that(called + name, one.cpu()).is_close(right.float(), rtol=1e-4, atol=1e-4)
+            that(f"{name} of {where}", mine.cpu()).is_close(right.float(), rtol=tolerance, atol=tolerance)
 
     return run
 
 
 @pytest.fixture(scope="session")
 def prefill(watched, device) -> Callable[..., Tensor]:
-    """`prefill(batch, [3, 1], H, **options)`: run and check `paged_prefill_attention` of the last 3 and 1 tokens."""
+    """`prefill(batch, [3, 1], H, **options)`: run and check `paged_prefill_attention` of the last 3 and 1 tokens.
 
-    def run(batch: Batch, num_new: Sequence[int], num_heads: int, *, q: Tensor | None = None, **options: Any) -> Tensor:
+    `spread=` makes another layout of query_start_loc.
+    """
+
+    def run(
+        batch: Batch,
+        num_new: Sequence[int],
+        num_heads: int,
+        *,
+        q: Tensor | None = None,
+        spread: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+        **options: Any,
+    ) -> Tensor:
         __tracebackhide__ = True
         dtype = torch.float32 if batch.k_cache.itemsize == 1 else batch.k_cache.dtype
         if q is None:
             q = torch.randn(sum(num_new), num_heads, batch.k_cache.shape[3]).to(dtype).to(device)
         starts = [0, *itertools.accumulate(num_new)]
-        query_start_loc = torch.tensor(starts, dtype=batch.context_lens.dtype, device=device)
+        query_start_loc = spread(torch.tensor(starts, dtype=batch.context_lens.dtype, device=device))
         attention = watched(paged_prefill_attention)
         got = call(attention, q, *batch.paged, query_start_loc, **batch.token_scales, **options).value
         that("the output's shape and dtype", (list(got.shape), got.dtype)).gives((list(q.shape), q.dtype))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
+from minicache.course.effort import effort
 from minicache.errors import InvariantError, OutOfBlocksError
 from minicache.memory.prefix import CachingBlockPool
 
@@ -265,6 +266,46 @@ def test_uncache_a_free_block(pool):
     call(pool.share, [0]).raises(ValueError)
     call(pool.allocate, 4).gives([2, 3, 0, 1])
     that("evicted", pool.num_evicted).gives(1)
+
+
+# What it costs
+
+
+class Hash(bytes):
+    """A hash whose comparisons are counted by `effort`."""
+
+    def __eq__(self, other):
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__
+
+
+def work(num_blocks):
+    """Of each call, on a pool of so many cached blocks, all but ten of them free: the least of five."""
+    pool = CachingBlockPool(num_blocks, 4)
+    hashes = [Hash(number.to_bytes(32, "big")) for number in range(num_blocks)]
+    pool.cache(pool.allocate(num_blocks), hashes)
+    pool.free(range(10, num_blocks))
+    there = iter(range(num_blocks // 2, num_blocks))
+    plain = pool.allocate(5)
+    calls = {
+        "free": lambda number: (pool.free, [number]),
+        "free without a hash": lambda number: (pool.free, [plain[number]]),
+        "share": lambda number: (pool.share, [next(there)]),
+        "find": lambda number: (pool.find, [Hash(next(there).to_bytes(32, "big"))]),
+        "uncache": lambda number: (pool.uncache, [next(there)]),
+        "allocate": lambda number: (pool.allocate, 1),
+        "cache": lambda number: (pool.cache, [10 + number], [Hash(bytes(31) + b"x")]),
+    }
+    return {name: min(effort(*each(number)) for number in range(5)) for name, each in calls.items()}
+
+
+def test_a_large_pool_costs_no_more():
+    """One block is freed, shared, found, uncached, allocated or cached with as much work among 5,000 as among 50."""
+    small, large = work(50), work(5_000)
+    for name in small:
+        times = large[name] / small[name]
+        that(f"{name} of one block: work in a pool of 5,000 over that in one of 50 is below 2", times < 2).gives(True)
 
 
 # Reset

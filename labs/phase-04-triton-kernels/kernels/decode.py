@@ -95,7 +95,7 @@ def attend_range(
         row_sum.
     """
     raise NotImplementedError(
-        "phase 4, task 3: Paged decode attention; read docs/en/phase-04-triton-kernels/lab/01-decode-attention.md"
+        "phase 4, task 4: One head, through the table; read docs/en/phase-04-triton-kernels/lab/02-one-head.md"
     )
 
 
@@ -175,7 +175,7 @@ def decode_kernel(
         DOT_DTYPE: what q is converted to right after its load, and what `tl.dot` multiplies.
     """
     raise NotImplementedError(
-        "phase 4, task 3: Paged decode attention; read docs/en/phase-04-triton-kernels/lab/01-decode-attention.md"
+        "phase 4, task 5: Groups of query heads; read docs/en/phase-04-triton-kernels/lab/03-groups.md"
     )
 
 
@@ -217,7 +217,7 @@ def paged_decode_attention(
         `[B, H, d]`, the dtype of `q`; zeros where the context is empty.
     """
     raise NotImplementedError(
-        "phase 4, task 3: Paged decode attention; read docs/en/phase-04-triton-kernels/lab/01-decode-attention.md"
+        "phase 4, task 5: Groups of query heads; read docs/en/phase-04-triton-kernels/lab/03-groups.md"
     )
 
 

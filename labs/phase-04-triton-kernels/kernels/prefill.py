@@ -92,7 +92,7 @@ def prefill_kernel(
         all others: as in `decode_kernel`.
     """
     raise NotImplementedError(
-        "phase 4, task 6: Prefill; read docs/en/phase-04-triton-kernels/lab/03-prefill.md"
+        "phase 4, task 8: Prefill; read docs/en/phase-04-triton-kernels/lab/05-prefill.md"
     )
 
 
@@ -134,5 +134,5 @@ def paged_prefill_attention(
         `[N, H, d]`, the dtype of `q`.
     """
     raise NotImplementedError(
-        "phase 4, task 6: Prefill; read docs/en/phase-04-triton-kernels/lab/03-prefill.md"
+        "phase 4, task 8: Prefill; read docs/en/phase-04-triton-kernels/lab/05-prefill.md"
     )

@@ -47,7 +47,7 @@ def quantize_rows(rows, LARGEST: tl.constexpr, E4M3: tl.constexpr):
         numbers `[HEADS, DIMS]` fp32, each of them exactly a number of the target type; scales `[HEADS]` fp32.
     """
     raise NotImplementedError(
-        "phase 4, task 7: One byte a number; read docs/en/phase-04-triton-kernels/lab/04-one-byte-a-number.md"
+        "phase 4, task 9: One byte a number; read docs/en/phase-04-triton-kernels/lab/06-one-byte-a-number.md"
     )
 
 
@@ -100,7 +100,7 @@ def quantized_store_kernel(
         all others: as in `store_kernel`.
     """
     raise NotImplementedError(
-        "phase 4, task 7: One byte a number; read docs/en/phase-04-triton-kernels/lab/04-one-byte-a-number.md"
+        "phase 4, task 9: One byte a number; read docs/en/phase-04-triton-kernels/lab/06-one-byte-a-number.md"
     )
 
 
@@ -128,5 +128,5 @@ def store_kv(
         v_scale: the same shape and dtype.
     """
     raise NotImplementedError(
-        "phase 4, task 7: One byte a number; read docs/en/phase-04-triton-kernels/lab/04-one-byte-a-number.md"
+        "phase 4, task 9: One byte a number; read docs/en/phase-04-triton-kernels/lab/06-one-byte-a-number.md"
     )

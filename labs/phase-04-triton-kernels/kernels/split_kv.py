@@ -116,7 +116,7 @@ def split_kernel(
         all others: as in `decode_kernel`, like the numbers, strides and constants.
     """
     raise NotImplementedError(
-        "phase 4, task 5: Split-KV; read docs/en/phase-04-triton-kernels/lab/02-split-kv.md"
+        "phase 4, task 7: Split-KV; read docs/en/phase-04-triton-kernels/lab/04-split-kv.md"
     )
 
 
@@ -155,7 +155,7 @@ def merge_kernel(
         PADDED_SPLITS: the power of two that num_splits is padded to. Padding counts as empty.
     """
     raise NotImplementedError(
-        "phase 4, task 5: Split-KV; read docs/en/phase-04-triton-kernels/lab/02-split-kv.md"
+        "phase 4, task 7: Split-KV; read docs/en/phase-04-triton-kernels/lab/04-split-kv.md"
     )
 
 
@@ -197,5 +197,5 @@ def paged_decode_attention(
         `[B, H, d]`, the dtype of `q`; zeros where the context is empty.
     """
     raise NotImplementedError(
-        "phase 4, task 5: Split-KV; read docs/en/phase-04-triton-kernels/lab/02-split-kv.md"
+        "phase 4, task 7: Split-KV; read docs/en/phase-04-triton-kernels/lab/04-split-kv.md"
     )

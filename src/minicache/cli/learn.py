@@ -44,12 +44,12 @@ def status() -> None:
     saved = _load(workspace)
     table = Table("", "", "file", "points", "")
     for phase in workspace.course:
-        earned = sum(task.points for task in phase.tasks if saved.passed(task))
+        earned = sum(map(saved.earned, phase.tasks))
         points = f"[bold]{earned}/{phase.points}[/]" if phase.tasks else ""
         table.add_row(f"[bold]{phase.number}[/]", f"[bold]{phase.title}[/]", "", points, "" if points else "planned")
         files = workspace.lab_files(phase)
         for task in phase.tasks:
-            points = f"{task.points if saved.passed(task) else 0}/{task.points}"
+            points = f"{saved.earned(task)}/{task.points}"
             table.add_row(task.id, task.title, str(task.file), points, _state(saved, phase, task, files[task.module]))
     console.print(table)
     console.print(f"Your files: {show(workspace.labs)}", soft_wrap=True)
@@ -216,6 +216,7 @@ def _grade(workspace: Workspace, phase: Phase, task: int | None, timeout: float,
 
         result = grading.grade(workspace, phase, task=task, timeout=timeout, on_event=on_event)
     report.print_result(result, console)
+    report.print_way_on(result, workspace.course, console)
     if save:
         saved = _load(workspace)
         saved.record(result)

@@ -80,7 +80,9 @@ def grade(
         arguments += ["--maxfail=1"] if until_failure else []
         while not run.follow(server.start(arguments, workspace.root, log), journal, log):
             pass
-    return PhaseResult(phase, by_task(tasks, run.results_of(tasks)), files, fingerprints, run.unimportable)
+    return PhaseResult(
+        phase, by_task(tasks, run.results_of(tasks), run.num_collected), files, fingerprints, run.unimportable
+    )
 
 
 @dataclass
@@ -93,6 +95,7 @@ class _Run:
     timeout: float
     on_event: Callable[[Event], None]
     results: dict[str, tuple[str, TestResult]] = field(default_factory=dict)  # node id → task id, result
+    num_collected: dict[str, int] = field(default_factory=dict)  # task id → its tests
     unimportable: dict[str, str] = field(default_factory=dict)
     doing: Event | None = None
     last: Event | None = None
@@ -162,8 +165,10 @@ class _Run:
     def _hear(self, event: Event) -> None:
         if event.kind == "result":
             outcome = Outcome(event.outcome)
-            result = TestResult(event.name, event.title, outcome, event.message, event.printed, event.needs)
-            self.results[event.name] = (event.task, result)
+            told = (event.message, event.printed, event.needs, event.distance)
+            self.results[event.name] = (event.task, TestResult(event.name, event.title, outcome, *told))
+        elif event.kind == "task":
+            self.num_collected[event.task] = event.total
         elif event.kind == "unimportable":
             self.unimportable[event.name] = event.message
         if event.kind != "finished":  # which pytest also says when a test made it stop

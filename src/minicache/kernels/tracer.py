@@ -6,8 +6,9 @@
 
 An access outside the tensor that its pointer began in raises `MemoryAccessError`, which names kernel, program, tensor,
 index and statement. On a GPU it would read somebody else's numbers; in the bare interpreter it may end the process. A
-masked load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. No phase
-builds this module; it is phase 4's debugger, and draws its pictures.
+masked load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. What a
+GPU would refuse is refused here too: a launch of no programs with `ValueError`, a kernel that reads a variable of its
+module with `NameError`. No phase builds this module; it is phase 4's debugger, and draws its pictures.
 
 How it works: a kernel gets, instead of each tensor's address, a made-up one. These lie 2**52 bytes apart. So whatever a
 kernel adds to a pointer, the sum still tells which tensor it began with and how far it has gone.
@@ -16,14 +17,16 @@ kernel adds to a pointer, the sum still tells which tensor it began with and how
 from __future__ import annotations
 
 import ast
+import dis
+import functools
 import linecache
 import re
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +52,7 @@ _SPACING = 52  # log2 of the bytes between two made-up addresses
 _NAN_BITS = {"bf16": 0x7FC0, "fp8e4nv": 0x7F, "fp8e5": 0x7F}  # of the dtypes that NumPy lacks
 _WIDTH = 100  # characters of a drawn line
 _NO_KERNEL = re.compile(rf"triton(\.|$)|{re.escape(__name__)}$")  # modules between a kernel and the tracer
+_PYTHONS = (bool, int, float, str, tuple, list, dict, Tensor)  # what a compiled kernel may not read of its module's
 _LOCK = threading.Lock()  # the interpreter is one object for the whole process
 
 
@@ -189,13 +193,18 @@ class Log:
 
 
 @contextmanager
-def trace(*, forbid: Mapping[str, Forbidden] | None = None, **tensors: Tensor) -> Iterator[Log]:
+def trace(
+    *, forbid: Mapping[str, Forbidden] | None = None, only: Sequence[Program] = (), **tensors: Tensor
+) -> Iterator[Log]:
     """Watch every kernel that the interpreter runs inside the `with`.
 
     Args:
         forbid: name → elements of that tensor that no program may touch.
+        only: of a large grid, the programs that run: those of these that a launch has. All by default.
         tensors: name → CPU tensor; what is None or a number is passed over. A kernel's argument that lies in one of
             them goes by its name and indices, any other by the argument's own. All arguments are watched.
+
+    Inside, a launch of no programs raises `ValueError`, and a kernel that reads a variable of its module `NameError`.
 
     Raises:
         KernelUnavailableError: the interpreter is not on, or cannot be trusted.
@@ -207,7 +216,8 @@ def trace(*, forbid: Mapping[str, Forbidden] | None = None, **tensors: Tensor) -
     if not _LOCK.acquire(blocking=False):
         raise RuntimeError("another trace is active: the interpreter is one object for the whole process")
     try:
-        watch = _Watch({name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, forbid or {})
+        named = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        watch = _Watch(named, forbid or {}, only)
         with watch.installed():
             yield watch.log
     finally:
@@ -250,14 +260,15 @@ class _Region:
 class _Watch:
     """One active trace: what it knows of the kernel that runs, and what it hooks into the interpreter."""
 
-    def __init__(self, named: Mapping[str, Tensor], forbid: Mapping[str, Forbidden]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], forbid: Mapping[str, Forbidden], only: Sequence[Program]) -> None:
         if unknown := sorted(set(forbid) - set(named)):
             raise ValueError(f"forbid names {', '.join(unknown)}, which trace was not given")
-        self.named, self.forbid = named, forbid
+        self.named, self.forbid, self.only = named, forbid, only
         self.log = Log(shapes={name: tuple(tensor.shape) for name, tensor in named.items()})
         self.kernel = ""
         self.names: dict[int, str] = {}  # id of an argument → its name
         self.regions: list[_Region] = []
+        self.grid: Program = (1, 1, 1)  # of the launch, where `only` gives it a smaller one
         self.patched: set[int] = set()  # ids of the modules of Triton's language that this launch has made interpreted
 
     @contextmanager
@@ -267,6 +278,7 @@ class _Watch:
 
         launcher, builder = interpreter.GridExecutor, interpreter.interpreter_builder
         to_host, to_pointer, run = launcher._init_args_hst, interpreter._implicit_cvt, launcher.__call__
+        set_grid_dim, set_grid_idx = builder.set_grid_dim, builder.set_grid_idx
         patch_language, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
 
         def init_args_hst(launch: Any, args: Any, kwargs: Any) -> Any:
@@ -283,6 +295,7 @@ class _Watch:
             return converted
 
         def patch_once(function: Any) -> Any:
+            _check_globals(function)
             # Each function that a kernel calls would have the whole language looked through again: a fifth of the time.
             used = {id(value) for value in function.__globals__.values() if any(value is each for each in language)}
             if not used <= self.patched:
@@ -292,10 +305,22 @@ class _Watch:
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
             self.patched = set()
+            if self.only:
+                self.grid = (*executor.grid, 1, 1)[:3]
+                executor.grid = (sum(map(self.has, self.only)),)
             try:
                 return run(executor, *args, **kwargs)
             except interpreter.InterpreterError as error:
                 raise _wrapped(error, interpreter.InterpreterError) from None
+
+        def set_grid(*grid: int) -> None:
+            if 0 in grid:
+                told = f"{self.kernel} is launched with no programs, a grid of {grid}"
+                raise ValueError(f"{told}: on a GPU that is an error, so the launcher has to return before it")
+            set_grid_dim(*(self.grid if self.only else grid))
+
+        def set_program(*program: int) -> None:
+            set_grid_idx(*(list(filter(self.has, self.only))[program[0]] if self.only else program))
 
         def access(method: str, kind: str, ptr: int, mask: int | None) -> Callable[..., Any]:
             """The builder's `method`, whose arguments number `ptr` and `mask` are what their names say."""
@@ -323,6 +348,10 @@ class _Watch:
         patches = [
             (launcher, "_init_args_hst", init_args_hst),
             (launcher, "__call__", launch),
+            (builder, "set_grid_dim", set_grid),
+            (builder, "set_grid_idx", set_program),
+            # Looked for at each operation on integers and told to nobody; visit() sees what an overflow leads to.
+            (builder, "options", replace(builder.options, sanitize_overflow=False)),
             (interpreter, "_implicit_cvt", implicit_cvt),
             (interpreter, "_patch_lang", patch_once),
             (builder, "create_masked_load", access("create_masked_load", "load", ptr=0, mask=1)),
@@ -334,6 +363,10 @@ class _Watch:
             for owner, name, hook in patches:
                 stack.enter_context(patch.object(owner, name, hook))
             yield
+
+    def has(self, program: Program) -> bool:
+        """Whether the grid has that program."""
+        return all(index < size for index, size in zip(program, self.grid, strict=True))
 
     def place(self, name: str, argument: Tensor) -> int:
         """Make up an address for an argument of the kernel that is being launched."""
@@ -387,6 +420,15 @@ class _Watch:
         for number, (file, line) in enumerate(_lines_of_kernel()):
             error.add_note(f"{'called ' if number else ''}at {_shown(file)}:{line}: {_statement(file, line)}")
         return error
+
+
+@functools.cache
+def _check_globals(fn: Callable[..., Any]) -> None:
+    """Raise if a kernel, or a function that it calls, reads a variable of Python's."""
+    for each in dis.get_instructions(fn):
+        if each.opname == "LOAD_GLOBAL" and isinstance(fn.__globals__.get(each.argval), _PYTHONS):
+            told = f"{fn.__name__} reads {each.argval}, a variable of its module"
+            raise NameError(f"{told}: the interpreter can see it, a GPU's compiler cannot. Pass it as an argument")
 
 
 def _row_dims(ndim: int) -> int:

@@ -1,0 +1,116 @@
+"""Phase 4, task 3: the online softmax, over the keys and values of one head."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from minicache.course.checks import call, that
+
+
+@pytest.fixture(scope="session")
+def attends(device):
+    """`attends(q, k, v)`: run the kernel under the tracer, and compare with PyTorch's softmax in float64."""
+
+    def run(q, k, v, **options):
+        __tracebackhide__ = True
+        from minicache.kernels.online_softmax import attention  # only now, when Triton is known to run here
+        from minicache.kernels.tracer import trace
+
+        def traced(q, k, v, **options):
+            if device.type == "cuda":
+                return attention(q.to(device), k.to(device), v.to(device), **options)
+            with trace(q=q, k=k, v=v):
+                return attention(q, k, v, **options)
+
+        traced.__qualname__ = "attention"
+        got = call(traced, q, k, v, **options).value
+        scores = q.double() @ k.double().T * options.get("scale", q.shape[1] ** -0.5)
+        what = f"attention of {len(q)} queries to {len(k)} keys in tiles of {options.get('tile', 16)}"
+        that(what, got.cpu()).is_close((scores.softmax(1) @ v.double()).float(), rtol=1e-4, atol=1e-5)
+
+    return run
+
+
+def random(num_queries, num_keys, head_dim, *, at=1.0):
+    """q, k and v; keys `at` times as large as usual."""
+    return torch.randn(num_queries, head_dim), at * torch.randn(num_keys, head_dim), torch.randn(num_keys, head_dim)
+
+
+def scored(scores, head_dim=16):
+    """One query, and keys whose scores with it, times 1 / √d, are `scores`; values 0, 1, 2, … in each place."""
+    q, k = torch.zeros(1, head_dim), torch.zeros(len(scores), head_dim)
+    q[0, 0], k[:, 0] = math.sqrt(head_dim), torch.tensor(scores)
+    return q, k, torch.arange(float(len(scores)))[:, None].expand(-1, head_dim).contiguous()
+
+
+def test_one_full_tile(attends):
+    """16 queries, 16 keys, 16 numbers: one tile without a mask. Scores times 1 / √d, softmax, the weighted sum."""
+    attends(*random(16, 16, 16))
+
+
+def test_one_tile_that_is_not_full(attends):
+    """3 keys in a tile of 16: what is not there is not loaded, has score −∞ and counts nothing."""
+    attends(*random(16, 3, 16))
+
+
+def test_two_tiles_with_equal_scores(attends):
+    """32 keys with score 0: all weights are 1 / 32, and no maximum changes. Sums go on from tile to tile."""
+    attends(*scored([0.0] * 32))
+
+
+def test_a_later_tile_brings_a_larger_score(attends):
+    """16 scores of 0, then 16 of ln 4: what was summed under the old maximum is divided by 4."""
+    attends(*scored([0.0] * 16 + [math.log(4)] * 16))
+
+
+def test_an_earlier_tile_has_the_largest_score(attends):
+    """16 scores of ln 4, then 16 of 0: the maximum stays, and the second tile counts a quarter."""
+    attends(*scored([math.log(4)] * 16 + [0.0] * 16))
+
+
+@pytest.mark.parametrize("num_keys", [17, 40], ids="{} keys".format)
+def test_more_than_one_tile(attends, num_keys):
+    """Each query has a maximum, a sum and an accumulator of its own, from tile to tile."""
+    attends(*random(16, num_keys, 16))
+
+
+def test_each_query_has_its_own_maximum(attends):
+    """One query's scores are near 400, the other's near −400: under one maximum for both, nothing is left of these."""
+    q, k, v = random(2, 16, 16)
+    q[:, 0], k[:, 0] = torch.tensor([40.0, -40.0]), 40.0
+    attends(q, k, v)
+
+
+def test_scores_far_below_zero(attends):
+    """All scores at −400: a maximum that begins at 0 would leave nothing, and 0 / 0."""
+    attends(*scored([-400.0, -401.0, -402.0]))
+
+
+def test_large_scores_do_not_overflow(attends):
+    """Scores in the hundreds, of either sign: exp is taken of score − maximum, never of a score."""
+    attends(*random(16, 33, 16, at=100.0))
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 17], ids="{} queries".format)
+def test_any_number_of_queries(attends, num_queries):
+    """A program has 16 queries. Those past the last one are not loaded, and their outputs are not stored."""
+    attends(*random(num_queries, 20, 16))
+
+
+@pytest.mark.parametrize("head_dim", [5, 80], ids="d {}".format)
+def test_head_sizes_that_are_no_power_of_two(attends, head_dim):
+    """The tile is wider than a row: the numbers past a row's end belong to the next row."""
+    attends(*random(3, 20, head_dim))
+
+
+def test_scale(attends):
+    """`scale` takes the place of 1 / √d."""
+    attends(*random(4, 20, 16), scale=0.5)
+
+
+def test_tiles_of_another_size(attends):
+    """The result does not depend on how the keys are cut into tiles."""
+    attends(*random(4, 70, 16), tile=32)

@@ -367,11 +367,12 @@ def test_a_prefix_is_looked_for_once_and_passed_on(paged, a_request, admit):
             super().admit(request, output)
 
     admit(paged([a_request(n, 4) for n in range(2)], cls=Finds, num_blocks=2))
-    looked = [what for name, what in seen if name == "find_prefix"]
-    that("calls of find_prefix", looked).gives([0, 1])
+    that("requests in the calls of find_prefix", [what for name, *what in seen if name == "find_prefix"]).gives(
+        [[0], [1]]
+    )
     for name in ("can_allocate", "num_new_tokens", "admit"):
-        got = [tuple(what) for called, *what in seen if called == name]
-        that(f"`found` in the calls of {name}", got).gives([("found for 0",), ("found for 1",)])
+        got = [what for called, *what in seen if called == name]
+        that(f"`found` in the calls of {name}", got).gives([["found for 0"], ["found for 1"]])
 
 
 def test_blocks_to_admit_may_be_more(paged, a_request, admit):

@@ -24,13 +24,33 @@ def two_of_80(paged, a_request, max_tokens=100):
     return requests, paged(requests, num_blocks=10, block_size=16)
 
 
+def test_the_last_block_is_freed_first(paged, a_request):
+    """The victim's blocks 1, 2, 3 become free as 3, 2, 1, as `release` frees them; and `release` is asked to.
+
+    The beginning of a sequence, which others may share, is then overwritten last (phase 8).
+    """
+    seen = []
+
+    class Noting(PagedScheduler):
+        def release(self, request):
+            seen.append((request.request_id, list(request.block_ids)))
+            super().release(request)
+
+    scheduler = paged([a_request("old", 4), a_request("young", 12)], cls=Noting, num_blocks=4)
+    scheduler.update_from_output(scheduler.schedule(), {"old": 7, "young": 7})
+    call(scheduler.preempt, scheduler.running[-1], SchedulerOutput()).gives(None)
+    that("calls of release: (id, blocks)", seen).gives([("young", [1, 2, 3])])
+    that("the free blocks, in the order in which they are allocated", scheduler.pool.allocate(3)).gives([3, 2, 1])
+
+
 def test_the_second_is_preempted(paged, a_request, a_step):
     """Step 0 computes 80 + 80 tokens and fills the pool. In step 1 request 0 needs a sixth block: 1 is preempted."""
     _, scheduler = two_of_80(paged, a_request)
     output = a_step(scheduler)
-    that("step 0", (output.num_scheduled_tokens, output.preempted)).gives(({0: 80, 1: 80}, []))
+    told = "num_scheduled_tokens and preempted of step"
+    that(f"{told} 0", (output.num_scheduled_tokens, output.preempted)).gives(({0: 80, 1: 80}, []))
     output = a_step(scheduler)
-    that("step 1", (output.num_scheduled_tokens, output.preempted)).gives(({0: 1}, [1]))
+    that(f"{told} 1", (output.num_scheduled_tokens, output.preempted)).gives(({0: 1}, [1]))
 
 
 def test_what_a_victim_is(paged, a_request, a_step):
@@ -58,25 +78,6 @@ def test_it_comes_back_when_there_is_room(paged, a_request, a_step):
     that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([20, 20])
     that("finish reasons", [each.finish_reason for each in requests]).gives(["length", "length"])
     that("used blocks", scheduler.pool.num_used).gives(0)
-
-
-def test_the_last_block_is_freed_first(paged, a_request):
-    """The victim's blocks 1, 2, 3 become free as 3, 2, 1, as `release` frees them; and `release` is asked to.
-
-    The beginning of a sequence, which others may share, is then overwritten last (phase 8).
-    """
-    seen = []
-
-    class Noting(PagedScheduler):
-        def release(self, request):
-            seen.append((request.request_id, list(request.block_ids)))
-            super().release(request)
-
-    scheduler = paged([a_request("old", 4), a_request("young", 12)], cls=Noting, num_blocks=4)
-    scheduler.update_from_output(scheduler.schedule(), {"old": 7, "young": 7})
-    call(scheduler.preempt, scheduler.running[-1], SchedulerOutput()).gives(None)
-    that("calls of release: (id, blocks)", seen).gives([("young", [1, 2, 3])])
-    that("the free blocks, in the order in which they are allocated", scheduler.pool.allocate(3)).gives([3, 2, 1])
 
 
 # The victims

@@ -26,7 +26,7 @@ def two_of_80(paged, a_request, **options):
 # Out
 
 
-def test_swap_out_alone(paged, a_request, a_step):
+def test_swap_out_moves_blocks_and_gives_them_back(paged, a_request, a_step):
     """swap_out moves the first num_blocks blocks, and gives all of them back."""
     request = a_request("r", 8)
     scheduler = swapping(paged, [request], num_blocks=10)
@@ -74,7 +74,7 @@ def test_blocks_are_paired_with_host_blocks(paged, a_request, a_step):
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 1})
 
 
-def test_what_a_swapped_request_is(paged, a_request, a_step):
+def test_a_swapped_request_keeps_its_computed_tokens(paged, a_request, a_step):
     """SWAPPED, at the head of the queue, without blocks; its computed and generated tokens stay."""
     requests, scheduler = two_of_80(paged, a_request)
     a_step(scheduler)
@@ -112,7 +112,7 @@ def test_two_victims_in_one_step(paged, a_request, a_step):
 # In
 
 
-def test_release_host(paged, a_request):
+def test_release_host_frees_the_last_block_first(paged, a_request):
     """The host blocks go back, the last one first, and the request has none."""
     scheduler, request = swapping(paged, num_blocks=4, num_host_blocks=3), a_request("r", 8)
     request.host_block_ids = scheduler.host_pool.allocate(3)
@@ -121,7 +121,7 @@ def test_release_host(paged, a_request):
     that("the free host blocks, in order", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
 
 
-def test_swap_in_alone(paged, a_request):
+def test_swap_in_pairs_and_gives_host_blocks_back(paged, a_request):
     """The pairs are host block to block, in order; blocks behind them get nothing; the host blocks are free."""
     scheduler, request, output = swapping(paged, num_blocks=10), a_request("r", 8), SchedulerOutput()
     scheduler.host_pool.allocate(3)
@@ -146,7 +146,7 @@ def test_two_that_come_back_in_one_step(paged, a_request, a_step):
     that("swapped_in", output.swapped_in).gives({2: [(1, blocks[0][0])], 3: [(0, blocks[1][0])]})
 
 
-def test_one_token_to_compute(paged, a_request, a_step):
+def test_a_swapped_request_resumes_with_one_token(paged, a_request, a_step):
     """At step 20 request 1 comes back: 6 blocks, 5 of them filled from the host, and one token to compute, not 81."""
     requests, scheduler = two_of_80(paged, a_request)
     for _ in range(20):
@@ -210,7 +210,7 @@ def test_one_swapped_one_recomputed(paged, a_request, a_step):
     that("steps 2 … 5: 2 computes its 5 tokens again, 3 only its newest", steps[3]).gives({2: 5, 3: 1})
 
 
-def test_nothing_computed_nothing_to_swap(paged, a_request):
+def test_a_request_without_computed_tokens_is_recomputed(paged, a_request):
     """A request whose first step is not committed yet has nothing in its blocks: it is recomputed."""
     request = a_request("r", 8)
     scheduler = swapping(paged, [request], num_blocks=4)
@@ -321,7 +321,7 @@ def test_a_step_that_failed_empties_the_swap_space(paged, a_request, a_step):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_small_pools_and_small_hosts(paged, a_request, a_step, seed):
+def test_no_block_is_lost_in_small_pools(paged, a_request, a_step, seed):
     """Preempted, aborted, swapped, recomputed: no block is lost on either side, and what was computed stays so."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4])

@@ -125,6 +125,7 @@ def test_a_number_in_the_wrong_place_is_told_by_name() -> None:
 
     with (
         following(KVCache, "append"),
-        pytest.raises(AssertionError, match=r"100 is v\[0, 0, 0, 0\] of append\(0, k, v\)"),scenario.telling()
+        pytest.raises(AssertionError, match=r"100 is v\[0, 0, 0, 0\] of append\(0, k, v\)"),
+        scenario.telling(),
     ):
         test()

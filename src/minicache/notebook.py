@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import matplotlib as mpl
@@ -133,7 +134,7 @@ def lines(
         curves: what a curve is, for the legend → its values. A lone curve named "" has no legend.
         xlabel: what is from left to right.
         ylabel: what is upwards.
-        roles: colours of the palette, curve by curve, in place of the usual ones.
+        roles: colours of the palette, curve by curve, in place of the usual ones. They come round again.
         marks: whether each value has a marker.
         doubling: the one x grows by factors: it has a logarithmic axis, with its own values as ticks.
         legend: its title.
@@ -142,7 +143,7 @@ def lines(
     """
     ax = ax or axes()
     usual = [role for role, _, _ in CURVES]
-    for (label, values), role, (_, dash, marker) in zip(curves.items(), [*roles, *usual], CURVES, strict=False):
+    for (label, values), role, (_, dash, marker) in zip(curves.items(), cycle([*roles, *usual]), cycle(CURVES)):
         marker = marker if marks else ""
         its_x = x[label] if isinstance(x, Mapping) else x
         ax.plot(its_x, values, color=color(role), label=label, linestyle=dash, marker=marker, markersize=4)

@@ -14,7 +14,6 @@ from minicache import notebook as nb
 nb.begin(9, mine=MINE)
 
 from itertools import pairwise
-
 from minicache.arithmetic.specs import A100_80GB, LLAMA_3_8B
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.fair import FairScheduler
@@ -26,7 +25,7 @@ cost = RooflineCost(LLAMA_3_8B, A100_80GB)
 
 
 def gaps_around(scheduler, late=3.0):
-    """When request 0's tokens come, from the long prompt's arrival on, and the gaps before them."""
+    """When request 0's tokens come, since the long prompt, and the gaps before them."""
     come = [Arrival(n, 0.0, 500, 300) for n in range(32)] + [Arrival(32, late, 8000, 8)]
     steps = []
     ServingSimulation(scheduler, cost, come, trace=steps.append).run()
@@ -36,10 +35,12 @@ def gaps_around(scheduler, late=3.0):
 
 
 seconds, gaps = {}, {}
-for name, kind, budget in (("whole", FairScheduler, 16_384), ("chunks", ChunkedPrefillScheduler, 512)):
-    scheduler = kind(num_blocks=4096, max_num_batched_tokens=budget)
-    seconds[name], gaps[name] = gaps_around(scheduler)
-look = {"roles": ("end", "generated"), "yscale": "log", "legend": "the prompt"}
+for name, kind, budget in (
+    ("whole", FairScheduler, 16_384),
+    ("chunks", ChunkedPrefillScheduler, 512),
+):
+    seconds[name], gaps[name] = gaps_around(kind(num_blocks=4096, max_num_batched_tokens=budget))
+look = {"roles": ("end", "generated"), "yscale": "log", "legend": "the prompt", "joined": False}
 nb.lines(seconds, gaps, "seconds since the prompt arrived", "ms since the token before", **look)
 
 # %% [markdown]
@@ -358,7 +359,10 @@ for temperature in (0.0, 0.5, 1.0):
     tokens, num_steps = answers_of(llm, prompts, params)
     assert tokens == plain
     stats = llm.scheduler.draft_stats
-    print(f"temperature {temperature}: {num_steps} steps, {steps_without} without draft tokens; ", end="")
+    print(
+        f"temperature {temperature}: {num_steps} steps, {steps_without} without draft tokens; ",
+        end="",
+    )
     print(f"{stats.acceptance_rate:.0%} of the draft tokens accepted")
 
 # %% [markdown]
@@ -409,7 +413,7 @@ nb.check(tokens_a_step, round(sum(0.8**n for n in range(5)), 1))
 # Choose two budgets. **Write down for each the highest rate that keeps both limits**, then run the cell. Which of the two
 # limits breaks first, and does that depend on the budget? Then look for the budget that allows the highest rate.
 
-# %% alt="Two panels against requests a second, from 1 to 6, for two budgets, with the promised limits as dashed lines. Time per token: higher with the larger budget. Time to first token: rises steeply at some rate, sooner with the smaller budget."
+# %% alt="Two panels against requests a second, from 1 to 6, for two budgets, with the promised limits as dashed lines. Time per token: higher with the larger budget. Time to first token: rises steeply between 5 and 6 requests a second with both."
 YOUR_BUDGETS = [256, 2048]
 YOUR_LIMITS = {"tpot": 50, "ttft": 2000}  # ms, p99
 YOUR_PREDICTION = {256: None, 2048: None}  # requests a second

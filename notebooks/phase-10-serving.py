@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Phase 10: a server, and its clients
 #
-# Eight clients ask one model, each 40 ms after the one before, and read their answers token by token. What does each of them
+# Four clients ask one model, each 40 ms after the one before, and read their answers token by token. What does each of them
 # see? Below is when the tokens arrive; the third client hangs up after 15 of them. This notebook shows why an engine needs a
 # thread of its own for that, reads what a server writes on the wire, watches the blocks of a client that left, fills the
 # waiting queue, and puts a server under a load that does not wait.
 
-# %% alt="Tokens received against milliseconds, a line for each of eight clients. The lines start 40 ms apart and rise side by side, flatter while more clients are served; the third ends at 15 tokens, the others at 60."
+# %% alt="Tokens received against milliseconds, a line for each of four clients. The lines start 40 ms apart and rise side by side; the third ends at 15 tokens, the others at 60."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache import notebook as nb
@@ -31,17 +31,17 @@ async def client(number, arrivals):
             break  # it hangs up
 
 
-clients = {f"client {number}": [] for number in range(1, 9)}
+clients = {f"client {number}": [] for number in range(1, 5)}
 async with AsyncEngine(LLM()) as engine:
     start = time.perf_counter()
-    await asyncio.gather(*map(client, range(1, 9), clients.values()))
+    await asyncio.gather(*map(client, range(1, 5), clients.values()))
 tokens = {name: range(1, 1 + len(arrivals)) for name, arrivals in clients.items()}
 nb.lines(clients, tokens, "milliseconds", "tokens received", marks=False)
 
 # %% [markdown]
 # ## 1. A heartbeat
 #
-# All eight clients are read by one event loop. What if that loop called the engine's `step()` itself? A coroutine sleeps for
+# All four clients are read by one event loop. What if that loop called the engine's `step()` itself? A coroutine sleeps for
 # 1 ms at a time and notes how late it wakes up, while 48 requests are answered: once by a coroutine that steps, once by the
 # thread of an `AsyncEngine`.
 
@@ -74,7 +74,7 @@ async def a_thread_steps(llm):
 # %% alt="How late the beats were: percentage of the beats against milliseconds on a logarithmic axis. When a thread steps most beats are late by a small part of a step; when a coroutine steps, most are late by several steps."
 late = {}
 for serve in (a_coroutine_steps, a_thread_steps):
-    heart = asyncio.create_task(beat(late.setdefault(serve.__name__, [])))
+    heart = asyncio.create_task(beat(late.setdefault(serve.__name__.replace("_", " "), [])))
     await serve(LLM())
     heart.cancel()
 percents = {name: [100 * n / len(beats) for n in range(len(beats))] for name, beats in late.items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -110,16 +110,11 @@ def _remember(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
 
 
 def _request(request: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    usual = _defaults(type(request))
+    usual = type(request).__init__.__wrapped__.__kwdefaults__
     given = {name: value for name, value in kwargs.items() if name in usual and value != usual[name]}
     more = "".join(f", {name} {short(value)}" for name, value in given.items())
     tokens = f"{request.num_prompt_tokens} prompt tokens, max_tokens {request.max_tokens}"
     return f"requests of {tokens}{more}:", repr(request.request_id)
-
-
-@cache
-def _defaults(cls: type) -> dict[str, Any]:
-    return {name: parameter.default for name, parameter in signature(cls).parameters.items()}
 
 
 def _step(output: Any) -> tuple[str, str]:

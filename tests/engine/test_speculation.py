@@ -14,12 +14,13 @@ from tests.engine.test_recovery import WHERE, sabotage, serve
 from torch import Tensor, nn
 
 from minicache.engine.answers import Completion
-from minicache.engine.beam import BeamSearchParams, beam_search
+from minicache.engine.beam import BeamSearchParams
+from minicache.engine.beam_requests import beam_search
 from minicache.engine.gpu_runner import GPUModelRunner
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams, TokenSampler
-from minicache.engine.speculation import EagerRunner, SpeculativeConfig
+from minicache.engine.speculation import EagerRunner, SpeculativeConfig, lookahead
 from minicache.engine.speculative import rows_to_verify, verify
 from minicache.grammar import Tokenizer
 from minicache.model import Decoder, DecoderConfig, MiniGPT, load_minigpt
@@ -358,7 +359,7 @@ def test_tokens_come_from_the_models_own_distribution(drafts_by: str, options: d
         tokens = [4]  # what stands before the first
         while len(tokens) < 4:
             drafts: list[int] = []
-            guess, last = sampler.lookahead(), tokens[-1]
+            guess, last = lookahead(sampler), tokens[-1]
             for _ in range(3 - len(tokens)):
                 is_drawn = drafts_by == "another model"
                 last = guess.draw(draft_table[last]) if is_drawn else int(table[last].argmax())

@@ -8,6 +8,7 @@ from minicache.course.checks import call
 from minicache.request import Request
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.queue import RequestQueue
 
 
 def pytest_collection_modifyitems(items):
@@ -37,6 +38,28 @@ def paged():
         return scheduler
 
     return create
+
+
+class CountingQueue(RequestQueue):
+    """A waiting queue that counts the requests that were looked at by going through it."""
+
+    num_seen = 0
+
+    def __iter__(self):
+        for request_id in super().__iter__():
+            self.num_seen += 1
+            yield request_id
+
+
+@pytest.fixture(scope="session")
+def counting_queue():
+    """`counting_queue(scheduler)`: gives a new scheduler a queue that counts what goes through it; the queue."""
+
+    def give(scheduler):
+        scheduler.waiting = CountingQueue(scheduler.priority_key)
+        return scheduler.waiting
+
+    return give
 
 
 @pytest.fixture(scope="session")

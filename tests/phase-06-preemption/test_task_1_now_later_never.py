@@ -114,6 +114,14 @@ def test_the_watermark_stays_free(paged, a_request, watermark, num_prompt, statu
     call(scheduler.can_allocate, a_request("r", num_prompt)).gives(status)
 
 
+@pytest.mark.parametrize("num_waiting", [1, 3])
+def test_those_who_wait_are_no_batch(paged, a_request, num_waiting):
+    """The batch is empty, and requests wait: the watermark asks for nothing, whatever their number."""
+    requests = [a_request(n, 40) for n in range(num_waiting)]
+    scheduler = paged(requests, num_blocks=10, watermark=0.5)
+    that(f"can_allocate of the first of {num_waiting}", scheduler.can_allocate(requests[0]).name).gives("OK")
+
+
 @pytest.mark.parametrize("watermark", [0.1, 0.5, 0.99])
 def test_the_watermark_delays_no_admission_into_an_empty_batch(paged, a_request, watermark):
     """A request as large as the pool must run at some point. With an empty batch the watermark asks for nothing."""

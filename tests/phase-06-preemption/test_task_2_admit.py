@@ -41,6 +41,18 @@ def test_all_that_fit(paged, a_request, admit):
     )
 
 
+@pytest.mark.parametrize("num_waiting", [10, 400])
+def test_only_heads_are_looked_at(paged, a_request, admit, counting_queue, num_waiting):
+    """Room for three of 10 or of 400: what an admission costs depends on who is admitted, not on who waits."""
+    scheduler = paged(num_blocks=3)
+    queue = counting_queue(scheduler)
+    for n in range(num_waiting):
+        scheduler.add_request(a_request(n, 4))
+    output = admit(scheduler)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 4, 1: 4, 2: 4})
+    that(f"of {num_waiting} requests, those met by going through `waiting`", queue.num_seen).gives(0)
+
+
 def test_an_empty_queue(paged, admit):
     """With an empty queue nothing happens."""
     that("num_scheduled_tokens", admit(paged(num_blocks=10)).num_scheduled_tokens).gives({})

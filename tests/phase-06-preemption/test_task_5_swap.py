@@ -78,6 +78,27 @@ def test_swap_out_alone(paged, a_request, a_step):
     that("used blocks, used host blocks", (scheduler.pool.num_used, scheduler.host_pool.num_used)).gives((0, 2))
 
 
+def test_swap_out_asks_release(paged, a_request, a_step):
+    """A stage that gives blocks back in another way is called: release(request), once, with its blocks still there.
+
+    `release` frees the last block first.
+    """
+    seen = []
+
+    class Noting(PagedScheduler):
+        def release(self, request):
+            seen.append((request.request_id, list(request.block_ids)))
+            super().release(request)
+
+    request = a_request("r", 12)
+    scheduler = swapping(paged, [request], cls=Noting, num_blocks=3)
+    a_step(scheduler)
+    scheduler.running.clear()
+    call(scheduler.swap_out, request, 3, SchedulerOutput()).gives(None)
+    that("calls of release: (id, blocks)", seen).gives([("r", [0, 1, 2])])
+    that("the free blocks, in the order in which they are allocated", scheduler.pool.allocate(3)).gives([2, 1, 0])
+
+
 def test_two_victims_in_one_step(paged, a_request, a_step):
     """Both are swapped out, and `swapped_out` has the pairs of both."""
     scheduler = swapping(paged, [a_request(n, 4) for n in range(4)], num_blocks=4)

@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minicache.cache.paged import PagedStorage
 from minicache.cache.swap import HostStorage, copy_blocks
@@ -46,6 +48,28 @@ def check(storage, expected, when):
         that(f"block {block} {when}", contents(storage, block)).gives(numbers)
 
 
+class Copied(TorchDispatchMode):
+    """Counts the numbers in every tensor that is made meanwhile; a view of one that is there is none."""
+
+    num_numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        made = func(*args, **kwargs)
+        for each in tree_leaves(made):
+            if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in given:
+                self.num_numbers += each.numel()
+        return made
+
+
+def numbers_made(function, *arguments):
+    """How many numbers the tensors have that a call makes."""
+    with Copied() as copied:
+        call(function, *arguments).gives(None)
+    return copied.num_numbers
+
+
 def swap(pairs):
     return [(host_block, block) for block, host_block in pairs]
 
@@ -61,6 +85,18 @@ def test_over_and_back():
     spoil(storage, [1, 4])
     call(host.swap_in, [(2, 1), (0, 4)]).gives(None)
     check(storage, {block: contents(original, block) for block in range(6)}, "after the way back")
+
+
+def test_the_blocks_that_move_are_copied_and_no_others():
+    """Two blocks move, of 6 and of 60, and of as many host blocks: as many numbers are copied, each way."""
+    costs = []
+    for num_blocks in (6, 60):
+        storage, _ = a_storage(num_blocks)
+        host = HostStorage(storage, num_blocks)
+        calls = (host.swap_out, [(1, 2), (4, 0)]), (host.swap_in, [(2, 1), (0, 4)]), (copy_blocks, storage, [(0, 3)])
+        costs.append([numbers_made(*each) for each in calls])
+    called = "numbers in the tensors made by swap_out, swap_in and copy_blocks, with 60 blocks"
+    that(f"{called}, where 6 blocks take {costs[0]}", costs[1]).gives(costs[0])
 
 
 def test_back_to_other_blocks():

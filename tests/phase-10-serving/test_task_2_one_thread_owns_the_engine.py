@@ -249,26 +249,31 @@ def test_a_step_that_fails(scenario, tiny_llm, params, add_by_hand, all_tokens, 
     scenario.run(main)
 
 
-@pytest.mark.parametrize("what", ["a command", "deliver"])
+@pytest.mark.parametrize("what", ["a command", "deliver", "a step, with no Exception"])
 def test_what_else_fails_ends_it(scenario, tiny_llm, params, what):
-    """A command raises, or `deliver`: that is no failed step but a bug, so the thread ends, and the error is known."""
+    """A command raises, or `deliver`: that is no failed step but a bug, so the thread ends, and the error is known.
+
+    A step that raises what is no `Exception` (SystemExit, KeyboardInterrupt) has not failed: the process is to end.
+    """
 
     async def main():
         llm = tiny_llm()
         engine = scenario.new_engine(llm)
         suspected = []
 
+        error = ZeroDivisionError if "step" not in what else KeyboardInterrupt
+
         def broken(*arguments):
-            raise ZeroDivisionError("a bug")
+            raise error("a bug")
 
         engine.fail_step = suspected.append
-        if what == "deliver":
-            engine.deliver = broken
-            llm.add_request([1, 2], params(), request_id="a")
-        else:
+        if what == "a command":
             engine.commands.put(broken)
+        else:
+            setattr(engine if what == "deliver" else llm, "deliver" if what == "deliver" else "step", broken)
+            llm.add_request([1, 2], params(), request_id="a")
         engine.start()
-        that(f"what ends the thread, when {what} raises", await scenario.what_ends(engine)).gives([ZeroDivisionError])
+        that(f"what ends the thread, when {what} raises", await scenario.what_ends(engine)).gives([error])
         that("what fail_step was called with", suspected).gives([])
 
     scenario.run(main)

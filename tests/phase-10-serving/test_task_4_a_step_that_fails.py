@@ -368,6 +368,38 @@ def test_all_answers_of_a_request(scenario, tiny_llm, params, all_tokens, right_
     scenario.run(main)
 
 
+def test_those_who_fail_are_named_once(scenario, tiny_llm, params, caplog):
+    """Two requests, of 2 answers and of 1, fail: one call of `fail`, each id once; and the log has the error."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        calls, fail = [], engine.fail
+
+        def spy(request_ids, error):
+            calls.append(list(request_ids))
+            fail(request_ids, error)
+
+        engine.fail = spy
+        streams = await scenario.open_together(engine, ([1, 2], params(n=2)), ([3], params()))
+        llm.let(1)
+        await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
+        that("answers in the second step", len(llm.steps[1])).gives(3)
+        llm.let(1)
+        await scenario.until("the third step is under way", lambda: len(llm.steps) == 3)
+        llm.break_step()
+        llm.let_all()
+        for stream in streams:
+            await check_failed(scenario, "a request in the step that fails", stream, MemoryError)
+        that("the ids in each call of fail", calls).gives([[stream.request_id for stream in streams]])
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+    logged = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    that("errors that are in the log, with their traceback (exc_info)", logged).gives([MemoryError])
+
+
 def test_a_child_in_its_first_step(scenario, tiny_llm, params, all_tokens, right_answers):
     """n = 2, and the second answer's first step fails: the whole request fails, and an older one goes on."""
 

@@ -141,8 +141,9 @@ def test_the_client_leaves(scenario):
 
         task = asyncio.ensure_future(unless_client_leaves(channel.receive, work()))
         await scenario.waits("unless_client_leaves", task, "the work is not done, and the client is there")
-        channel.comes("http.request")
-        await scenario.waits("unless_client_leaves, when another message comes", task, "the client has not left")
+        for kind in ("http.request", "http.request", "http.response.debug"):
+            channel.comes(kind)
+            await scenario.waits(f"unless_client_leaves, when {kind!r} comes", task, "the client has not left")
         that("what the work has done", log).gives([])
         channel.comes("http.disconnect")
         outcome = await scenario.wakes("unless_client_leaves, when the client leaves", task)
@@ -184,19 +185,23 @@ def test_it_waits_for_what_it_has_cancelled(scenario, how):
 
 
 def test_both_at_once(scenario):
-    """The work is done in the turn in which the client leaves: it was done, so its result counts."""
+    """The work is done in the turn in which the client leaves: it was done, so its result counts, or its error."""
 
     async def main():
-        channel = Channel()
-        channel.comes("http.disconnect")
-
-        async def work():
+        async def work(error=None):
+            if error:
+                raise error
             return 42
 
-        outcome = await scenario.ask(
-            "unless_client_leaves, work done as the client leaves", unless_client_leaves(channel.receive, work())
-        )
-        outcome.gives(42)
+        for error in (None, ZeroDivisionError("the work's own")):
+            channel = Channel()
+            channel.comes("http.disconnect")
+            called = f"unless_client_leaves, work that {'raises' if error else 'is done'} as the client leaves"
+            outcome = await scenario.ask(called, unless_client_leaves(channel.receive, work(error)))
+            if error:
+                outcome.raises(ZeroDivisionError, saying="the work's own")
+            else:
+                outcome.gives(42)
 
     scenario.run(main)
 

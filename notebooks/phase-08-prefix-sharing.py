@@ -18,7 +18,8 @@ if MINE:
     workspace = find_workspace()
     install(workspace.lab_files(workspace.course.phase(8)))
 
-from minicache.engine.beam import BeamSearchParams, beam_search
+from minicache.engine.beam import BeamSearchParams
+from minicache.engine.beam_run import beam_search
 from minicache.memory.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 from minicache.scheduler.sharing import SharingScheduler

@@ -15,7 +15,8 @@ sys.path.append(str(Path(__file__).parents[2]))  # benchmarks/ is no part of the
 
 from benchmarks.engine import the_same_model
 
-from minicache.engine.beam import BeamSearch, BeamSearchParams, Step, beam_search
+from minicache.engine.beam import BeamSearch, BeamSearchParams, Step
+from minicache.engine.beam_run import beam_search
 from minicache.engine.llm import LLM
 from minicache.errors import RequestTooLargeError
 from minicache.model import MiniGPTConfig

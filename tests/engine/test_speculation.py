@@ -14,7 +14,8 @@ from tests.engine.test_recovery import WHERE, sabotage, serve
 from torch import Tensor, nn
 
 from minicache.engine.answers import Completion
-from minicache.engine.beam import BeamSearchParams, beam_search
+from minicache.engine.beam import BeamSearchParams
+from minicache.engine.beam_run import beam_search
 from minicache.engine.gpu_runner import GPUModelRunner
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM

@@ -329,7 +329,7 @@ def test_share_before_you_allocate(caching, serve, a_request):
     """The two blocks that it finds have been free longest of all, so they would be the next to be handed out."""
     scheduler = caching(num_blocks=4)
     serve(scheduler, a_request("a", [1] * 8, 1))
-    serve(scheduler, a_request("b", [2] * 5, 1))
+    serve(scheduler, a_request("b", [2] * 8, 1))  # the free list is 1 0 3 2, and all are cached
     output, request = SchedulerOutput(), a_request("c", [1] * 10)
     scheduler.add_request(request)
     call(scheduler.schedule_waiting, output).gives(None)

@@ -115,7 +115,11 @@ def _request(request: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
 
 
 def _step(output: Any) -> tuple[str, str]:
-    more = [f"{name} {getattr(output, name)}" for name in ("preempted", "finished") if getattr(output, name, None)]
+    more = [
+        f"{name} {getattr(output, name)}"
+        for name in ("preempted", "finished", "blocks_to_copy")
+        if getattr(output, name, None)
+    ]
     return "; ".join([f"schedule() runs {getattr(output, 'num_scheduled_tokens', output)}", *more]), ""
 
 

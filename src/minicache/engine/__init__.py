@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minicache.engine.async_engine import AnswerStream as AnswerStream
     from minicache.engine.async_engine import AsyncEngine as AsyncEngine
     from minicache.engine.beam import BeamSearchParams as BeamSearchParams
-    from minicache.engine.beam import beam_search as beam_search
+    from minicache.engine.beam_run import beam_search as beam_search
     from minicache.engine.decoding import decode as decode
     from minicache.engine.llm import LLM as LLM
     from minicache.engine.logprobs import ServedLLM as ServedLLM
@@ -39,7 +39,8 @@ __getattr__, __dir__ = lazily(
     __name__,
     answers="Chunk Completion",
     async_engine="AnswerStream AsyncEngine",
-    beam="BeamSearchParams beam_search",
+    beam="BeamSearchParams",
+    beam_run="beam_search",
     decoding="decode",
     llm="LLM",
     logprobs="ServedLLM",

@@ -112,7 +112,7 @@ class BeamSearch:
         So many hypotheses are ranked, of all beams together: even if all that can end among them do, k are left.
         """
         raise NotImplementedError(
-            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[Step]:
@@ -135,7 +135,7 @@ class BeamSearch:
             For each of the next `beams`, in order, where it comes from. Empty when the search is over.
         """
         raise NotImplementedError(
-            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def give_up(self, finish_reason: str = "capacity") -> None:
@@ -153,11 +153,11 @@ class BeamSearch:
             length: its number of tokens, ≥ 1.
         """
         raise NotImplementedError(
-            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def keep(self, answer: Beam) -> None:
         """Add an answer to `answers`, which stay sorted, the best first, and of which only the k best stay."""
         raise NotImplementedError(
-            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from minicache.course.checks import CheckFailed
+from minicache.memory.blocks import BlockPool
+
 _spec = spec_from_file_location(
     "conftest_of_phase_1", Path(__file__).parents[1] / "phase-01-dense-cache" / "conftest.py"
 )
@@ -17,6 +20,26 @@ _spec.loader.exec_module(_phase_1)
 _one_thread_and_a_seed = _phase_1._one_thread_and_a_seed
 numbered = _phase_1.numbered
 by_hand = _phase_1.by_hand
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    """A check that fails tells the test's pool, in addition to what was looked at; unless it has made several kinds."""
+    sizes, make = set(), BlockPool.__init__
+
+    def noting(pool, num_blocks, block_size):
+        sizes.add(f"{num_blocks} blocks of {block_size}")
+        make(pool, num_blocks, block_size)
+
+    BlockPool.__init__ = noting
+    try:
+        return (yield)
+    except CheckFailed as error:
+        if len(sizes) == 1 and not error.called.startswith(("BlockPool(", "blocks_for(")):
+            error.called += f"; a pool of {sizes.pop()}"
+        raise
+    finally:
+        BlockPool.__init__ = make
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minicache.course.checks import CheckFailed
-from minicache.memory.blocks import BlockPool
+from minicache.cache.paged import PagedKVCache
+from minicache.course.follow import following
+from minicache.memory.blocks import BlockPool, BlockTable
 
 _spec = spec_from_file_location(
     "conftest_of_phase_1", Path(__file__).parents[1] / "phase-01-dense-cache" / "conftest.py"
@@ -22,24 +23,15 @@ numbered = _phase_1.numbered
 by_hand = _phase_1.by_hand
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call():
-    """A check that fails tells the test's pool, in addition to what was looked at; unless it has made several kinds."""
-    sizes, make = set(), BlockPool.__init__
-
-    def noting(pool, num_blocks, block_size):
-        sizes.add(f"{num_blocks} blocks of {block_size}")
-        make(pool, num_blocks, block_size)
-
-    BlockPool.__init__ = noting
-    try:
-        return (yield)
-    except CheckFailed as error:
-        if len(sizes) == 1 and not error.called.startswith(("BlockPool(", "blocks_for(")):
-            error.called += f"; a pool of {sizes.pop()}"
-        raise
-    finally:
-        BlockPool.__init__ = make
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the pool, the tables and the caches, and what was done with them."""
+    with (
+        following(BlockPool, "__init__", "allocate", "share", "free"),
+        following(BlockTable, "append", "fork", "truncate", "release"),
+        following(PagedKVCache, "__init__", "append", "fork", "truncate", "reset"),
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

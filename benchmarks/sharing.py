@@ -29,7 +29,7 @@ from rich.progress import track
 
 from benchmarks._record import record
 from minicache.engine.beam import BeamSearchParams
-from minicache.engine.beam_run import beam_search
+from minicache.engine.beam_requests import beam_search
 from minicache.engine.llm import LLM
 from minicache.grammar import Tokenizer, sample_text
 from minicache.request import Request, RequestId

@@ -1,12 +1,13 @@
-"""What a learner and a teacher type: status, grade, hint, watch, reset, doctor, grade-class."""
+"""What a learner and a teacher type: status, grade, hint, watch, reset, python, doctor, grade-class."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -139,6 +140,21 @@ def reset(
         console.print("Nothing to do: these are the starters.")
 
 
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@app.command(context_settings=_PASS_ON)
+def python(context: typer.Context) -> None:
+    """Start Python with your files loaded, finished or not: a prompt, or a script, -c CODE, -m MODULE."""
+    _interpret(["-i"] if not context.args else [], context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def ipython(context: typer.Context) -> None:
+    """Start IPython with your files loaded, finished or not. What follows is passed on to it."""
+    _interpret([], ["ipython", *context.args])
+
+
 @app.command()
 def doctor() -> None:
     """Check what the course needs, and say what to do about what is missing."""
@@ -206,6 +222,11 @@ def _grade(workspace: Workspace, phase: Phase, task: int | None, timeout: float,
         saved.record(result)
         saved.save()
     return result
+
+
+def _interpret(options: list[str], arguments: list[str]) -> NoReturn:
+    """Become a Python into which nothing has been imported yet that a learner's file could stand in for."""
+    os.execv(sys.executable, [sys.executable, *options, "-m", "minicache.course.interpreter", *arguments])
 
 
 def _copy_command(source: Path, target: Path) -> str:

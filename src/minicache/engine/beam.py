@@ -1,8 +1,7 @@
 """Beam search: several beginnings of an answer are continued side by side, and the likeliest are kept.
 
-Phase 8 builds it, on forks: a beam with two continuations is forked, one with none is finished, and what beams have in
-common is in memory once (Kwon et al. 2023, §4.4). `BeamSearch` decides which beams go on, for one prompt and without an
-engine; `minicache.engine.beam_run` runs an engine to compute them. Pure standard library.
+Phase 8 builds it. `BeamSearch` decides which beams go on, for one prompt and without an engine;
+`minicache.engine.beam_requests` has an engine compute them, on forks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Beam search on an engine: what `BeamSearch` decides is carried out by forks, aborts and steps of an `LLM`."""
+"""Beam search on an engine: each beam is a request of its own, and `BeamSearch` decides which of them go on.
+
+A beam with two continuations is forked, one with none is finished, and what beams have in common is in memory once
+(Kwon et al. 2023, §4.4). No phase builds this module; the decisions are phase 8's (`minicache.engine.beam`).
+"""
 
 from __future__ import annotations
 

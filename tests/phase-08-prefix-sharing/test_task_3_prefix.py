@@ -36,9 +36,16 @@ def test_a_token_is_always_left_to_compute(caching, serve, a_request, num_tokens
     request = a_request("b", num_tokens, 1)
     blocks = call(scheduler.find_prefix, request).value
     that("blocks of 4 that are found", len(blocks)).gives({0: 0, 1: 1, 2: 2, 3: 3}[(num_tokens - 1) // 4])
-    scheduler.hashes(request, num_tokens // 4)
-    call(scheduler.find_prefix, request).gives(blocks)  # also when it has a hash for its last block
     that("computed", serve(scheduler, request)).gives({"b": num_tokens - 4 * len(blocks)})
+
+
+def test_a_token_is_left_though_all_hashes_are_known(caching, serve, a_request):
+    """The last block's hash is known already, and `hashes` returns more than it was asked for: the caller slices."""
+    scheduler = caching()
+    serve(scheduler, a_request("a", 8, 1))
+    request = a_request("b", 8, 1)
+    scheduler.hashes(request, 2)
+    that("blocks of 4 that are found of 8 tokens, with both hashes known", len(scheduler.find_prefix(request))).gives(1)
 
 
 def test_blocks_are_found_up_to_the_first_difference(caching, serve, a_request):

@@ -166,7 +166,7 @@ def test_the_last_reference_needs_no_copy(decoding, a_step):
 def test_what_both_have_is_shared(decoding, a_step, num_prompt, outputs, num_computed, blocks, copies):
     """a has generated 7 7 7, of which two are computed. Its child has other tokens, and computes what differs."""
     scheduler, _ = decoding(num_prompt, num_steps=3)
-    b = call(scheduler.fork_request, "a", "b", outputs).value
+    b = call(scheduler.fork_request, "a", "b", list(outputs)).value
     whose = f"of b: {num_prompt} tokens of prompt, then {outputs}, where a has [7, 7, 7]"
     that(f"tokens {whose}", b.output_token_ids).gives(outputs)
     that(f"computed tokens {whose}", b.num_computed_tokens).gives(num_computed)
@@ -215,8 +215,20 @@ def test_what_the_parent_filled_stays_right(sharing, a_request, a_step):
         that(f"blocks found of 1 2 3 4, 5 6 7 {last}", len(scheduler.find_prefix(request))).gives(found)
 
 
+def test_a_child_has_hashes_of_its_own_tokens(sharing, a_request, a_step):
+    """The parent's block_hashes are of the parent's tokens: a child with other tokens computes its own."""
+    scheduler = sharing([a_request("a", [1, 2, 3, 4, 5, 6], 20)], prefix_caching=True)
+    for _ in range(4):
+        a_step(scheduler)
+    scheduler.find_prefix(scheduler.running[0])  # a has 1 2 3 4, 5 6 7 7, and the hashes of both blocks are known
+    b = scheduler.fork_request("a", "b", [7, 9])
+    fresh = a_request("fresh", [1, 2, 3, 4, 5, 6, 7, 9])
+    same = scheduler.hashes(b, 2)[:2] == scheduler.hashes(fresh, 2)[:2]
+    that("the hashes of b are those of 1 2 3 4, 5 6 7 9", same).gives(True)
+
+
 def test_the_callers_list_of_outputs_is_copied(decoding):
-    """The caller's list is the caller's."""
+    """The child's output_token_ids are a list of its own: what the caller does with the list given does not reach it."""
     scheduler, _ = decoding(6)
     outputs = [7, 8]
     b = scheduler.fork_request("a", "b", outputs)
@@ -359,8 +371,20 @@ def test_the_flag_outlives_a_later_fork(sharing, a_request, a_step):
     that("blocks_to_copy", a_step(scheduler).blocks_to_copy).gives([(1, 4)])
 
 
+def test_the_flag_outlives_a_request_that_finishes(decoding, a_step):
+    """Three share an unfinished block, and one of them finishes. The other two still share it: the first of them copies.
+
+    `_may_share_tails` is cleared when the batch is empty, and not whenever a request leaves it.
+    """
+    scheduler, _ = decoding(6)
+    for child_id in "bc":
+        scheduler.fork_request("a", child_id)
+    scheduler.abort_request("c")
+    that("blocks_to_copy", a_step(scheduler).blocks_to_copy).gives([(1, 2)])
+
+
 def test_shared_tails_are_looked_for_only_after_a_fork(a_request, a_step):
-    """`written_and_shared` is called only while a tail may be shared: from a fork on until the batch has run empty."""
+    """`written_and_shared` is called only while `_may_share_tails` is True, by `blocks_missing` and by `grow`."""
     asked = []
 
     class Asked(SharingScheduler):
@@ -374,10 +398,10 @@ def test_shared_tails_are_looked_for_only_after_a_fork(a_request, a_step):
     scheduler.add_request(a_request("a", 6, 20))
     for _ in range(4):
         a_step(scheduler)
-    that("called for, before any fork", asked).gives([])
+    that("requests that written_and_shared was called for, before any fork", asked).gives([])
     scheduler.fork_request("a", "b")
     a_step(scheduler)
-    that("called for, with a child", sorted({*asked})).gives(["a", "b"])
+    that("requests that it was called for, after a fork", sorted({*asked})).gives(["a", "b"])
     for request_id in "ab":
         scheduler.abort_request(request_id)
     a_step(scheduler)
@@ -385,7 +409,7 @@ def test_shared_tails_are_looked_for_only_after_a_fork(a_request, a_step):
     scheduler.add_request(a_request("c", 6))
     for _ in range(4):
         a_step(scheduler)
-    that("called for, when the batch was empty in between", asked).gives([])
+    that("requests that it was called for, after the batch was empty", asked).gives([])
 
 
 def test_written_and_shared_are_indices_of_blocks(decoding):

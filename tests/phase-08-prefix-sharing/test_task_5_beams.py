@@ -200,13 +200,13 @@ def test_the_search_goes_on_while_a_beam_is_better():
 
 
 def test_a_beam_is_judged_at_the_length_that_it_has():
-    """Three tokens, sum −6.75: a score of −2.25, and the answers have −0.75 and −1. Over, however long it might get.
+    """Three tokens, sum −3.5: a score of −1.17, and the answers have −0.75 and −1. Over, however long it might get.
 
-    At max_tokens, here 50, the same sum would be −0.135. Whoever judges the best beam by that goes on.
+    With four tokens the same sum would be −0.875, and with max_tokens, here 50, −0.07. Both are greater than −1.
     """
     search, _ = two_answers_and_a_beam()
     outcome = call(
-        search.advance, [[(9, -0.5), (1, -5.0), (2, -6.0), (3, -7.0)], [(1, -5.0), (2, -6.0), (3, -7.0), (4, -8.0)]]
+        search.advance, [[(9, -0.5), (1, -1.75), (2, -6.0), (3, -7.0)], [(1, -5.0), (2, -6.0), (3, -7.0), (4, -8.0)]]
     )
     that("answers", answers(search)).gives([([1, 1, 9], -0.75, "stop"), ([9], -1.0, "stop")])
     that("is it over", search.is_over).gives(True)

@@ -228,7 +228,7 @@ def test_a_child_has_hashes_of_its_own_tokens(sharing, a_request, a_step):
 
 
 def test_the_callers_list_of_outputs_is_copied(decoding):
-    """The child's output_token_ids are a list of its own: what the caller does with the list given does not reach it."""
+    """The child's output_token_ids are a list of its own: what the caller adds to the list later does not reach it."""
     scheduler, _ = decoding(6)
     outputs = [7, 8]
     b = scheduler.fork_request("a", "b", outputs)
@@ -372,7 +372,7 @@ def test_the_flag_outlives_a_later_fork(sharing, a_request, a_step):
 
 
 def test_the_flag_outlives_a_request_that_finishes(decoding, a_step):
-    """Three share an unfinished block, and one of them finishes. The other two still share it: the first of them copies.
+    """Three share an unfinished block, and one of them finishes. The other two still share it: the first one copies.
 
     `_may_share_tails` is cleared when the batch is empty, and not whenever a request leaves it.
     """

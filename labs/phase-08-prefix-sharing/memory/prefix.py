@@ -45,7 +45,8 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of a full block: of its tokens, and of all tokens before them, by way of its parent's hash.
 
     Keys and values of a token depend on every token before it, so the same 16 tokens after another beginning are
-    another block. With SHA-256, nobody can find two prefixes with the same hash, not even one who chooses the tokens.
+    another block. With SHA-256 no two prefixes with the same hash are known, and a client that chooses its tokens
+    cannot find any.
 
     Args:
         parent: of the block before, or `root_hash` for the first.

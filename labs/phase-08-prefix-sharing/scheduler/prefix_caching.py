@@ -92,7 +92,7 @@ class PrefixCachingScheduler(PagedScheduler):
             num_blocks: how many, ≥ 0.
 
         Returns:
-            `request.block_hashes`, which may have more.
+            `request.block_hashes`. It may have more than `num_blocks`: take a slice.
         """
         raise NotImplementedError(
             "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/01-the-prefix-cache.md"

@@ -105,7 +105,10 @@ class SharingScheduler(PrefixCachingScheduler):
         )
 
     def grow(self, request: Request, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.grow`; but shared blocks that the step writes into are replaced by copies first."""
+        """As `PagedScheduler.grow`; but shared blocks that the step writes into are replaced by copies first.
+
+        They are looked for (`copy_on_write`) only while `_may_share_tails` is True, as in `blocks_missing`.
+        """
         raise NotImplementedError(
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
@@ -124,7 +127,7 @@ class SharingScheduler(PrefixCachingScheduler):
         )
 
     def release(self, request: Request) -> None:
-        """As `PrefixCachingScheduler.release`. An empty batch shares nothing."""
+        """As `PrefixCachingScheduler.release`; and once the batch is empty, `_may_share_tails` is False."""
         raise NotImplementedError(
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )

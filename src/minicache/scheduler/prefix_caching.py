@@ -92,7 +92,7 @@ class PrefixCachingScheduler(PagedScheduler):
             num_blocks: how many, ≥ 0.
 
         Returns:
-            `request.block_hashes`, which may have more.
+            `request.block_hashes`. It may have more than `num_blocks`: take a slice.
         """
         hashes, block_size = request.block_hashes, self.pool.block_size
         for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):

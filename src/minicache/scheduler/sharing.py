@@ -132,7 +132,10 @@ class SharingScheduler(PrefixCachingScheduler):
         ]
 
     def grow(self, request: Request, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.grow`; but shared blocks that the step writes into are replaced by copies first."""
+        """As `PagedScheduler.grow`; but shared blocks that the step writes into are replaced by copies first.
+
+        They are looked for (`copy_on_write`) only while `_may_share_tails` is True, as in `blocks_missing`.
+        """
         if self._may_share_tails:
             self.copy_on_write(request, output)
         super().grow(request, output)
@@ -153,7 +156,7 @@ class SharingScheduler(PrefixCachingScheduler):
             output.blocks_to_copy.append((source, target))
 
     def release(self, request: Request) -> None:
-        """As `PrefixCachingScheduler.release`. An empty batch shares nothing."""
+        """As `PrefixCachingScheduler.release`; and once the batch is empty, `_may_share_tails` is False."""
         super().release(request)
         if not self.running:
             self._may_share_tails = False

@@ -190,7 +190,7 @@ def test_any_child_reads_its_own_tokens(sharing, a_request, memory, num_prompt, 
             for step in range(12):
                 if step == 5:
                     outputs = [50, 51, 52, 53, 54][:num_same] + more
-                    b = call(scheduler.fork_request, "a", "b", outputs).value
+                    b = call(scheduler.fork_request, "a", "b", list(outputs)).value
                 output = call(scheduler.schedule).value
                 device.run(output)
                 token_ids = {name: 50 + step + 20 * (name == "b") for name in output.num_scheduled_tokens}

@@ -95,7 +95,12 @@ def _followed(method: Callable[..., Any], teller: Teller | None) -> Callable[...
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return ", ".join([*map(short, args), *(f"{name}={short(value)}" for name, value in kwargs.items())])
+    return ", ".join([*map(_brief, args), *(f"{name}={_brief(value)}" for name, value in kwargs.items())])
+
+
+def _brief(value: Any) -> str:
+    """A tensor by its shape: its numbers are told where they turn up in the wrong place."""
+    return f"tensor{list(value.shape)}" if is_tensor(value) else short(value)
 
 
 def _remember(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

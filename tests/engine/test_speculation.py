@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.engine.conftest import Watch
 from tests.engine.test_recovery import WHERE, sabotage, serve
+from tests.grid import grid
 from torch import Tensor, nn
 
 from minicache.engine.answers import Completion
@@ -69,9 +70,7 @@ def params_of(index: int, **options: Any) -> SamplingParams:
 # --- the same answers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("engine", ENGINES)
+@grid({"engine": list(ENGINES), "drafter": DRAFTERS, "temperature": [0.0, 1.0]})
 def test_the_answers_are_those_without_speculation(
     model: MiniGPT,
     draft_model: MiniGPT,
@@ -275,8 +274,7 @@ def test_abort(model: MiniGPT, prompts: Any, alone: Any) -> None:
         assert got[name] == alone(prompt, 30)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@grid({"drafter": DRAFTERS, "temperature": [0.0, 1.0]})
 def test_steps_that_fail_lose_no_token_and_give_none_twice(
     model: MiniGPT, prompts: Any, drafter: str, temperature: float
 ) -> None:
@@ -341,9 +339,8 @@ def chi_square(counts: Counter[Any], expected: dict[Any, float], num_runs: int) 
     return sum((counts[key] - num_runs * p) ** 2 / (num_runs * p) for key, p in expected.items() if p > 0)
 
 
-@pytest.mark.parametrize("drafts_by", ["the likeliest", "another model"])
-@pytest.mark.parametrize(
-    "options", [{}, {"top_k": 3}, {"top_p": 0.8, "temperature": 1.7}], ids=["whole", "top-k", "top-p"]
+@grid(
+    {"drafts_by": ["the likeliest", "another model"], "options": [{}, {"top_k": 3}, {"top_p": 0.8, "temperature": 1.7}]}
 )
 def test_tokens_come_from_the_models_own_distribution(drafts_by: str, options: dict[str, Any]) -> None:
     """Three tokens jointly, enumerated: a vocabulary of 4, whose logits depend on the token before."""

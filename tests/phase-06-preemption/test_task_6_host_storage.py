@@ -77,7 +77,7 @@ def swap(pairs):
 # There and back
 
 
-def test_over_and_back():
+def test_blocks_go_out_and_come_back():
     """Two blocks go to the host, are spoilt on the device, and come back as they were: all layers, keys and values."""
     storage, original = a_storage(6)
     host = call(HostStorage, storage, 4).value
@@ -153,7 +153,7 @@ def test_a_copy_is_a_copy():
     that("block 1", contents(storage, 1)).gives(contents(original, 0))
 
 
-def test_out_then_in():
+def test_out_and_in_within_one_step():
     """A step's copies in their order: A's blocks go out, then B's come in over them. Both are whole afterwards."""
     storage, original = a_storage(4)
     host = HostStorage(storage, 4)
@@ -167,7 +167,7 @@ def test_out_then_in():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_number_of_blocks(seed):
+def test_any_blocks_to_any_blocks(seed):
     """Random blocks to random host blocks and back to other ones: a model of dicts says what must be where."""
     rng = random.Random(seed)
     storage, original = a_storage(9)
@@ -198,7 +198,7 @@ def test_any_dtype(dtype):
     that("block 2", contents(storage, 2)).gives(contents(original, 0))
 
 
-def test_what_it_takes():
+def test_nbytes():
     """nbytes: keys and values of all layers, of every host block. The storage it serves is at hand."""
     storage, _ = a_storage(6)
     host = HostStorage(storage, 5)
@@ -249,7 +249,7 @@ def test_swaps_that_are_refused(pairs, error):
     check(storage, {block: contents(original, block) for block in range(4)}, "after a refused swap_in")
 
 
-def test_nothing_to_swap():
+def test_no_pairs_copy_nothing():
     """No pairs, nothing happens."""
     storage, original = a_storage(3)
     host = HostStorage(storage, 3)

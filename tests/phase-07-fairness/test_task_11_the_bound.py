@@ -247,7 +247,7 @@ def test_seventy_admissions_in_one_step(request_of):
     that("admissions before the lowly one", admissions.order.index("lowly")).gives(STARVATION_BOUND)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     num_blocks=st.integers(4, 12),

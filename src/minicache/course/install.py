@@ -138,12 +138,13 @@ def update(root: Path) -> list[Change]:
     Raises:
         CourseError: `init` did not make `root`, or a file cannot be written. Then no file has changed.
     """
-    old, new = recorded(root), course_files()
+    old = recorded(root)
     if not old:
         raise CourseError(
             f"`minicache init` did not make {root}, so an update cannot tell what you wrote: in a clone, `git pull` "
             "brings new starters and tests; elsewhere make a new folder and copy your files of labs/ into it"
         )
+    new = course_files()
     changes, writes, stale, copies = [], {}, [], []
     for name in sorted(old | new):
         now, wanted = fingerprint(root / name), _sha256(new[name]) if name in new else ""
@@ -175,6 +176,7 @@ def update(root: Path) -> list[Change]:
     return [
         Change(each.file, f"{each.what}; your edited copy is {kept}/{each.file}") if each.file in copies else each
         for each in changes
+        if each.file != _RECORD  # which says nothing to a reader
     ]
 
 

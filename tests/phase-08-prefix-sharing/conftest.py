@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minicache.course.checks import CheckFailed, that
+from minicache.course.follow import following_schedulers
 from minicache.request import Request
 from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
@@ -16,6 +17,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "phase-08-prefix-sharing" in str(item.path):
             item.add_marker(pytest.mark.timeout(10))
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the schedulers, the requests and the steps so far."""
+    with following_schedulers():
+        yield
 
 
 class FairPrefixCachingScheduler(PrefixCachingScheduler, FairScheduler):

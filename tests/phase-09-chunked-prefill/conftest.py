@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minicache.course.checks import CheckFailed, call, that
+from minicache.course.follow import following_schedulers
 from minicache.errors import InvariantError
 from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
@@ -17,6 +18,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "phase-09-chunked-prefill" in str(item.path):
             item.add_marker(pytest.mark.timeout(10))
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the schedulers, the requests and the steps so far."""
+    with following_schedulers():
+        yield
 
 
 class _Unprotected:

@@ -36,7 +36,9 @@ k_cache = torch.randn(8, 8, 1, 256)  # blocks, rows of a block, KV heads, number
 tables, lengths = torch.tensor([[5, 1, 6, 3, 0]]), torch.tensor([37])
 q = torch.randn(1, 4, 256)
 with trace(k_cache=k_cache) as log:
-    paged_decode_attention(q, k_cache, k_cache.clone(), tables, lengths, num_splits=1, backend="triton")
+    paged_decode_attention(
+        q, k_cache, k_cache.clone(), tables, lengths, num_splits=1, backend="triton"
+    )
 tiles = [rows_of(load, block_size=8) for load in loads_of(log, "k_cache")]
 nb.rows_touched(tiles, 64, 8, "tile")
 

@@ -222,6 +222,8 @@ def test_without_requests_nothing_is_done(model):
     watched = Watched(model)
     llm = LLM(watched)
     call(llm.step).gives([])
+    told = "whether the empty step was committed: scheduler.outstanding is None"
+    that(told, llm.scheduler.outstanding is None).gives(True)
     llm.generate(prompts_of(3), greedy(2))
     call(llm.step).gives([])
     that("passes", len(watched.passes)).gives(2)
@@ -365,6 +367,26 @@ def test_what_a_chunk_says(model):
     that("step 1", steps[1]).gives([("r2", *a[1], "length"), ("r3", *b[1], None)])
     that("step 2", steps[2]).gives([("r3", *b[2], "length")])
     that("answers that are still kept", list(llm.answers)).gives([])
+
+
+class Signs(Letters):
+    """The letters, and an "@" for token 0, which ends no text."""
+
+    end_token_id = VOCAB
+
+    def decode(self, ids):
+        return "".join(chr(64 + token_id) for token_id in ids)
+
+
+def test_token_0_is_a_token(model):
+    """The token with the id 0 is committed and shown like any other."""
+    (prompt,) = prompts_of(3)
+    llm = LLM(model, tokenizer=Signs())
+    llm.sample = lambda logits, rows, samplers: [0] * len(rows)
+    llm.add_request(prompt, greedy(2))
+    chunks = serve(llm)[0]
+    told = [(chunk.token_id, chunk.text, chunk.finish_reason) for chunk in chunks]
+    that("tokens, texts and reasons", told).gives([(0, "@", None), (0, "@", "length")])
 
 
 def test_a_stop_token_ends_a_request(model):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from minicache.course import scenario
 from minicache.course.checks import CheckFailed, call, that
-from minicache.course.follow import following_schedulers
+from minicache.course.follow import following, following_schedulers
 from minicache.errors import InvariantError
 from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.observe import observe
-from minicache.scheduler.sharing import FairSharingScheduler
+from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
 
 
 def pytest_collection_modifyitems(items):
@@ -22,9 +23,19 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the schedulers, the requests and the steps so far."""
-    with following_schedulers():
+    """A failure tells the schedulers and requests, and what has been done so far."""
+    with (
+        scenario.telling(),
+        following_schedulers(),
+        following(ChunkedPrefillScheduler, "__init__"),
+        following(SharingScheduler, fork_request=_fork),
+    ):
         yield
+
+
+def _fork(child, request_id, child_id, output_token_ids=None):
+    said = "" if output_token_ids is None else f", with output {output_token_ids}"
+    return f"fork_request({request_id!r}, {child_id!r}){said}", ""
 
 
 class _Unprotected:

@@ -292,3 +292,26 @@ def test_what_cannot_be_graded_is_refused(toys: Toys, grade: Grade) -> None:
         grade(toys.workspace, toys.workspace.course.phase(1))
     with pytest.raises(CourseError, match="no task 7: there are 1, 2"):
         grade(toys.workspace, toys.phase, task=7)
+
+
+def test_a_check_is_told_before_an_error_on_the_way_and_with_its_scenario(toys: Toys, grade: Grade) -> None:
+    (toys.tests / "test_task_2_bytes.py").write_text(
+        "from minicache.arithmetic.arithmetic import dtype_nbytes\n"
+        "from minicache.course import scenario\n"
+        "from minicache.course.checks import call\n\n"
+        "def test_on_the_way():\n    scenario.given('lost')\n    {}[dtype_nbytes('float16')]\n\n"
+        "def test_it():\n"
+        "    scenario.given('a number')\n"
+        "    scenario.done('asked once')\n"
+        "    call(dtype_nbytes, 'float16').gives(3)\n"
+    )
+    problem = grade(toys.workspace, toys.phase, task=2).tasks[0].first_problem
+    assert problem is not None
+    assert problem.message.splitlines() == [
+        "checks    test_it",
+        "given     a number",
+        "after     asked once",
+        "called    dtype_nbytes('float16')",
+        "got       2",
+        "expected  3",
+    ]

@@ -12,7 +12,9 @@ MINE = False
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; with a GPU too, since only the interpreter is traced
+os.environ["TRITON_INTERPRET"] = (
+    "1"  # before triton is imported; with a GPU too, since only the interpreter is traced
+)
 
 if MINE:
     from minicache.course.finder import install
@@ -22,7 +24,13 @@ if MINE:
     install(workspace.lab_files(workspace.course.phase(4)))
 
 from minicache.errors import MemoryAccessError
-from minicache.kernels import gather_kv, paged_decode_attention, paged_prefill_attention, runtime, store_kv
+from minicache.kernels import (
+    gather_kv,
+    paged_decode_attention,
+    paged_prefill_attention,
+    runtime,
+    store_kv,
+)
 from minicache.kernels.tracer import trace, unused_rows
 
 print("Triton", runtime.describe())
@@ -131,7 +139,9 @@ def sum_kernel(x_ptr, out_ptr, UPCAST: tl.constexpr):
 for upcast in (False, True):
     total = torch.zeros(1)
     sum_kernel[(1,)](torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16), total, UPCAST=upcast)
-    print(f"1 + 2 + 3 + 4 in bfloat16, {'upcast first' if upcast else 'as it is':12}: {total.item():g}")
+    print(
+        f"1 + 2 + 3 + 4 in bfloat16, {'upcast first' if upcast else 'as it is':12}: {total.item():g}"
+    )
 
 # %% [markdown]
 # ## 2. Store: rows into slots
@@ -174,7 +184,12 @@ for line, found in enumerate(programs):
 two_colours = ListedColormap([color("free"), color("generated")])
 _, ax = plt.subplots(figsize=(7.2, 2.0), layout="constrained")
 ax.imshow(picture, aspect="auto", cmap=two_colours, interpolation="nearest")
-ax.set(xlabel="row of the cache (16 a block)", ylabel="program", yticks=range(len(programs)), xticks=range(0, 161, 16))
+ax.set(
+    xlabel="row of the cache (16 a block)",
+    ylabel="program",
+    yticks=range(len(programs)),
+    xticks=range(0, 161, 16),
+)
 plt.show()
 print("rows loaded by each program:", [int(line.sum()) for line in picture])
 
@@ -212,7 +227,9 @@ def online(tile, *, rescaling=True, show=False):
         acc = alpha * acc + sum(weight * value for weight, value in zip(p, v, strict=True))
         m = new_m
         if show:
-            print(f"after rows {start} … {start + len(x) - 1}: m = ln {math.exp(m):g}, l = {total:g}, acc = {acc:g}")
+            print(
+                f"after rows {start} … {start + len(x) - 1}: m = ln {math.exp(m):g}, l = {total:g}, acc = {acc:g}"
+            )
     return acc / total
 
 
@@ -222,7 +239,13 @@ print(f"result: {online(2, show=True):g}")
 tiles = range(1, 6)
 _, ax = plt.subplots(figsize=(7.2, 3.0), layout="constrained")
 ax.plot(tiles, [online(t) for t in tiles], "o-", color=color("generated"), label="with the rescale")
-ax.plot(tiles, [online(t, rescaling=False) for t in tiles], "s--", color=color("wasted"), label="without")
+ax.plot(
+    tiles,
+    [online(t, rescaling=False) for t in tiles],
+    "s--",
+    color=color("wasted"),
+    label="without",
+)
 ax.set(xlabel="rows in a tile", ylabel="result", xticks=list(tiles))
 ax.grid(alpha=0.3)
 ax.legend(frameon=False)
@@ -279,7 +302,12 @@ for line, found in enumerate(tiles):
         picture[line, block * 8 + offset] = 1
 _, ax = plt.subplots(figsize=(7.2, 2.0), layout="constrained")
 ax.imshow(picture, aspect="auto", cmap=two_colours, interpolation="nearest")
-ax.set(xlabel="row of the cache (8 a block)", ylabel="tile", yticks=range(len(tiles)), xticks=range(0, 65, 8))
+ax.set(
+    xlabel="row of the cache (8 a block)",
+    ylabel="tile",
+    yticks=range(len(tiles)),
+    xticks=range(0, 65, 8),
+)
 plt.show()
 assert picture.sum() == 37, "each row once, and no other"
 
@@ -305,7 +333,10 @@ num_empty_splits = None
 # %%
 with trace(k_cache=long[1]) as log:
     paged_decode_attention(*long, tables, lengths, num_splits=8, backend="triton")
-check(num_empty_splits, 8 - len({access.program for access in log.accesses if access.tensor == "k_cache"}))
+check(
+    num_empty_splits,
+    8 - len({access.program for access in log.accesses if access.tensor == "k_cache"}),
+)
 
 # %% [markdown]
 # ## 7. Prefill: three sequences in one launch
@@ -318,7 +349,9 @@ lengths, starts = torch.tensor([37, 20, 18]), torch.tensor([0, 6, 7, 25])
 tables = torch.tensor([[5, 1, 6, 3, 0], [2, 7, 9, 0, 0], [8, 4, 2, 0, 0]])
 cache = torch.randn(10, 8, 1, 256)
 with trace(k_cache=cache) as log:
-    paged_prefill_attention(torch.randn(25, 8, 256), cache, cache.clone(), tables, lengths, starts, backend="triton")
+    paged_prefill_attention(
+        torch.randn(25, 8, 256), cache, cache.clone(), tables, lengths, starts, backend="triton"
+    )
 
 keys = {}
 for access in log.accesses:
@@ -340,7 +373,9 @@ num_launched = None
 
 # %%
 launched = {access.program for access in log.accesses}
-check(num_launched, len(launched))  # each looks up its sequence, so that even an idle one is in the log
+check(
+    num_launched, len(launched)
+)  # each looks up its sequence, so that even an idle one is in the log
 
 # %% [markdown]
 # ## 8. Precision
@@ -353,7 +388,9 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     k_cache, v_cache = torch.randn(2, 4, 16, 1, 64).to(dtype)
     tables, lengths = torch.tensor([[2, 0, 3]]), torch.tensor([45])
     paged = (q, k_cache, v_cache, tables, lengths)
-    exact = paged_decode_attention(*(t.double() for t in paged[:3]), tables, lengths, backend="torch")
+    exact = paged_decode_attention(
+        *(t.double() for t in paged[:3]), tables, lengths, backend="torch"
+    )
     errors = [
         (paged_decode_attention(*paged, **how).double() - exact).abs().max().item()
         for how in ({"backend": "triton", "num_splits": 1}, {"backend": "torch"})
@@ -409,7 +446,15 @@ for name, rows, shade, marker in kinds:
     errors = [error(rows, torch.round, 2 ** (b - 1) - 1) for b in bits]
     e4m3 = error(rows, to_e4m3, 448)
     ax.semilogy(bits, errors, marker + "-", color=shade, label=f"integers, {name}")
-    ax.semilogy([8], [e4m3], marker, color=shade, markerfacecolor="none", markersize=10, label=f"e4m3, {name}")
+    ax.semilogy(
+        [8],
+        [e4m3],
+        marker,
+        color=shade,
+        markerfacecolor="none",
+        markersize=10,
+        label=f"e4m3, {name}",
+    )
     print(f"{name}: int8 {errors[-1]:.4f}, e4m3 {e4m3:.4f}")
 ax.set(xlabel="bits a number", ylabel="error / size of the numbers")
 ax.grid(alpha=0.3)
@@ -424,7 +469,10 @@ plt.show()
 bytes_a_token = None
 
 # %%
-k_cache, k_scale = torch.zeros(1, 8, 128, dtype=torch.int8), torch.zeros(1, 8)  # a token's keys in one layer
+k_cache, k_scale = (
+    torch.zeros(1, 8, 128, dtype=torch.int8),
+    torch.zeros(1, 8),
+)  # a token's keys in one layer
 check(bytes_a_token, 32 * 2 * (k_cache.nbytes + k_scale.nbytes))
 
 # %% [markdown]
@@ -437,14 +485,22 @@ check(bytes_a_token, 32 * 2 * (k_cache.nbytes + k_scale.nbytes))
 import sys
 from pathlib import Path
 
-clones = [folder for folder in (Path.cwd(), *Path.cwd().parents) if (folder / "benchmarks" / "ladder.py").is_file()]
+clones = [
+    folder
+    for folder in (Path.cwd(), *Path.cwd().parents)
+    if (folder / "benchmarks" / "ladder.py").is_file()
+]
 if not clones:
-    raise SystemExit("This cell needs `benchmarks/`: run it in a clone of the repository. Question 8 does not need it.")
+    raise SystemExit(
+        "This cell needs `benchmarks/`: run it in a clone of the repository. Question 8 does not need it."
+    )
 sys.path.insert(0, str(clones[0]))
 
 from benchmarks.ladder import RUNGS, make_workload
 
-work = make_workload([64], num_heads=4, num_kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu")
+work = make_workload(
+    [64], num_heads=4, num_kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu"
+)
 
 
 def count(run):

@@ -18,7 +18,7 @@ if MINE:
     workspace = find_workspace()
     install(workspace.lab_files(workspace.course.phase(8)))
 
-from minicache.engine.beam import BeamSearchParams, beam_search
+from minicache.engine import BeamSearchParams, beam_search
 from minicache.memory.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 from minicache.scheduler.sharing import SharingScheduler
@@ -84,7 +84,9 @@ def found_by_the_second(first_salt, second_salt, num_tokens=48):
     """Tokens that the second of two equal prompts need not compute."""
     scheduler = PrefixCachingScheduler(num_blocks=32, prefix_caching=True)
     prompt = text_tokens(num_tokens, seed=0)
-    first, second = (Request(n, prompt, 4, cache_salt=s) for n, s in enumerate((first_salt, second_salt)))
+    first, second = (
+        Request(n, prompt, 4, cache_salt=s) for n, s in enumerate((first_salt, second_salt))
+    )
     drive(scheduler, [first])
     drive(scheduler, [second])
     return second.num_cached_tokens
@@ -147,8 +149,16 @@ def still_found(backwards, num_taken):
 
 
 _, ax = plt.subplots(figsize=(7.2, 3), layout="constrained")
-ax.plot(TAKEN, [still_found(True, n) for n in TAKEN], "o-", color=SHARED, label="last block freed first")
-ax.plot(TAKEN, [still_found(False, n) for n in TAKEN], "s-", color=PLAIN, label="first block freed first")
+ax.plot(
+    TAKEN, [still_found(True, n) for n in TAKEN], "o-", color=SHARED, label="last block freed first"
+)
+ax.plot(
+    TAKEN,
+    [still_found(False, n) for n in TAKEN],
+    "s-",
+    color=PLAIN,
+    label="first block freed first",
+)
 ax.set(xlabel="blocks that others have taken", ylabel="blocks still found")
 ax.grid(alpha=0.3)
 ax.legend(frameon=False)
@@ -303,7 +313,9 @@ def four_answers(scheduler, num_prompt=200):
     blocks = Blocks()
     llm = LLM(model, scheduler=scheduler, observers=[blocks])
     params = SamplingParams(max_tokens=64, temperature=1.0, seed=7, n=4, ignore_eos=True)
-    return [answer.token_ids for answer in llm.generate([text_tokens(num_prompt, seed=4)], params)], blocks
+    return [
+        answer.token_ids for answer in llm.generate([text_tokens(num_prompt, seed=4)], params)
+    ], blocks
 
 
 alone, blocks_alone = four_answers(PagedScheduler(num_blocks=256, max_model_len=512))
@@ -357,7 +369,9 @@ class Shared(Observer):
 def search(width, num_tokens=80):
     """A beam search: its answers, and the blocks that it took."""
     shared = Shared()
-    llm = LLM("minigpt", scheduler=SharingScheduler(num_blocks=512, max_model_len=512), observers=[shared])
+    llm = LLM(
+        "minigpt", scheduler=SharingScheduler(num_blocks=512, max_model_len=512), observers=[shared]
+    )
     params = BeamSearchParams(width, max_tokens=num_tokens, ignore_eos=True)
     [answers] = beam_search(llm, [text_tokens(40, seed=5)], params)
     return answers, shared
@@ -374,7 +388,11 @@ plt.show()
 print(f"{shared.saved:.1%} of the blocks saved")
 for answer in answers:
     print(f"{answer.score:.4f}  {' '.join(answer.text.split()[12:26])} …")
-alike = next(n for n, tokens in enumerate(zip(*(a.token_ids for a in answers), strict=True)) if len(set(tokens)) > 1)
+alike = next(
+    n
+    for n, tokens in enumerate(zip(*(a.token_ids for a in answers), strict=True))
+    if len(set(tokens)) > 1
+)
 print(f"all four have their first {alike} tokens in common")
 
 # %% [markdown]
@@ -395,7 +413,13 @@ check(width_of_the_bound, next(k for k in range(1, 20) if 1 - 1 / k > 0.663))
 WIDTHS = range(1, 7)
 saved = [search(width)[1].saved for width in WIDTHS]
 _, ax = plt.subplots(figsize=(7.2, 3), layout="constrained")
-ax.plot(WIDTHS, [100 * (1 - 1 / width) for width in WIDTHS], ":", color=color("end"), label="the bound, 1 − 1/k")
+ax.plot(
+    WIDTHS,
+    [100 * (1 - 1 / width) for width in WIDTHS],
+    ":",
+    color=color("end"),
+    label="the bound, 1 − 1/k",
+)
 ax.plot(WIDTHS, [100 * part for part in saved], "o-", color=SHARED, label="beam search on MiniGPT")
 ax.set(xlabel="beams", ylabel="blocks saved, %", ylim=(0, 100))
 ax.grid(alpha=0.3)
@@ -414,13 +438,17 @@ num_steps = num_forks = num_found = num_preempted = 0
 for seed in range(40):
     rng = random.Random(seed)
     scheduler = observe(
-        SharingScheduler(num_blocks=rng.randint(10, 30), block_size=4, max_num_seqs=6, prefix_caching=True),
+        SharingScheduler(
+            num_blocks=rng.randint(10, 30), block_size=4, max_num_seqs=6, prefix_caching=True
+        ),
         SharingAuditor(),
     )
     beginnings = [[rng.randrange(9) for _ in range(8)] for _ in range(3)]
     for number in range(20):
         prompt = rng.choice(beginnings) + [rng.randrange(9) for _ in range(rng.randint(1, 9))]
-        scheduler.add_request(Request(number, prompt, rng.randint(1, 12), cache_salt=rng.choice([None, "red"])))
+        scheduler.add_request(
+            Request(number, prompt, rng.randint(1, 12), cache_salt=rng.choice([None, "red"]))
+        )
     while scheduler.has_unfinished:
         output = scheduler.schedule()
         num_preempted += len(output.preempted)
@@ -436,4 +464,6 @@ for seed in range(40):
         num_steps += 1
     scheduler.check()
     num_found += scheduler.stats.num_hit_tokens
-print(f"{num_steps:,} steps, {num_forks} forks, {num_found:,} tokens found, {num_preempted} preemptions, no complaint")
+print(
+    f"{num_steps:,} steps, {num_forks} forks, {num_found:,} tokens found, {num_preempted} preemptions, no complaint"
+)

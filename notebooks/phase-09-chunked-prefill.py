@@ -53,7 +53,9 @@ cost = RooflineCost(LLAMA_3_8B, A100_80GB)
 
 def plain_ticks(ax):
     """Numbers beside a logarithmic axis as people write them."""
-    ax.set_yticks([10, 20, 50, 100, 200, 500, 1000], ["10", "20", "50", "100", "200", "500", "1,000"])
+    ax.set_yticks(
+        [10, 20, 50, 100, 200, 500, 1000], ["10", "20", "50", "100", "200", "500", "1,000"]
+    )
     ax.minorticks_off()
 
 
@@ -78,11 +80,15 @@ def check(answer, right):
 # %% alt="Milliseconds of a step against prompt tokens beside 32 decodes, on logarithmic axes. Flat at about 13 up to some 100 tokens, then in proportion, to about 800 at 8,192."
 BESIDE = [0, 1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 decodes = [(1, 500)] * 32
-milliseconds = [1e3 * cost.step_seconds(StepLoad.of([*decodes, (n, 0)] if n else decodes)) for n in BESIDE]
+milliseconds = [
+    1e3 * cost.step_seconds(StepLoad.of([*decodes, (n, 0)] if n else decodes)) for n in BESIDE
+]
 _, ax = plt.subplots(figsize=(7.2, 3), layout="constrained")
 ax.plot(BESIDE[1:], milliseconds[1:], "o-", color=CHUNKED)
 ax.axhline(milliseconds[0], color=WHOLE, linestyle=":", label="decodes alone")
-ax.set(xscale="log", yscale="log", xlabel="prompt tokens beside the decodes", ylabel="ms of the step")
+ax.set(
+    xscale="log", yscale="log", xlabel="prompt tokens beside the decodes", ylabel="ms of the step"
+)
 ax.set_xticks([1, 10, 100, 1000, 8192], ["1", "10", "100", "1,000", "8,192"])
 plain_ticks(ax)
 ax.grid(alpha=0.3)
@@ -114,20 +120,34 @@ def gaps_around(scheduler, late=3.0):
     come = [Arrival(n, 0.0, 500, 300) for n in range(32)] + [Arrival(32, late, 8000, 8)]
     steps = []
     report = ServingSimulation(scheduler, cost, come, trace=steps.append).run()
-    ends = [step.time + step.seconds for step in steps if any(entry.request_id == 0 for entry in step.batch)]
+    ends = [
+        step.time + step.seconds
+        for step in steps
+        if any(entry.request_id == 0 for entry in step.batch)
+    ]
     gaps = [(end - late, 1e3 * (end - before)) for before, end in zip(ends, ends[1:])]
     return [each for each in gaps if -0.2 < each[0] < 1.2], report.ttft.max
 
 
 runs = {
-    "whole": (gaps_around(FairScheduler(num_blocks=4096, max_num_batched_tokens=16_384)), WHOLE, "s"),
-    "in chunks of 512": (gaps_around(ChunkedPrefillScheduler(num_blocks=4096, max_num_batched_tokens=512)), CHUNKED, "o"),
+    "whole": (
+        gaps_around(FairScheduler(num_blocks=4096, max_num_batched_tokens=16_384)),
+        WHOLE,
+        "s",
+    ),
+    "in chunks of 512": (
+        gaps_around(ChunkedPrefillScheduler(num_blocks=4096, max_num_batched_tokens=512)),
+        CHUNKED,
+        "o",
+    ),
 }
 _, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
 for name, ((gaps, _), shade, marker) in runs.items():
     ax.plot(*zip(*gaps), marker, color=shade, markersize=3, label=name)
 ax.axvline(0, color="gray", linestyle=":")
-ax.set(yscale="log", xlabel="seconds since the long prompt came", ylabel="ms since the token before")
+ax.set(
+    yscale="log", xlabel="seconds since the long prompt came", ylabel="ms since the token before"
+)
 plain_ticks(ax)
 ax.grid(alpha=0.3)
 ax.legend(frameon=False)
@@ -183,7 +203,9 @@ for step, found in enumerate(splits([800, 800, 800], 1024, long_prefill_threshol
 step_of_the_last = None
 
 # %%
-check(step_of_the_last, next(n for n, found in enumerate(splits([1000, 100, 100], 512)) if 2 in found))
+check(
+    step_of_the_last, next(n for n, found in enumerate(splits([1000, 100, 100], 512)) if 2 in found)
+)
 
 # %% [markdown]
 # ## 4. Moving the budget
@@ -197,14 +219,24 @@ BUDGETS = [128, 256, 512, 1024, 2048, 4096, 8192]
 
 def served(scheduler, rate=4.0):
     """A report on two minutes of conversations."""
-    return ServingSimulation(scheduler, cost, stream(replace(AZURE_CONVERSATION, rate=rate), round(120 * rate), 0)).run()
+    return ServingSimulation(
+        scheduler, cost, stream(replace(AZURE_CONVERSATION, rate=rate), round(120 * rate), 0)
+    ).run()
 
 
-reports = [served(ChunkedPrefillScheduler(num_blocks=29_000, max_num_batched_tokens=budget)) for budget in BUDGETS]
+reports = [
+    served(ChunkedPrefillScheduler(num_blocks=29_000, max_num_batched_tokens=budget))
+    for budget in BUDGETS
+]
 whole = served(FairScheduler(num_blocks=29_000, max_num_batched_tokens=16_640))
 _, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
 for ax, values, at, label in (
-    (panels[0], [1e3 * r.tpot.p99 for r in reports], 1e3 * whole.tpot.p99, "time per token, p99, ms"),
+    (
+        panels[0],
+        [1e3 * r.tpot.p99 for r in reports],
+        1e3 * whole.tpot.p99,
+        "time per token, p99, ms",
+    ),
     (panels[1], [r.ttft.p99 for r in reports], whole.ttft.p99, "time to first token, p99, s"),
 ):
     ax.plot(BUDGETS, values, "o-", color=CHUNKED, label="in chunks")
@@ -228,8 +260,14 @@ plt.show()
 budget_that_cannot_keep_up = None
 
 # %%
-busy = {b: served(ChunkedPrefillScheduler(num_blocks=29_000, max_num_batched_tokens=b), rate=6.0) for b in BUDGETS}
-check(budget_that_cannot_keep_up, next(budget for budget, report in busy.items() if report.ttft.p99 > 10))
+busy = {
+    b: served(ChunkedPrefillScheduler(num_blocks=29_000, max_num_batched_tokens=b), rate=6.0)
+    for b in BUDGETS
+}
+check(
+    budget_that_cannot_keep_up,
+    next(budget for budget, report in busy.items() if report.ttft.p99 > 10),
+)
 
 # %% [markdown]
 # ## 5. A chunk that is lost, and the protected request
@@ -239,17 +277,23 @@ check(budget_that_cannot_keep_up, next(budget for budget, report in busy.items()
 
 # %%
 steps = []
-scheduler = ChunkedPrefillScheduler(num_blocks=8, block_size=4, max_num_batched_tokens=12, long_prefill_threshold=4)
+scheduler = ChunkedPrefillScheduler(
+    num_blocks=8, block_size=4, max_num_batched_tokens=12, long_prefill_threshold=4
+)
 watched = observe(scheduler, Recorder(steps.append), Auditor())
 later = {0: ("A", 24, 2, 1), 1: ("B", 6, 5, 0), 2: ("C", 6, 5, 0), 4: ("D", 4, 3, 0)}
 number = 0
 while watched.has_unfinished or number < 5:
     if number in later:
         name, prompt, output, priority = later[number]
-        watched.add_request(Request(name, [0] * prompt, output, priority=priority, arrival_time=float(number)))
+        watched.add_request(
+            Request(name, [0] * prompt, output, priority=priority, arrival_time=float(number))
+        )
     result = watched.schedule()
     protected = scheduler.protected.request_id if scheduler.protected else "–"
-    print(f"step {number:2}: {result.num_scheduled_tokens}, preempted {result.preempted}, protected {protected}")
+    print(
+        f"step {number:2}: {result.num_scheduled_tokens}, preempted {result.preempted}, protected {protected}"
+    )
     watched.update_from_output(result, {r.request_id: 9 for r in result.scheduled})
     number += 1
 
@@ -260,7 +304,9 @@ while watched.has_unfinished or number < 5:
 steps_that_d_waits = None
 
 # %%
-check(steps_that_d_waits, next(s.step for s in steps if any(e.request_id == "D" for e in s.batch)) - 4)
+check(
+    steps_that_d_waits, next(s.step for s in steps if any(e.request_id == "D" for e in s.batch)) - 4
+)
 
 # %% [markdown]
 # ## 6. One ragged step
@@ -279,11 +325,15 @@ texts = [
 ]
 computed = [4, 15, 4]
 drafts = [[], NgramDrafter().draft(texts[1], 3), []]
-caches = [PagedKVCache(config.num_layers, 1, config.num_kv_heads, 64, config.head_dim) for _ in texts]
+caches = [
+    PagedKVCache(config.num_layers, 1, config.num_kv_heads, 64, config.head_dim) for _ in texts
+]
 with torch.inference_mode():
     for tokens, cache, count in zip(texts, caches, computed):
         model(torch.tensor([tokens[:count]]), cache)
-    new = [tokens[count:] + its_drafts for tokens, count, its_drafts in zip(texts, computed, drafts)]
+    new = [
+        tokens[count:] + its_drafts for tokens, count, its_drafts in zip(texts, computed, drafts)
+    ]
     counts = [len(its_new) for its_new in new]
     rows = rows_to_verify(counts, [len(its_drafts) for its_drafts in drafts])
     logits = model(torch.tensor([sum(new, [])]), SelectiveStep(caches, counts))[0, rows]
@@ -362,7 +412,9 @@ watching = Watching()
 tokens, num_steps = answers_of(engine(5, watching), [again], hundred)
 assert tokens == expected
 for its_drafts, accepted in watching.seen[:12]:
-    print(f"{accepted} of {len(its_drafts)}: {words_of(its_drafts[:accepted])} | {words_of(its_drafts[accepted:])}")
+    print(
+        f"{accepted} of {len(its_drafts)}: {words_of(its_drafts[:accepted])} | {words_of(its_drafts[accepted:])}"
+    )
 print(f"100 tokens in {num_steps} steps, the same as without draft tokens in {steps_without}")
 
 # %% [markdown]
@@ -370,7 +422,9 @@ print(f"100 tokens in {num_steps} steps, the same as without draft tokens in {st
 
 # %%
 eight = [text_tokens(100, seed) for seed in range(8)]
-prompts = [text + tokens + text for text, tokens in zip(eight, answers_of(engine(0), eight, hundred)[0])]
+prompts = [
+    text + tokens + text for text, tokens in zip(eight, answers_of(engine(0), eight, hundred)[0])
+]
 for temperature in (0.0, 0.5, 1.0):
     params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=temperature, seed=7)
     plain, steps_without = answers_of(engine(0), prompts, params)
@@ -396,7 +450,10 @@ for temperature in (0.0, 0.5, 1.0):
 DRAFTS = [0, 1, 2, 4, 8, 12, 16]
 fresh = text_tokens(300, 1)
 _, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
-for name, prompt, shade in (("asked again", again, color("shared")), ("new text", fresh, color("wasted"))):
+for name, prompt, shade in (
+    ("asked again", again, color("shared")),
+    ("new text", fresh, color("wasted")),
+):
     plain, _ = answers_of(engine(0), [prompt], hundred)
     per_step, accepted = [], []
     for num_drafts in DRAFTS:

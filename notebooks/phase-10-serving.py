@@ -116,15 +116,25 @@ coroutine_late, thread_late, durations = [], [], []
 in_a_loop(beside_a_coroutine(coroutine_late, durations))
 in_a_loop(beside_a_thread(thread_late))
 _, ax = plt.subplots(figsize=(7.2, 3), layout="constrained")
-for late, name, shade in ((coroutine_late, "a coroutine steps", SLOWEST), (thread_late, "a thread steps", HALF)):
+for late, name, shade in (
+    (coroutine_late, "a coroutine steps", SLOWEST),
+    (thread_late, "a thread steps", HALF),
+):
     ordered = sorted(max(each, 0.01) for each in late)
-    ax.step(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))], color=shade, label=name)
+    ax.step(
+        ordered,
+        [(place + 1) / len(ordered) for place in range(len(ordered))],
+        color=shade,
+        label=name,
+    )
 ax.set(xscale="log", xlabel="late by, ms", ylabel="share of the beats", ylim=(0, 1.02))
 ax.grid(alpha=0.3)
 ax.legend(frameon=False)
 plt.show()
 print(f"A step took {median(durations):.1f} ms.")
-print(f"Half of the beats were late by {median(coroutine_late):.1f} ms or more beside a coroutine that steps,")
+print(
+    f"Half of the beats were late by {median(coroutine_late):.1f} ms or more beside a coroutine that steps,"
+)
 print(f"and by {median(thread_late):.2f} ms or more beside a thread.")
 
 # %% [markdown]
@@ -145,7 +155,9 @@ def a_server(max_num_seqs=16, max_waiting=64):
     """A server on 127.0.0.1: its port and its engine."""
     app = create_app(AsyncEngine(ServedLLM(max_num_seqs=max_num_seqs), max_waiting=max_waiting))
     listening, port = threading.Event(), []
-    server = Server(app, port=0, drain_seconds=1, on_listening=lambda at: (port.append(at), listening.set()))
+    server = Server(
+        app, port=0, drain_seconds=1, on_listening=lambda at: (port.append(at), listening.set())
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     listening.wait(30)
@@ -159,8 +171,16 @@ def a_server(max_num_seqs=16, max_waiting=64):
 def ask(port, max_tokens=8, **options):
     """POST /v1/completions; the response, whose body has not been read."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    body = {"prompt": "Yesterday I", "max_tokens": max_tokens, "temperature": 0, "stream": True, **options}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    body = {
+        "prompt": "Yesterday I",
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        **options,
+    }
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     return connection.getresponse()
 
 
@@ -168,7 +188,9 @@ with a_server() as (port, _):
     response = ask(port, max_tokens=3)
     print(response.status, response.headers["content-type"], response.headers["transfer-encoding"])
     chunks = []
-    while size := int(response.fp.readline(), 16):  # below http.client, which would take HTTP's chunks away
+    while size := int(
+        response.fp.readline(), 16
+    ):  # below http.client, which would take HTTP's chunks away
         chunks.append(response.fp.read(size))
         response.fp.readline()
 for chunk in chunks:
@@ -216,10 +238,14 @@ assert not still_running and free_at is not None
 _, ax = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
 ax.step(times, [count for _, count in taken], where="post", color=HALF)
 ax.axvline(0, color="gray", linestyle=":")
-ax.set(xlabel="ms since the client hung up", ylabel="blocks taken", xlim=(None, max(60, 1.2 * free_at)))
+ax.set(
+    xlabel="ms since the client hung up", ylabel="blocks taken", xlim=(None, max(60, 1.2 * free_at))
+)
 ax.grid(alpha=0.3)
 plt.show()
-print(f"All blocks were free {free_at:.1f} ms after it hung up. Unfinished answers: {still_running}.")
+print(
+    f"All blocks were free {free_at:.1f} ms after it hung up. Unfinished answers: {still_running}."
+)
 
 # %% [markdown]
 # That time has three parts: the event loop sees that the socket was closed; the step that runs comes to its end; the
@@ -246,7 +272,9 @@ with a_server(max_num_seqs=2, max_waiting=2) as (port, engine):
         start = time.perf_counter()
         response = ask(port, max_tokens=300, ignore_eos=True)
         responses.append(response)
-        told = f"client {number}: {response.status} after {1e3 * (time.perf_counter() - start):.1f} ms"
+        told = (
+            f"client {number}: {response.status} after {1e3 * (time.perf_counter() - start):.1f} ms"
+        )
         if response.status != 200:
             told += f", Retry-After: {response.headers['retry-after']}, {json.loads(response.read())['error']['message']}"
         print(told)
@@ -276,7 +304,16 @@ check(num_refused, 4 - (4 + 3 - (2 * 2 + 1)))
 # %%
 def bench(port, *options):
     """What `minicache bench serve --json` reports."""
-    words = ["bench", "serve", "--url", f"http://127.0.0.1:{port}", "--json", "--num-output-tokens", "48", *map(str, options)]
+    words = [
+        "bench",
+        "serve",
+        "--url",
+        f"http://127.0.0.1:{port}",
+        "--json",
+        "--num-output-tokens",
+        "48",
+        *map(str, options),
+    ]
     command = [sys.executable, "-c", "from minicache.cli import app; app()", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)["report"]
@@ -287,7 +324,9 @@ def metrics(port):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("GET", "/metrics")
     samples = {}
-    for name, value in re.findall(r"^(\w[\w:]*)(?:\{.*\})? (\S+)$", connection.getresponse().read().decode(), re.M):
+    for name, value in re.findall(
+        r"^(\w[\w:]*)(?:\{.*\})? (\S+)$", connection.getresponse().read().decode(), re.M
+    ):
         samples[name] = samples.get(name, 0.0) + float(value)
     return samples
 
@@ -297,17 +336,26 @@ with a_server(max_num_seqs=16, max_waiting=48) as (port, _):
     at_most = bench(port, "--num-requests", 48)["requests_per_second"]
 with a_server(max_num_seqs=16, max_waiting=16) as (port, engine):
     for part, num_requests in zip(PARTS, NUM_REQUESTS):
-        reports.append(bench(port, "--rate", f"{part * at_most:.3f}", "--num-requests", num_requests))
+        reports.append(
+            bench(port, "--rate", f"{part * at_most:.3f}", "--num-requests", num_requests)
+        )
     counted = metrics(port)
 print(f"At once: {at_most:.0f} requests a second.")
 print("part of it   answered   refused   TTFT p50, p99 in ms   TPOT p50, p99 in ms")
 for part, r in zip(PARTS, reports):
-    latencies = [1e3 * r[what][statistic] for what in ("ttft", "tpot") for statistic in ("p50", "p99")]
-    print(f"{part:10.1f} {r['num_ok']:10} {r['num_refused']:9}   {latencies[0]:9.1f} {latencies[1]:9.1f}   {latencies[2]:10.2f} {latencies[3]:9.2f}")
+    latencies = [
+        1e3 * r[what][statistic] for what in ("ttft", "tpot") for statistic in ("p50", "p99")
+    ]
+    print(
+        f"{part:10.1f} {r['num_ok']:10} {r['num_refused']:9}   {latencies[0]:9.1f} {latencies[1]:9.1f}   {latencies[2]:10.2f} {latencies[3]:9.2f}"
+    )
 
 # %% alt="Two panels against the rate as a part of what the server can do. The time to the first token is short at low rates, and many times as long at twice what the server can do, where requests wait in line. The time per output token grows with the batch, which has 16 batch slots at most."
 _, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
-for ax, what, label in ((panels[0], "ttft", "time to first token, ms"), (panels[1], "tpot", "time per output token, ms")):
+for ax, what, label in (
+    (panels[0], "ttft", "time to first token, ms"),
+    (panels[1], "tpot", "time per output token, ms"),
+):
     for statistic, shade, marker in (("p50", HALF, "o"), ("p99", SLOWEST, "s")):
         values = [1e3 * report[what][statistic] for report in reports]
         ax.plot(PARTS, values, marker=marker, color=shade, label=statistic)
@@ -340,7 +388,9 @@ check(under_way, round(60 * 0.4))
 
 # %%
 report = reports[1]
-print(f"{report['requests_per_second']:.1f} a second · {report['latency']['mean']:.3f} s = ", end="")
+print(
+    f"{report['requests_per_second']:.1f} a second · {report['latency']['mean']:.3f} s = ", end=""
+)
 print(f"{report['requests_per_second'] * report['latency']['mean']:.1f} under way on average")
 
 # %% [markdown]
@@ -352,7 +402,11 @@ print(f"{report['requests_per_second'] * report['latency']['mean']:.1f} under wa
 num_ok = sum(report["num_ok"] for report in reports)
 num_turned_away = sum(report["num_refused"] for report in reports)
 print(f"the clients: {num_ok} answers, {num_turned_away} refusals, {48 * num_ok:,} tokens")
-for name in ("vllm:request_success_total", "minicache:requests_refused_total", "vllm:generation_tokens_total"):
+for name in (
+    "vllm:request_success_total",
+    "minicache:requests_refused_total",
+    "vllm:generation_tokens_total",
+):
     print(f"{name} {counted[name]:,.0f}")
 assert counted["vllm:request_success_total"] == num_ok
 assert counted["minicache:requests_refused_total"] == num_turned_away
@@ -373,6 +427,11 @@ check(gaps_of_an_answer, round(counted["vllm:inter_token_latency_seconds_count"]
 # ends when the engine has the token. What lies between is HTTP, twice.
 
 # %%
-server_side = counted["vllm:time_to_first_token_seconds_sum"] / counted["vllm:time_to_first_token_seconds_count"]
+server_side = (
+    counted["vllm:time_to_first_token_seconds_sum"]
+    / counted["vllm:time_to_first_token_seconds_count"]
+)
 client_side = sum(report["ttft"]["mean"] * report["num_ok"] for report in reports) / num_ok
-print(f"mean time to first token: {1e3 * server_side:.1f} ms in the server, {1e3 * client_side:.1f} ms at the clients")
+print(
+    f"mean time to first token: {1e3 * server_side:.1f} ms in the server, {1e3 * client_side:.1f} ms at the clients"
+)

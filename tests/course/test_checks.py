@@ -71,7 +71,7 @@ class Model:
         (True, 1, "a bool, expected an int"),
         (1, True, "an int, expected a bool"),
         (3.0, 3, "a float, expected an int"),
-        (None, 3, "None, expected an int"),
+        ([None], [3], "at [0]: got None, expected 3"),
         ("3", 3, "a str, expected an int"),
         ([0], [None], "at [0]: 0 is an int, expected None"),
         ([1, 2], (1, 2), "a list, expected a tuple"),
@@ -108,6 +108,7 @@ def test_gives_refuses(got: object, expected: object, difference: str) -> None:
         ("a", "b"),
         (0, None),
         (None, "a"),
+        (None, 3),
     ],
 )
 def test_a_difference_that_would_tell_nothing_more_is_left_out(got: object, expected: object) -> None:

@@ -40,7 +40,8 @@ def test_all_commands_are_there() -> None:
 
 
 def test_a_learners_command_imports_no_other(toys: Toys) -> None:
-    assert names() == {"status", "grade", "hint", "watch", "reset", "doctor", "grade-class"}
+    learners = {"status", "grade", "hint", "watch", "reset", "python", "ipython", "doctor", "grade-class"}
+    assert names() == learners
     code = """if True:
         import sys
         from minicache.cli import main

@@ -251,3 +251,33 @@ def test_attention_is_drawn_program_by_program() -> None:
     entries = log.rows("block_tables")
     assert set(entries[0, 1, 0]) == {(1, 0)}
     assert max(map(len, log.draw("k_cache").splitlines())) <= 100
+
+
+def test_a_launch_of_no_programs_is_refused() -> None:
+    x = torch.randn(4)
+    with pytest.raises(ValueError, match="copy_kernel is launched with no programs"), trace():
+        copy_kernel[(0,)](x, x, 4, 1, TILE=4)
+
+
+LANES = 4
+
+
+@triton.jit
+def global_kernel(x_ptr):
+    tl.store(x_ptr + tl.arange(0, LANES), 1.0)
+
+
+def test_a_kernel_that_reads_a_variable_of_the_module_is_refused() -> None:
+    x = torch.zeros(4)
+    with pytest.raises(NameError, match="global_kernel reads LANES"), trace():
+        global_kernel[(1,)](x)
+    assert x.sum() == 0
+
+
+def test_only_some_programs() -> None:
+    x, out = torch.randn(4096), torch.zeros(4096)
+    with trace(only=[(1023, 0, 0), (1024, 0, 0), (2, 0, 0)], x=x) as log:
+        copy_kernel[(1024,)](x, out, 4096, 1, TILE=4)
+        copy_kernel[(3,)](x, out, 4096, 1, TILE=4)
+    assert set(log.rows("x")) == {(1023, 0, 0), (2, 0, 0)}
+    assert out.nonzero().flatten().tolist() == [8, 9, 10, 11, 4092, 4093, 4094, 4095]

@@ -404,6 +404,60 @@ def decode(watched, device) -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="session")
+def store_rows(device) -> Callable[..., None]:
+    """The launcher of task 1, or of task 9 with scales, without the checks of `minicache.kernels.store_kv`; traced."""
+
+    def store_kv(
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **scales: Tensor
+    ) -> None:
+        from minicache.kernels import quantized_store, store  # only now, when Triton is known to run here
+
+        launch = quantized_store.store_kv if scales else store.store_kv
+        given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, **scales}
+        if device.type == "cuda":
+            return launch(**given)
+        with trace(**given):
+            return launch(**given)
+
+    return store_kv
+
+
+@pytest.fixture(scope="session")
+def last_of_thousands(batch, device) -> Callable[..., None]:
+    """`last_of_thousands(num_sequences=…, …)`: split-KV of a large batch, of which the last sequence is computed.
+
+    In the interpreter only: its buffers take gigabytes of addresses, and memory where they are touched.
+    """
+
+    def run(num_sequences: int, num_heads: int, num_splits: int, head_dim: int) -> None:
+        __tracebackhide__ = True
+        if device.type == "cuda":
+            pytest.skip("a GPU has all of its buffers, or none")
+        try:
+            torch.empty(num_sequences, num_heads, num_splits, head_dim)
+        except RuntimeError:
+            pytest.skip("there is no room for the buffers: integers of 32 bits are not graded here")
+        some = batch([20], 1, head_dim, 16)
+        q = torch.randn(1, num_heads, head_dim)
+        given = [each.expand(num_sequences, *each.shape[1:]) for each in (q, some.block_tables, some.context_lens)]
+
+        def paged_decode_attention(q: Tensor, block_tables: Tensor, context_lens: Tensor) -> Tensor:
+            from minicache.kernels.split_kv import paged_decode_attention as launch
+
+            last = num_sequences - 1
+            programs = [*((0, last, split) for split in range(num_splits)), (num_heads - 1, last, 0)]
+            with trace(only=programs):
+                options = {"scale": head_dim**-0.5, "num_splits": num_splits}
+                return launch(q, some.k_cache, some.v_cache, block_tables, context_lens, **options)
+
+        got = call(paged_decode_attention, *given).value[-1:, [0, -1]]
+        what = f"the first and the last head of sequence {num_sequences - 1}"
+        _check(what, got, q[:, [0, -1]], some.keys[0], some.values[0], {})
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def launches_nothing(device) -> Callable[..., None]:
     """`launches_nothing(launcher, batch, **options)`: a decode launcher with no sequence; it gives an empty output."""
 
@@ -485,15 +539,26 @@ def attends_over(device) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def prefill(watched, device) -> Callable[..., Tensor]:
-    """`prefill(batch, [3, 1], H, **options)`: run and check `paged_prefill_attention` of the last 3 and 1 tokens."""
+    """`prefill(batch, [3, 1], H, **options)`: run and check `paged_prefill_attention` of the last 3 and 1 tokens.
 
-    def run(batch: Batch, num_new: Sequence[int], num_heads: int, *, q: Tensor | None = None, **options: Any) -> Tensor:
+    `spread=` makes another layout of query_start_loc.
+    """
+
+    def run(
+        batch: Batch,
+        num_new: Sequence[int],
+        num_heads: int,
+        *,
+        q: Tensor | None = None,
+        spread: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+        **options: Any,
+    ) -> Tensor:
         __tracebackhide__ = True
         dtype = torch.float32 if batch.k_cache.itemsize == 1 else batch.k_cache.dtype
         if q is None:
             q = torch.randn(sum(num_new), num_heads, batch.k_cache.shape[3]).to(dtype).to(device)
         starts = [0, *itertools.accumulate(num_new)]
-        query_start_loc = torch.tensor(starts, dtype=batch.context_lens.dtype, device=device)
+        query_start_loc = spread(torch.tensor(starts, dtype=batch.context_lens.dtype, device=device))
         attention = watched(paged_prefill_attention)
         got = call(attention, q, *batch.paged, query_start_loc, **batch.token_scales, **options).value
         that("the output's shape and dtype", (list(got.shape), got.dtype)).gives((list(q.shape), q.dtype))

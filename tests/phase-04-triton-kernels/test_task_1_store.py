@@ -44,11 +44,21 @@ def stores(watched):
     return run
 
 
+def test_one_row(device, stores):
+    """One token, one head of 16 numbers, slot 6 of blocks of 4: row 2 of block 1, in both caches."""
+    stores(*rows(device, 1, 1, 16), *empty(device, 3, 4, 1, 16), [6])
+
+
+def test_two_rows_of_two_heads(device, stores):
+    """Each program takes a token of its own, with all of its heads."""
+    stores(*rows(device, 2, 2, 16), *empty(device, 3, 4, 2, 16), [6, 1])
+
+
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
     [
         pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes))
-        for sizes in ((2, 64, 16), (4, 80, 8), (1, 128, 32), (8, 256, 16), (3, 5, 4))
+        for sizes in ((2, 64, 16), (4, 80, 8), (3, 5, 4))
     ],
 )
 def test_rows_land_in_their_slots(device, stores, num_kv_heads, head_dim, block_size):
@@ -72,7 +82,18 @@ def test_slot_minus_one_is_skipped(device, stores, slots):
     stores(*rows(device, 3, 2, 16), *empty(device, 3, 4, 2, 16), slots)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("launched", [[-7, 3, -2], [-(2**40), 3, -1]], ids=str)
+def test_any_negative_slot_is_skipped(device, store_rows, launched):
+    """The kernel takes every negative slot for padding, not −1 alone."""
+    k, v = rows(device, 3, 2, 16)
+    k_cache, v_cache = empty(device, 3, 4, 2, 16)
+    expected = after(k_cache, k, launched), after(v_cache, v, launched)
+    call(store_rows, k, v, k_cache, v_cache, torch.tensor(launched, device=device)).gives(None)
+    that("k_cache afterwards", k_cache).gives(expected[0])
+    that("v_cache afterwards", v_cache).gives(expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
 def test_every_number_arrives_bit_for_bit(device, stores, dtype):
     """Storing copies: no number changes, in any dtype."""
     k, v = ((each * 30).to(dtype) for each in rows(device, 3, 2, 16))
@@ -108,7 +129,7 @@ def test_keys_as_a_model_makes_them(device, stores):
 
 
 def test_no_tokens(device, stores):
-    """Nothing to store: no error, and nothing changes."""
+    """Nothing to store: nothing is launched, since a grid of no programs is an error on a GPU, and nothing changes."""
     slots = torch.zeros(0, dtype=torch.int64, device=device)
     stores(*rows(device, 0, 2, 16), *empty(device, 3, 4, 2, 16), [], slots)
 
@@ -118,3 +139,19 @@ def test_padding_is_not_stored_whatever_it_holds(device, stores):
     k, v = rows(device, 4, 3, 20)
     k[1::2] = v[1::2] = float("nan")
     stores(k, v, *empty(device, 2, 4, 3, 20), [4, -1, 5, -1])
+
+
+@pytest.mark.parametrize(
+    "dim", [pytest.param(d, id=n) for d, n in enumerate(("blocks", "slots in the block", "heads"))]
+)
+def test_a_cache_of_more_than_two_billion_numbers(device, stores, far_apart, dim):
+    """A block, a slot in it or a head times its stride may pass 2³¹ − 1: in 32 bits that is a negative address."""
+    caches = (far_apart(each, dim) for each in empty(device, 3, 3, 3, 4, dtype=torch.int8))
+    stores(*(each.to(torch.int8) for each in rows(device, 2, 3, 4)), *caches, [8, 1])
+
+
+@pytest.mark.parametrize("dim", [pytest.param(0, id="tokens"), pytest.param(1, id="heads")])
+def test_rows_more_than_two_billion_numbers_apart(device, stores, far_apart, dim):
+    """k and v may be cut from a tensor so large that a token or a head times its stride passes 2³¹ − 1."""
+    k, v = (far_apart(each.to(torch.int8), dim) for each in rows(device, 3, 3, 4))
+    stores(k, v, *empty(device, 3, 4, 3, 4, dtype=torch.int8), [6, 1, 4])

@@ -23,25 +23,32 @@ def gathers(watched):
     return run
 
 
+def test_one_block(batch, gathers):
+    """Four tokens, all of one block of 4: the block's id is the table's first entry."""
+    gathers(batch([4], 1, 16, 4))
+
+
+def test_two_blocks(batch, gathers):
+    """Eight tokens in two blocks of 4: each token looks up its own block, in one tile."""
+    gathers(batch([8], 1, 16, 4))
+
+
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
-    [
-        pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes))
-        for sizes in ((2, 64, 16), (4, 80, 8), (1, 128, 32), (3, 5, 4))
-    ],
+    [pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes)) for sizes in ((2, 64, 16), (3, 5, 4))],
 )
 def test_the_rows_in_the_order_of_the_tokens(batch, gathers, num_kv_heads, head_dim, block_size):
     """Whatever blocks a sequence has, its rows come back in order. Rows that nobody uses hold NaN."""
     gathers(batch([3 * block_size + 2, block_size + 1], num_kv_heads, head_dim, block_size))
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 16], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [1, 7, 9], ids="{} tokens".format)
 def test_around_a_blocks_end(batch, gathers, length):
     """One token, one less than a block holds, all of it, one more. The table's tail is not looked up."""
     gathers(batch([length], 2, 16, 8))
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 130], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [64, 65, 130], ids="{} tokens".format)
 def test_around_a_tiles_end(batch, gathers, length):
     """More tokens than one program copies: tiles begin where the last one ended."""
     gathers(batch([length], 1, 8, 16))
@@ -55,7 +62,7 @@ def test_a_table_without_a_tail(device, watched):
     that("gather_kv of 7 tokens in blocks 3 and 1", got).gives(torch.cat([cache[3], cache[1, :3]]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
 def test_every_number_arrives_bit_for_bit(batch, gathers, dtype):
     """Gathering copies: no number changes, in any dtype."""
     gathers(batch([11], 2, 16, 8, dtype=dtype))
@@ -92,7 +99,17 @@ def test_shared_blocks(batch, gathers):
 
 
 def test_no_tokens(device, watched):
-    """Nothing to gather: an empty tensor, and no entry of the table is looked up."""
+    """Nothing to gather: an empty tensor; nothing is launched, and no entry of the table is looked up."""
     cache = torch.randn(3, 4, 2, 8, device=device)
     table = torch.tensor([2**31 - 1], device=device)
     call(watched(gather_kv), cache, table, 0).gives(cache.new_empty(0, 2, 8))
+
+
+@pytest.mark.parametrize(
+    "dim", [pytest.param(d, id=n) for d, n in enumerate(("blocks", "slots in the block", "heads"))]
+)
+def test_a_cache_of_more_than_two_billion_numbers(batch, gathers, far_apart, dim):
+    """A block, a slot in it or a head times its stride may pass 2³¹ − 1: in 32 bits that is a negative address."""
+    some = batch([6], 3, 4, 3, dtype=torch.int8)
+    some.k_cache, some.v_cache = far_apart(some.k_cache[:3], dim), far_apart(some.v_cache[:3], dim)
+    gathers(some)

@@ -1,4 +1,4 @@
-"""Phase 4, task 7: a cache of one byte a number: the store kernel that quantises, and the attention that reads it."""
+"""Phase 4, task 9: a cache of one byte a number: the store kernel that quantises, and the attention that reads it."""
 
 from __future__ import annotations
 
@@ -96,10 +96,7 @@ def test_the_row_worked_by_hand(device, stores):
 @both
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
-    [
-        pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes))
-        for sizes in ((2, 64, 16), (4, 80, 8), (1, 128, 32), (8, 256, 16), (3, 5, 4))
-    ],
+    [pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes)) for sizes in ((2, 64, 16), (3, 5, 4))],
 )
 def test_each_row_has_its_own_scale(device, quantizes, num_kv_heads, head_dim, block_size, dtype):
     """Each token and head: scale = largest / 127 (448), numbers = row / scale, rounded. Nothing else has changed."""
@@ -153,7 +150,7 @@ def test_tiny_and_huge_rows(device, quantizes, dtype):
 
 
 @both
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")], ids=str)
 def test_a_row_that_is_not_finite(device, stores, dtype, bad):
     """A row with NaN or ±∞ is read as NaN, never as plausible numbers; its neighbours are as ever."""
     k, v = random_rows(2, 2, 16)
@@ -167,15 +164,24 @@ def test_a_row_that_is_not_finite(device, stores, dtype, bad):
         that(f"what the {what} beside it is read as", got).is_close(row, rtol=0, atol=near)
 
 
-@both
-@pytest.mark.parametrize("slots", [[-1, 3, 9], [3, -1, 9], [3, 9, -1], [-1, -1, -1]], ids=str)
-def test_padding(device, quantizes, dtype, slots):
+@pytest.mark.parametrize("slots", [[-1, 3, 9], [3, -1, 9], [-1, -1, -1]], ids=str)
+def test_padding(device, quantizes, slots):
     """Slot −1 is padding: neither numbers nor a scale are written, and the row may hold NaN."""
     k, v = random_rows(3, 3, 20)
     for token, slot in enumerate(slots):
         if slot < 0:
             k[token] = v[token] = float("nan")
-    quantizes(k, v, empty(device, 3, 4, 3, 20, dtype), slots)
+    quantizes(k, v, empty(device, 3, 4, 3, 20, INT8), slots)
+
+
+def test_any_negative_slot_is_skipped(device, store_rows):
+    """The kernel takes every negative slot for padding, not −1 alone."""
+    storage = empty(device, 3, 4, 2, 16, INT8)
+    k, v = (each.to(device) for each in random_rows(2, 2, 16))
+    slots = torch.tensor([-7, -2], device=device)
+    call(store_rows, k, v, *storage[:2], slots, k_scale=storage[2], v_scale=storage[3]).gives(None)
+    for name, each in zip(("k_cache", "v_cache", "k_scale", "v_scale"), storage, strict=True):
+        that(f"{name} after slots −7 and −2", each).gives(torch.full_like(each, UNTOUCHED))
 
 
 @both
@@ -218,63 +224,65 @@ def test_no_tokens(device, quantizes):
 
 
 @both
-@pytest.mark.parametrize("length", [16, 15, 3, 40], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [16, 3], ids="{} tokens".format)
 def test_decode(quantized, decode, dtype, length):
     """A score is multiplied by its key's scale, a probability by its value's. Unused scales hold NaN."""
-    decode(quantized([length], 1, 256, 8, dtype=dtype), 2)
+    decode(quantized([length], 1, 16, 8, dtype=dtype), 1)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 2), (3, 1), (5, 1), (6, 3)])
+def test_more_than_one_tile(quantized, decode):
+    """Each tile loads the scales of its own tokens."""
+    decode(quantized([40], 1, 256, 8), 2)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 3)])
 def test_groups_of_query_heads(quantized, decode, num_heads, num_kv_heads):
     """KV head h reads the scales of head h, whatever the group's size."""
-    decode(quantized([21, 7], num_kv_heads, 16, 8), num_heads)
+    decode(quantized([21], num_kv_heads, 16, 8), num_heads)
 
 
-@both
-@pytest.mark.parametrize("block_size", [5, 16, 32], ids="blocks of {}".format)
-def test_block_sizes(quantized, decode, dtype, block_size):
+@pytest.mark.parametrize("block_size", [5, 16], ids="blocks of {}".format)
+def test_block_sizes(quantized, decode, block_size):
     """One token, one less than a block holds, all of it, one more, and none. Blocks lie anywhere, scales with them."""
-    decode(quantized([1, block_size - 1, block_size, block_size + 1, 0], 2, 80, block_size, dtype=dtype), 4)
+    decode(quantized([1, block_size - 1, block_size, block_size + 1, 0], 1, 80, block_size), 2)
 
 
 def test_scores_far_from_zero(quantized, decode, device):
     """Products of numbers are in the tens of thousands: the maximum is of scores that have been scaled."""
-    some = quantized([20, 33], 2, 64, 16)
-    decode(some, 4, q=3 * torch.sign(torch.randn(2, 4, 64)).to(device))
+    some = quantized([33], 1, 64, 16)
+    decode(some, 4, q=3 * torch.sign(torch.randn(1, 4, 64)).to(device))
 
 
 def test_shared_blocks(quantized, decode):
     """Two sequences that share their first block share its scales."""
-    some = quantized([20, 27, 17], 2, 16, 8)
+    some = quantized([20, 17], 1, 16, 8)
     some.block_tables[1:, 0] = some.block_tables[0, 0]
     for rows in (some.keys, some.values):
         for each in rows[1:]:
             each[:8] = rows[0][:8]
-    decode(some, 4)
+    decode(some, 2)
 
 
-@pytest.mark.parametrize("window", [1, 5, 16], ids="a window of {}".format)
+@pytest.mark.parametrize("window", [1, 16], ids="a window of {}".format)
 def test_sliding_window(quantized, decode, window):
     """No scale before the window is loaded."""
-    decode(quantized([21, 7, 8], 2, 16, 8), 4, sliding_window=window)
+    decode(quantized([21], 1, 16, 8), 2, sliding_window=window)
 
 
 def test_the_soft_cap_comes_after_the_scale(quantized, decode, device):
     """The score that is capped has been scaled; ALiBi is added after it, unscaled."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
-    decode(quantized([21, 7], 2, 16, 8), 4, softcap=1.5, scale=0.7, alibi_slopes=slopes)
+    decode(quantized([21], 1, 16, 8), 4, softcap=1.5, scale=0.7, alibi_slopes=slopes)
 
 
-@both
-def test_splits(quantized, decode, dtype):
+def test_splits(quantized, decode):
     """Split-KV passes the scales on to attend_range."""
-    decode(quantized([70, 20], 2, 256, 8, dtype=dtype), 4, num_splits=3)
+    decode(quantized([40], 2, 256, 8), 4, num_splits=2)
 
 
-@both
-def test_prefill(quantized, prefill, dtype):
+def test_prefill(quantized, prefill):
     """So does prefill: a chunk, a single token, a whole prompt."""
-    prefill(quantized([37, 20, 18], 2, 64, 8, dtype=dtype), [6, 1, 18], 4)
+    prefill(quantized([37, 20, 18], 2, 16, 8), [6, 1, 18], 4)
 
 
 @both
@@ -305,3 +313,36 @@ def test_a_row_that_is_not_finite_reaches_its_own_sequence_only(quantized, watch
     expected = [[False, False, True, True], [False] * 4]
     that("which heads are all NaN, by sequence", got.isnan().all(-1).tolist()).gives(expected)
     that("which heads hold a NaN, by sequence", got.isnan().any(-1).tolist()).gives(expected)
+
+
+@pytest.mark.parametrize(
+    "dim", [pytest.param(d, id=n) for d, n in enumerate(("blocks", "slots in the block", "heads"))]
+)
+def test_a_cache_of_more_than_two_billion_numbers(device, stores, far_apart, dim):
+    """A block, a slot in it or a head times its stride may pass 2³¹ − 1: in 32 bits that is a negative address."""
+    storage = empty(device, 3, 3, 3, 16, INT8)
+    near = [each.clone() for each in storage]
+    storage[:2] = [far_apart(each, dim) for each in storage[:2]]
+    k, v = random_rows(2, 3, 16)
+    stores(k, v, storage, [8, 1])
+    stores(k, v, near, [8, 1])
+    for name, one, other in zip(("k_cache", "v_cache", "k_scale", "v_scale"), storage, near, strict=True):
+        that(f"{name}, against what the same call makes of a small cache", one.contiguous()).gives(other)
+
+
+def test_rows_more_than_two_billion_numbers_apart(device, quantizes, far_apart):
+    """k and v may be cut from a tensor so large that a token times its stride passes 2³¹ − 1."""
+    k, v = (far_apart(each.half(), 0) for each in random_rows(3, 2, 16))
+    quantizes(k, v, empty(device, 3, 4, 2, 16, INT8), [6, 1, 4])
+
+
+def test_slots_with_gaps(device, watched):
+    """slot_mapping may be every second number of a wider tensor: the launcher makes it contiguous."""
+    k, v = (each.to(device) for each in random_rows(3, 2, 16))
+    one, other = (empty(device, 3, 4, 2, 16, INT8) for _ in range(2))
+    slots = torch.tensor([6, 4, -1, 4, 1, 4], device=device)[::2]
+    for storage, mapping in ((one, slots), (other, slots.contiguous())):
+        scales = {"k_scale": storage[2], "v_scale": storage[3]}
+        call(watched(store_kv), k, v, *storage[:2], mapping, **scales).gives(None)
+    for name, mine, right in zip(("k_cache", "v_cache", "k_scale", "v_scale"), one, other, strict=True):
+        that(f"{name}, against contiguous slots", mine).gives(right)

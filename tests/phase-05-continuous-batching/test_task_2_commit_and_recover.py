@@ -47,6 +47,15 @@ def test_a_prompt_is_computed_and_a_token_generated(plain, request_of):
     that("its status", request.status.name).gives("RUNNING")
 
 
+def test_a_committed_step_is_over(plain, request_of):
+    """Until it is committed, the step is the scheduler's `outstanding`; then there is none."""
+    scheduler = plain()
+    output = batch_of(scheduler, request_of("a"))
+    that("outstanding is the step before the commit", scheduler.outstanding is output).gives(True)
+    call(scheduler.update_from_output, output, {"a": 7}).gives([])
+    that("outstanding after the commit", scheduler.outstanding).gives(None)
+
+
 def test_decode_goes_on_token_by_token(plain, request_of):
     """Each later step computes one token, the newest, and generates the next."""
     scheduler = plain()
@@ -73,10 +82,12 @@ def test_a_prompt_in_parts(plain, request_of):
     scheduler = plain(chunk=4)
     request = request_of("a", 10)
     scheduler.add_request(request)
-    for computed, tokens in [(4, {"a": 90}), (8, {}), (10, {"a": 91})]:
+    for computed, tokens, generated in [(4, {"a": 90}, []), (8, {}, []), (10, {"a": 91}, [91])]:
         call(scheduler.update_from_output, scheduler.schedule(), tokens).gives([])
         that("num_computed_tokens", request.num_computed_tokens).gives(computed)
-    that("output_token_ids", request.output_token_ids).gives([91])
+        that(f"output_token_ids with {computed} of 10 prompt tokens computed", request.output_token_ids).gives(
+            generated
+        )
 
 
 def test_a_stop_token_in_the_middle_of_a_prompt_is_ignored(plain, request_of):

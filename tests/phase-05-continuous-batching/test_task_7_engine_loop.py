@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minicache.course.checks import call, that
+from minicache.course import scenario
+from minicache.course.checks import call, short, that
+from minicache.course.follow import following
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.model import MiniGPT, MiniGPTConfig
@@ -22,6 +24,17 @@ def _one_thread_and_a_seed():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _engine():
+    """A failure tells the engine's options."""
+
+    def told(llm, model, **options):
+        return f"LLM({', '.join(['model', *(f'{name}={short(value)}' for name, value in options.items())])})", ""
+
+    with following(LLM, __init__=told):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +137,10 @@ def test_one_pass_over_all_prompts(model, cache):
         llm.add_request(prompt, greedy(4))
     got = call(llm.run_model, llm.scheduler.schedule()).value
     with torch.inference_mode():
-        expected = torch.stack([model(torch.tensor([prompt]))[0, -1] for prompt in prompts])
+        logits = [model(torch.tensor([prompt]))[0] for prompt in prompts]
+    for i, rows in enumerate(logits):
+        scenario.remember(f"logits of prompt {i}", rows)
+    expected = torch.stack([rows[-1] for rows in logits])
     that("logits of three requests", got).is_close(expected, rtol=0, atol=1e-9)
     that("logits.requires_grad: no gradients are kept", got.requires_grad).gives(False)
 
@@ -272,9 +288,12 @@ def test_no_token_before_the_prompt_is_computed(model, temperature):
     """A prompt that is computed in chunks gives no token, and draws none, before its last chunk."""
     (prompt,) = prompts_of(8)
     params = greedy(3, temperature=temperature, seed=2)
-    llm = LLM(model, scheduler=Chunked(num_blocks=20))
+    watched = Watched(model)
+    llm = LLM(watched, scheduler=Chunked(num_blocks=20))
     llm.add_request(prompt, params)
     got = [tokens_of(call(llm.step).value) for _ in range(5)]
+    for i, part in enumerate([prompt[:3], prompt[3:6], prompt[6:]]):
+        that(f"tokens of pass {i} over the prompt {prompt}, three a step", watched.passes[i]).gives([part])
     expected = alone(model, prompt, 3, params)
     that("tokens of steps 0 … 4", got).gives([[], [], *[[token] for token in expected]])
 
@@ -476,7 +495,7 @@ def test_a_step_that_failed_can_be_tried_again(model, cache, scheduler):
         except OSError:
             num_failures += 1
             llm.scheduler.check()
-    that("failures", num_failures).gives(len(failures))
+    that("OSErrors of the model that came out of step()", num_failures).gives(len(failures))
     for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         that(f"tokens of request {i}", got[i]).gives(alone(model, prompt, 6, each))
 

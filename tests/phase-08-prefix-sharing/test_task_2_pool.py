@@ -287,8 +287,10 @@ def work(num_blocks):
     pool.cache(pool.allocate(num_blocks), hashes)
     pool.free(range(10, num_blocks))
     there = iter(range(num_blocks // 2, num_blocks))
+    plain = pool.allocate(5)
     calls = {
         "free": lambda number: (pool.free, [number]),
+        "free without a hash": lambda number: (pool.free, [plain[number]]),
         "share": lambda number: (pool.share, [next(there)]),
         "find": lambda number: (pool.find, [Hash(next(there).to_bytes(32, "big"))]),
         "uncache": lambda number: (pool.uncache, [next(there)]),

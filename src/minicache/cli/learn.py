@@ -1,12 +1,13 @@
-"""What a learner and a teacher type: status, grade, hint, watch, reset, doctor, grade-class."""
+"""What a learner and a teacher type: status, grade, hint, watch, reset, python, doctor, grade-class."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from minicache import __version__
 from minicache.course import grading, report
 from minicache.course.finder import show
 from minicache.course.journal import Event
@@ -139,6 +141,21 @@ def reset(
         console.print("Nothing to do: these are the starters.")
 
 
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@app.command(context_settings=_PASS_ON)
+def python(context: typer.Context) -> None:
+    """Start Python with your files loaded, finished or not: a prompt, or a script, -c CODE, -m MODULE."""
+    _interpret(["-i"] if not context.args else [], context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def ipython(context: typer.Context) -> None:
+    """Start IPython with your files loaded, finished or not. What follows is passed on to it."""
+    _interpret([], ["ipython", *context.args])
+
+
 @app.command()
 def doctor() -> None:
     """Check what the course needs, and say what to do about what is missing."""
@@ -208,6 +225,11 @@ def _grade(workspace: Workspace, phase: Phase, task: int | None, timeout: float,
     return result
 
 
+def _interpret(options: list[str], arguments: list[str]) -> NoReturn:
+    """Become a Python into which nothing has been imported yet that a learner's file could stand in for."""
+    os.execv(sys.executable, [sys.executable, *options, "-m", "minicache.course.interpreter", *arguments])
+
+
 def _copy_command(source: Path, target: Path) -> str:
     """The command that copies a file, as it can be typed where one is."""
     return shlex.join(["cp", os.path.relpath(source), os.path.relpath(target)])
@@ -219,6 +241,9 @@ def _progress(console: Console) -> Progress:
 
 
 def _load(workspace: Workspace) -> Saved:
+    if workspace.version not in ("", __version__):
+        told = f"This folder is of minicache {workspace.version}, and {__version__} is installed: `minicache update`"
+        console.print(f"[yellow]{told} brings new starters and tests, and keeps what you wrote.[/]", soft_wrap=True)
     saved = Saved.load(workspace)
     if saved.warning:
         console.print(f"[yellow]{escape(saved.warning)}[/]", soft_wrap=True)

@@ -12,7 +12,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
 from numbers import Integral, Real
 from types import TracebackType
 from typing import Any
@@ -38,7 +39,7 @@ class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
         got: what came back.
         expected: what should have come back.
         first_difference: the first place where the two differ, or "" where `got` and `expected` tell it all.
-        num_done: of the notes of `scenario.done`, those from before the call.
+        num_done: of the notes of `scenario.done`, those that are told with it.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Outcome:
         called: the call as text.
         returned: its result, None if it raised.
         error: what it raised, or None.
-        num_done: notes of what the test has done (`scenario.done`) before the call.
+        num_done: notes of what the test has done (`scenario.done`), without one of the call itself.
     """
 
     called: str
@@ -139,13 +140,16 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Call `fn` and keep what came of it. What a starter raises ("not written yet") goes straight through."""
     arguments = [short(arg) for arg in args] + [f"{name}={short(arg)}" for name, arg in kwargs.items()]
     called = f"{_name(fn)}({', '.join(arguments)})"  # before the call, which may change its arguments
-    num_done = scenario.num_done()
+    before = scenario.num_done()
     try:
-        return Outcome(called, returned=fn(*args, **kwargs), num_done=num_done)
-    except (Exception, SystemExit) as error:
-        if is_not_written(error):
+        returned, error = fn(*args, **kwargs), None
+    except (Exception, SystemExit) as raised:
+        if is_not_written(raised):
             raise
-        return Outcome(called, error=unwrapped(error), num_done=num_done)
+        returned, error = None, unwrapped(raised)
+    # What is done inside is told too, but not the call itself: that is the next line.
+    num_done = before if hasattr(fn, "is_followed") else scenario.num_done()
+    return Outcome(called, returned, error, num_done)
 
 
 def that(description: str, got: object) -> Outcome:
@@ -230,16 +234,25 @@ def short(value: Any) -> str:
     if isinstance(value, list | tuple) and 0 < len(value) <= 8:
         inside = ", ".join(short(item) for item in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, Enum):
+        return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return _name(value)
     if is_dataclass(value) and not isinstance(value, type):
         shown = [(each, short(getattr(value, each.name))) for each in fields(value) if each.repr]
-        told_fields = [f"{each.name}={text}" for each, text in shown if text != short(each.default)]
+        told_fields = [f"{each.name}={text}" for each, text in shown if text != _default(each)]
         return _cut(f"{type(value).__qualname__}({', '.join(told_fields)})", 240)
     text = repr(value)
     if " object at 0x" in text:  # Python's own repr: an address tells nothing
         return _kind(value)
     return _cut(text, 80)
+
+
+def _default(field: Field[Any]) -> str:
+    """What a dataclass's field is told as where nothing was given for it; "" where something must be."""
+    if field.default_factory is not MISSING:
+        return short(field.default_factory())
+    return "" if field.default is MISSING else short(field.default)
 
 
 def _numbers(value: Any) -> str:
@@ -270,16 +283,16 @@ def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "")
         for index, (one, other) in enumerate(zip(got, expected, strict=False)):
             if (difference := _difference(one, other, rtol, atol, f"{at}[{index}]")) is not None:
                 return difference
-        return None if len(got) == len(expected) else f"{prefix}{len(got)} items, expected {len(expected)}"
-    if _is_number(expected):
+        return None if len(got) == len(expected) else f"{prefix}{_items(len(got))}, expected {len(expected)}"
+    if not at and (got is None or expected is None):  # "None" and the other one tell it all
+        return None if got is expected else ""
+    if _is_number(expected) and got is not None:
         # A bool is no number here, and a count of things is an integer.
         if not _is_number(got) or (isinstance(expected, Integral) and not isinstance(got, Integral)):
             return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
         if got == expected or abs(got - expected) <= atol + rtol * abs(expected) < math.inf:
             return None
         return f"{prefix}got {short(got)}, expected {short(expected)}" if at else _factor(got, expected)
-    if not at and (got is None or expected is None):  # "None" and the other one tell it all
-        return None if got is expected else ""
     if type(got) is not type(expected) and isinstance(expected, bool | str | None):
         return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
     if got == expected:
@@ -338,9 +351,11 @@ def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix
     first, right = one[tuple(index)].item(), other[tuple(index)].item()
     here = f"first at {index}: got {first:.6g}, expected {right:.6g}"
     largest = error[wrong].max().item()  # NaN if one of them is
-    how = "contains NaN" if math.isnan(largest) else f"largest error {largest:.3g}"
+    how = ", contains NaN" if math.isnan(largest) else f", largest error {largest:.3g}"
+    if not expected.is_floating_point():  # ids and positions: how far off says nothing
+        how = ""
     known = [f"{number:.6g} is {where}" for number in (first, right) if (where := scenario.origin(number))]
-    return "; ".join([f"{prefix}{here}", *known, f"{count} of {wrong.numel()} differ, {how}"])
+    return "; ".join([f"{prefix}{here}", *known, f"{count} of {wrong.numel()} differ{how}"])
 
 
 def is_tensor(value: object) -> bool:
@@ -351,6 +366,10 @@ def is_tensor(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _items(count: int) -> str:
+    return f"{count} item" if count == 1 else f"{count} items"
 
 
 def _kind(value: object) -> str:

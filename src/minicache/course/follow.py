@@ -90,6 +90,7 @@ def _followed(method: Callable[..., Any], teller: Teller | None) -> Callable[...
             )
         return result
 
+    followed.is_followed = True  # type: ignore[attr-defined]
     return followed
 
 
@@ -109,13 +110,16 @@ def _remember(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
 
 
 def _request(request: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    more = "".join(f", {name} {short(value)}" for name, value in kwargs.items() if value or value == 0)
+    usual = signature(type(request)).parameters
+    given = {name: value for name, value in kwargs.items() if name in usual and value != usual[name].default}
+    more = "".join(f", {name} {short(value)}" for name, value in given.items())
     tokens = f"{request.num_prompt_tokens} prompt tokens, max_tokens {request.max_tokens}"
     return f"requests of {tokens}{more}:", repr(request.request_id)
 
 
 def _step(output: Any) -> tuple[str, str]:
-    more = [f"{name} {getattr(output, name)}" for name in ("preempted", "finished") if getattr(output, name, None)]
+    decisions = ("preempted", "swapped_out", "swapped_in", "blocks_to_copy", "finished", "draft_token_ids")
+    more = [f"{name} {getattr(output, name)}" for name in decisions if getattr(output, name, None)]
     return "; ".join([f"schedule() runs {getattr(output, 'num_scheduled_tokens', output)}", *more]), ""
 
 

@@ -13,11 +13,11 @@ from typing import Any
 GIVEN, AFTER = "given     ", "after     "
 """How the lines of a failure begin that tell what was there, and what was done."""
 
-_MAX_LINES, _MAX_ITEMS = 8, 6
+_MAX_LINES, _MAX_ITEMS, _MAX_LENGTH = 8, 6, 160
 
 _given: list[tuple[str, str]] = []
 _done: list[tuple[str, str]] = []
-_tensors: list[tuple[str, Any]] = []
+_tensors: list[tuple[str, int, Any]] = []  # name, how often it was given before, copy
 
 
 def given(what: str, item: str = "") -> None:
@@ -37,7 +37,7 @@ def num_done() -> int:
 
 def remember(name: str, tensor: Any) -> None:
     """Keep a copy of a tensor, so that a number of it can be told when it turns up in the wrong place."""
-    _tensors.append((name, tensor.detach().clone()))
+    _tensors.append((name, sum(each[0] == name for each in _tensors), tensor.detach().clone()))
 
 
 def origin(number: float) -> str:
@@ -45,10 +45,11 @@ def origin(number: float) -> str:
     if number == 0:  # as memory is that was never written
         return ""
     places = []
-    for name, tensor in _tensors:
-        for index in (tensor.double() == number).nonzero().tolist():
+    for name, earlier, tensor in _tensors:
+        near = (tensor.double() - number).abs() <= 1e-9 * abs(number)  # another batch rounds otherwise
+        for index in near.nonzero().tolist():
             part, of, whole = name.partition(" of ")
-            places.append(f"{part}{index}{of}{whole}")
+            places.append(f"{part}{index}{of}{whole}" + (f", call {earlier + 1}" if earlier else ""))
     return places[0] if len(places) == 1 else ""
 
 
@@ -60,7 +61,6 @@ def telling() -> Iterator[None]:
         yield
     except BaseException as error:
         if not any(note.startswith((GIVEN, AFTER)) for note in getattr(error, "__notes__", ())):
-            # A check is told with what was done before the call that it is about.
             for note in (*_told(GIVEN, _given), *_told(AFTER, _done[: getattr(error, "num_done", None)])):
                 error.add_note(note)
         raise
@@ -77,10 +77,14 @@ def _told(label: str, notes: list[tuple[str, str]]) -> list[str]:
             merged[-1][1].append(item)
         else:
             merged.append((what, [item] if item else []))
-    lines = [f"{what} {', '.join(_ends(items))}".rstrip() for what, items in merged]
+    lines = [_cut(f"{what} {', '.join(_ends(items))}".rstrip()) for what, items in merged]
     if left := len(lines) - _MAX_LINES:
         lines = lines if left < 0 else [f"… ({left} more before)", *lines[-_MAX_LINES:]]
     return ["\n".join([label + lines[0], *(" " * len(label) + line for line in lines[1:])])] if lines else []
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _MAX_LENGTH else f"{line[: _MAX_LENGTH - 2]} …"
 
 
 def _ends(items: list[str]) -> list[str]:

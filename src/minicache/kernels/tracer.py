@@ -24,7 +24,7 @@ import re
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -193,11 +193,14 @@ class Log:
 
 
 @contextmanager
-def trace(*, forbid: Mapping[str, Forbidden] | None = None, **tensors: Tensor) -> Iterator[Log]:
+def trace(
+    *, forbid: Mapping[str, Forbidden] | None = None, only: Sequence[Program] = (), **tensors: Tensor
+) -> Iterator[Log]:
     """Watch every kernel that the interpreter runs inside the `with`.
 
     Args:
         forbid: name → elements of that tensor that no program may touch.
+        only: of a large grid, the programs that run: those of these that a launch has. All by default.
         tensors: name → CPU tensor; what is None or a number is passed over. A kernel's argument that lies in one of
             them goes by its name and indices, any other by the argument's own. All arguments are watched.
 
@@ -213,7 +216,8 @@ def trace(*, forbid: Mapping[str, Forbidden] | None = None, **tensors: Tensor) -
     if not _LOCK.acquire(blocking=False):
         raise RuntimeError("another trace is active: the interpreter is one object for the whole process")
     try:
-        watch = _Watch({name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, forbid or {})
+        named = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        watch = _Watch(named, forbid or {}, only)
         with watch.installed():
             yield watch.log
     finally:
@@ -256,14 +260,15 @@ class _Region:
 class _Watch:
     """One active trace: what it knows of the kernel that runs, and what it hooks into the interpreter."""
 
-    def __init__(self, named: Mapping[str, Tensor], forbid: Mapping[str, Forbidden]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], forbid: Mapping[str, Forbidden], only: Sequence[Program]) -> None:
         if unknown := sorted(set(forbid) - set(named)):
             raise ValueError(f"forbid names {', '.join(unknown)}, which trace was not given")
-        self.named, self.forbid = named, forbid
+        self.named, self.forbid, self.only = named, forbid, only
         self.log = Log(shapes={name: tuple(tensor.shape) for name, tensor in named.items()})
         self.kernel = ""
         self.names: dict[int, str] = {}  # id of an argument → its name
         self.regions: list[_Region] = []
+        self.grid: Program = (1, 1, 1)  # of the launch, where `only` gives it a smaller one
         self.patched: set[int] = set()  # ids of the modules of Triton's language that this launch has made interpreted
 
     @contextmanager
@@ -273,7 +278,7 @@ class _Watch:
 
         launcher, builder = interpreter.GridExecutor, interpreter.interpreter_builder
         to_host, to_pointer, run = launcher._init_args_hst, interpreter._implicit_cvt, launcher.__call__
-        set_grid_dim = builder.set_grid_dim
+        set_grid_dim, set_grid_idx = builder.set_grid_dim, builder.set_grid_idx
         patch_language, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
 
         def init_args_hst(launch: Any, args: Any, kwargs: Any) -> Any:
@@ -300,6 +305,9 @@ class _Watch:
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
             self.patched = set()
+            if self.only:
+                self.grid = (*executor.grid, 1, 1)[:3]
+                executor.grid = (sum(map(self.has, self.only)),)
             try:
                 return run(executor, *args, **kwargs)
             except interpreter.InterpreterError as error:
@@ -309,7 +317,10 @@ class _Watch:
             if 0 in grid:
                 told = f"{self.kernel} is launched with no programs, a grid of {grid}"
                 raise ValueError(f"{told}: on a GPU that is an error, so the launcher has to return before it")
-            set_grid_dim(*grid)
+            set_grid_dim(*(self.grid if self.only else grid))
+
+        def set_program(*program: int) -> None:
+            set_grid_idx(*(list(filter(self.has, self.only))[program[0]] if self.only else program))
 
         def access(method: str, kind: str, ptr: int, mask: int | None) -> Callable[..., Any]:
             """The builder's `method`, whose arguments number `ptr` and `mask` are what their names say."""
@@ -338,6 +349,7 @@ class _Watch:
             (launcher, "_init_args_hst", init_args_hst),
             (launcher, "__call__", launch),
             (builder, "set_grid_dim", set_grid),
+            (builder, "set_grid_idx", set_program),
             # Looked for at each operation on integers and told to nobody; visit() sees what an overflow leads to.
             (builder, "options", replace(builder.options, sanitize_overflow=False)),
             (interpreter, "_implicit_cvt", implicit_cvt),
@@ -351,6 +363,10 @@ class _Watch:
             for owner, name, hook in patches:
                 stack.enter_context(patch.object(owner, name, hook))
             yield
+
+    def has(self, program: Program) -> bool:
+        """Whether the grid has that program."""
+        return all(index < size for index, size in zip(program, self.grid, strict=True))
 
     def place(self, name: str, argument: Tensor) -> int:
         """Make up an address for an argument of the kernel that is being launched."""

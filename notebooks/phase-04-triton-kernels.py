@@ -36,7 +36,9 @@ k_cache = torch.randn(8, 8, 1, 256)  # blocks, rows of a block, KV heads, number
 tables, lengths = torch.tensor([[5, 1, 6, 3, 0]]), torch.tensor([37])
 q = torch.randn(1, 4, 256)
 with trace(k_cache=k_cache) as log:
-    paged_decode_attention(q, k_cache, k_cache.clone(), tables, lengths, num_splits=1, backend="triton")
+    paged_decode_attention(
+        q, k_cache, k_cache.clone(), tables, lengths, num_splits=1, backend="triton"
+    )
 tiles = [rows_of(load, block_size=8) for load in loads_of(log, "k_cache")]
 nb.rows_touched(tiles, 64, 8, "tile")
 
@@ -382,7 +384,9 @@ for name, rows in (("normal", normal), ("one large", one_large)):
     errors[f"e4m3, {name}"] = [error(rows, to_e4m3, 448)] * len(bits)
     int8, e4m3 = (errors[f"{kind}, {name}"][-1] for kind in ("integers", "e4m3"))
     print(f"{name}: int8 {int8:.4f}, e4m3 {e4m3:.4f}")
-nb.lines(bits, errors, "bits an integer", "error / size of the numbers", yscale="log")
+nb.lines(
+    bits, errors, "bits an integer", "error / size of the numbers", yscale="log", ylim=(0.005, 20)
+)
 
 # %% [markdown]
 # **Question 7.** Llama-3-8B: 32 layers, 8 KV heads, d = 128. How many bytes does a token take in int8, with a scale in fp32

@@ -67,7 +67,7 @@ def test_a_notebook_ends_with_an_experiment_of_the_learners_own(cells) -> None:
     headings = [number for number, cell in enumerate(cells) if re.search(r"^## ", cell.source, re.M)]
     instructions, experiment, outcome = cells[headings[-1] :]
     assert "## Your experiment: " in instructions.source
-    assert "**write down" in " ".join(instructions.source.lower().split())
+    assert "write down" in " ".join(instructions.source.lower().split())
     assert "YOUR_PREDICTION" in experiment.source
     assert experiment.metadata["alt"]
     assert outcome.source.startswith("**What to look for.**")

@@ -129,6 +129,12 @@ def test_rendered_page_has_text_output_and_a_described_picture(pages: ModuleType
     assert "# A title\n" in page
 
 
+def test_a_pages_first_screen_is_the_question_and_the_picture(pages: ModuleType, notebooks: ModuleType) -> None:
+    page = pages.render(ROOT / "notebooks" / f"{NOTEBOOKS[0]}.ipynb")["notebook.md"]
+    places = [page.index(part) for part in ("\n# Phase 0", "\n![", "This page is a notebook", "```python\nMINE")]
+    assert places == sorted(places)
+
+
 def test_a_picture_without_words_is_refused(pages: ModuleType, write) -> None:
     with pytest.raises(pages.NotebookError, match="alt"):
         pages.render(write(alt="").with_suffix(".ipynb"))

@@ -66,8 +66,8 @@ def test_a_later_tile_brings_a_larger_score(attends):
 
 
 def test_an_earlier_tile_has_the_largest_score(attends):
-    """16 scores of ln 4, then 16 of 0: the maximum stays, and the second tile counts a quarter."""
-    attends(*scored([math.log(4)] * 16 + [0.0] * 16))
+    """16 scores of ln 4, then 32 of 0: the maximum stays, and the second and the third tile count a quarter."""
+    attends(*scored([math.log(4)] * 16 + [0.0] * 32))
 
 
 @pytest.mark.parametrize("num_keys", [17, 40], ids="{} keys".format)

@@ -47,7 +47,8 @@ from benchmarks._record import record
 from benchmarks.engine import SHAPE
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
-from minicache.engine.sampling import SamplingParams, greedy
+from minicache.engine.picking import greedy
+from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
 from minicache.memory.blocks import blocks_for

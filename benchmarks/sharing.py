@@ -28,7 +28,8 @@ import torch
 from rich.progress import track
 
 from benchmarks._record import record
-from minicache.engine.beam import BeamSearchParams, beam_search
+from minicache.engine.beam import BeamSearchParams
+from minicache.engine.beam_requests import beam_search
 from minicache.engine.llm import LLM
 from minicache.grammar import Tokenizer, sample_text
 from minicache.request import Request, RequestId

@@ -1,57 +1,34 @@
 # %% [markdown]
 # # Phase 0: the arithmetic at work
 #
-# What can you find out with fifteen small functions? This is the bench on which to try them: which models fit where,
-# what a batch costs and earns, and where the roof of your own machine is. Nothing here needs a GPU.
-#
-# Set `MINE = True` in the first cell to compute with your own `labs/phase-00-decode-arithmetic/arithmetic/arithmetic.py`, then
-# restart the kernel and run all cells. A function that you have not written yet says so where it is first called.
+# Why does a GPU that can do 312 trillion operations a second write fewer than 100 tokens a second for one user? And how
+# many can it write for many users? The picture below is the answer for one model on one card, from fifteen small functions.
+# By the end of this notebook you can say of every line where it starts, where it bends, and where it is out of reach.
 
-# %%
-MINE = False
+# %% alt="Tokens per second against batch size, both doubling, for Llama-3-8B on an A100-80GB, one line per context length. All start near 120 tokens per second. With 128 tokens of context the line rises to 20,000 at a batch of 256 and is flat from there; with 16,384 tokens it flattens below 1,000."
+MINE = False  # True: your own files; then restart the kernel and run all cells
 
-if MINE:
-    from minicache.course.finder import install
-    from minicache.course.workspace import find_workspace
+from minicache import notebook as nb
 
-    workspace = find_workspace()
-    files = workspace.lab_files(workspace.course.phase(0))
-    install({"minicache.arithmetic.arithmetic": files["minicache.arithmetic.arithmetic"]})
+nb.begin(0, mine=MINE)
 
 from minicache.arithmetic import arithmetic, specs
 
-print("Computing with", "your file." if MINE else "the reference.")
 
-# %%
-import dataclasses
-import time
-
-import matplotlib.pyplot as plt
-import numpy as np
-
-from minicache.palette import color
-from minicache.arithmetic.specs import GIB, Accelerator
-
-STYLES = [("generated", "-", "o"), ("end", "--", "s"), ("shared", "-.", "^"), ("wasted", ":", "D")]
+def step(model, card, context, batch):
+    """Seconds of one decode step."""
+    flops = arithmetic.step_flops(model, 1, context, batch)
+    return arithmetic.step_seconds(card, flops, arithmetic.step_bytes(model, 1, context, batch))
 
 
-def axes(xlabel, ylabel):
-    """Logarithmic axes with labels and a grid."""
-    _, ax = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
-    ax.set(xlabel=xlabel, ylabel=ylabel, xscale="log", yscale="log")
-    ax.grid(alpha=0.3)
-    return ax
-
-
-def check(answer, right, within=0.02):
-    """Compare an answer with the computed one, if there is one to compare."""
-    if answer is None:
-        print("No answer yet: write it in the cell above, then run that cell and this one.")
-        return
-    direction = "high" if answer > right else "low"
-    assert abs(answer - right) <= within * abs(right), f"{answer:,} is too {direction}"
-    print("Right.")
-
+batches = [2**exponent for exponent in range(10)]
+rates = {
+    f"{context:,} tokens of context": [
+        batch / step(specs.LLAMA_3_8B, specs.A100_80GB, context, batch) for batch in batches
+    ]
+    for context in (128, 1024, 4096, 16_384)
+}
+nb.lines(batches, rates, "batch size", "tokens per second", doubling=True, yscale="log")
 
 # %% [markdown]
 # ## 1. What does a token leave behind?
@@ -76,16 +53,18 @@ for name, model in MODELS.items():
 
 # %% [markdown]
 # **Question 1.** You load a model that the table does not have: 48 layers, 40 query heads, 8 KV heads of 128, and the
-# engine stores its cache in int8. How many tokens of it take one GiB? Work it out before you run the check.
+# engine stores its cache in int8. How many of its tokens fit in one GiB? Work it out before you run the check.
 
 # %%
 tokens_in_a_gib = None
 
 # %%
-check(tokens_in_a_gib, GIB // arithmetic.kv_bytes_per_token(48, 8, 128, "int8"))
+nb.check(
+    tokens_in_a_gib, specs.GIB // arithmetic.kv_bytes_per_token(48, 8, 128, "int8"), within=0.02
+)
 
 # %% [markdown]
-# ## 2. Who fits on which card?
+# ## 2. Which model fits on which card?
 #
 # Sequences of 4,096 tokens that fit at once, weights and cache in 16 bits, a tenth of the memory held back. A dash: the
 # weights do not even fit.
@@ -122,30 +101,23 @@ factor = None
 
 # %%
 in_int8 = sequences(specs.LLAMA_3_8B, specs.A100_80GB, 4096, "int8")
-check(factor, in_int8 / sequences(specs.LLAMA_3_8B, specs.A100_80GB, 4096))
+in_bfloat16 = sequences(specs.LLAMA_3_8B, specs.A100_80GB, 4096)
+nb.check(factor, in_int8 / in_bfloat16, within=0.02)
 
 # %% [markdown]
 # ## 3. What does a batch cost, and what does it earn?
 #
-# Decode of Llama-3-8B on an A100-80GB. Left to right the batch doubles. Each sequence waits for the time of a step
-# (downwards is better for the user); all together produce tokens per second (upwards is better for the owner).
+# The first picture again, against the time of a step instead of the batch: each mark doubles the batch. A user waits for
+# the time of a step (further left is better for the user); all users together get tokens per second (higher is better for
+# the owner).
 
-# %% alt="Tokens per second against seconds per step for Llama-3-8B on an A100-80GB, one line per context length. With 128 tokens of context the line rises steeply from 120 tokens per second: a batch of 128 takes an eighth longer than one of 1. With 16,384 tokens it bends over early: bigger batches cost time and earn little."
-def step(model, card, context, batch):
-    """Seconds of one decode step."""
-    flops = arithmetic.step_flops(model, 1, context, batch)
-    return arithmetic.step_seconds(card, flops, arithmetic.step_bytes(model, 1, context, batch))
-
-
-batches = [2**exponent for exponent in range(10)]
-ax = axes("milliseconds per step", "tokens per second, whole batch")
-for context, (role, dash, marker) in zip((128, 1024, 4096, 16_384), STYLES, strict=True):
-    times = [step(specs.LLAMA_3_8B, specs.A100_80GB, context, batch) for batch in batches]
-    rates = [batch / seconds for batch, seconds in zip(batches, times, strict=True)]
-    milliseconds = [1000 * seconds for seconds in times]
-    ax.plot(milliseconds, rates, dash, marker=marker, color=color(role), label=f"{context:,} tokens")
-ax.legend(title="context")
-plt.show()
+# %% alt="Tokens per second against milliseconds per step for Llama-3-8B on an A100-80GB, one line per context length. With 128 tokens of context the line rises steeply from 120 tokens per second: a batch of 128 takes an eighth longer than one of 1. With 16,384 tokens it bends over early: bigger batches cost time and earn little."
+milliseconds = {
+    context: [1e3 * batch / rate for batch, rate in zip(batches, line)]
+    for context, line in rates.items()
+}
+axes = {"xscale": "log", "yscale": "log"}
+nb.lines(milliseconds, rates, "milliseconds per step", "tokens per second", **axes)
 
 # %% [markdown]
 # Not every point of these lines exists: 512 sequences with 16,384 tokens each would take a terabyte of cache. Which ones do
@@ -159,7 +131,7 @@ slowdown = None
 
 # %%
 one, many = (step(specs.LLAMA_3_8B, specs.A100_80GB, 1024, batch) for batch in (1, 64))
-check(slowdown, many / one)
+nb.check(slowdown, many / one, within=0.02)
 
 # %% [markdown]
 # ## 4. When does decode stop waiting for the memory?
@@ -167,15 +139,15 @@ check(slowdown, many / one)
 # The break-even batch against the context length. A line that ends has become "never".
 
 # %% alt="Break-even batch against context length for Llama-3-70B on an L4, an A100-80GB, an H100 and an H200. All lines start at the card's ridge, between 153 and 403, rise slowly and then shoot up to end between 1,000 and 3,000 tokens of context."
-contexts = sorted({round(2 ** (exponent / 8)) for exponent in range(0, 96)})
-ax = axes("tokens of context", "break-even batch")
+contexts = sorted({round(2 ** (exponent / 8)) for exponent in range(96)})
 cards = (specs.L4, specs.A100_80GB, specs.H100, specs.H200)
-for card, (role, dash, _) in zip(cards, STYLES, strict=True):
+reached, break_even = {}, {}
+for card in cards:
     points = [(c, arithmetic.break_even_batch(specs.LLAMA_3_70B, card, c)) for c in contexts]
-    points = [(context, batch) for context, batch in points if batch is not None and batch < 10_000]
-    ax.plot(*zip(*points, strict=True), dash, color=color(role), label=card.name)
-ax.legend(title="Llama-3-70B on")
-plt.show()
+    points = [(c, batch) for c, batch in points if batch is not None and batch < 10_000]
+    reached[card.name], break_even[card.name] = zip(*points)
+words = ("tokens of context", "break-even batch")
+nb.lines(reached, break_even, *words, marks=False, legend="Llama-3-70B on", **axes)
 
 # %% [markdown]
 # **Question 4.** Grouped queries were invented to save memory. What do they do here? Give the break-even batch of
@@ -186,38 +158,34 @@ plt.show()
 without_groups = None
 
 # %%
-ungrouped = dataclasses.replace(specs.LLAMA_3_70B, num_kv_heads=64)
+from dataclasses import replace
+
+ungrouped = replace(specs.LLAMA_3_70B, num_kv_heads=64)
 with_groups = arithmetic.break_even_batch(specs.LLAMA_3_70B, specs.H200, 512)
 print("With its 8 KV heads:", with_groups)
-check(without_groups, arithmetic.break_even_batch(ungrouped, specs.H200, 512) or 0)
+batch = arithmetic.break_even_batch(ungrouped, specs.H200, 512) or 0
+nb.check(without_groups, batch, within=0.02)
 
 # %% [markdown]
 # ## 5. Where is the roof of your own machine?
 #
-# Two measurements of a moment: how fast a large array is copied (each byte is read and written), and how fast a matrix
+# Two quick measurements: how fast a large array is copied (each byte is read and written), and how fast a matrix
 # product is computed. They make an `Accelerator` like the others. Run the cell twice: other programs use the memory too.
 
 # %%
+import numpy as np
+
 big = np.ones(2**25, dtype=np.float32)  # 128 MiB: more than a cache holds
 copy = np.empty_like(big)
 square = np.ones((1024, 1024), dtype=np.float32)
 
-
-def best(work, times=5):
-    """Seconds of the fastest run."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-here = Accelerator(
+work = {"copy": lambda: np.copyto(copy, big), "product": lambda: square @ square}
+milliseconds = nb.fastest(work, repeats=5)
+here = specs.Accelerator(
     "this machine",
-    memory_bytes=16 * GIB,
-    bandwidth=2 * big.nbytes / best(lambda: np.copyto(copy, big)),
-    peak_flops=2 * 1024**3 / best(lambda: square @ square),
+    memory_bytes=16 * specs.GIB,
+    bandwidth=1e3 * 2 * big.nbytes / milliseconds["copy"],
+    peak_flops=1e3 * 2 * 1024**3 / milliseconds["product"],
 )
 ridge = arithmetic.ridge_point(here)
 print(f"bandwidth {here.bandwidth / 1e9:.1f} GB/s, peak {here.peak_flops / 1e9:.0f} GFLOP/s")
@@ -235,7 +203,7 @@ print("memory-bound:", arithmetic.is_memory_bound(here, flops / nbytes))
 
 # %% [markdown]
 # In phase 1 you will measure what MiniGPT really takes. It is far more: a model this small spends its time on calling
-# operations, not on doing them, and its weights may not even leave the processor's cache. A roofline says what the
+# operations, not on doing them, and its weights may not even leave the processor's cache. A roofline gives what the
 # hardware allows, not what a program reaches. The distance between the two is worth knowing.
 #
 # **Question 5.** How many sequences would have to decode together on *your* machine, with an empty context, so that
@@ -246,4 +214,43 @@ batch_here = None
 
 # %%
 right = arithmetic.break_even_batch(specs.LLAMA_3_8B, here, 0, "float32")
-check(batch_here, right, within=max(0.05, 1 / right))
+nb.check(batch_here, right, within=max(0.05, 1 / right))
+
+# %% [markdown]
+# ## Your experiment: double one number of the card
+#
+# You may double one number of a card: its memory, its bandwidth or its peak. Which one writes the most tokens per second?
+#
+# The batch is as large as the memory allows, so memory earns too. Choose a model, a card and a context length, **write down
+# which of the three bars will be the longest**, and run the cell. Then look for a context at which the order changes. Is
+# there any at which the peak is the best buy?
+
+# %% alt="Four bars of tokens per second for Llama-3-8B on an L4 with 1,024 tokens of context: as it is, with twice the memory, twice the bandwidth, twice the peak."
+YOUR_MODEL, YOUR_CARD, YOUR_CONTEXT = "Llama-3-8B", specs.L4, 1024
+YOUR_PREDICTION = "write it here"
+
+model = MODELS[YOUR_MODEL]
+
+
+def throughput(card):
+    """Tokens per second with as many sequences as fit, and how many that are."""
+    batch = sequences(model, card, YOUR_CONTEXT) or 0
+    return batch / step(model, card, YOUR_CONTEXT, batch) if batch else 0, batch
+
+
+bars = {"as it is": throughput(YOUR_CARD)}
+for number in ("memory_bytes", "bandwidth", "peak_flops"):
+    doubled = replace(YOUR_CARD, **{number: 2 * getattr(YOUR_CARD, number)})
+    bars[f"twice the {number}"] = throughput(doubled)
+nb.bars(
+    {f"{name} (batch of {batch})": rate for name, (rate, batch) in bars.items()},
+    f"tokens per second, {YOUR_MODEL} on {YOUR_CARD.name}, {YOUR_CONTEXT:,} tokens",
+    roles=("free", "generated", "generated", "generated"),
+)
+print("You predicted:", YOUR_PREDICTION)
+
+# %% [markdown]
+# **What to look for.** Twice the memory multiplies the *batch* by more than two, because the weights are paid for once. But
+# a larger batch only helps as long as reading the weights takes most of the step: the longer the context, the more of it
+# is spent on reading caches, and then only bandwidth helps. The peak matters where the batch is above the break-even batch
+# of part 4.

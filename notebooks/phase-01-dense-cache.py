@@ -1,69 +1,42 @@
 # %% [markdown]
 # # Phase 1: the cache at work
 #
-# What does a KV cache save, what does it hold, and what does it still have to read? Here you watch one: step by step on
-# a real model, with the clock running.
-#
-# Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-01-dense-cache/`, then restart
-# the kernel and run all cells. A function that you have not written yet says so where it is first called.
+# What does a KV cache save? Below, a model generates the same text twice: once it recomputes every position for each new
+# token, once it keeps keys and values. One curve rises and the other does not. This notebook counts what is behind them:
+# the positions that are computed, the bytes that are held, and the rows that still have to be read.
 
-# %%
-MINE = False
+# %% alt="Milliseconds for one more token against its position, from 1 to 256: full recomputation rises about fivefold, the KV cache stays flat."
+MINE = False  # True: your own files; then restart the kernel and run all cells
 
-if MINE:
-    from minicache.course.finder import install
-    from minicache.course.workspace import find_workspace
+from minicache import notebook as nb
 
-    workspace = find_workspace()
-    install(workspace.lab_files(workspace.course.phase(1)))
+nb.begin(1, mine=MINE)
 
-from minicache.cache.attention import causal_attention
+import torch
 from minicache.cache.dense import KVCache
 from minicache.engine.decoding import decode
-
-print("Attention, cache and decoding are", "yours." if MINE else "the reference's.")
-
-# %%
-import matplotlib.pyplot as plt
-import torch
-from matplotlib.colors import ListedColormap
-
-from minicache.arithmetic.arithmetic import step_flops
+from minicache.engine.timing import timed
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
-from minicache.palette import color
-from minicache.arithmetic.specs import MINIGPT
-from minicache.engine.timing import timed
 
-torch.set_num_threads(1)  # a second thread makes steps this small slower, and their times noisy
-torch.manual_seed(0)
-tokenizer = Tokenizer()
 model = load_minigpt()
 config = model.config
+prompt = torch.tensor([Tokenizer().encode("Yesterday I")])
 
 
 def new_cache(max_seq_len=512, batch_size=1):
-    """A cache for this model."""
     return KVCache(config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim)
 
 
-def axes(xlabel, ylabel):
-    """Axes with labels and a grid."""
-    _, ax = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.grid(alpha=0.3)
-    return ax
-
-
-def check(answer, right):
-    """Compare an answer with the right one, if there is one to compare."""
-    if answer is None:
-        print("No answer yet: write it in the cell above, then run that cell and this one.")
-        return
-    direction = "high" if answer > right else "low"
-    assert answer == right, f"{answer:,} is too {direction}"
-    print("Right.")
-
+NUM_STEPS, milliseconds = 256, {}
+for name in ("full recomputation", "KV cache"):
+    runs = []
+    for _ in range(3):
+        steps = decode(model, prompt, NUM_STEPS, cache=new_cache() if name == "KV cache" else None)
+        runs.append([1e3 * seconds for _, seconds in timed(steps)])
+    milliseconds[name] = list(map(min, *runs))  # of each step the fastest of three
+look = {"roles": ("wasted", "generated"), "marks": False, "yscale": "log"}
+nb.lines(range(NUM_STEPS), milliseconds, "new token", "milliseconds", **look)
 
 # %% [markdown]
 # ## 1. What is the model shown?
@@ -83,7 +56,6 @@ class Watched:
         return model(token_ids, cache)
 
 
-prompt = torch.tensor([tokenizer.encode("Yesterday I")])
 recomputing, caching = Watched(), Watched()
 without = [int(token) for token in decode(recomputing, prompt, 12)]
 through = [int(token) for token in decode(caching, prompt, 12, cache=new_cache())]
@@ -108,42 +80,30 @@ for name, cache in (("without", None), ("with", new_cache())):
     for _ in decode(watched, prompt, 100, cache=cache):
         pass
     counted[name] = sum(watched.positions)
-check(positions_without, counted["without"])
-check(positions_with, counted["with"])
+nb.check(positions_without, counted["without"])
+nb.check(positions_with, counted["with"])
 
 # %% [markdown]
 # ## 2. Time per token
 #
-# The same text up to 256 tokens, three times in each way, and of each step the fastest. On a machine that does other
-# things too, expect spikes.
-
-# %% alt="Milliseconds for one more token against its position: full recomputation rises, the KV cache stays flat."
-NUM_STEPS = 256
-milliseconds = {}
-for name in ("full recomputation", "KV cache"):
-    runs = []
-    for _ in range(3):
-        steps = decode(model, prompt[:, :1], NUM_STEPS, cache=new_cache() if name == "KV cache" else None)
-        runs.append([seconds * 1e3 for _, seconds in timed(steps)])
-    milliseconds[name] = [min(times) for times in zip(*runs, strict=True)]
-
-ax = axes("position of the token", "milliseconds")
-for name, role in (("full recomputation", "wasted"), ("KV cache", "generated")):
-    ax.plot(range(1, NUM_STEPS + 1), milliseconds[name], color=color(role), label=name)
-ax.set_yscale("log")
-ax.legend(frameon=False)
-plt.show()
+# Back to the first picture: 256 tokens in each of two ways. (On a machine that does other things too, expect spikes.) Add the
+# steps up:
 
 # %%
+prompt_len = prompt.shape[1]
+positions = {
+    "without": sum(prompt_len + step for step in range(NUM_STEPS)),
+    "with": prompt_len + NUM_STEPS - 1,
+}
 totals = {name: sum(times) for name, times in milliseconds.items()}
-print(f"positions computed: {NUM_STEPS * (NUM_STEPS + 1) // 2:,} against {NUM_STEPS:,}")
+print(f"positions computed: {positions['without']:,} against {positions['with']:,}")
 for name, total in totals.items():
     print(f"{name:20} {total / 1e3:6.2f} s for {NUM_STEPS} tokens")
 print(f"{totals['full recomputation'] / totals['KV cache']:.1f} times as fast")
 
 # %% [markdown]
-# The positions differ by a factor of 128, the times by much less: a position that is computed alone costs more than one
-# in a crowd, because the weights are read for it alone.
+# The positions differ by a factor of about 130, the times by much less: a position that is computed alone costs more than
+# one among many, because the weights are read for it alone.
 #
 # ## 3. Bytes: reserved and in use
 
@@ -153,11 +113,12 @@ used = [cache.nbytes_used]
 for _ in decode(model, prompt[:, :1], 512, cache=cache):
     used.append(cache.nbytes_used)
 
-ax = axes("tokens in the cache", "KiB")
-ax.plot(range(len(used)), [nbytes / 1024 for nbytes in used], color=color("generated"), label="nbytes_used")
-ax.axhline(cache.nbytes / 1024, color=color("wasted"), linestyle="--", label="nbytes")
-ax.legend(frameon=False, loc="lower right")
-plt.show()
+curves = {
+    "nbytes_used": [nbytes / 1024 for nbytes in used],
+    "nbytes": [cache.nbytes / 1024] * len(used),
+}
+names = ("tokens in the cache", "KiB")
+nb.lines(range(len(used)), curves, *names, roles=("generated", "wasted"), marks=False)
 print(f"{cache.nbytes:,} bytes reserved, {used[-1]:,} used in the end")
 
 # %% [markdown]
@@ -171,7 +132,7 @@ bytes_never_used = None
 cache = new_cache()
 for _ in decode(model, torch.zeros(1, 20, dtype=torch.int64), 80, cache=cache):
     pass
-check(bytes_never_used, cache.nbytes - cache.nbytes_used)
+nb.check(bytes_never_used, cache.nbytes - cache.nbytes_used)
 
 # %% [markdown]
 # ## 4. What still grows: rows read
@@ -179,7 +140,7 @@ check(bytes_never_used, cache.nbytes - cache.nbytes_used)
 # A step computes one position, and its attention reads all rows. Here a cache that counts them.
 
 
-# %% alt="FLOPs of one decode step against its position: the linear layers are a flat line at 1.6 million, attention rises from nothing to 1 million at position 512."
+# %%
 class Counting(KVCache):
     """A cache that notes how many rows of keys each attend reads, per KV head."""
 
@@ -199,14 +160,15 @@ print("rows read per layer and head, after 1, 2, 3, 4 steps:", rows_read[:4])
 print(f"after 512 steps: {rows_read[-1]:,}")
 assert rows_read[-1] == 512 * 513 // 2
 
-positions = range(1, 513)
+# %% alt="FLOPs of one decode step against its position: the linear layers are a flat line at 1.6 million, attention rises from nothing to 1 million at position 512."
+from minicache.arithmetic.arithmetic import step_flops
+from minicache.arithmetic.specs import MINIGPT
+
 linear = 2 * MINIGPT.num_parameters
-ax = axes("position of the token", "million FLOPs in one decode step")
-ax.plot(positions, [linear / 1e6] * 512, color=color("generated"), label="linear layers")
-attention = [(step_flops(MINIGPT, 1, position - 1) - linear) / 1e6 for position in positions]
-ax.plot(positions, attention, color=color("end"), linestyle="--", label="attention")
-ax.legend(frameon=False)
-plt.show()
+attention = [(step_flops(MINIGPT, 1, position - 1) - linear) / 1e6 for position in range(1, 513)]
+flops = {"linear layers": [linear / 1e6] * 512, "attention": attention}
+names = ("position of the token", "million FLOPs in one decode step")
+nb.lines(range(1, 513), flops, *names, marks=False)
 
 # %% [markdown]
 # **Question 3.** At how many tokens would attention cost as many FLOPs as the linear layers? MiniGPT's positions end at
@@ -216,35 +178,39 @@ plt.show()
 tokens_until_equal = None
 
 # %%
-check(tokens_until_equal, next(s for s in range(1, 10_000) if step_flops(MINIGPT, 1, s - 1) >= 2 * linear))
+equal = next(s for s in range(1, 10_000) if step_flops(MINIGPT, 1, s - 1) >= 2 * linear)
+nb.check(tokens_until_equal, equal)
 
 # %% [markdown]
 # ## 5. The mask
 #
-# Which keys does each query see? Blue is seen, grey is hidden. Ask the function: with equal keys, all visible values weigh the same, so that a value
-# of 1 among zeros shows in the outputs of just those queries that see it.
+# Which keys does each query see? Blue is seen, grey is hidden. Ask the function: with equal keys all visible values weigh
+# the same, so a value of 1 among zeros shows in the outputs of just those queries that see it.
 
 # %% alt="Three masks over six keys for T = 6, 3 and 1: each is the last T rows of a lower triangle."
+from minicache.cache.attention import causal_attention
+
 num_tokens = 6
-seen_or_hidden = ListedColormap([color("free"), color("generated")])
-_, panels = plt.subplots(1, 3, figsize=(7.2, 2.6), layout="constrained")
-for panel, num_new in zip(panels, (6, 3, 1), strict=True):
+panels = nb.panels(1, 3, height=2.4)
+for panel, num_new in zip(panels, (6, 3, 1)):
     one_at_a_time = torch.eye(num_tokens)[None, None]  # token s has its 1 in column s
     q = torch.zeros(1, 1, num_new, num_tokens)
     k = torch.zeros(1, 1, num_tokens, num_tokens)
     seen = causal_attention(q, k, one_at_a_time)[0, 0] > 0
-    assert seen.equal(torch.ones(num_new, num_tokens, dtype=torch.bool).tril(num_tokens - num_new))
-    panel.imshow(seen, cmap=seen_or_hidden, vmin=0, vmax=1, extent=(-0.5, 5.5, 5.5, 5.5 - num_new))
-    panel.set(title=f"T = {num_new}, S = {num_tokens}", xlabel="key", ylabel="query's position", ylim=(5.5, -0.5))
-plt.show()
+    right = torch.ones(num_new, num_tokens, dtype=torch.bool).tril(num_tokens - num_new)
+    assert seen.equal(right)
+    positions = range(num_tokens - num_new, num_tokens)
+    title = f"T = {num_new}, S = {num_tokens}"
+    colours = [["generated" if each else "free" for each in line] for line in seen]
+    nb.cells(colours, "key", "query's position", rows=list(positions), ax=panel, title=title)
 
 # %% [markdown]
-# ## 6. A batch of unlike lengths
+# ## 6. A batch of different lengths
 #
 # Sequences of 200, 1,500 and 60 tokens go into one dense batch, padded to the longest.
 #
-# **Question 4.** How many rows of each layer are padding? And with blocks of 16 rows, how many rows that are taken
-# would hold no token?
+# **Question 4.** How many rows of each layer are padding? And with blocks of 16 rows, how many rows of the
+# blocks that are taken would hold no token?
 
 # %%
 rows_of_padding = None
@@ -252,8 +218,45 @@ rows_lost_to_blocks = None
 
 # %%
 lengths = (200, 1500, 60)
-check(rows_of_padding, sum(max(lengths) - length for length in lengths))
-check(rows_lost_to_blocks, sum(-length % 16 for length in lengths))
+nb.check(rows_of_padding, sum(max(lengths) - length for length in lengths))
+nb.check(rows_lost_to_blocks, sum(-length % 16 for length in lengths))
 
 # %% [markdown]
 # That difference is what the next phases are about.
+#
+# ## Your experiment: what does a token cost in a batch?
+#
+# One sequence's token takes about as long with a cache at position 256 as at position 1. What if 32 sequences decode
+# together: does a step take 32 times as long? Phase 0 has the argument, for a GPU.
+#
+# Choose a context and batch sizes. **Write down what the cost of one token will be in the largest batch, as a part of its
+# cost alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
+
+# %% alt="Milliseconds per token against the batch size, both doubling. With the KV cache a token of a larger batch costs far less than one alone; with full recomputation the curve lies higher and flattens early."
+YOUR_CONTEXT = 64
+YOUR_BATCHES = [1, 2, 4, 8, 16, 32]
+YOUR_PREDICTION = "with a cache …, without …"
+
+
+def cost(batch_size, cached):
+    """Milliseconds of a decode step, the fastest of eight, divided by the batch size."""
+    cache = new_cache(batch_size=batch_size) if cached else None
+    prompts = torch.randint(config.vocab_size, (batch_size, YOUR_CONTEXT))
+    steps = [seconds for _, seconds in timed(decode(model, prompts, 9, cache=cache))]
+    return 1e3 * min(steps[1:]) / batch_size
+
+
+costs = {
+    "full recomputation": [cost(batch_size, False) for batch_size in YOUR_BATCHES],
+    "KV cache": [cost(batch_size, True) for batch_size in YOUR_BATCHES],
+}
+look = {"roles": ("wasted", "generated"), "doubling": True, "yscale": "log"}
+nb.lines(YOUR_BATCHES, costs, "sequences in the batch", "milliseconds per token", **look)
+print("You predicted:", YOUR_PREDICTION)
+for name, each in costs.items():
+    print(f"{name}: {each[0]:.2f} ms alone, {each[-1]:.3f} ms in a batch of {YOUR_BATCHES[-1]}")
+
+# %% [markdown]
+# **What to look for.** With a cache, a step reads the weights and calls the operations once for the whole batch, and each
+# sequence adds one position. Without one, each sequence adds its whole context, and there is nothing left to share.
+# The cache makes steps small enough that a batch pays; phase 5 is about keeping that batch full.

@@ -1,57 +1,23 @@
 # %% [markdown]
-# # Phase 6: who has to go
+# # Phase 6: which request has to go
 #
-# What happens when a server's memory runs out, step by step, and what does it cost? Here a scheduler runs under more
-# and more pressure, first without a model, then with MiniGPT; and an auditor watches schedulers that are broken.
-#
-# Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-06-preemption/`, then restart
-# the kernel and run all cells. A function that you have not written yet says so where it is first called.
+# A server admits forty requests, and their answers grow until memory is full. Then some have to give their blocks back and
+# start again. How many, and what does it cost? Below, the same forty requests in a pool that shrinks from all that they want
+# to 30 % of it. This notebook follows single victims first, then counts, and at the end an auditor watches broken schedulers.
 
-# %%
-MINE = False
+# %% alt="Four panels against the pool's size from 100 to 30 per cent: preemptions rise from 0 to 25 and stay near 20; tokens computed again likewise, to 3,000; the mean batch falls from 24 to 8; steps rise from 200 to 560."
+MINE = False  # True: your own files; then restart the kernel and run all cells
 
-if MINE:
-    from minicache.course.finder import install
-    from minicache.course.workspace import find_workspace
+from minicache import notebook as nb
 
-    workspace = find_workspace()
-    install(workspace.lab_files(workspace.course.phase(6)))
+nb.begin(6, mine=MINE)
 
-from minicache.scheduler.audit import Auditor
-from minicache.scheduler.paged import PagedScheduler
-
-print("The paged scheduler, the swapped blocks and the auditor are", "yours." if MINE else "the reference's.")
-
-# %%
 import random
-import time
 
-import matplotlib.pyplot as plt
-import torch
-
-from minicache.memory.blocks import BlockPool
-from minicache.engine.llm import LLM
-from minicache.errors import InvariantError
-from minicache.grammar import sample_text
-from minicache.cache.paged import PagedStorage
-from minicache.palette import color
 from minicache.request import Request
-from minicache.engine.sampling import SamplingParams
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Recorder, observe
-from minicache.cache.swap import HostStorage
-
-torch.set_num_threads(1)
-
-
-def check(answer, right):
-    """Compare an answer with the right one, if there is one to compare."""
-    if answer is None:
-        print("No answer yet: write it in the cell above, then run that cell and this one.")
-        return
-    direction = "high" if answer > right else "low"
-    assert answer == right, f"{answer:,} is too {direction}"
-    print("Right.")
+from minicache.scheduler.paged import PagedScheduler
 
 
 def serve(requests, **options):
@@ -60,26 +26,43 @@ def serve(requests, **options):
     return steps, drive(observe(PagedScheduler(**options), Recorder(steps.append)), requests)
 
 
+def burst(seed=0):
+    """Forty requests at once: prompts of 20 to 200 tokens, answers of 20 to 200."""
+    rng = random.Random(seed)
+    return [Request(n, [1] * rng.randint(20, 200), rng.randint(20, 200)) for n in range(40)]
+
+
+peak = max(step.num_used_blocks for step in serve(burst(), num_blocks=10_000)[0])
+percents = [100, 90, 80, 70, 60, 50, 40, 30]
+runs = [serve(burst(), num_blocks=peak * percent // 100)[1] for percent in percents]
+for ax, number in zip(
+    nb.panels(2, 2, height=4.6),
+    ("num_preemptions", "num_recomputed_tokens", "mean_batch_size", "num_steps"),
+):
+    values = {"": [getattr(run, number) for run in runs]}
+    nb.lines(percents, values, "pool, % of the peak", number, ax=ax, xlim=(104, 26), ylim=(0, None))
+
 # %% [markdown]
 # ## 1. Two requests, ten blocks
 #
-# The case of the theory pages: prompts of 80 tokens, 20 to generate, blocks of 16. One line a step in which something
-# happens.
+# The case of the theory pages: prompts of 80 tokens, 20 to generate, blocks of 16. The grid shows when each computes; one
+# line a step tells what happens.
 
 
-# %%
+# %% alt="Grid of two requests against steps. Both are prefilled in step 0; b loses its blocks, waits until a has finished, is prefilled again and goes on to its last token."
 def two():
     """The two requests, new."""
     return [Request(name, [1] * 80, 20) for name in "ab"]
 
 
 steps, tally = serve(two(), num_blocks=10)
+nb.grid_of_steps(steps, "ab")
 for step in steps:
     events = [f"{event.request_id} {event.kind}" for event in step.events if event.kind != "arrive"]
     if events:
         batch = {entry.request_id: entry.num_new_tokens for entry in step.batch}
-        print(f"step {step.step:2}: {batch!s:20} {step.num_used_blocks:2} used   {', '.join(events)}")
-print(f"{tally.num_steps} steps, {tally.num_prefill_tokens} tokens prefilled, {tally.num_preemptions} preemption")
+        print(f"step {step.step:2}: {batch!s:20} {step.num_used_blocks:2} used  ", *events)
+print(f"{tally.num_steps} steps, {tally.num_prefill_tokens} tokens prefilled")
 
 # %% [markdown]
 # **Question 1.** What is the least number of blocks with which no request is preempted? (Each has 99 KV entries in the
@@ -89,7 +72,8 @@ print(f"{tally.num_steps} steps, {tally.num_prefill_tokens} tokens prefilled, {t
 enough_blocks = None
 
 # %%
-check(enough_blocks, next(n for n in range(10, 40) if not serve(two(), num_blocks=n)[1].num_preemptions))
+preemptions = {n: serve(two(), num_blocks=n)[1].num_preemptions for n in range(10, 40)}
+nb.check(enough_blocks, next(n for n, count in preemptions.items() if not count))
 
 # %% [markdown]
 # **Question 2.** With 11 blocks, in which step is `b` preempted?
@@ -99,52 +83,34 @@ step_of_preemption = None
 
 # %%
 steps, _ = serve(two(), num_blocks=11)
-check(step_of_preemption, next(s.step for s in steps for event in s.events if event.kind == "preempt"))
+preempts = [step.step for step in steps for event in step.events if event.kind == "preempt"]
+nb.check(step_of_preemption, preempts[0])
 
 # %% [markdown]
 # ## 2. Pressure
 #
-# Forty requests at once, prompts of 20 to 200 tokens, answers of 20 to 200. How many blocks do they want, and what
-# happens when there are fewer?
+# Back to the first picture. How many blocks do the forty want at most, and what happens at half of it?
 
-
-# %% alt="Four panels against the pool's size from 100 to 30 per cent: preemptions rise from 0 to 25 and stay near 20; tokens computed again likewise, to 3,000; the mean batch falls from 24 to 8; steps rise from 200 to 560."
-def burst(seed=0):
-    """Forty requests, drawn at random."""
-    rng = random.Random(seed)
-    return [Request(index, [1] * rng.randint(20, 200), rng.randint(20, 200)) for index in range(40)]
-
-
-room_for_all, _ = serve(burst(), num_blocks=10_000)
-peak = max(step.num_used_blocks for step in room_for_all)
-percents = [100, 90, 80, 70, 60, 50, 40, 30]
-runs = [serve(burst(), num_blocks=peak * percent // 100)[1] for percent in percents]
-panels = {
-    "preemptions": [run.num_preemptions for run in runs],
-    "tokens computed again": [run.num_recomputed_tokens for run in runs],
-    "mean batch": [run.mean_batch_size for run in runs],
-    "steps": [run.num_steps for run in runs],
-}
-_, rows = plt.subplots(2, 2, figsize=(7.2, 4.4), layout="constrained")
-for ax, (name, values) in zip(rows.flat, panels.items(), strict=True):
-    ax.plot(percents, values, marker="o", color=color("generated"))
-    ax.set(title=name, xlabel="% of the peak", xlim=(104, 26), ylim=(0, None))
-    ax.grid(alpha=0.3)
-plt.show()
+# %%
 print(f"peak: {peak} blocks of 16")
+half = runs[percents.index(50)]
+print(
+    f"at half: {half.num_preemptions} preemptions, {half.num_recomputed_tokens:,} tokens again,",
+    end="",
+)
+print(f" {half.num_steps} steps instead of {runs[0].num_steps}")
 
 # %% [markdown]
-# Requests that are all there at once are the hardest case: none finishes while they are admitted.
+# Requests that arrive all at once are the hardest case: none finishes while they are admitted.
 #
-# Who is preempted? Half of the memory, and a bar for each request.
+# Which requests are preempted? Half of the memory, and a bar for each request.
 
 # %% alt="Bars of how often each of forty requests was preempted, by order of arrival, in half of the memory. The first seventeen never; later ones mostly once, one of them four times."
 requests = burst()
 serve(requests, num_blocks=peak // 2)
-_, ax = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
-ax.bar(range(40), [request.num_preemptions for request in requests], color=color("end"))
-ax.set(xlabel="request, in the order of arrival", ylabel="preemptions")
-plt.show()
+ax = nb.axes("request, in the order of arrival", "preemptions", height=2.6)
+ax.bar(range(40), [request.num_preemptions for request in requests], color=nb.color("end"))
+ax.grid(visible=False, axis="x")
 
 # %% [markdown]
 # **Question 3.** How often is the request that arrived first preempted, in a pool of any size in which it fits?
@@ -153,12 +119,12 @@ plt.show()
 preemptions_of_the_first = None
 
 # %%
-check(preemptions_of_the_first, requests[0].num_preemptions)
+nb.check(preemptions_of_the_first, requests[0].num_preemptions)
 
 # %% [markdown]
 # ## 3. Recompute and swap, the same schedule
 #
-# The two ways decide nothing about who runs when. Compare the batches of both, step by step.
+# The two ways do not change which request runs when. Compare the batches of both, step by step.
 
 # %%
 _, recomputed = serve(burst(), num_blocks=peak // 2)
@@ -174,14 +140,15 @@ for name, run in (("recompute", recomputed), ("swap", swapped)):
 
 # %% alt="Blocks moved and tokens computed again against the size of the swap space: with no room all is recomputed, with enough room all is moved."
 sizes = [1, 5, 10, 20, 40, 60, 80, 120, 160]
-mixed = [serve(burst(), num_blocks=peak // 2, preemption="swap", num_host_blocks=size)[1] for size in sizes]
-_, ax = plt.subplots(figsize=(7.2, 2.8), layout="constrained")
-moved = [16 * run.num_swapped_blocks / 2 for run in mixed]  # out and in are one return
-ax.plot(sizes, moved, marker="s", color=color("shared"), label="tokens' worth of blocks moved, out and in")
-ax.plot(sizes, [run.num_recomputed_tokens for run in mixed], marker="o", color=color("generated"), label="recomputed")
-ax.set(xlabel="host blocks", ylabel="tokens", ylim=(0, None))
-ax.legend(frameon=False)
-plt.show()
+mixed = []
+for size in sizes:
+    options = {"preemption": "swap", "num_host_blocks": size}
+    mixed.append(serve(burst(), num_blocks=peak // 2, **options)[1])
+curves = {  # out and in are one return
+    "tokens' worth of blocks moved, out and in": [8 * run.num_swapped_blocks for run in mixed],
+    "tokens recomputed": [run.num_recomputed_tokens for run in mixed],
+}
+nb.lines(sizes, curves, "CPU blocks", "tokens", roles=("shared", "generated"), ylim=(0, None))
 
 # %% [markdown]
 # ## 4. The watermark
@@ -192,33 +159,33 @@ plt.show()
 prefilled = None
 
 # %%
-check(prefilled, serve(two(), num_blocks=10, watermark=0.1)[1].num_prefill_tokens)
+nb.check(prefilled, serve(two(), num_blocks=10, watermark=0.1)[1].num_prefill_tokens)
 
 # %% alt="Two panels against the watermark: preemptions fall steeply to none, the mean step of the first token rises."
-watermarks = [0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4]
-runs = [serve(burst(), num_blocks=peak // 2, watermark=part)[1] for part in watermarks]
-_, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.8), layout="constrained")
-percent = [100 * part for part in watermarks]
-left.plot(percent, [run.num_preemptions for run in runs], marker="o", color=color("end"))
-left.set(xlabel="watermark, %", title="preemptions", ylim=(0, None))
+watermarks = [0, 1, 2, 5, 10, 15, 20, 30, 40]  # per cent
+runs = [serve(burst(), num_blocks=peak // 2, watermark=each / 100)[1] for each in watermarks]
 first = [sum(run.first_token.values()) / len(run.first_token) for run in runs]
-right.plot(percent, first, marker="o", color=color("prompt"))
-right.set(xlabel="watermark, %", title="mean step of the first token", ylim=(0, None))
-plt.show()
+preemptions = [run.num_preemptions for run in runs]
+left, right = nb.panels(1, 2, height=2.8)
+look = {"roles": ["end"], "ylim": (0, None)}
+nb.lines(watermarks, {"": preemptions}, "watermark, %", "preemptions", ax=left, **look)
+nb.lines(watermarks, {"": first}, "watermark, %", "mean step of the first token", ax=right, **look)
 
 # %% [markdown]
 # ## 5. With a model: the same words
 #
-# MiniGPT answers twelve prompts, once with plenty of blocks and then with so few that half of them are thrown out in
-# between. The texts must not change, with greedy decoding or with sampling.
+# MiniGPT answers twelve prompts, once with plenty of blocks and then with so few that half of them are preempted on the way. The texts must not change, with greedy decoding or with sampling.
 
 # %%
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
+from minicache.grammar import sample_text
+from minicache.scheduler.audit import Auditor
+
 rng = random.Random(0)
 prompts = [" ".join(sample_text(rng)[: rng.randint(4, 30)]) for _ in range(12)]
-greedy = SamplingParams(max_tokens=60, ignore_eos=True)
-sampled = [
-    SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.8, top_p=0.9, seed=index) for index in range(12)
-]
+sixty = {"max_tokens": 60, "ignore_eos": True}
+sampled = [SamplingParams(temperature=0.8, top_p=0.9, seed=n, **sixty) for n in range(12)]
 
 
 def answers(params, **options):
@@ -229,12 +196,14 @@ def answers(params, **options):
     return texts, sum(event.kind == "preempt" for step in steps for event in step.events)
 
 
-for name, params in (("greedy", greedy), ("sampled", sampled)):
+# %%
+for name, params in (("greedy", SamplingParams(**sixty)), ("sampled", sampled)):
     alone, none = answers(params, num_blocks=512)
-    for way in ({"preemption": "recompute"}, {"preemption": "swap", "num_host_blocks": 16}):
-        texts, preemptions = answers(params, num_blocks=24, **way)
-        same = sum(text == other for text, other in zip(texts, alone, strict=True))
-        print(f"{name:8} {way['preemption']:10} {preemptions:3} preemptions, {same} of 12 texts are the same")
+    for way, swap_space in (("recompute", 0), ("swap", 16)):
+        few = {"num_blocks": 24, "preemption": way, "num_host_blocks": swap_space}
+        texts, preemptions = answers(params, **few)
+        same = sum(map(str.__eq__, texts, alone))
+        print(f"{name:8} {way:10} {preemptions:3} preemptions, {same} of 12 texts are the same")
         assert texts == alone
         assert preemptions > none == 0
 print(f"\n{prompts[0]} …{alone[0][:120]}")
@@ -242,32 +211,30 @@ print(f"\n{prompts[0]} …{alone[0][:120]}")
 # %% [markdown]
 # ## 6. What a copy costs here
 #
-# One sequence of 512 tokens with the shape of MiniGPT's cache: out to the host's blocks and back, for each block size.
+# One sequence of 512 tokens with the shape of MiniGPT's cache: out to the CPU blocks and back, for each block size.
 # Both memories are this machine's, so this is the work of copying and not the way over a bus.
 
 # %% alt="Milliseconds to swap a sequence of 512 tokens out and in against block sizes from 1 to 256: highest at block size 1, falling, then level."
-block_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-milliseconds = []
-for block_size in block_sizes:
+from minicache.cache.paged import PagedStorage
+from minicache.cache.swap import HostStorage
+from minicache.memory.blocks import BlockPool
+
+
+def there_and_back(block_size):
+    """A function that moves 512 tokens, in blocks that lie anywhere, out and in."""
     num_blocks = 512 // block_size
     storage = PagedStorage(BlockPool(2 * num_blocks, block_size), 4, 2, 32)
     host = HostStorage(storage, num_blocks)
     blocks = random.Random(0).sample(range(2 * num_blocks), num_blocks)
-    pairs, back = list(zip(blocks, range(num_blocks), strict=True)), list(zip(range(num_blocks), blocks, strict=True))
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        host.swap_out(pairs)
-        host.swap_in(back)
-        best = min(best, 1e3 * (time.perf_counter() - start))
-    milliseconds.append(best)
-_, ax = plt.subplots(figsize=(7.2, 2.8), layout="constrained")
-ax.loglog(block_sizes, milliseconds, marker="s", color=color("shared"))
-ax.set(xlabel="tokens a block", ylabel="ms, out and in", xticks=block_sizes, ylim=(0.1, None))
-ax.set_xticklabels(block_sizes)
-ax.minorticks_off()
-ax.grid(alpha=0.3)
-plt.show()
+    out, back = list(zip(blocks, range(num_blocks))), list(zip(range(num_blocks), blocks))
+    return lambda: (host.swap_out(out), host.swap_in(back))
+
+
+block_sizes = [2**power for power in range(9)]
+milliseconds = nb.fastest({size: there_and_back(size) for size in block_sizes}, repeats=20)
+curve = {"": list(milliseconds.values())}
+look = {"roles": ["shared"], "doubling": True, "yscale": "log"}
+nb.lines(block_sizes, curve, "tokens a block", "ms, out and in", **look)
 
 # %% [markdown]
 # **Question 5.** OPT-13B leaves 819,200 bytes a token. A victim of 1,000 tokens in blocks of 16 goes out and comes back
@@ -278,12 +245,12 @@ plt.show()
 bus_milliseconds = None
 
 # %%
-check(bus_milliseconds, int(1e3 * 2 * -(-1000 // 16) * 16 * 819_200 / 25e9))
+nb.check(bus_milliseconds, int(1e3 * 2 * -(-1000 // 16) * 16 * 819_200 / 25e9))
 
 # %% [markdown]
 # ## 7. The auditor at work
 #
-# Five schedulers, each with one flaw. What does a run look like from outside, and what does the auditor say?
+# Five schedulers, each with one flaw. What does a run look like from outside, and what does the auditor report?
 
 
 # %%
@@ -301,7 +268,9 @@ class TakesOneTooMany(PagedScheduler):
 
     def blocks_missing(self, request):
         early = 1 if request.block_ids else 0
-        return max(0, -(-(request.num_tokens + early) // self.pool.block_size) - len(request.block_ids))
+        return max(
+            0, -(-(request.num_tokens + early) // self.pool.block_size) - len(request.block_ids)
+        )
 
 
 class SendsToTheEnd(PagedScheduler):
@@ -311,6 +280,7 @@ class SendsToTheEnd(PagedScheduler):
         return request.num_preemptions, request.arrival_index
 
 
+# %%
 class Leaks(PagedScheduler):
     """Forgets the blocks of a request that leaves the batch."""
 
@@ -319,29 +289,33 @@ class Leaks(PagedScheduler):
 
 
 class CopiesToTheWrongPlace(PagedScheduler):
-    """Brings blocks back one place too far."""
+    """Brings blocks back one block too far."""
 
     def swap_in(self, request, output):
         super().swap_in(request, output)
-        pairs = output.swapped_in[request.request_id]
-        output.swapped_in[request.request_id] = [
-            (host_block, block) for (host_block, _), block in zip(pairs, request.block_ids[1:], strict=False)
-        ]
+        host_blocks = [host for host, _ in output.swapped_in[request.request_id]]
+        output.swapped_in[request.request_id] = list(zip(host_blocks, request.block_ids[1:]))
 
 
 def three():
     """Three requests for ten blocks: one is preempted, and one waits."""
-    return [Request(name, [1] * length, 20) for name, length in (("a", 80), ("b", 64), ("c", 30))]
+    return [Request(name, [1] * num, 20) for name, num in (("a", 80), ("b", 64), ("c", 30))]
 
+
+# %%
+from minicache.errors import InvariantError
 
 for broken in (KeepsItsRows, TakesOneTooMany, SendsToTheEnd, Leaks, CopiesToTheWrongPlace):
-    way = {"preemption": "swap", "num_host_blocks": 8} if broken is CopiesToTheWrongPlace else {}
+    options = {"num_blocks": 10}
+    if broken is CopiesToTheWrongPlace:
+        options |= {"preemption": "swap", "num_host_blocks": 8}
     try:
-        unwatched = f"{len(drive(broken(num_blocks=10, **way), three(), max_steps=500).finished)} of 3 end"
+        tally = drive(broken(**options), three(), max_steps=500)
+        unwatched = f"{len(tally.finished)} of 3 end"
     except Exception as error:
         unwatched = f"{type(error).__name__}"
     try:
-        drive(observe(broken(num_blocks=10, **way), Auditor()), three(), max_steps=500)
+        drive(observe(broken(**options), Auditor()), three(), max_steps=500)
         found = "nothing"
     except InvariantError as error:
         found = str(error)
@@ -357,9 +331,51 @@ for broken in (KeepsItsRows, TakesOneTooMany, SendsToTheEnd, Leaks, CopiesToTheW
 missing_tokens = None
 
 # %%
-right = drive(PagedScheduler(num_blocks=10), two()).num_prefill_tokens
-check(missing_tokens, right - drive(KeepsItsRows(num_blocks=10), two()).num_prefill_tokens)
+right, wrong = (drive(kind(num_blocks=10), two()) for kind in (PagedScheduler, KeepsItsRows))
+nb.check(missing_tokens, right.num_prefill_tokens - wrong.num_prefill_tokens)
 
 # %% [markdown]
 # What would a better order of admission change, and what may it not change? [Phase
 # 7](../phase-07-fairness/index.md) opens the incident room.
+#
+# ## Your experiment: how much memory, and how careful?
+#
+# Your pool has a fixed size. A watermark keeps part of it free at admission, so that the running requests can grow. Too
+# small a watermark wastes work, too large a one wastes memory. Where is the best?
+#
+# Choose the pool (per cent of the peak) and the requests. **Write down the watermark that takes the least time**, then
+# run the cell. Then try short prompts with long answers, and long prompts with short answers.
+
+# %% alt="Two panels against the watermark from 0 to 60 per cent, for your pool and your requests: prefill tokens fall to what the prompts have at 10 per cent; the seconds are least there, then rise."
+YOUR_POOL = 40  # per cent of what the requests want at most
+YOUR_PROMPTS, YOUR_ANSWERS = (20, 200), (20, 200)  # tokens: fewest, most
+YOUR_MS_PER_STEP, YOUR_MS_PER_PREFILL_TOKEN = 10, 0.1  # a decode step, and what a prompt adds
+YOUR_PREDICTION = None  # per cent
+
+
+def yours():
+    rng = random.Random(1)
+    return [
+        Request(n, [1] * rng.randint(*YOUR_PROMPTS), rng.randint(*YOUR_ANSWERS)) for n in range(60)
+    ]
+
+
+wanted = max(step.num_used_blocks for step in serve(yours(), num_blocks=10_000)[0])
+watermarks = list(range(0, 65, 5))
+options = {"num_blocks": wanted * YOUR_POOL // 100}
+runs = [serve(yours(), watermark=each / 100, **options)[1] for each in watermarks]
+tokens = [run.num_prefill_tokens for run in runs]
+seconds = [
+    (run.num_steps * YOUR_MS_PER_STEP + run.num_prefill_tokens * YOUR_MS_PER_PREFILL_TOKEN) / 1e3
+    for run in runs
+]
+left, right = nb.panels(1, 2)
+nb.lines(watermarks, {"": tokens}, "watermark, %", "tokens of prefill", ax=left, ylim=(0, None))
+nb.lines(watermarks, {"": seconds}, "watermark, %", "seconds", ax=right, ylim=(0, None))
+best = watermarks[seconds.index(min(seconds))]
+print(f"the least time at a watermark of {best} %; you predicted {YOUR_PREDICTION}")
+
+# %% [markdown]
+# **What to look for.** Prefill tokens above those of the prompts are work done twice. They vanish at a watermark that depends
+# on how much a request grows after its admission: long answers need more. Beyond that, a larger watermark only makes the
+# batch smaller and adds steps. How much does a prefilled token have to cost before 20 % is best?

@@ -1,65 +1,36 @@
 # %% [markdown]
 # # Phase 7: the incident room, measured
 #
-# Eight broken schedulers and what you made of them: here you run them, count, and put a clock beside the counters. Then
-# you try what a bound on bypasses costs, and which requests pay for it.
-#
-# Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-07-fairness/`, then restart the
-# kernel and run all cells. A function that you have not written yet says so where it is first called.
+# Eight schedulers answer every simple test correctly, and each has a bug that real engines have had. What does a bug cost
+# once the right workload arrives? Below, each incident has its counter, with the bug and without. This notebook asks which
+# test finds which bug, measures the two worst on a clock, and then tries what a guarantee of fairness costs, and which
+# requests pay for it.
 
-# %%
-MINE = False
+# %% alt="Eight small bar charts, one for each incident, with the bug beside right: largest batch 0 and 1; place of the first request 2 and 1; prefill tokens 17,000 and 170; tokens without a block 74 and 0, and 10 and 0; requests that never finished 2 and 0; feasible requests that failed 1 and 0; requests that never finished 2 and 0."
+MINE = False  # True: your own files; then restart the kernel and run all cells
 
-if MINE:
-    from minicache.course.finder import install
-    from minicache.course.workspace import find_workspace
+from minicache import notebook as nb
 
-    workspace = find_workspace()
-    install(workspace.lab_files(workspace.course.phase(7)))
+nb.begin(7, mine=MINE)
 
-from minicache.scheduler import fair
-from minicache.scheduler.fair import FairScheduler, PriorityScheduler
 from minicache.scheduler.incidents.table import INCIDENTS, measure
 
-print("Tests, fixes and the fair scheduler are", "yours." if MINE else "the reference's.")
-
-# %%
-import importlib
-import random
-import statistics
-import time
-
-import matplotlib.pyplot as plt
-import torch
-from matplotlib.patches import Patch
-
-from minicache.engine.llm import LLM
-from minicache.errors import InvariantError, MinicacheError, RequestTooLargeError
-from minicache.model import load_minigpt
-from minicache.palette import color
-from minicache.request import Request
-from minicache.engine.sampling import SamplingParams
-from minicache.scheduler.audit import Auditor
-from minicache.scheduler.drive import drive
-from minicache.scheduler.incidents.broken import StarvingScheduler, ThrashScheduler
-from minicache.scheduler.observe import Observer, Recorder, observe
-from minicache.scheduler.paged import PagedScheduler
-
-torch.set_num_threads(1)  # a second thread makes steps this small slower, and their times noisy
-BROKEN, RIGHT = color("wasted"), color("generated")
-
-
-def check(answer, right):
-    """Compare an answer with the right one, if there is one to compare."""
-    if answer is None:
-        print("No answer yet: write it in the cell above, then run that cell and this one.")
-        return
-    if isinstance(right, int):
-        direction = "high" if answer > right else "low"
-        assert answer == right, f"{answer:,} is too {direction}"
-    assert answer == right, f"{answer} is not right"
-    print("Right.")
-
+COUNTERS = {
+    "cap": ("largest batch", lambda c: c.max_batch_size),
+    "order": ("place of the first", lambda c: 1 + c.finished.index("0")),
+    "thrash": ("prefill tokens", lambda c: c.num_prefill_tokens),
+    "victim": ("tokens, no block", lambda c: c.num_unbacked_tokens),
+    "ignore": ("tokens, no block", lambda c: c.num_unbacked_tokens),
+    "livelock": ("never finished", lambda c: c.num_unfinished),
+    "feasible": ("failed, feasible", lambda c: c.num_capacity),
+    "copy": ("never finished", lambda c: c.num_unfinished),
+}
+for ax, incident in zip(nb.panels(4, 2, height=5.2), INCIDENTS):
+    label, count = COUNTERS[incident.slug]
+    kinds = {"bug": incident.broken, "right": incident.fixed}
+    values = {name: count(measure(incident.workload, kind)) for name, kind in kinds.items()}
+    title = f"{incident.number}. {incident.slug}: {label}"
+    nb.bars(values, "", roles=("wasted", "generated"), ax=ax, title=title, xticks=[])
 
 # %% [markdown]
 # ## 1. Eight workloads, eight counters
@@ -67,40 +38,23 @@ def check(answer, right):
 # `INCIDENTS` has for each incident the broken scheduler, the fix, and the smallest workload; `measure` runs one and
 # counts. (With `MINE`, the fixes are yours.)
 
-# %% alt="Eight small bar charts, one for each incident, with the bug beside right: largest batch 0 and 1; place of the first request 2 and 1; prefill tokens 17,000 and 170; tokens without a block 74 and 0, and 10 and 0; requests that never finished 2 and 0; feasible requests that failed 1 and 0; requests that never finished 2 and 0."
-SHOWN = {
-    "cap": ("largest batch", lambda c: c.max_batch_size),
-    "order": ("place of the first request", lambda c: 1 + c.finished.index("0")),
-    "thrash": ("prefill tokens", lambda c: c.num_prefill_tokens),
-    "victim": ("tokens without a block", lambda c: c.num_unbacked_tokens),
-    "ignore": ("tokens without a block", lambda c: c.num_unbacked_tokens),
-    "livelock": ("requests that never finished", lambda c: c.num_unfinished),
-    "feasible": ("feasible ones that failed", lambda c: c.num_capacity),
-    "copy": ("requests that never finished", lambda c: c.num_unfinished),
-}
-
-_, panels = plt.subplots(2, 4, figsize=(7.6, 4.4), layout="constrained")
-for ax, incident in zip(panels.flatten(), INCIDENTS, strict=True):
-    title, of = SHOWN[incident.slug]
-    values = [of(measure(incident.workload, kind)) for kind in (incident.broken, incident.fixed)]
-    bars = ax.bar(["bug", "right"], values, color=[BROKEN, RIGHT])
-    ax.bar_label(bars, [f"{value:,}" for value in values], padding=2)
-    ax.set_title(f"{incident.number}. {incident.slug}", loc="left", fontsize=9)
-    ax.set_ylabel(title, fontsize=8)
-    ax.set_ylim(0, 1.25 * max(values))
-    ax.set_yticks([])
-    print(f"{incident.number}. {incident.name}: {title} {values[0]:,}, right {values[1]:,}")
-plt.show()
+# %%
+for incident in INCIDENTS:
+    print(f"{incident.number}. {incident.name}")
 
 # %% [markdown]
 # **Question 1.** `Scheduler.check()` compares the books: blocks and references, queues and states. Called after every step,
-# how many of the eight broken ones would it catch? (The two that end in an error of their own do not count.)
+# how many of the eight broken schedulers would it catch? (The two that end in an error of their own do not count.)
 
 # %%
 caught_by_check = None
 
 
 # %%
+from minicache.errors import InvariantError
+from minicache.scheduler.observe import Observer, observe
+
+
 class Checking(Observer):
     """Calls check() after every step."""
 
@@ -110,11 +64,13 @@ class Checking(Observer):
 
 def fails_check(incident):
     """Whether the books of the broken scheduler disagree at some time on its workload."""
-    counters = measure(incident.workload, lambda **options: observe(incident.broken(**options), Checking()))
-    return counters.error == InvariantError.__name__
+    watched = measure(
+        incident.workload, lambda **opts: observe(incident.broken(**opts), Checking())
+    )
+    return watched.error == InvariantError.__name__
 
 
-check(caught_by_check, sum(map(fails_check, INCIDENTS)))
+nb.check(caught_by_check, sum(map(fails_check, INCIDENTS)))
 
 # %% [markdown]
 # ## 2. Which test exposes which bug?
@@ -124,38 +80,32 @@ check(caught_by_check, sum(map(fails_check, INCIDENTS)))
 # refuse the impossible request of incident 5 at once.
 
 # %% alt="A grid of eight tests against eight broken schedulers. The diagonal is all exposed. Test 7 exposes scheduler 4 too. All others are passed, but for row 8, where only its own scheduler can be asked, and row 5, where 2, 3, 6 and 8 cannot."
-OUTCOMES = {"exposed": color("end"), "passed": color("free"), "not applicable": "none"}
+import importlib
+
+from minicache.errors import MinicacheError, RequestTooLargeError
+
+OUTCOMES = {"end": "exposed", "free": "passed", "": "not applicable"}
 
 
 def outcome(test, kind):
-    """What a test says of a scheduler."""
+    """What a test finds in a scheduler."""
     try:
         test(kind)
     except (AttributeError, RequestTooLargeError):
-        return "not applicable"
+        return ""
     except (AssertionError, MinicacheError):
-        return "exposed"
-    return "passed"
+        return "end"
+    return "free"
 
 
 tests = [importlib.import_module(incident.module).expose for incident in INCIDENTS]
-_, ax = plt.subplots(figsize=(6.4, 4.6), layout="constrained")
-for row, test in enumerate(tests):
-    for column, incident in enumerate(INCIDENTS):
-        found = outcome(test, incident.broken)
-        assert found == "exposed" or row != column
-        ax.barh(row, 0.9, left=column - 0.45, height=0.9, color=OUTCOMES[found], edgecolor=color("free"))
+found = [[outcome(test, incident.broken) for incident in INCIDENTS] for test in tests]
+assert all(found[number][number] == "end" for number in range(8))
 names = [f"{incident.number} {incident.slug}" for incident in INCIDENTS]
-ax.set_xticks(range(8), names, rotation=45, ha="right")
-ax.set_yticks(range(8), names)
-ax.invert_yaxis()
-ax.set(xlabel="broken scheduler", ylabel="test")
-handles = [Patch(facecolor=shade, edgecolor=color("free"), label=name) for name, shade in OUTCOMES.items()]
-ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-plt.show()
+nb.cells(found, "broken scheduler", "test", rows=names, legend=OUTCOMES)
 
 # %% [markdown]
-# A bug that breaks a broad promise may be found by more than one test: scheduler 4 ends a request for want of capacity
+# A bug that breaks a broad guarantee may be found by more than one test: scheduler 4 ends a request for lack of capacity
 # too. That is no flaw of test 7. A test that exposes a *right* scheduler would be one.
 #
 # ## 3. The thrash
@@ -164,25 +114,27 @@ plt.show()
 # bug, right, and by the formula N·P + N(N − 1)/2 + the short prompt.
 
 # %% alt="Prefill tokens against tokens to generate, from 0 to 200. With the bug a curve that bends upwards to 44,000, on which the formula's marks lie. Right: flat at 170."
+from minicache.request import Request
+from minicache.scheduler.drive import drive
+from minicache.scheduler.incidents.broken import StarvingScheduler, ThrashScheduler
+
 LONG, SHORT = 120, 50
-
-
-def thrash(kind, num_new):
-    """The tally of the two requests."""
-    requests = [Request("long", [1] * LONG, num_new), Request("short", [1] * SHORT, num_new)]
-    return drive(kind(num_blocks=256), requests)
-
-
 sizes = list(range(10, 201, 10))
-_, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-ax.plot(sizes, [thrash(ThrashScheduler, n).num_prefill_tokens for n in sizes], color=BROKEN, label="with the bug")
-ax.plot(sizes, [n * LONG + n * (n - 1) // 2 + SHORT for n in sizes], ".", color=color("end"), label="the formula")
-ax.plot(sizes, [thrash(INCIDENTS[2].fixed, n).num_prefill_tokens for n in sizes], color=RIGHT, label="right")
-ax.set(xlabel="tokens to generate, each", ylabel="prefill tokens")
-ax.yaxis.set_major_formatter("{x:,.0f}")
-ax.grid(alpha=0.3)
-ax.legend(frameon=False)
-plt.show()
+
+
+def prefilled(kind, num_new):
+    """Prefill tokens of the two requests."""
+    requests = [Request("long", [1] * LONG, num_new), Request("short", [1] * SHORT, num_new)]
+    return drive(kind(num_blocks=256), requests).num_prefill_tokens
+
+
+curves = {
+    "with the bug": [prefilled(ThrashScheduler, n) for n in sizes],
+    "the formula": [n * LONG + n * (n - 1) // 2 + SHORT for n in sizes],
+    "right": [prefilled(INCIDENTS[2].fixed, n) for n in sizes],
+}
+look = {"roles": ("wasted", "end", "generated")}
+nb.lines(sizes, curves, "tokens to generate, each", "prefill tokens", **look)
 
 # %% [markdown]
 # **Question 2.** Prompts of 200 and 30 tokens, 50 new tokens each. How many prefill tokens with the bug?
@@ -196,8 +148,8 @@ steps_with_the_bug = None
 # %%
 two = drive(ThrashScheduler(num_blocks=64), [Request(p, [1] * p, 50) for p in (200, 30)])
 three = drive(ThrashScheduler(num_blocks=64), [Request(p, [1] * p, 50) for p in (30, 20, 10)])
-check(prefill_tokens_with_the_bug, two.num_prefill_tokens)
-check(steps_with_the_bug, three.num_steps)
+nb.check(prefill_tokens_with_the_bug, two.num_prefill_tokens)
+nb.check(steps_with_the_bug, three.num_steps)
 
 # %% [markdown]
 # ## 4. Starvation, on a clock
@@ -205,44 +157,48 @@ check(steps_with_the_bug, three.num_steps)
 # 12 equal requests through `LLM` and MiniGPT, memory for four. Before: incidents 2 and 3 at once. After:
 # `FairScheduler`. The page has 40 of them; this is the same in small.
 
-# %% alt="Seconds until the last token for 12 requests, before and after. Before, they are scattered, and the last ones take several times as long as the slowest after. After, a staircase in the order of arrival."
+# %%
+import statistics
+import time
+
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams
+from minicache.model import load_minigpt
+from minicache.scheduler.fair import FairScheduler
+
 COUNT, PROMPT, NEW = 12, 40, 60
-model = load_minigpt()
+model, params = load_minigpt(), SamplingParams(max_tokens=NEW, ignore_eos=True)
 
 
 class Ends(Observer):
     """Notes when each request has finished."""
 
     def __init__(self):
-        self.seconds = []
+        self.seconds = {}
 
     def on_update(self, scheduler, output, finished):
-        self.seconds += [(request.arrival_index, time.perf_counter()) for request in finished]
+        self.seconds |= {request.arrival_index: time.perf_counter() for request in finished}
 
 
 def serve(kind):
     """Answers, and for each request the seconds until its last token."""
-    ends = Ends()
-    blocks = 4 * -(-(PROMPT + NEW) // 16)
+    ends, blocks = Ends(), 4 * -(-(PROMPT + NEW) // 16)
     llm = LLM(model, scheduler=kind(num_blocks=blocks), observers=[ends])
     start = time.perf_counter()
-    answers = llm.generate(
-        [[1 + number] * PROMPT for number in range(COUNT)], SamplingParams(max_tokens=NEW, ignore_eos=True)
-    )
-    return answers, [end - start for _, end in sorted(ends.seconds)]
+    answers = llm.generate([[1 + number] * PROMPT for number in range(COUNT)], params)
+    return answers, [end - start for _, end in sorted(ends.seconds.items())]
 
 
+# %% alt="Seconds until the last token for 12 requests, before and after. Before, they are scattered, and the last ones take several times as long as the slowest after. After, a staircase in the order of arrival."
 serve(FairScheduler)  # the first run also loads what the library needs
 before, seconds_before = serve(StarvingScheduler)
 after, seconds_after = serve(FairScheduler)
-_, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-ax.plot(seconds_before, "s", color=BROKEN, label="before")
-ax.plot(seconds_after, "o", color=RIGHT, label="after")
-ax.set(xlabel="request, in the order of arrival", ylabel="seconds until its last token", ylim=(0, None))
-ax.grid(alpha=0.3)
-ax.legend(frameon=False)
-plt.show()
-for name, seconds in (("before", seconds_before), ("after", seconds_after)):
+curves = {"before": seconds_before, "after": seconds_after}
+look = {"roles": ("wasted", "generated"), "ylim": (0, None)}
+nb.lines(
+    range(COUNT), curves, "request, in the order of arrival", "seconds until its last token", **look
+)
+for name, seconds in curves.items():
     print(f"{name}: mean {statistics.fmean(seconds):.2f} s, slowest {max(seconds):.2f} s")
 
 # %% [markdown]
@@ -253,28 +209,32 @@ assert [answer.token_ids for answer in before] == [answer.token_ids for answer i
 print("The same tokens for all", COUNT, "requests.")
 
 # %% [markdown]
-# **Question 4.** In the run *after*, what is the mean batch size, to one digit behind the point, if the whole run takes
-# `num_steps` steps? No step computes two tokens of an answer.
+# **Question 4.** In the run *after*, what is the mean batch size, to one decimal place, if the whole run takes `num_steps`
+# steps? No step computes two tokens of an answer.
 
 # %%
-num_steps = drive(FairScheduler(num_blocks=28), [Request(n, [1] * PROMPT, NEW) for n in range(COUNT)]).num_steps
+requests = [Request(n, [1] * PROMPT, NEW) for n in range(COUNT)]
+num_steps = drive(FairScheduler(num_blocks=28), requests).num_steps
 print(f"{num_steps} steps")
 mean_batch = None
 
 # %%
-check(mean_batch, round(COUNT * NEW / num_steps, 1))
+nb.check(mean_batch, round(COUNT * NEW / num_steps, 1))
 
 # %% [markdown]
 # ## 5. One order, or two
 #
-# Three lowly requests, an urgent one that comes a step later, memory for fewer than four. What if admission goes by
-# priority and the victim is the newest?
+# Three requests of low priority, an urgent one that arrives a step later, memory for fewer than four. What if admission goes
+# by priority and the victim is the newest?
 
 # %% alt="Three grids of four requests against steps. By arrival the urgent one finishes last. Admitted by priority with the newest preempted, it is preempted three times and finishes in step 25. With one order it runs through and finishes in step 16."
+from minicache.scheduler.fair import PriorityScheduler
+from minicache.scheduler.observe import Recorder
+from minicache.scheduler.paged import PagedScheduler
 
 
 class TwoOrders(PriorityScheduler):
-    """Admits by priority; but `running` is in the order of admission, so the newest is preempted."""
+    """Admits by priority; `running` is in the order of admission, so the newest is preempted."""
 
     def admit(self, request, output, found=()):
         super().admit(request, output, found)
@@ -285,36 +245,27 @@ class TwoOrders(PriorityScheduler):
 def four(kind):
     """The trace, and the urgent request."""
     steps, urgent = [], Request("U", [1] * 6, 16, priority=0)
-    scheduler = observe(kind(num_blocks=8, block_size=4), Recorder(steps.append))
-    drive(scheduler, arrivals=[*((0, Request(name, [1] * 6, 16, priority=1)) for name in "ABC"), (1, urgent)])
+    arrivals = [(0, Request(name, [1] * 6, 16, priority=1)) for name in "ABC"] + [(1, urgent)]
+    drive(observe(kind(num_blocks=8, block_size=4), Recorder(steps.append)), arrivals=arrivals)
     return steps, urgent
 
 
-_, panels = plt.subplots(3, 1, figsize=(7.2, 4.8), layout="constrained", sharex=True)
-for ax, kind in zip(panels, (PagedScheduler, TwoOrders, PriorityScheduler), strict=True):
+kinds = (PagedScheduler, TwoOrders, PriorityScheduler)
+for ax, kind in zip(nb.panels(3, 1, height=5.6, sharex=True), kinds):
     steps, urgent = four(kind)
-    for step in steps:
-        for entry in step.batch:
-            role = "prompt" if entry.is_prefill else "generated"
-            ax.barh("ABCU".index(entry.request_id), 0.92, left=step.step, height=0.9, color=color(role))
     last = max(step.step for step in steps for entry in step.batch if entry.request_id == "U")
-    ax.set_title(f"{kind.__name__}: U is preempted {urgent.num_preemptions} times, finishes in step {last}", loc="left")
-    ax.set_yticks(range(4), "ABCU")
-    ax.invert_yaxis()
-panels[-1].set_xlabel("step")
-plt.show()
+    title = f"{kind.__name__}: U preempted {urgent.num_preemptions} times, finishes in step {last}"
+    nb.grid_of_steps(steps, "ABCU", ax=ax, title=title, legend=kind is PagedScheduler)
 
 # %% [markdown]
 # ## 6. What a bound costs, and whom
 #
-# One batch slot, requests of 5 tokens. For 700 of every 1,000 steps an urgent one comes in every fifth step: no gap is left.
-# Lowly ones come at random, one in 100 steps on average. How long do the two kinds wait, for bounds from 1 to 256?
-# (The bound is a constant of the module; here it is turned.)
-
-# %% alt="Mean steps until admission against the bound, from 1 to 256. The lowly requests wait longer with a larger bound: 17 steps at 1, 240 at 256. The urgent ones wait 18 steps at 1 and not at all at 256."
-BOUNDS = [4**power for power in range(5)]
+# One batch slot, requests of 5 tokens. For 700 of every 1,000 steps an urgent one arrives in every fifth step: no gap is
+# left. Those of low priority arrive at random, one in 100 steps on average. How long do the two kinds wait, for bounds from
+# 1 to 256? (The bound is a constant of the module; here it is varied.) First an observer that notes waits and bypasses.
 
 
+# %%
 class Waits(Observer):
     """Notes how many steps each request waited, and the most bypasses in a row."""
 
@@ -330,86 +281,96 @@ class Waits(Observer):
     def on_schedule(self, scheduler, output):
         for request in output.scheduled:
             if self.waiting.pop(request.request_id, None):
-                self.waited.setdefault(request.request_id, self.step - self.came[request.request_id])
-                bypassed = any(each.arrival_index < request.arrival_index for each in self.waiting.values())
+                steps = self.step - self.came[request.request_id]
+                self.waited.setdefault(request.request_id, steps)
+                earlier = (each.arrival_index for each in self.waiting.values())
+                bypassed = any(index < request.arrival_index for index in earlier)
                 self.bypasses = self.bypasses + 1 if bypassed else 0
                 self.most = max(self.most, self.bypasses)
         self.waiting = dict(scheduler.waiting)
         self.step += 1
 
 
+# %% alt="Mean steps until admission against the bound, from 1 to 256. The requests of low priority wait longer with a larger bound: 17 steps at 1, 240 at 256. The urgent ones wait 18 steps at 1 and not at all at 256."
+import random
+
+from minicache.scheduler import fair
+
+BOUNDS = [4**power for power in range(5)]
+
+
 def with_bound(bound, num_steps=10_000):
-    """Mean waits of the lowly and of the urgent, with a bound of so many."""
+    """Mean waits of those of low priority and of the urgent, with a bound of so many."""
     rng, waits = random.Random(0), Waits()
-    arrivals = [(step, Request(("urgent", step), [1] * 10, 5)) for step in range(0, num_steps, 5) if step % 1000 < 700]
-    arrivals += [
-        (step, Request(("lowly", step), [1] * 10, 5, priority=9)) for step in range(num_steps) if rng.random() < 0.01
-    ]
+    busy = [step for step in range(0, num_steps, 5) if step % 1000 < 700]
+    low = [step for step in range(num_steps) if rng.random() < 0.01]
+    arrivals = [(step, Request(("urgent", step), [1] * 10, 5)) for step in busy]
+    arrivals += [(step, Request(("low", step), [1] * 10, 5, priority=9)) for step in low]
     usual, fair.STARVATION_BOUND = fair.STARVATION_BOUND, bound
     try:
-        drive(observe(FairScheduler(num_blocks=64, max_num_seqs=1), waits), arrivals=arrivals, max_steps=2 * num_steps)
+        scheduler = observe(FairScheduler(num_blocks=64, max_num_seqs=1), waits)
+        drive(scheduler, arrivals=arrivals, max_steps=2 * num_steps)
     finally:
         fair.STARVATION_BOUND = usual
     assert waits.most <= bound
-    return [
-        statistics.fmean(wait for (kind, _), wait in waits.waited.items() if kind == which)
-        for which in ("lowly", "urgent")
-    ]
+    for which in ("low", "urgent"):
+        yield statistics.fmean(wait for (kind, _), wait in waits.waited.items() if kind == which)
 
 
-found = [with_bound(bound) for bound in BOUNDS]
-_, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-ax.plot(BOUNDS, [lowly for lowly, _ in found], "o-", color=BROKEN, label="the lowly ones")
-ax.plot(BOUNDS, [urgent for _, urgent in found], "o-", color=RIGHT, label="the urgent ones")
-ax.set_xscale("log", base=4)
-ax.set_xticks(BOUNDS, map(str, BOUNDS))
-ax.set(xlabel="bound", ylabel="steps until admission, mean", ylim=(0, None))
-ax.grid(alpha=0.3)
-ax.legend(frameon=False)
-plt.show()
-for bound, (lowly, urgent) in zip(BOUNDS, found, strict=True):
-    print(f"bound {bound:3}: lowly {lowly:6.1f} steps, urgent {urgent:5.1f} steps")
+low, urgent = zip(*map(with_bound, BOUNDS))
+curves = {"low priority": low, "urgent": urgent}
+look = {"roles": ("wasted", "generated"), "doubling": True, "ylim": (0, None)}
+nb.lines(BOUNDS, curves, "bound", "steps until admission, mean", **look)
+for bound, low_wait, urgent_wait in zip(BOUNDS, low, urgent):
+    print(f"bound {bound:3}: low {low_wait:6.1f} steps, urgent {urgent_wait:5.1f} steps")
 
 # %% [markdown]
-# A busy time has 140 urgent requests, so beyond a bound of 140 nothing changes: the lowly ones wait until it is over.
-# The urgent ones are many, and share what the few lowly ones cost them.
+# A busy time has 140 urgent requests, so beyond a bound of 140 nothing changes: those of low priority wait until it is over.
+# The urgent ones are many, and share what the few others cost them.
 #
-# Try this: let all 140 come at once, at the beginning of the busy time. The bound has no effect any more. A request
-# that came before another does not bypass it, however urgent it is. The bound is about later arrivals.
+# Try this: let all 140 arrive at once, at the beginning of the busy time. The bound no longer has any effect. A request
+# that arrived before another does not bypass it, however urgent it is. The bound is about later arrivals.
 #
-# **Question 5.** One batch slot, and an urgent request of 5 tokens before every fifth step: no gap. A lowly one waits from
-# the start, and the bound is 10. In which step is it admitted?
+# **Question 5.** One batch slot, and an urgent request of 5 tokens before every fifth step: no gap. One of low priority waits
+# from the start, and the bound is 10. In which step is it admitted?
 
 # %%
 step_of_admission = None
 
 # %%
 fair.STARVATION_BOUND, usual = 10, fair.STARVATION_BOUND
-lowly = Request("lowly", [1] * 10, 5, priority=9)
-without_gap = [(0, lowly), *((5 * number, Request(number, [1] * 10, 5)) for number in range(100))]
-admitted = drive(FairScheduler(num_blocks=64, max_num_seqs=1), arrivals=without_gap).first_token["lowly"]
+low = Request("low", [1] * 10, 5, priority=9)
+urgent = [(5 * number, Request(number, [1] * 10, 5)) for number in range(100)]
+tally = drive(FairScheduler(num_blocks=64, max_num_seqs=1), arrivals=[(0, low), *urgent])
 fair.STARVATION_BOUND = usual
-check(step_of_admission, admitted)
+nb.check(step_of_admission, tally.first_token["low"])
 
 # %% [markdown]
 # ## 7. Hold it to its guarantee
 #
-# 40 random loads that favour the late: newer ones are more urgent, three groups, pools down to a few blocks, both
-# preemptions. Phase 6's auditor watches every step, and `Waits` every admission.
+# 40 random loads that favour late arrivals: newer requests are more urgent, three compatibility classes, pools down to a
+# few blocks, both ways to preempt. Phase 6's auditor watches every step, and `Waits` every admission.
 
 # %%
+from minicache.scheduler.audit import Auditor
+
+
+def random_request(rng, number, step):
+    request = Request(number, [1] * rng.randint(1, 9), rng.randint(1, 6), group=rng.choice("abc"))
+    request.priority = -step if rng.random() < 0.8 else 5
+    return request
+
+
 most, num_steps = 0, 0
 for seed in range(40):
     rng, waits = random.Random(seed), Waits()
-    swap = {"preemption": "swap", "num_host_blocks": 8} if rng.random() < 0.5 else {}
-    scheduler = FairScheduler(num_blocks=rng.randint(4, 10), block_size=4, max_num_seqs=rng.randint(1, 4), **swap)
-    arrivals = [
-        (rng.randrange(60), Request(number, [1] * rng.randint(1, 9), rng.randint(1, 6), group=rng.choice("abc")))
-        for number in range(120)
-    ]
-    for step, request in arrivals:
-        request.priority = -step if rng.random() < 0.8 else 5
-    tally = drive(observe(scheduler, waits, Auditor()), arrivals=arrivals)
+    options = {"num_blocks": rng.randint(4, 10), "max_num_seqs": rng.randint(1, 4)}
+    if rng.random() < 0.5:
+        options |= {"preemption": "swap", "num_host_blocks": 8}
+    scheduler = observe(FairScheduler(block_size=4, **options), waits, Auditor())
+    steps = [rng.randrange(60) for _ in range(120)]
+    arrivals = [(step, random_request(rng, number, step)) for number, step in enumerate(steps)]
+    tally = drive(scheduler, arrivals=arrivals)
     assert len(tally.finished) == 120
     most, num_steps = max(most, waits.most), num_steps + tally.num_steps
 print(f"{num_steps:,} steps, every request served, at most {most} bypasses in a row")
@@ -422,4 +383,48 @@ assert most <= fair.STARVATION_BOUND
 is_it_a_proof = None
 
 # %%
-check(is_it_a_proof, "no")
+nb.check(is_it_a_proof, "no")
+
+# %% [markdown]
+# ## Your experiment: an order of your own
+#
+# First come, first served is fair and slow: one long request delays many short ones. Which order would you serve in?
+#
+# `priority_key` is the order: the smallest key first. The default below serves the shortest answer first, as if its length
+# were known. **Write down what happens to the mean and to the worst latency, compared with first come, first served**,
+# then run the cell. Then try an order of your own, and a bound of 2, and of 1,000.
+
+# %% alt="Steps from arrival to the last token, requests sorted by it, for first come, first served and for your order. With the shortest answer first nearly all requests are quicker, and a few long ones at the right end much slower."
+YOUR_BOUND = 64
+YOUR_PREDICTION = "mean …, worst …"
+
+
+class Yours(FairScheduler):
+    def priority_key(self, request):
+        return request.max_tokens, request.arrival_time, request.arrival_index, request.fork_index
+
+
+def latencies(kind):
+    """Steps from arrival to the last token, sorted: 300 requests, one in ten is long."""
+    rng, step, arrivals = random.Random(0), 0, []
+    for number in range(300):
+        step += rng.randrange(9)
+        num_new = rng.randint(60, 120) if rng.random() < 0.1 else rng.randint(1, 12)
+        arrivals.append((step, Request(number, [1] * 10, num_new)))
+    tally = drive(kind(num_blocks=256, max_num_seqs=4), arrivals=arrivals, max_steps=100_000)
+    return sorted(tally.finished[request.request_id] - came for came, request in arrivals)
+
+
+usual, fair.STARVATION_BOUND = fair.STARVATION_BOUND, YOUR_BOUND
+found = {"first come, first served": latencies(FairScheduler), "yours": latencies(Yours)}
+fair.STARVATION_BOUND = usual
+look = {"roles": ("wasted", "generated"), "marks": False}
+nb.lines(range(300), found, "requests, sorted", "steps until the last token", **look)
+for name, steps in found.items():
+    print(f"{name}: mean {statistics.fmean(steps):.0f} steps, worst {max(steps)}")
+print("You predicted:", YOUR_PREDICTION)
+
+# %% [markdown]
+# **What to look for.** The shortest first has the smallest mean of all orders, and the long requests pay for it. The bound
+# limits how often one of them is bypassed: a small bound pulls both curves together. Real servers do not know how long an
+# answer will be; what could your `priority_key` use instead?

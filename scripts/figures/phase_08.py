@@ -43,7 +43,9 @@ def main() -> None:
     draw("shared-blocks", shared_blocks, size=(7.2, 3.6))
     draw("hash-chain", hash_chain, size=(7.2, 4.2))
     draw("free-but-not-forgotten", free_but_not_forgotten, size=(7.2, 4.1))
+    draw("a-victim-returns", a_victim_returns, size=(7.2, 3.6))
     draw("copy-on-write", copy_on_write, size=(7.2, 4.3))
+    draw("a-filled-block", a_filled_block, size=(7.2, 3.4))
     draw("beams", beams, size=(7.2, 3.3))
     draw("sharing-saves", sharing_saves, size=(7.2, 3.6))
     draw("prefix-saves", prefix_saves, size=(7.2, 3.3))
@@ -208,7 +210,47 @@ def holding_the_beginning(scheduler: SharingScheduler) -> set[int]:
     return {block_id for each in hashes for block_id in scheduler.pool.find([each])}
 
 
-# --- theory 4: a copy before a write ----------------------------------------------------------------------------------
+# --- theory 4: a preempted request and its blocks ---------------------------------------------------------------------
+
+
+def a_victim_returns(figure: Figure, scheme: Scheme) -> None:
+    """Who uses which blocks, and the free list, when a request is preempted and when it is back."""
+    scheduler = SharingScheduler(num_blocks=6, block_size=BLOCK_SIZE, prefix_caching=True)
+    requests = {"old": Request("old", [5] * 8, 9), "young": Request("young", [6] * 6, 9)}
+    for request in requests.values():
+        scheduler.add_request(request)
+    told = {
+        4: "step 4: full",
+        5: "step 5: young is preempted",
+        8: "step 8: old has finished",
+        9: "step 9: young is back",
+    }
+    diagram = Diagram(figure, scheme, width=24, height=12)
+    left, middle, free, width = 8.4, 13.4, 17.0, 1.05
+    for x, heading in ((left, "old"), (middle, "young"), (free, "free: next … last")):
+        diagram.text(x, 0.6, heading, bold=True)
+    row = 0
+    for step in range(10):
+        step_of(scheduler)
+        if step not in told:
+            continue
+        y = 1.3 + row * 2.2
+        row += 1
+        diagram.text(0.3, y + 0.5, told[step], fontsize=SMALL)
+        youngs = set(scheduler.find_prefix(Request("like young", [*requests["young"].token_ids(0, 8), 0], 1)))
+        for x, block_ids, role in (
+            (left, requests["old"].block_ids, "generated"),
+            (middle, requests["young"].block_ids, "prompt"),
+            (free, free_list(scheduler), "free"),
+        ):
+            roles = ["shared" if block_id in youngs else role for block_id in block_ids]
+            diagram.row(x, y, list(map(str, block_ids)), roles, width=width)
+    meanings = {"shared": "young's first 8 tokens", "prompt": "the rest of young", "generated": "old"}
+    for (role, meaning), x in zip(meanings.items(), (0.3, left, middle + 2.4), strict=True):
+        diagram.legend({role: meaning}, x, 10.9, size=0.7)
+
+
+# --- theory 5: a copy before a write ----------------------------------------------------------------------------------
 
 
 def copy_on_write(figure: Figure, scheme: Scheme) -> None:
@@ -275,7 +317,51 @@ def _slot(requests: Mapping[str, Request], holders: Sequence[str], block_id: int
     return "", "free" if not holders else None
 
 
-# --- theory 5: beams --------------------------------------------------------------------------------------------------
+# --- theory 6: a block that the parent has filled ---------------------------------------------------------------------
+
+
+def a_filled_block(figure: Figure, scheme: Scheme) -> None:
+    """Block 1 of parent and child at three moments: shared and overwritten; and as the scheduler does it."""
+    parent, child, hashed = ("p", "p", "7", "7"), ("p", "p", "7", "8"), "hash: p p 7 7"
+    scheduler = SharingScheduler(num_blocks=6, block_size=BLOCK_SIZE, prefix_caching=True)
+    scheduler.add_request(Request("a", [0] * 6, 9))
+    for _ in range(3):
+        step_of(scheduler)
+    own = scheduler.fork_request("a", "the child", [0, 1])
+    step_of(scheduler)
+    block = own.block_ids[1]
+    diagram = Diagram(figure, scheme, width=24, height=11.4)
+    width = 1.25
+    columns = (("a has filled it", 0.3), ("a has finished, the child writes 8", 8.3), ("c looks for p p 7 7", 17.3))
+    rows: tuple[tuple[str, float, tuple[tuple[str, tuple[str, ...], str], ...]], ...] = (
+        (
+            "If the child shared block 1",
+            0.6,
+            (
+                (f"block 1, {hashed}", parent, "prompt"),
+                (f"block 1, {hashed}", child, "end"),
+                ("reads block 1: another text", child, "end"),
+            ),
+        ),
+        (
+            "As it is",
+            6.6,
+            (
+                (f"block 1, {hashed}", parent, "prompt"),
+                (f"block {block}, the child's own", child, "generated"),
+                ("reads block 1", parent, "prompt"),
+            ),
+        ),
+    )
+    for title, y, cells in rows:
+        diagram.text(0.3, y, title, bold=True)
+        for (moment, x), (told, texts, role) in zip(columns, cells, strict=True):
+            diagram.text(x, y + 1.1, moment, fontsize=SMALL)
+            diagram.row(x, y + 1.8, list(texts), [role] * BLOCK_SIZE, width=width)
+            diagram.text(x, y + 3.7, told, fontsize=SMALL)
+
+
+# --- theory 7: beams --------------------------------------------------------------------------------------------------
 
 
 def search_steps(prompt: str, width: int, num_steps: int) -> tuple[list[list[Step]], BeamSearch]:
@@ -326,7 +412,7 @@ def beams(figure: Figure, scheme: Scheme) -> None:
         diagram.legend({role: meaning}, x, 10.1, size=0.6)
 
 
-# --- theory 5 and 6: what it saves ------------------------------------------------------------------------------------
+# --- theory 7 to 9: what it saves ------------------------------------------------------------------------------------
 
 LOAD_NAMES = {"alpaca": ("Alpaca", "prompt"), "sharegpt": ("ShareGPT", "generated")}
 

@@ -1,4 +1,4 @@
-"""How the plots of all commands look. No phase builds this module."""
+"""How the plots of commands and notebooks look. No phase builds this module."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from minicache.palette import GRID, INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.color": GRID["light"],
+    "axes.edgecolor": GRID["light"],
+    "text.color": INK["light"],
+    "axes.labelcolor": INK["light"],
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+"""matplotlib's settings for all plots: of commands, and of notebooks (`minicache.notebook`)."""
 
 
 def save_plot(paint: Callable[[Figure], None], title: str, file: Path) -> None:
@@ -26,18 +41,7 @@ def save_plot(paint: Callable[[Figure], None], title: str, file: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    style: dict[Any, Any] = {
-        "font.size": 9,
-        "axes.grid": True,
-        "grid.color": GRID["light"],
-        "axes.edgecolor": GRID["light"],
-        "text.color": INK["light"],
-        "axes.labelcolor": INK["light"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-    }
-    with mpl.rc_context(style):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         figure.suptitle(title, fontsize=10, x=0.01, ha="left")
         paint(figure)

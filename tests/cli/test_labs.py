@@ -1,7 +1,8 @@
-"""What `--mine` says: whose file is used, phase by phase."""
+"""What `--mine` says: whose file is used, of each module that is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,33 +12,47 @@ from minicache.cli.labs import use_labs
 from minicache.course import finder
 from minicache.course.finder import Lab
 
+LABS = [
+    Lab("minicache.cache.dense", Path.cwd() / "labs" / "one" / "dense.py", "", True),
+    Lab(
+        "minicache.scheduler.base",
+        Path.cwd() / "labs" / "two" / "base.py",
+        "edited since it passed: minicache grade 2",
+        True,
+    ),
+    Lab("minicache.engine.llm", Path.cwd() / "labs" / "two" / "llm.py", "not passed yet: task 2.3", True),
+    Lab("minicache.engine.loop", Path.cwd() / "labs" / "two" / "loop.py", "not passed yet: task 2.4", False),
+]
+
 
 @pytest.mark.parametrize(
-    ("mine", "says"),
+    ("labs", "loaded", "says"),
     [
-        ([], "The reference: 3 modules; `minicache status` says what is left\n"),
+        (LABS[:3], [], ""),
         (
-            ["cache.dense", "scheduler.base"],
-            "Yours: labs/one: cache/dense.py\n"
-            "Yours: labs/two: scheduler/base.py\n"
-            "The reference: 1 module; `minicache status` says what is left\n",
+            LABS,
+            LABS,
+            "reference: every file that you have not begun\n"
+            "yours: labs/one/dense.py\n"
+            "reference, not labs/two/base.py: edited since it passed: minicache grade 2\n"
+            "reference, not labs/two/llm.py: not passed yet: task 2.3\n",
         ),
-        (
-            ["cache.dense", "scheduler.base", "engine.llm"],
-            "Yours: labs/one: cache/dense.py\nYours: labs/two: scheduler/base.py, engine/llm.py\n",
-        ),
+        (LABS[1:], [], "None of your files is finished; `minicache status` says what is left\n"),
     ],
-    ids=len,
+    ids=["nothing loaded", "all loaded", "nothing finished"],
 )
-def test_whose_files(monkeypatch: pytest.MonkeyPatch, mine: list[str], says: str) -> None:
-    files = {
-        "cache.dense": "one/cache/dense.py",
-        "scheduler.base": "two/scheduler/base.py",
-        "engine.llm": "two/engine/llm.py",
-    }
-    labs = [Lab(f"minicache.{name}", Path.cwd() / "labs" / file, name in mine, "") for name, file in files.items()]
-    monkeypatch.setattr(finder, "install_finished_labs", lambda: labs)
+def test_whose_files(monkeypatch: pytest.MonkeyPatch, labs: list[Lab], loaded: list[Lab], says: str) -> None:
+    announce: Callable[[Lab], None]
+
+    def install(loading: Callable[[Lab], None]) -> list[Lab]:
+        nonlocal announce
+        announce = loading
+        return labs
+
+    monkeypatch.setattr(finder, "install_finished_labs", install)
     console = Console(width=200)
     with console.capture() as captured:
         use_labs(console)
+        for lab in loaded:
+            announce(lab)
     assert captured.get() == says

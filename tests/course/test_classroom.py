@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_class(toys: Toys, folder: Path, tmp_path: Path) -> None:
     grades = []
-    for grade in grade_class(toys.workspace, toys.phase, find_submissions(folder, toys.phase), jobs=2, timeout=4):
+    for grade in grade_class(toys.workspace, toys.phase, find_submissions(folder, toys.phase), jobs=2, timeout=1):
         grades.append(grade)
         write_report(grade, tmp_path / "reports")
     write_csv(grades, toys.phase, tmp_path / "grades.csv")

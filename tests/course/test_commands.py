@@ -40,7 +40,8 @@ def test_all_commands_are_there() -> None:
 
 
 def test_a_learners_command_imports_no_other(toys: Toys) -> None:
-    assert names() == {"status", "grade", "hint", "watch", "reset", "doctor", "grade-class"}
+    learners = {"status", "grade", "hint", "watch", "reset", "python", "ipython", "doctor", "grade-class"}
+    assert names() == learners
     code = """if True:
         import sys
         from minicache.cli import main
@@ -62,18 +63,22 @@ def test_from_the_first_look_to_all_points(toys: Toys) -> None:
     assert "Next: task 0.1, Colours. Read docs/en/toys.md" in output
     toys.write(nbytes=NBYTES.replace("return 2", "return 8"))
     output = run("grade", "toys", status=1)
-    assert "30 of 100 points" in output
+    assert "65 of 100 points" in output  # of two tests of task 2, one
     assert "got 8" in output
+    assert "65/100" in run("status")
     toys.write()
     assert "edited since" in run("status")
-    assert "100 of 100 points" in run("grade", "00")
+    output = run("grade", "00")
+    assert "100 of 100 points" in output
+    assert "jupyter lab notebooks/phase-00-toys.ipynb" in output
+    assert "It is the last phase" in output
     assert "100/100" in run("status")
 
 
 def test_one_task_is_graded_and_the_others_are_remembered(toys: Toys) -> None:
     run("grade", "0")
     toys.write(color="broken\n", nbytes=NBYTES)
-    assert "70 of 70 points" in run("grade", "0", "--task", "2")
+    assert "70 of 70 points Next: the whole phase: `minicache grade 0`" in run("grade", "0", "--task", "2")
     status = run("status")
     assert "100/100" in status
     assert "passed, edited since" in status

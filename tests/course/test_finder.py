@@ -92,25 +92,30 @@ def test_a_line_is_found_in_a_learners_file_only(lab: tuple[LabFinder, Path]) ->
 
 MINE = """
 from minicache.course.finder import install_finished_labs
-for lab in install_finished_labs():
-    print(lab.module, lab.mine, lab.reason)
-from minicache.arithmetic.arithmetic import dtype_nbytes
-print(dtype_nbytes.__code__.co_filename)
+labs = install_finished_labs(lambda lab: print("loads", lab.module, lab.missing or "mine"))
+print(*(lab.missing or "mine" for lab in labs), sep="; ")
+import minicache.arithmetic.arithmetic
+print(minicache.arithmetic.arithmetic.__file__)
 """
 
 
 def test_finished_labs_stand_in_for_every_command(toys: Toys) -> None:
     from minicache.course.grading import grade
     from minicache.course.progress import Progress
+    from minicache.course.workspace import reference_file
 
     def whose() -> list[str]:
         done = subprocess.run([sys.executable, "-c", MINE], capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 
-    assert whose()[1] == "minicache.arithmetic.arithmetic False not passed yet: task 0.2"
+    arithmetic = "minicache.arithmetic.arithmetic"
+    reference = str(reference_file(arithmetic))
+    unfinished = "not passed yet: task 0.2"
+    assert whose() == [f"not passed yet: task 0.1; {unfinished}", f"loads {arithmetic} {unfinished}", reference]
     progress = Progress.load(toys.workspace)
     progress.record(grade(toys.workspace, toys.phase))
     progress.save()
-    assert whose()[1:] == ["minicache.arithmetic.arithmetic True finished", str(toys.nbytes)]
+    assert whose() == ["mine; mine", f"loads {arithmetic} mine", str(toys.nbytes)]
     toys.write(nbytes="# edited\n")
-    assert whose()[1] == "minicache.arithmetic.arithmetic False edited since it passed: minicache grade 0"
+    edited = "edited since it passed: minicache grade 0"
+    assert whose() == [f"mine; {edited}", f"loads {arithmetic} {edited}", reference]

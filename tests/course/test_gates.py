@@ -57,6 +57,7 @@ def test_the_starters_fail_every_task(phase: Phase, server: PytestServer) -> Non
     result = grade_solution(WORKSPACE, phase, starters, server)
     assert result.problems == {}
     others = [graded for graded in result.tasks if graded.outcome is not Outcome.NOT_WRITTEN]
+    assert result.earned == 0
     assert not others, [(test.id, test.outcome, test.message) for graded in others for test in graded.tests]
 
 

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
 import pytest
 
-from minicache.course.server import PLUGINS
+from minicache.course.server import PytestServer
 
 from .conftest import COLOR, NBYTES, Toys
 
 
-def run(toys: Toys, *arguments: str, folder: str = "tests/phase-00-toys", autoload: bool = False) -> tuple[int, str]:
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    """One process that has pytest loaded, and forks a run each."""
+    with PytestServer() as SERVERS["it"]:
+        yield
+
+
+SERVERS: dict[str, PytestServer] = {}
+
+
+def run(toys: Toys, *arguments: str, folder: str = "tests/phase-00-toys") -> tuple[int, str]:
     """Exit status and output of pytest in the small course, without the plugins that are nothing to it."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments, folder]
-    chosen = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": ",".join(PLUGINS)}
-    environment, root = os.environ | ({} if autoload else chosen), toys.workspace.root
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+    given = ["-p", "no:cacheprovider", "--import-mode=importlib", *arguments, folder]
+    log = toys.workspace.root / "log"
+    child = SERVERS["it"].start(given, toys.workspace.root, log)
+    while child.poll() is None:
+        time.sleep(0.01)
+    return child.stop(), log.read_text()
 
 
 def test_the_reference_is_graded_by_default(toys: Toys) -> None:
     toys.write(color="broken\n", nbytes="broken\n")
-    status, output = run(toys, autoload=True)  # as pytest finds them: this is where it has to find ours
-    assert status == 0
-    assert "grading the reference" in output
-    assert "4 passed" in output
+    # With plugins as pytest finds them: this is where it has to find ours.
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", str(toys.tests)]
+    done = subprocess.run(command, cwd=toys.workspace.root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "grading the reference" in done.stdout
+    assert "4 passed" in done.stdout
 
 
 def test_the_header_says_whose_code_and_where(toys: Toys) -> None:
@@ -47,8 +61,8 @@ def test_points_are_listed(toys: Toys) -> None:
     status, output = run(toys, "--mine")
     assert status == 1
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    assert "0.1 Colours 30 / 30 passed" in lines
-    assert "0.2 Bytes 0 / 70 failed" in lines
+    assert "0.1 Colours 30 / 30 2 of 2 tests passed" in lines
+    assert "0.2 Bytes 35 / 70 1 of 2 tests failed" in lines
 
 
 def test_another_folder_of_labs(toys: Toys) -> None:

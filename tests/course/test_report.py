@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from minicache.course.progress import Progress
-from minicache.course.report import print_result, write_gradescope, write_junit
+from minicache.course.report import print_result, print_way_on, write_gradescope, write_junit
 from minicache.course.results import Outcome, PhaseResult, TaskResult, TestResult
+from minicache.course.table import Course, Phase
 from minicache.errors import CourseError
 
 from .conftest import Toys
@@ -37,7 +38,7 @@ def result(toys: Toys) -> PhaseResult:
 
 def test_in_the_terminal(result: PhaseResult) -> None:
     text = shown(result)
-    for part in ("labs/phase-00-toys/palette.py", "30/30", "0/70", "got 1 < 2", "printed", "30 of 100 points"):
+    for part in ("labs/phase-00-toys/palette.py", "30/30", "23/70", "got 1 < 2", "printed", "53 of 100 points"):
         assert part in text
 
 
@@ -45,6 +46,51 @@ def shown(result: PhaseResult) -> str:
     stream = io.StringIO()
     print_result(result, Console(file=stream, width=100))
     return stream.getvalue()
+
+
+def test_the_points_of_a_task_are_shared_among_its_tests(result: PhaseResult) -> None:
+    task = result.phase.tasks[1]
+    passed = [TestResult(f"t.py::{i}", "P.", Outcome.PASSED) for i in range(38)]
+
+    def earned(*others: Outcome, num_collected: int = 0) -> int:
+        tests = (*passed, *(TestResult(f"t.py::o{i}", "O.", outcome) for i, outcome in enumerate(others)))
+        return TaskResult(task, tests, num_collected).earned
+
+    assert earned() == 70
+    assert earned(Outcome.FAILED) == 68
+    assert earned(Outcome.CRASHED, num_collected=76) == 35  # those that were not run have not passed
+    assert earned(Outcome.FAILED, Outcome.NOT_WRITTEN) == 0
+    assert TaskResult(task, ()).earned == 0
+
+
+def test_the_most_telling_failure_comes_first(result: PhaseResult) -> None:
+    def first(*distances: int) -> str:
+        tests = [TestResult(str(d), "T.", Outcome.FAILED, distance=d) for d in distances]
+        crash = TestResult("c", "C.", Outcome.NOT_WRITTEN)
+        problem = TaskResult(result.phase.tasks[1], (crash, *tests)).first_problem
+        assert problem is not None
+        return problem.id
+
+    assert first(2, 0, 1) == "0"
+    assert first(3, 2, 1) == "1"
+
+
+def test_all_points_lead_on(toys: Toys, result: PhaseResult) -> None:
+    def way_on(result: PhaseResult, *others: Phase) -> str:
+        stream = io.StringIO()
+        course = Course((toys.phase, *others))
+        print_way_on(result, course, Console(file=stream, width=100))
+        return stream.getvalue()
+
+    one, two = toys.phase.tasks
+    both = tuple(TaskResult(task, (TestResult("a", "A.", Outcome.PASSED),)) for task in (one, two))
+    assert way_on(result) == ""
+    assert "Next: task 0.2, Bytes. Read docs/en/toys.md, then `minicache grade 0 --task 2`" in way_on(
+        replace(result, tasks=both[:1])
+    )
+    text = way_on(replace(result, tasks=both), replace(toys.phase, number=1, title="Blocks", slug="blocks"))
+    assert "jupyter lab notebooks/phase-00-toys.ipynb" in text
+    assert "Next: phase 1, Blocks. Read docs/en/phase-01-blocks/index.md" in text
 
 
 def test_each_problem_of_a_task_has_a_line(result: PhaseResult) -> None:
@@ -115,10 +161,13 @@ def test_junit_can_be_parsed_and_counts(result: PhaseResult, tmp_path: Path) -> 
     suites = Xml.parse(tmp_path / "junit.xml").getroot()
     counts = [(suite.get("tests"), suite.get("failures"), suite.get("skipped")) for suite in suites]
     assert counts == [("1", "0", "0"), ("3", "1", "1")]
-    failure = suites[1][1].find("failure")
+    points = [[each.get("value") for each in suite.iter("property")] for suite in suites]
+    assert points == [["30", "30"], ["23", "70"]]
+    cases = suites[1].findall("testcase")
+    failure = cases[1].find("failure")
     assert failure is not None
     assert "got 1 < 2" in str(failure.text)
-    assert suites[1][1].findtext("system-out") == "printed�"
+    assert cases[1].findtext("system-out") == "printed�"
 
 
 def test_junit_of_a_task_without_tests_has_a_failure(result: PhaseResult, tmp_path: Path) -> None:
@@ -131,10 +180,10 @@ def test_junit_of_a_task_without_tests_has_a_failure(result: PhaseResult, tmp_pa
 def test_gradescope_has_a_test_for_each_task(result: PhaseResult, tmp_path: Path) -> None:
     write_gradescope(result, tmp_path / "results.json")
     data = json.loads((tmp_path / "results.json").read_text())
-    assert data["score"] == 30
+    assert data["score"] == 53
     assert [(t["number"], t["score"], t["max_score"], t["status"]) for t in data["tests"]] == [
         ("0.1", 30, 30, "passed"),
-        ("0.2", 0, 70, "failed"),
+        ("0.2", 23, 70, "failed"),
     ]
     assert "got 1 < 2" in data["tests"][1]["output"]
 
@@ -148,6 +197,7 @@ def test_progress_is_saved_and_loaded(toys: Toys, result: PhaseResult) -> None:
     assert again == progress
     one, two = toys.phase.tasks
     assert (again.passed(one), again.passed(two), again.warning) == (True, False, "")
+    assert (again.earned(one), again.earned(two)) == (30, 23)
     assert again.is_stale(one, toys.color)  # its fingerprint was made up
     assert [file.name for file in toys.workspace.state.iterdir()] == ["progress.json"]
 

@@ -25,8 +25,10 @@ def tests(tmp_path: Path) -> Path:
 
 
 def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().split(")")[-1].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # gone before the file was opened, or before it was read
+        return False
 
 
 def wait_for_the_end(pid: int) -> None:
@@ -70,11 +72,20 @@ def test_what_a_run_has_started_ends_with_it(tests: Path) -> None:
         wait_for_the_end(started)
 
 
+def test_a_run_tells_where_it_is_and_goes_on(tests: Path) -> None:
+    with PytestServer() as server:
+        (tests / "log").touch()
+        child = run(server, tests, "test_spin.py")
+        while "test_spin.py" not in (tests / "log").read_text():
+            child.ask()
+            time.sleep(0.01)
+        assert child.poll() is None
+        assert child.stop() == -9
+
+
 def test_a_signal_goes_to_the_run_alone(tests: Path) -> None:
     with PytestServer() as server:
-        child = run(server, tests, "test_spin.py")
-        child.abort()
-        assert child.stop() == -6
+        assert run(server, tests, "test_spin.py").stop() == -9
         assert run(server, tests, "test_it.py").stop() in (1, -9)
 
 

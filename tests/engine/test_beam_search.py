@@ -14,8 +14,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))  # benchmarks/ is no part of the package
 
 from benchmarks.engine import the_same_model
+from tests.grid import grid
 
-from minicache.engine.beam import BeamSearch, BeamSearchParams, Step, beam_search
+from minicache.engine.beam import BeamSearch, BeamSearchParams, Step
+from minicache.engine.beam_requests import beam_search
 from minicache.engine.llm import LLM
 from minicache.errors import RequestTooLargeError
 from minicache.model import MiniGPTConfig
@@ -94,9 +96,13 @@ def theirs(llama, prompt, params):
     return found
 
 
-@pytest.mark.parametrize("stop_token_ids", [(), (3,), (3, 7), tuple(range(20))], ids=len)
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
-@pytest.mark.parametrize(("beam_width", "max_tokens"), [(2, 1), (3, 7), (5, 12)])
+@grid(
+    {
+        "stop_token_ids": [(), (3,), (3, 7), tuple(range(20))],
+        "length_penalty": [0.0, 0.6, 1.0, 2.0],
+        "beam_width,max_tokens": [(2, 1), (3, 7), (5, 12)],
+    }
+)
 def test_answers_and_scores(both, prompts, beam_width, max_tokens, length_penalty, stop_token_ids):
     """With memory for all; with so little that beams are preempted and run ahead of each other; and without forks."""
     llama, model = both

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.grid import grid
 
 from minicache.cache.dense import KVCache
 from minicache.engine.llm import LLM, Completion
@@ -446,17 +447,17 @@ class Failing:
         return self.model.logits(hidden)
 
 
-@pytest.mark.parametrize("layer", [0, 2, 4])
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"scheduler": "static"},
-        {"cache": "dense"},
-        {"cache": "dense", "num_blocks": 9, "block_size": 4},
-        {"num_blocks": 9, "block_size": 4},
-        {"num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 30},
-    ],
-    ids=str,
+@grid(
+    {
+        "layer": [0, 2, 4],
+        "engine": [
+            {"scheduler": "static"},
+            {"cache": "dense"},
+            {"cache": "dense", "num_blocks": 9, "block_size": 4},
+            {"num_blocks": 9, "block_size": 4},
+            {"num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 30},
+        ],
+    }
 )
 def test_a_step_that_failed_can_be_tried_again(model, prompts, alone, watch, engine, layer):
     failures = dict.fromkeys((0, 1, 4, 5, 6, 9, 14, 20), layer)
@@ -537,17 +538,16 @@ class Spoiling(Failing):
             handle.remove()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cache": "dense"},
-        {"scheduler": "continuous", "num_blocks": 60},
-        {"scheduler": "paged", "num_blocks": 24, "preemption": "swap", "num_host_blocks": 20},
-        {"prefix_caching": True, "num_blocks": 40, "max_num_batched_tokens": 16},
-    ],
-    ids=["dense", "continuous", "swap", "prefix cache"],
+@grid(
+    {
+        "options": [
+            {"cache": "dense"},
+            {"scheduler": "continuous", "num_blocks": 60},
+            {"scheduler": "paged", "num_blocks": 24, "preemption": "swap", "num_host_blocks": 20},
+            {"prefix_caching": True, "num_blocks": 40, "max_num_batched_tokens": 16},
+        ],
+        "temperature,value": [(0.0, torch.nan), (1.0, torch.inf), (0.0, torch.inf), (1.0, torch.nan)],
+    }
 )
 def test_requests_whose_logits_are_no_numbers_fail_alone(model, prompts, options, temperature, value):
     """They end with "error" and without a token; the others get theirs, then and later, also in the same blocks."""

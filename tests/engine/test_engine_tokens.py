@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from tests.grid import grid
 
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
@@ -30,9 +31,13 @@ def expected(prompts, alone):
     return [alone(prompt, length) for prompt, length in zip(prompts, LENGTHS, strict=True)]
 
 
-@pytest.mark.parametrize("max_num_seqs", [3, 64])
-@pytest.mark.parametrize(("cache", "block_size"), [("paged", 1), ("paged", 3), ("paged", 16), ("dense", 16)])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@grid(
+    {
+        "scheduler": SCHEDULERS,
+        "cache,block_size": [("paged", 1), ("paged", 3), ("paged", 16), ("dense", 16)],
+        "max_num_seqs": [3, 64],
+    }
+)
 def test_greedy_tokens(model, prompts, expected, watch, scheduler, cache, block_size, max_num_seqs):
     options = {"num_blocks": 256 // block_size, "block_size": block_size, "max_num_seqs": max_num_seqs}
     llm = LLM(model, scheduler=scheduler, cache=cache, observers=[watch], **options)
@@ -52,9 +57,7 @@ def test_the_order_of_requests_does_not_matter(model, prompts, expected, order):
 # In chunks
 
 
-@pytest.mark.parametrize("long_prefill_threshold", [0, 2])
-@pytest.mark.parametrize("max_num_batched_tokens", [1, 5, 8])
-@pytest.mark.parametrize("cache", ["paged", "dense"])
+@grid({"cache": ["paged", "dense"], "max_num_batched_tokens": [1, 5, 8], "long_prefill_threshold": [0, 2]})
 def test_prompts_longer_than_a_step(
     model, prompts, expected, watch, cache, max_num_batched_tokens, long_prefill_threshold
 ):
@@ -79,9 +82,7 @@ def test_the_other_schedulers_refuse_a_prompt_longer_than_a_step(model, prompts)
 # Preempted
 
 
-@pytest.mark.parametrize("cache", ["paged", "dense"])
-@pytest.mark.parametrize("scheduler", ["paged", "fair", "chunked"])
-@pytest.mark.parametrize("block_size", [1, 4])
+@grid({"cache": ["paged", "dense"], "scheduler": ["paged", "fair", "chunked"], "block_size": [1, 4]})
 def test_preempted_by_recompute(model, prompts, expected, watch, scheduler, cache, block_size):
     llm = LLM(
         model, scheduler=scheduler, cache=cache, num_blocks=36 // block_size, block_size=block_size, observers=[watch]
@@ -130,26 +131,22 @@ def test_a_swapped_request_does_not_need_its_old_blocks(model, prompts, expected
 # Sampled
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 1.5, "top_p": 0.8},
-        {"temperature": 2.0, "top_k": 20, "top_p": 0.9},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {},
-        {"scheduler": "static", "cache": "dense", "max_num_seqs": 3},
-        {"scheduler": "paged", "num_blocks": 9, "block_size": 4},
-        {"scheduler": "fair", "num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 40},
-        {"num_blocks": 9, "block_size": 4, "max_num_batched_tokens": 6},
-    ],
-    ids=["alone in memory", "static", "recompute", "swap", "in chunks"],
+@grid(
+    {
+        "options": [
+            {"temperature": 1.0},
+            {"temperature": 0.7, "top_k": 5},
+            {"temperature": 1.5, "top_p": 0.8},
+            {"temperature": 2.0, "top_k": 20, "top_p": 0.9},
+        ],
+        "engine": [
+            {},
+            {"scheduler": "static", "cache": "dense", "max_num_seqs": 3},
+            {"scheduler": "paged", "num_blocks": 9, "block_size": 4},
+            {"scheduler": "fair", "num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 40},
+            {"num_blocks": 9, "block_size": 4, "max_num_batched_tokens": 6},
+        ],
+    }
 )
 def test_a_seed_gives_the_same_tokens_in_any_company(model, prompts, alone, watch, engine, options):
     params = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.grid import grid
 
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
@@ -53,9 +54,13 @@ def sharing(name="paged", **options):
     return cls(**{"num_blocks": 128, "block_size": 4, "max_model_len": 200} | options)
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("name", ["paged", "fair", "chunked"])
-@pytest.mark.parametrize(("max_num_seqs", "slots_for_forks"), [(2, False), (64, True)])
+@grid(
+    {
+        "prefix_caching": [False, True],
+        "name": ["paged", "fair", "chunked"],
+        "max_num_seqs,slots_for_forks": [(2, False), (64, True)],
+    }
+)
 def test_each_is_what_it_would_be_alone(
     model, prompts, expected, forks, name, max_num_seqs, slots_for_forks, prefix_caching
 ):

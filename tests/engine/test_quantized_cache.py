@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.grid import grid
 from torch import Tensor
 
 from minicache import kernels
@@ -103,22 +104,22 @@ def generated(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]
 # The same tokens
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("fused", [True, False], ids=["runner", "run_model"])
-@pytest.mark.parametrize(
-    ("options", "happens"),
-    [
-        *(({"scheduler": name}, "") for name in SCHEDULERS),
-        ({"max_num_seqs": 3, "block_size": 3}, ""),
-        ({"max_num_batched_tokens": 5}, "chunks"),
-        ({"num_blocks": 9, "block_size": 4}, "preempted"),
-        ({"num_blocks": 36, "block_size": 1, "scheduler": "fair"}, "preempted"),
-        ({"num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 50}, "swapped in"),
-        ({"num_blocks": 9, "block_size": 4, "max_num_batched_tokens": 6, "prefix_caching": True}, "preempted"),
-        ({"speculative": "ngram"}, ""),
-        ({"speculative": "minigpt-draft", "num_blocks": 11, "block_size": 4}, "preempted"),
-    ],
-    ids=str,
+@grid(
+    {
+        "dtype": list(DTYPES),
+        "fused": [True, False],
+        "options,happens": [
+            *(({"scheduler": name}, "") for name in SCHEDULERS),
+            ({"max_num_seqs": 3, "block_size": 3}, ""),
+            ({"max_num_batched_tokens": 5}, "chunks"),
+            ({"num_blocks": 9, "block_size": 4}, "preempted"),
+            ({"num_blocks": 36, "block_size": 1, "scheduler": "fair"}, "preempted"),
+            ({"num_blocks": 9, "block_size": 4, "preemption": "swap", "num_host_blocks": 50}, "swapped in"),
+            ({"num_blocks": 9, "block_size": 4, "max_num_batched_tokens": 6, "prefix_caching": True}, "preempted"),
+            ({"speculative": "ngram"}, ""),
+            ({"speculative": "minigpt-draft", "num_blocks": 11, "block_size": 4}, "preempted"),
+        ],
+    }
 )
 def test_greedy_tokens(
     model: MiniGPT,

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from minicache.engine.sampling import SamplingParams, TokenSampler, greedy, keep_top_k, keep_top_p, pick_tokens, sampler
+from minicache.engine.picking import greedy, sampler
+from minicache.engine.sampling import SamplingParams, TokenSampler, keep_top_k, keep_top_p, pick_tokens
 
 
 def test_greedy_takes_the_likeliest() -> None:

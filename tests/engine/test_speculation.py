@@ -11,15 +11,17 @@ import pytest
 import torch
 from tests.engine.conftest import Watch
 from tests.engine.test_recovery import WHERE, sabotage, serve
+from tests.grid import grid
 from torch import Tensor, nn
 
 from minicache.engine.answers import Completion
-from minicache.engine.beam import BeamSearchParams, beam_search
+from minicache.engine.beam import BeamSearchParams
+from minicache.engine.beam_requests import beam_search
 from minicache.engine.gpu_runner import GPUModelRunner
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams, TokenSampler
-from minicache.engine.speculation import EagerRunner, SpeculativeConfig
+from minicache.engine.speculation import EagerRunner, SpeculativeConfig, lookahead
 from minicache.engine.speculative import rows_to_verify, verify
 from minicache.grammar import Tokenizer
 from minicache.model import Decoder, DecoderConfig, MiniGPT, load_minigpt
@@ -68,9 +70,7 @@ def params_of(index: int, **options: Any) -> SamplingParams:
 # --- the same answers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("engine", ENGINES)
+@grid({"engine": list(ENGINES), "drafter": DRAFTERS, "temperature": [0.0, 1.0]})
 def test_the_answers_are_those_without_speculation(
     model: MiniGPT,
     draft_model: MiniGPT,
@@ -274,8 +274,7 @@ def test_abort(model: MiniGPT, prompts: Any, alone: Any) -> None:
         assert got[name] == alone(prompt, 30)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@grid({"drafter": DRAFTERS, "temperature": [0.0, 1.0]})
 def test_steps_that_fail_lose_no_token_and_give_none_twice(
     model: MiniGPT, prompts: Any, drafter: str, temperature: float
 ) -> None:
@@ -340,9 +339,8 @@ def chi_square(counts: Counter[Any], expected: dict[Any, float], num_runs: int) 
     return sum((counts[key] - num_runs * p) ** 2 / (num_runs * p) for key, p in expected.items() if p > 0)
 
 
-@pytest.mark.parametrize("drafts_by", ["the likeliest", "another model"])
-@pytest.mark.parametrize(
-    "options", [{}, {"top_k": 3}, {"top_p": 0.8, "temperature": 1.7}], ids=["whole", "top-k", "top-p"]
+@grid(
+    {"drafts_by": ["the likeliest", "another model"], "options": [{}, {"top_k": 3}, {"top_p": 0.8, "temperature": 1.7}]}
 )
 def test_tokens_come_from_the_models_own_distribution(drafts_by: str, options: dict[str, Any]) -> None:
     """Three tokens jointly, enumerated: a vocabulary of 4, whose logits depend on the token before."""
@@ -358,7 +356,7 @@ def test_tokens_come_from_the_models_own_distribution(drafts_by: str, options: d
         tokens = [4]  # what stands before the first
         while len(tokens) < 4:
             drafts: list[int] = []
-            guess, last = sampler.lookahead(), tokens[-1]
+            guess, last = lookahead(sampler), tokens[-1]
             for _ in range(3 - len(tokens)):
                 is_drawn = drafts_by == "another model"
                 last = guess.draw(draft_table[last]) if is_drawn else int(table[last].argmax())

@@ -143,7 +143,7 @@ def placed(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
-few = settings(max_examples=20)
+few = settings(max_examples=12)
 
 
 @few
@@ -228,7 +228,7 @@ each_byte = pytest.mark.parametrize("quantized", [torch.int8, torch.float8_e4m3f
 
 
 @each_byte
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=cases())
 def test_quantizing_writes_what_pytorch_writes(device: torch.device, quantized: torch.dtype, case: Case) -> None:
     """To the bit: rows of any size, of zeros, with NaN and infinities in them."""
@@ -262,7 +262,7 @@ def with_scales(case: Case, paged: tuple[Tensor, ...], dtype: torch.dtype) -> tu
 
 
 @each_byte
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=cases(), num_splits=st.sampled_from([1, 2, 5]))
 def test_decode_over_rows_with_scales(
     device: torch.device, quantized: torch.dtype, case: Case, num_splits: int
@@ -276,7 +276,7 @@ def test_decode_over_rows_with_scales(
 
 
 @each_byte
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=cases(prefill=True))
 def test_prefill_over_rows_with_scales(device: torch.device, quantized: torch.dtype, case: Case) -> None:
     paged, scales = with_scales(case, case.stored(device), quantized)

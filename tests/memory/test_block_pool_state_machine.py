@@ -239,4 +239,4 @@ class PoolAndTables(RuleBasedStateMachine):
 
 
 def test_thousands_of_calls_in_any_order() -> None:
-    run_state_machine_as_test(PoolAndTables, settings=settings(max_examples=200, stateful_step_count=50))
+    run_state_machine_as_test(PoolAndTables, settings=settings(max_examples=120, stateful_step_count=50))

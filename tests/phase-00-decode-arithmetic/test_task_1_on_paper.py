@@ -12,6 +12,7 @@ ONE_BYTE = "each number takes 2 bytes"
 
 
 def test_opt_13b_bytes_per_token() -> None:
+    """OPT-13B: the bytes that one token leaves in the cache."""
     hints = {
         1 / 2: f"{KEYS_ONLY}, and {ONE_BYTE}: one of the two is missing",
         1 / 4: f"{KEYS_ONLY}, and {ONE_BYTE}: both are missing",
@@ -27,6 +28,7 @@ def test_opt_13b_bytes_per_token() -> None:
 
 
 def test_qwen3_14b_bytes_per_token() -> None:
+    """Qwen3-14B: the bytes that one token leaves in the cache."""
     hints = {
         5: "query heads leave nothing in the cache: count the 8 KV heads",
         1 / 2: f"{KEYS_ONLY}, and {ONE_BYTE}: one of the two is missing",
@@ -42,6 +44,7 @@ def test_qwen3_14b_bytes_per_token() -> None:
 
 
 def test_deepseek_v2_bytes_per_token() -> None:
+    """DeepSeek-V2, with its latent: the bytes that one token leaves in the cache."""
     hints = {
         2: "keys and values are both made from one latent: count it once. Or: 2 bytes a number, not 4",
         128: "all 128 heads share the latent",
@@ -57,6 +60,7 @@ def test_deepseek_v2_bytes_per_token() -> None:
 
 
 def test_opt_30b_slots_in_20_gib() -> None:
+    """OPT-30B: the tokens whose keys and values fit into 20 GiB."""
     hints = {
         20e9 / (20 * 2**30): "20 GiB are 20 · 1,024³ bytes, not 20 · 10⁹",
         2: "your bytes per token are half of what they should be",
@@ -70,6 +74,7 @@ def test_opt_30b_slots_in_20_gib() -> None:
 
 
 def test_qwen3_14b_sequences_in_48_gib() -> None:
+    """Qwen3-14B: the whole sequences of 8,192 tokens that fit into 48 GiB."""
     hints = {
         314_572 / 38: "that is tokens; a sequence takes 8,192 of them",
         7 / 38: "the cache holds 8 KV heads a layer, not 40",
@@ -83,6 +88,7 @@ def test_qwen3_14b_sequences_in_48_gib() -> None:
 
 
 def test_unused_rows_bytes() -> None:
+    """64 rows reserved, 4 in use: the bytes of the other 60, in all layers."""
     hints = {
         1 / 4: "every layer has its own 60 empty rows",
         64 / 60: "that is the whole cache; 4 rows are in use",
@@ -95,6 +101,7 @@ def test_unused_rows_bytes() -> None:
 
 
 def test_h100_pcie_ridge_point() -> None:
+    """H100 PCIe: the FLOP/byte at which a dense model stops waiting for the memory."""
     ridge = 756.5e12 / 2.0e12
     hints = {
         2: "the peak with sparsity is twice that of a dense model",
@@ -107,6 +114,7 @@ def test_h100_pcie_ridge_point() -> None:
 
 
 def test_decode_intensity_with_int8_weights() -> None:
+    """Decode at batch 1, weights in int8: FLOPs per byte."""
     hints = {
         1 / 2: "a multiplication and an addition are 2 FLOPs, and an int8 is 1 byte: one of the two is wrong",
         1 / 4: "that is bytes per FLOP",
@@ -116,6 +124,7 @@ def test_decode_intensity_with_int8_weights() -> None:
 
 
 def test_decode_break_even_batch_on_h100_pcie() -> None:
+    """H100 PCIe, weights in 16 bits, no cache to read: the first batch that is not memory-bound."""
     not_one = "the intensity at batch 1 is not 1; or the ridge is that of the peak with sparsity"
     hints = {
         189 / 190: "189 is still left of the ridge: round up",

@@ -16,11 +16,13 @@ dtypes = st.sampled_from(sorted(NBYTES))
 
 @pytest.mark.parametrize(("dtype", "nbytes"), NBYTES.items())
 def test_dtype_nbytes(dtype: str, nbytes: int) -> None:
+    """Bytes, not bits, of one number of each dtype."""
     call(dtype_nbytes, dtype).gives(nbytes)
 
 
 @pytest.mark.parametrize("dtype", ["int4", "float64", "", "Float16", "torch.float16"])
 def test_an_unknown_dtype_is_refused_and_the_known_ones_listed(dtype: str) -> None:
+    """An unknown dtype: ValueError, whose message has the dtype and all known ones."""
     for known in NBYTES:
         call(dtype_nbytes, dtype).raises(ValueError, saying=known)
     call(dtype_nbytes, dtype).raises(ValueError, saying=dtype)
@@ -39,6 +41,7 @@ def test_an_unknown_dtype_is_refused_and_the_known_ones_listed(dtype: str) -> No
     ids=["opt-13b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "one layer, multi-query"],
 )
 def test_published_models_in_float16(model: str, heads: tuple[int, int, int], nbytes: int) -> None:
+    """A key and a value a layer and KV head, of head_dim numbers each, in two bytes."""
     call(kv_bytes_per_token, *heads).gives(nbytes)
 
 
@@ -46,6 +49,7 @@ def test_published_models_in_float16(model: str, heads: tuple[int, int, int], nb
 def test_every_number_in_the_cache_is_counted_once(
     num_layers: int, num_kv_heads: int, head_dim: int, dtype: str
 ) -> None:
+    """Layers, KV heads, key and value, head_dim: the bytes of all numbers, counted one by one."""
     stored = [
         (layer, head, kind, index)
         for layer in range(num_layers)
@@ -58,6 +62,7 @@ def test_every_number_in_the_cache_is_counted_once(
 
 @given(num_layers=counts, num_kv_heads=counts, head_dim=counts, factor=st.integers(2, 9))
 def test_it_grows_in_proportion_to_each_count(num_layers: int, num_kv_heads: int, head_dim: int, factor: int) -> None:
+    """n times the layers, the KV heads or the head_dim: n times the bytes."""
     once = call(kv_bytes_per_token, num_layers, num_kv_heads, head_dim).value
     call(kv_bytes_per_token, factor * num_layers, num_kv_heads, head_dim).gives(factor * once)
     call(kv_bytes_per_token, num_layers, factor * num_kv_heads, head_dim).gives(factor * once)
@@ -75,11 +80,13 @@ def test_it_grows_in_proportion_to_each_count(num_layers: int, num_kv_heads: int
     ids=["deepseek-v2", "deepseek-v3", "deepseek-v3 in float8", "no rope part"],
 )
 def test_latent_attention(case: str, layers: int, rank: int, rope: int, dtype: str, nbytes: int) -> None:
+    """A latent and a RoPE key a layer, once for keys and values together, in the dtype's bytes."""
     call(mla_bytes_per_token, layers, rank, rope, dtype).gives(nbytes)
 
 
 @given(num_layers=counts, rank=counts, rope=st.integers(0, 200), dtype=dtypes)
 def test_a_latent_row_is_latent_and_rope_key_side_by_side(num_layers: int, rank: int, rope: int, dtype: str) -> None:
+    """Any latent: (rank + rope) numbers a layer, counted one by one."""
     row = [0] * rank + [0] * rope
     call(mla_bytes_per_token, num_layers, rank, rope, dtype).gives(
         sum(len(row) for _ in range(num_layers)) * NBYTES[dtype]
@@ -87,6 +94,7 @@ def test_a_latent_row_is_latent_and_rope_key_side_by_side(num_layers: int, rank:
 
 
 def test_the_default_is_float16() -> None:
+    """Without a dtype, a number takes two bytes."""
     call(kv_bytes_per_token, 3, 5, 7).gives(420)
     call(mla_bytes_per_token, 3, 5, 7).gives(72)
     call(cache_bytes_per_token, specs.LLAMA_3_8B).gives(131_072)
@@ -105,6 +113,7 @@ def test_the_default_is_float16() -> None:
     ids=["opt-13b", "llama-3-8b", "llama-3-8b in int8", "qwen3-32b", "minigpt in float32", "deepseek-v3"],
 )
 def test_a_model_has_one_cache_or_the_other(model: specs.Transformer, dtype: str, nbytes: int) -> None:
+    """A model with a latent stores that; any other stores keys and values of its KV heads."""
     call(cache_bytes_per_token, model, dtype).gives(nbytes)
 
 
@@ -118,6 +127,7 @@ def test_query_heads_leave_nothing_in_the_cache() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1])
 def test_a_count_below_one_is_refused(wrong: int) -> None:
+    """No layers, no heads, no numbers, or fewer: ValueError."""
     call(kv_bytes_per_token, wrong, 2, 3).raises(ValueError)
     call(kv_bytes_per_token, 2, wrong, 3).raises(ValueError)
     call(kv_bytes_per_token, 2, 3, wrong).raises(ValueError)
@@ -128,6 +138,7 @@ def test_a_count_below_one_is_refused(wrong: int) -> None:
 
 @pytest.mark.parametrize("wrong", [1.5, 2.0, "2", None])
 def test_a_count_that_is_no_int_is_refused(wrong: object) -> None:
+    """A float, a string or None for a count: TypeError."""
     call(kv_bytes_per_token, wrong, 2, 3).raises(TypeError)
     call(kv_bytes_per_token, 2, wrong, 3).raises(TypeError)
     call(kv_bytes_per_token, 2, 3, wrong).raises(TypeError)
@@ -137,6 +148,7 @@ def test_a_count_that_is_no_int_is_refused(wrong: object) -> None:
 
 
 def test_an_unknown_dtype_is_refused_everywhere() -> None:
+    """Every function that takes a dtype refuses an unknown one: ValueError."""
     call(kv_bytes_per_token, 2, 2, 2, "int4").raises(ValueError, saying="int4")
     call(mla_bytes_per_token, 2, 2, 2, "int4").raises(ValueError, saying="int4")
     call(cache_bytes_per_token, specs.OPT_13B, "int4").raises(ValueError, saying="int4")

@@ -13,6 +13,7 @@ NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1
 
 
 def test_weights_of_published_models() -> None:
+    """Parameters times the bytes of the dtype they are in."""
     call(weight_bytes, specs.LLAMA_3_8B.num_parameters, "bfloat16").gives(16_060_522_496)
     call(weight_bytes, specs.OPT_13B.num_parameters).gives(25_706_946_560)
     call(weight_bytes, specs.LLAMA_3_70B.num_parameters, "int8").gives(70_553_706_496)
@@ -20,6 +21,7 @@ def test_weights_of_published_models() -> None:
 
 @given(num_parameters=st.integers(1, 10**13), dtype=st.sampled_from(sorted(NBYTES)))
 def test_weights_take_their_dtype_each(num_parameters: int, dtype: str) -> None:
+    """Any number of parameters in any dtype: so many times its bytes."""
     call(weight_bytes, num_parameters, dtype).gives(num_parameters * NBYTES[dtype])
 
 
@@ -30,6 +32,7 @@ def test_weights_take_their_dtype_each(num_parameters: int, dtype: str) -> None:
     ids=["opt-13b", "opt-175b"],
 )
 def test_slots_of_the_pagedattention_paper(model: str, cache_gib: int, bytes_per_token: int, slots: int) -> None:
+    """12 GiB for OPT-13B and 264 GiB for OPT-175B: the slots of the paper's table, rounded down."""
     call(cache_capacity_tokens, cache_gib * GIB, 0, bytes_per_token).gives(slots)
 
 
@@ -47,6 +50,7 @@ def test_opt_13b_on_an_a100() -> None:
     left=st.integers(0, 10**6),
 )
 def test_one_token_more_would_not_fit(weights: int, reserved: int, bytes_per_token: int, left: int) -> None:
+    """Weights, reserve and the tokens fit into the memory, and one token more would not."""
     memory = weights + reserved + left or 1
     answer = call(cache_capacity_tokens, memory, weights, bytes_per_token, reserved_bytes=reserved)
     tokens = answer.value
@@ -57,17 +61,20 @@ def test_one_token_more_would_not_fit(weights: int, reserved: int, bytes_per_tok
 
 
 def test_big_numbers_are_exact() -> None:
+    """3 · 2⁶⁰ − 1 bytes, 3 a token: 2⁶⁰ − 1 tokens, as only whole-number division gives."""
     call(cache_capacity_tokens, 3 * 2**60 - 1, 0, 3).gives(2**60 - 1)
     call(max_concurrent_sequences, 3 * 2**60 - 1, 3).gives(2**60 - 1)
 
 
 def test_a_memory_full_of_weights_holds_no_token() -> None:
+    """Weights and reserve that fit to the last byte leave 0 tokens, and are no error."""
     call(cache_capacity_tokens, 1000, 1000, 10).gives(0)
     call(cache_capacity_tokens, 1000, 600, 10, reserved_bytes=400).gives(0)
     call(cache_capacity_tokens, 1000, 991, 10).gives(0)
 
 
 def test_weights_that_do_not_fit_are_an_error() -> None:
+    """Weights and reserve larger than the memory: ValueError, with the missing bytes."""
     call(cache_capacity_tokens, 1000, 1001, 10).raises(ValueError)
     call(cache_capacity_tokens, 1000, 800, 10, reserved_bytes=201).raises(ValueError)
     call(cache_capacity_tokens, 1000, 0, 10, reserved_bytes=1001).raises(ValueError)
@@ -76,6 +83,7 @@ def test_weights_that_do_not_fit_are_an_error() -> None:
 
 
 def test_reserved_bytes_goes_by_name_only() -> None:
+    """reserved_bytes=100 is taken; a fifth argument without a name is a TypeError."""
     call(cache_capacity_tokens, 1000, 100, 10, reserved_bytes=100).gives(80)
     call(cache_capacity_tokens, 1000, 100, 10, 100).raises(TypeError)
 
@@ -86,11 +94,13 @@ def test_reserved_bytes_goes_by_name_only() -> None:
     ids=["opt-13b", "just full", "one token short", "none fits", "no room", "one token each"],
 )
 def test_concurrent_sequences(capacity: int, each: int, sequences: int) -> None:
+    """As many whole sequences as the tokens allow, rounded down."""
     call(max_concurrent_sequences, capacity, each).gives(sequences)
 
 
 @given(capacity=st.integers(0, 10**6), each=st.integers(1, 3000))
 def test_one_sequence_more_would_not_fit(capacity: int, each: int) -> None:
+    """The sequences fit, and one more would not."""
     sequences = call(max_concurrent_sequences, capacity, each).value
     fits = sequences * each <= capacity < (sequences + 1) * each
     that(f"whether {sequences} is the most that fit, {each} of {capacity} tokens each", fits).gives(True)
@@ -98,6 +108,7 @@ def test_one_sequence_more_would_not_fit(capacity: int, each: int) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -5])
 def test_sizes_below_one_are_refused(wrong: int) -> None:
+    """A size below 1: ValueError."""
     call(weight_bytes, wrong).raises(ValueError)
     call(cache_capacity_tokens, wrong, 0, 10).raises(ValueError)
     call(cache_capacity_tokens, 1000, 0, wrong).raises(ValueError)
@@ -105,6 +116,7 @@ def test_sizes_below_one_are_refused(wrong: int) -> None:
 
 
 def test_negative_sizes_are_refused() -> None:
+    """Negative weights, reserve or tokens: ValueError."""
     call(cache_capacity_tokens, 1000, -1, 10).raises(ValueError)
     call(cache_capacity_tokens, 1000, 0, 10, reserved_bytes=-1).raises(ValueError)
     call(max_concurrent_sequences, -1, 10).raises(ValueError)
@@ -112,6 +124,7 @@ def test_negative_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize("wrong", [1.5, 26e9, "7"])
 def test_sizes_that_are_no_int_are_refused(wrong: object) -> None:
+    """A float or a string for a size: TypeError."""
     call(weight_bytes, wrong).raises(TypeError)
     call(cache_capacity_tokens, wrong, 0, 10).raises(TypeError)
     call(cache_capacity_tokens, 10**12, wrong, 10).raises(TypeError)
@@ -122,4 +135,5 @@ def test_sizes_that_are_no_int_are_refused(wrong: object) -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
+    """Weights in an unknown dtype: ValueError that names it."""
     call(weight_bytes, 10, "fp16").raises(ValueError, saying="fp16")

@@ -69,11 +69,13 @@ PUBLISHED_IDS = [
 def test_it_is_the_first_batch_that_reaches_the_ridge(
     model: Transformer, accelerator: Accelerator, context_len: int, dtype: str
 ) -> None:
+    """The smallest batch whose decode step is not memory-bound, as found by trying 1, 2, 3, …"""
     expected = first_batch(model, accelerator, context_len, dtype, limit=1000)
     call(break_even_batch, model, accelerator, context_len, dtype).gives(expected)
 
 
 def test_llama_3_8b_on_an_a100_by_context() -> None:
+    """A longer context needs a larger batch, until none will do: None."""
     call(break_even_batch, specs.LLAMA_3_8B, specs.A100_40GB, 0).gives(201)
     call(break_even_batch, specs.LLAMA_3_8B, specs.A100_40GB, 256).gives(342)
     call(break_even_batch, specs.LLAMA_3_8B, specs.A100_40GB, 1024).gives(None)
@@ -91,16 +93,19 @@ def test_llama_3_8b_on_an_a100_by_context() -> None:
 def test_a_long_context_keeps_decode_memory_bound_for_ever(
     model: Transformer, accelerator: Accelerator, context_len: int
 ) -> None:
+    """Where each sequence's own cache is below the ridge, no batch will do: None."""
     call(break_even_batch, model, accelerator, context_len).gives(None)
 
 
 def test_a_single_sequence_can_be_enough() -> None:
+    """A slow processor with a fast memory is compute-bound at batch 1."""
     slow = Accelerator("slow processor", 1024, bandwidth=100.0, peak_flops=10.0)
     call(break_even_batch, specs.LLAMA_3_8B, slow, 0).gives(1)
 
 
 @pytest.mark.parametrize("context_len", [0, 1, 100, 1_000_000])
 def test_a_step_exactly_at_the_ridge_is_not_memory_bound(context_len: int) -> None:
+    """Eight query heads to a KV head, ridge 8: a batch of 8 lies exactly on the ridge, and is the answer."""
     # Eight query heads to one KV head: attention alone lies on this machine's ridge, 8, whatever the context. So do
     # the weights at a batch of 8.
     model = Transformer(3, 16, 8, 1, 2, num_parameters=1000)
@@ -112,6 +117,7 @@ def test_a_step_exactly_at_the_ridge_is_not_memory_bound(context_len: int) -> No
 def test_a_batch_exactly_at_the_ridge_is_not_missed_by_rounding(
     num_parameters: int, peak_flops: float, batch: int
 ) -> None:
+    """A ridge of 7/3 or 14/3, which no float holds: the batch exactly on it is the answer."""
     # Ties whose ridge is a third of a whole number, which a float cannot hold. The first: 7 sequences of 12 FLOPs each
     # over 8 + 7 · 4 bytes are 7/3 FLOP/byte, just the ridge; the formula worked in floats says 8.
     model = Transformer(1, 1, 1, 1, 1, num_parameters=num_parameters)
@@ -122,6 +128,7 @@ def test_a_batch_exactly_at_the_ridge_is_not_missed_by_rounding(
 
 
 def test_a_limit_that_is_only_the_ridge_is_never_reached() -> None:
+    """Free weights would just reach the ridge: with weights to read, no batch does."""
     # One sequence does 2 · 20 + 4 · 5 = 60 FLOPs for 20 bytes of its own: with free weights, just the ridge of 3.
     model = Transformer(1, 1, 1, 1, 1, num_parameters=20)
     machine = Accelerator("toy", 1024, bandwidth=1.0, peak_flops=3.0)
@@ -131,6 +138,7 @@ def test_a_limit_that_is_only_the_ridge_is_never_reached() -> None:
 
 
 def test_latent_attention_can_pass_the_ridge_at_any_context() -> None:
+    """128 heads share a latent, 256 FLOP/byte: a long context keeps no batch from the ridge."""
     # 128 heads share each latent: 4 · 128 FLOPs for every number of 2 bytes, 256 FLOP/byte.
     model = Transformer(8, 4096, 128, 128, 128, num_parameters=8_000_000_000, kv_latent_dim=576)
     expected = first_batch(model, specs.A100_40GB, 65_536, "float16", limit=1000)
@@ -164,6 +172,7 @@ machines = st.builds(
 def test_one_sequence_fewer_is_still_memory_bound(
     model: Transformer, accelerator: Accelerator, context_len: int, dtype: str
 ) -> None:
+    """Any model: the answer reaches the ridge, and one sequence fewer does not."""
     goal = ridge(accelerator)
     if Fraction(*one_sequence(model, context_len, dtype)) <= goal:  # even if reading the weights cost nothing
         call(break_even_batch, model, accelerator, context_len, dtype).gives(None)
@@ -180,6 +189,7 @@ def test_one_sequence_fewer_is_still_memory_bound(
 
 
 def test_bad_input_is_refused() -> None:
+    """A negative context or an unknown dtype: ValueError; no int: TypeError."""
     call(break_even_batch, specs.OPT_13B, specs.H100, -1).raises(ValueError)
     call(break_even_batch, specs.OPT_13B, specs.H100, 10.5).raises(TypeError)
     call(break_even_batch, specs.OPT_13B, specs.H100, 10, "fp8").raises(ValueError, saying="fp8")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+
+from minicache.cache.dense import KVCache
+from minicache.course.follow import following
 
 Rows = Callable[..., Tensor]
 Attention = Callable[..., Tensor]
@@ -17,6 +20,13 @@ Attention = Callable[..., Tensor]
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
     torch.default_generator.manual_seed(0)  # torch.manual_seed looks for GPUs too, longer than most tests take
+
+
+@pytest.fixture(autouse=True)
+def _scenario() -> Iterator[None]:
+    """A failure tells the cache and what was stored in it."""
+    with following(KVCache, "__init__", "append", "reset"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,12 @@ def test_the_new_tokens_are_the_last_ones(num_new):
     call(causal_attention, q[:, :, -num_new:], k, v).is_close(everything[:, :, -num_new:])
 
 
+def test_equal_keys_through_a_window_of_two():
+    """Equal keys weigh alike: with window=2 each query gets the mean of its own value and the one before it."""
+    k, v = torch.ones(1, 1, 5, 1), torch.tensor([0.0, 2, 4, 6, 8]).reshape(1, 1, 5, 1)
+    call(causal_attention, k, k, v, window=2).is_close(torch.tensor([0.0, 1, 3, 5, 7]).reshape(1, 1, 5, 1))
+
+
 @pytest.mark.parametrize("window", [1, 2, 5, 11, 12, 100])
 @pytest.mark.parametrize(("num_new", "num_tokens"), [(1, 12), (4, 12), (12, 12), (7, 9)], ids="{}".format)
 def test_a_window_hides_what_lies_further_back(by_hand, window, num_new, num_tokens):

@@ -41,16 +41,6 @@ def test_new_tokens_follow_the_old_ones(numbered):
     call(cache.read, 0).gives((both, -both))
 
 
-def test_each_layer_has_its_own_rows(numbered):
-    """What layer 1 stores is not what layer 0 reads."""
-    cache = KVCache(3, 1, 2, 8, 4)
-    rows = [numbered(1, 2, 2, 4, start=100 * layer) for layer in range(3)]
-    for layer in range(3):
-        call(cache.append, layer, rows[layer], -rows[layer]).gives(None)
-    for layer in range(3):
-        call(cache.read, layer).gives((rows[layer], -rows[layer]))
-
-
 def test_the_cursor_moves_when_the_last_layer_has_its_rows(numbered):
     """num_tokens, positions and nbytes_used stand still until the last layer was appended to."""
     cache = KVCache(3, 1, 1, 8, 1)
@@ -62,6 +52,16 @@ def test_the_cursor_moves_when_the_last_layer_has_its_rows(numbered):
             that(f"nbytes_used {told}", cache.nbytes_used).gives(24 * before)
             call(cache.append, layer, numbered(1, 1, 2, 1), numbered(1, 1, 2, 1)).gives(None)
         that(f"num_tokens after pass {token}", cache.num_tokens).gives(before + 2)
+
+
+def test_each_layer_has_its_own_rows(numbered):
+    """What layer 1 stores is not what layer 0 reads."""
+    cache = KVCache(3, 1, 2, 8, 4)
+    rows = [numbered(1, 2, 2, 4, start=100 * layer) for layer in range(3)]
+    for layer in range(3):
+        call(cache.append, layer, rows[layer], -rows[layer]).gives(None)
+    for layer in range(3):
+        call(cache.read, layer).gives((rows[layer], -rows[layer]))
 
 
 def test_in_the_middle_of_a_pass_a_layer_shows_its_new_rows(numbered):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.cache.dense import KVCache
+from minicache.course import scenario
 from minicache.course.checks import call, that
 from minicache.engine.decoding import decode
 from minicache.errors import CacheOverflowError
@@ -47,6 +48,7 @@ class RuleModel:
 
     def __call__(self, tokens, cache):  # both, always: the contract is model(token_ids, cache)
         self.shown.append(tokens.tolist())
+        scenario.done("the model was shown", f"{tokens.tolist()}" + (" with a cache" if cache is not None else ""))
         self.caches.append(cache)
         history = tokens
         if cache is not None:
@@ -75,7 +77,7 @@ def run(prompt, num_new, *, cache=None, model=None, **options):
 def test_the_tokens_follow_the_rule(cached):
     """A model with a known rule: the tokens are those that the rule gives."""
     prompt = torch.tensor([[5, 11, 2]])
-    call(run, prompt, 6, cache=a_cache() if cached else None).gives(by_the_rule(prompt.tolist(), 6))
+    call(run, prompt, 6, cache=a_cache(64) if cached else None).gives(by_the_rule(prompt.tolist(), 6))
 
 
 @repeatable

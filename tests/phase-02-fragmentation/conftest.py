@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from minicache.course.follow import following
+from minicache.memory.reservation import BuddyAllocator, ContiguousReservation
+
+
+@pytest.fixture(autouse=True)
+def _scenario() -> Iterator[None]:
+    """A failure tells the memory and what was taken from it."""
+    with (
+        following(BuddyAllocator, "__init__", "allocate", "free"),
+        following(ContiguousReservation, "__init__", "admit", "grow", "release"),
+    ):
+        yield
 
 
 class Bitmap:

@@ -48,7 +48,7 @@ def test_blocks_hold_the_tokens_and_no_block_is_idle(num_tokens, block_size):
     call(blocks_for, num_tokens, block_size).gives(blocks)
 
 
-def test_large_numbers_stay_exact():
+def test_blocks_for_large_numbers_is_exact():
     """10¹⁸ + 1 tokens in blocks of 10 take 10¹⁷ + 1 blocks: a division through a float loses the last one."""
     call(blocks_for, 10**18 + 1, 10).gives(10**17 + 1)
 
@@ -154,7 +154,7 @@ def test_a_freed_block_waits_behind_the_others():
     check_line(pool, [0, 1, 4], "after free([1]) and free([4])")
 
 
-def test_one_block_goes_round():
+def test_a_pool_of_one_block():
     """A pool of one block hands the same one out again and again."""
     pool = BlockPool(1, 16)
     for _ in range(3):
@@ -212,7 +212,7 @@ def test_free_is_all_or_nothing(block_ids, error):
 
 
 @pytest.mark.parametrize("block_id", [2, -2], ids=str)
-def test_ids_of_a_full_pool(block_id):
+def test_free_refuses_ids_outside_the_pool(block_id):
     """Where every block is used, −2 and the first id past the last are still no blocks."""
     pool = BlockPool(2, 16)
     call(pool.allocate, 2).gives([0, 1])
@@ -221,7 +221,7 @@ def test_ids_of_a_full_pool(block_id):
     check_pool(pool, [1, 1], f"after block {block_id} was refused")
 
 
-def test_owners_of_no_block():
+def test_ref_count_refuses_ids_outside_the_pool():
     """ref_count of an id outside the pool raises IndexError, of what is no int TypeError."""
     pool = BlockPool(3, 16)
     for bad in (3, -1, 100):
@@ -231,7 +231,7 @@ def test_owners_of_no_block():
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 11), min_size=1, max_size=6))))
-def test_many_calls(num_blocks, calls):
+def test_any_order_of_calls(num_blocks, calls):
     """Whatever is allocated and freed in whatever order: the longest free come first, and no block has two owners."""
     pool = BlockPool(num_blocks, 4)
     line, used = list(range(num_blocks)), []  # longest free first; longest used first

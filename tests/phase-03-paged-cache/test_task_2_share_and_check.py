@@ -128,7 +128,7 @@ def test_freed_more_often_than_owned(block_ids):
 
 
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.lists(st.integers(0, 9), max_size=4))))
-def test_many_calls(calls):
+def test_any_order_of_calls(calls):
     """Good and bad calls in whatever order: owners, line and refusals are those of a pool kept on paper."""
     pool = BlockPool(6, 4)
     line, held = [0, 1, 2, 3, 4, 5], []  # on paper: `held` has a block once for each owner

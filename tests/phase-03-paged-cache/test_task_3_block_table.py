@@ -60,7 +60,7 @@ def test_one_token_at_a_time():
 
 
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33, 48])
-def test_around_a_blocks_end(num_tokens):
+def test_append_around_the_end_of_a_block(num_tokens):
     """Blocks of 16: 16 tokens take one block, 17 take two. Appended at once or in two parts, the slots are the same."""
     blocks = {15: 1, 16: 1, 17: 2, 31: 2, 32: 2, 33: 3, 48: 3}[num_tokens]
     order = [8, 3, 5]
@@ -75,7 +75,7 @@ def test_around_a_blocks_end(num_tokens):
         check_table(table, order[:blocks], num_tokens, f"after append({first}) and append({num_tokens - first})")
 
 
-def test_two_sequences_take_turns():
+def test_two_tables_take_turns():
     """Two tables over one pool: their blocks alternate in memory, and no slot is given twice."""
     pool = BlockPool(6, 2)
     one, other = BlockTable(pool), BlockTable(pool)
@@ -126,7 +126,7 @@ def test_more_blocks_may_be_needed_than_there_are():
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 20), max_size=8))
-def test_appending_in_parts(block_size, parts):
+def test_appending_in_parts_gives_the_same_slots(block_size, parts):
     """Any lengths, any block size: blocks_needed foretells what append takes; position p has slot(p), all different."""
     num_blocks = sum(parts) + 1
     pool = scattered_pool(list(range(num_blocks))[::-1], block_size, num_blocks)
@@ -171,7 +171,7 @@ def test_out_of_blocks_changes_nothing(num_tokens):
     check_table(table, [0, 1, 2], 12, "of the full table")
 
 
-def test_positions_that_hold_no_token():
+def test_slot_refuses_positions_without_a_token():
     """slot wants a token: IndexError past the last one, though its block has room, and for −1; TypeError for no int."""
     table = BlockTable(BlockPool(4, 4))
     call(table.slot, 0).raises(IndexError)

@@ -112,7 +112,7 @@ def test_at_most_one_unfinished_block_a_sequence(block_size, batch, chunks):
     cache.storage.pool.check()
 
 
-def test_what_is_reserved():
+def test_nbytes_with_and_without_a_storage_of_its_own():
     """nbytes: max_seq_len rows with a storage of its own; over a shared storage nothing but the blocks it holds."""
     own = PagedKVCache(LAYERS, 2, HEADS, 10, HEAD_DIM, block_size=4)
     that("nbytes of an empty cache with its own storage", own.nbytes).gives(2 * 10 * ROW)

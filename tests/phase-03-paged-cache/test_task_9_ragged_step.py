@@ -313,14 +313,14 @@ def test_a_shared_unfinished_block_is_not_written():
     ],
     ids=str,
 )
-def test_counts_that_are_none(counts, error):
+def test_counts_that_are_refused(counts, error):
     """One count for each table, each an int of 1 or more: else ValueError or TypeError, and nothing is taken."""
     pool, storage = a_storage(8)
     call(RaggedStep, storage, [BlockTable(pool), BlockTable(pool)], counts).raises(error)
     that("free blocks", pool.num_free).gives(8)
 
 
-def test_tables_that_are_none():
+def test_tables_that_are_refused():
     """No table at all, a table twice, or one over another pool: ValueError, and nothing is taken."""
     pool, storage = a_storage(8)
     table, elsewhere = BlockTable(pool), BlockTable(BlockPool(8, 4))

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from minicache.course.follow import following_schedulers
 from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.base import Scheduler
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the schedulers, the requests and the steps so far."""
+    with following_schedulers():
+        yield
 
 
 class Plain(Scheduler):
@@ -19,6 +27,7 @@ class Plain(Scheduler):
         super().__init__(**options)
         self.chunk = chunk
         self.released = []  # ids, in the order in which `release` was called for them
+        self.found = []  # and what each call found: status, whether in queue or batch, whether anything is unfinished
 
     def blocks_to_admit(self, request):
         return blocks_for(request.num_prompt_tokens + request.max_tokens, self.pool.block_size)
@@ -45,6 +54,8 @@ class Plain(Scheduler):
 
     def release(self, request):
         self.released.append(request.request_id)
+        is_there = any(each is request for each in (*self.running, *self.waiting.values()))
+        self.found.append((request.status.name, is_there, self.has_unfinished))
         super().release(request)
 
 

@@ -8,6 +8,7 @@ from minicache.course.checks import call, that
 from minicache.errors import RequestTooLargeError
 from minicache.request import RequestStatus
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.queue import RequestQueue
 
 
 def queue_of(scheduler):
@@ -51,6 +52,15 @@ def test_requests_are_numbered_as_they_arrive(plain, request_of):
     scheduler.schedule()  # all three are in the batch now
     scheduler.add_request(requests[3])
     that("arrival_index of a, b, c, d", [request.arrival_index for request in requests]).gives([0, 1, 2, 3])
+
+
+def test_an_arrival_while_the_model_runs(plain, request_of):
+    """A request that arrives between schedule() and the commit leaves the step as it is: its tokens are awaited."""
+    scheduler = plain()
+    scheduler.add_request(request_of("a"))
+    output = scheduler.schedule()
+    call(scheduler.add_request, request_of("b")).gives(None)
+    that("whether the step is still outstanding", scheduler.outstanding is output).gives(True)
 
 
 def test_a_waiting_request_has_no_memory(plain, request_of):
@@ -112,6 +122,22 @@ def test_the_next_request_moves_up(plain, request_of):
     that("head() after a has left", scheduler.head() is requests[1]).gives(True)
     scheduler.waiting.remove(requests[1])
     call(scheduler.head).gives(None)
+
+
+def test_the_head_is_found_at_once(plain, request_of):
+    """head() does not search the queue: with 1,000 requests waiting it looks at no more of them than with 10."""
+    looked_at = {}
+    for num_waiting in (10, 1000):
+        keys = []
+        scheduler = plain()
+        scheduler.waiting = RequestQueue(lambda request, keys=keys: keys.append(0) or (request.arrival_index,))
+        for request_id in range(num_waiting):
+            scheduler.add_request(request_of(request_id))
+        keys.clear()
+        that("head() is the request that arrived first", call(scheduler.head).value.request_id).gives(0)
+        looked_at[num_waiting] = len(keys)
+    told = "whether head() looks at more requests with 1,000 waiting than with 10 (it is called in every step)"
+    that(told, looked_at[1000] > looked_at[10] + 10).gives(False)
 
 
 # Refused: not new
@@ -305,13 +331,18 @@ def test_schedule_tokens_charges_the_budget(plain, request_of):
         that(f"token_budget after {request.request_id}", scheduler.token_budget).gives(left)
 
 
-def test_what_was_generated_is_computed_again(plain, request_of):
-    """A request of 5 + 2 tokens of which nothing is computed, as after a preemption, computes 7."""
-    scheduler, output = plain(), SchedulerOutput()
+@pytest.mark.parametrize("budget", [6, 20], ids="a budget of {}".format)
+def test_what_was_generated_is_computed_again(plain, request_of, budget):
+    """A request of 5 + 2 tokens of which nothing is computed, as after a failed step, computes 7, whatever the budget.
+
+    That the budget is enough is the caller's business: one that has outgrown it is computed all the same.
+    """
+    scheduler, output = plain(max_num_batched_tokens=budget), SchedulerOutput()
     back = request_of("back", 5)
     back.output_token_ids += [7, 8]
     call(scheduler.schedule_tokens, back, output).gives(None)
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"back": 7})
+    that("token_budget", scheduler.token_budget).gives(budget - 7)
 
 
 def test_admit(plain, request_of):
@@ -339,8 +370,9 @@ def test_the_batch_is_in_the_order_of_the_priority_key(plain, request_of):
     requests = {request_id: request_of(request_id) for request_id in "abc"}
     for request in requests.values():
         scheduler.add_request(request)
-    for request_id in "cab":
+    for request_id, left in (("c", ["a", "b"]), ("a", ["b"]), ("b", [])):
         scheduler.admit(requests[request_id], output)
+        that(f"the waiting queue after {request_id} was admitted", queue_of(scheduler)).gives(left)
     that("the batch", ids_of(scheduler.running)).gives(["a", "b", "c"])
     that("ids of .scheduled", ids_of(output.scheduled)).gives(["c", "a", "b"])
 
@@ -367,12 +399,42 @@ def test_blocks_that_a_request_has_are_counted(plain, request_of):
     that("its blocks, of which it had the first", request.block_ids).gives([0, 1, 2])
 
 
-def test_a_stage_may_schedule_other_tokens(plain, request_of):
-    """admit calls schedule_tokens, which a later stage overrides."""
+def test_what_a_request_has_done_counts(plain, request_of):
+    """A stage may admit a request that has computed 4 of its 5 + 2 tokens: it computes the other 3, and keeps all."""
     scheduler, output = plain(), SchedulerOutput()
-    seen = []
-    scheduler.schedule_tokens = lambda request, output: seen.append(request.request_id)
-    request = request_of("a")
+    request = request_of("a", 5, 7)
+    scheduler.add_request(request)
+    request.output_token_ids += [7, 8]
+    request.num_computed_tokens = 4
+    scheduler.admit(request, output)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"a": 3})
+    that("its output and num_computed_tokens", (request.output_token_ids, request.num_computed_tokens)).gives(
+        ([7, 8], 4)
+    )
+
+
+def test_a_stage_may_have_another_number_of_blocks_missing(plain, request_of):
+    """admit asks blocks_missing, which a later stage overrides, how many blocks to allocate."""
+    scheduler, output = plain(), SchedulerOutput()
+    scheduler.blocks_missing = lambda request: 1
+    request = request_of("a", 5, 7)
     scheduler.add_request(request)
     scheduler.admit(request, output)
-    that("what schedule_tokens was called with", seen).gives(["a"])
+    that("its blocks", request.block_ids).gives([0])
+
+
+def test_a_stage_may_schedule_other_tokens(plain, request_of):
+    """admit calls schedule_tokens, which a later stage overrides, as the last of its five things."""
+    scheduler, output = plain(), SchedulerOutput()
+    seen = []
+
+    def schedule_tokens(request, output):
+        seen.append((request.request_id, request.status.name, list(request.block_ids)))
+        seen.append((queue_of(scheduler), ids_of(scheduler.running)))
+
+    scheduler.schedule_tokens = schedule_tokens
+    request = request_of("a", 5, 3)
+    scheduler.add_request(request)
+    scheduler.admit(request, output)
+    that("what schedule_tokens was called with: id, status, blocks", seen[:1]).gives([("a", "RUNNING", [0, 1])])
+    that("queue and batch at that moment", seen[1:]).gives([([], ["a"])])

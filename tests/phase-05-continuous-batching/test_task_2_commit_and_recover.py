@@ -47,16 +47,50 @@ def test_a_prompt_is_computed_and_a_token_generated(plain, request_of):
     that("its status", request.status.name).gives("RUNNING")
 
 
+def test_a_committed_step_is_over(plain, request_of):
+    """Until it is committed, the step is the scheduler's `outstanding`; then there is none."""
+    scheduler = plain()
+    output = batch_of(scheduler, request_of("a"))
+    that("outstanding is the step before the commit", scheduler.outstanding is output).gives(True)
+    call(scheduler.update_from_output, output, {"a": 7}).gives([])
+    that("outstanding after the commit", scheduler.outstanding).gives(None)
+
+
 def test_decode_goes_on_token_by_token(plain, request_of):
     """Each later step computes one token, the newest, and generates the next."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=9)
     scheduler.add_request(request)
+    outputs = request.output_token_ids
     for step, token in enumerate([40, 41, 0, 43]):
         output = scheduler.schedule()
         call(scheduler.update_from_output, output, {"a": token}).gives([])
         that(f"num_computed_tokens after step {step}", request.num_computed_tokens).gives(3 + step)
     that("output_token_ids", request.output_token_ids).gives([40, 41, 0, 43])
+    told = "whether it is the list of before, to which tokens are appended (a copy costs more with each token)"
+    that(told, request.output_token_ids is outputs).gives(True)
+
+
+def test_a_step_without_some_of_the_batch(plain, request_of, state_of):
+    """A later stage may have a step that leaves b out: b needs no token, and stays in the batch as it is."""
+    scheduler = plain()
+    requests = [request_of(request_id) for request_id in "abc"]
+    scheduler.update_from_output(batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3})
+
+    def schedule_running(output):
+        for request in scheduler.running[::2]:
+            scheduler.compute(request, output)
+
+    scheduler.schedule_running = schedule_running
+    output = scheduler.schedule()
+    refuses(scheduler, state_of, output, {"a": 4}, ValueError)
+    finished = call(scheduler.update_from_output, output, {"a": 4, "c": 5}).value
+    that("those that have finished", ids_of(finished)).gives([])
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, {"a": 6, "c": 7})
+    scheduler.update_from_output(scheduler.schedule(), {"a": 8, "c": 9})
+    that("the batch when a and c have finished", ids_of(scheduler.running)).gives(["b"])
+    that("output of b", requests[1].output_token_ids).gives([2])
 
 
 def test_tokens_are_found_by_id(plain, request_of):
@@ -73,10 +107,12 @@ def test_a_prompt_in_parts(plain, request_of):
     scheduler = plain(chunk=4)
     request = request_of("a", 10)
     scheduler.add_request(request)
-    for computed, tokens in [(4, {"a": 90}), (8, {}), (10, {"a": 91})]:
+    for computed, tokens, generated in [(4, {"a": 90}, []), (8, {}, []), (10, {"a": 91}, [91])]:
         call(scheduler.update_from_output, scheduler.schedule(), tokens).gives([])
         that("num_computed_tokens", request.num_computed_tokens).gives(computed)
-    that("output_token_ids", request.output_token_ids).gives([91])
+        that(f"output_token_ids with {computed} of 10 prompt tokens computed", request.output_token_ids).gives(
+            generated
+        )
 
 
 def test_a_stop_token_in_the_middle_of_a_prompt_is_ignored(plain, request_of):
@@ -223,6 +259,16 @@ def test_blocks_go_back_last_one_first(plain, request_of):
     that("the free blocks, the longest free first", scheduler.pool.allocate(5)).gives([3, 4, 2, 1, 0])
 
 
+def test_blocks_go_back_in_one_call(plain, request_of):
+    """release() calls pool.free once, with all blocks: a pool may look at them together."""
+    scheduler, freed = plain(num_blocks=5), []
+    request = request_of("a", 8, max_tokens=4)
+    batch_of(scheduler, request)
+    scheduler.pool.free = lambda block_ids: freed.append(list(block_ids))
+    scheduler.release(request)
+    that("what pool.free was called with", freed).gives([[2, 1, 0]])
+
+
 def test_nothing_to_release(plain, request_of):
     """A request without blocks is left as it is, however often."""
     scheduler = plain(num_blocks=5)
@@ -253,6 +299,63 @@ def test_a_stage_may_have_more_to_give_back(plain, request_of):
     scheduler.update_from_output(output, {"a": 9, "b": 1, "d": 9})
     scheduler.abort_request("b")
     that("released", scheduler.released).gives(["c", "a", "d", "b"])
+
+
+@pytest.mark.parametrize("how", ["commit", "abort", "abort while it waits"])
+def test_the_order_in_which_a_request_finishes(plain, request_of, how):
+    """Out of queue and batch, then its final status, then release(); only then is it no longer unfinished."""
+    scheduler = plain()
+    scheduler.add_request(request_of("a", max_tokens=1))
+    if how != "abort while it waits":
+        output = scheduler.schedule()
+    if how == "commit":
+        scheduler.update_from_output(output, {"a": 1})
+    else:
+        scheduler.abort_request("a")
+    status = "FINISHED_LENGTH" if how == "commit" else "FINISHED_ABORTED"
+    told = f"what release() finds ({how}): status, whether it is in queue or batch, has_unfinished"
+    that(told, scheduler.found).gives([(status, False, True)])
+    that("has_unfinished afterwards", scheduler.has_unfinished).gives(False)
+
+
+class Counted(list):
+    """A list that counts the elements which its calls look at or move."""
+
+    def __init__(self, items=()):
+        super().__init__(items)
+        self.work = 0
+
+    def remove(self, item):
+        self.work += len(self)
+        super().remove(item)
+
+    def pop(self, at=-1):
+        self.work += len(self) - at % len(self)
+        return super().pop(at)
+
+    def index(self, *arguments):
+        self.work += len(self)
+        return super().index(*arguments)
+
+    def __delitem__(self, at):
+        self.work += len(self)
+        super().__delitem__(at)
+
+    def __contains__(self, item):
+        self.work += len(self)
+        return super().__contains__(item)
+
+
+def test_a_commit_takes_time_in_proportion_to_the_batch(plain, request_of):
+    """8 and 64 requests that finish in one step: the batch is not searched, nor closed up, once for each of them."""
+    for count in (8, 64):
+        scheduler = plain(num_blocks=200)
+        output = batch_of(scheduler, *(request_of(each, max_tokens=1) for each in range(count)))
+        batch = scheduler.running = Counted(scheduler.running)
+        finished = call(scheduler.update_from_output, output, dict.fromkeys(range(count), 7)).value
+        that(f"how many of {count} have finished", len(finished)).gives(count)
+        told = f"whether more than 2 · {count} elements of `running` were looked at or moved, one by one"
+        that(told, batch.work > 2 * count).gives(False)
 
 
 # Finished from outside
@@ -347,13 +450,15 @@ def test_an_abort_between_schedule_and_commit(plain, request_of):
 
 
 def test_a_new_request_does_not_get_the_old_ones_token(plain, request_of):
-    """a is aborted while the model runs, and another a comes: the token of the step is not for it."""
+    """a is aborted while the model runs, and another a comes: the token of the step is for neither of them."""
     scheduler = plain()
-    output = batch_of(scheduler, request_of("a"))
+    old = request_of("a", max_tokens=1)
+    output = batch_of(scheduler, old)
     scheduler.abort_request("a")
     new = request_of("a")
     scheduler.add_request(new)
     call(scheduler.update_from_output, output, {"a": 1}).gives([])
+    that("output and finish_reason of the one aborted", (old.output_token_ids, old.finish_reason)).gives(([], "abort"))
     that("its output_token_ids", new.output_token_ids).gives([])
     that("its num_computed_tokens", new.num_computed_tokens).gives(0)
     that("the waiting queue", list(scheduler.waiting)).gives(["a"])
@@ -375,6 +480,14 @@ def test_a_step_is_committed_once(plain, request_of, state_of):
     output = batch_of(scheduler, request_of("a"))
     scheduler.update_from_output(output, {"a": 1})
     refuses(scheduler, state_of, output, {"a": 1}, ValueError)
+
+
+def test_an_empty_step_is_committed_once_too(plain, state_of):
+    """A step without requests is committed with no tokens; the same output again is a ValueError."""
+    scheduler = plain()
+    output = scheduler.schedule()
+    call(scheduler.update_from_output, output, {}).gives([])
+    refuses(scheduler, state_of, output, {}, ValueError)
 
 
 def test_a_later_schedule_takes_its_place(plain, request_of, state_of):
@@ -418,6 +531,14 @@ def test_a_commit_is_all_or_nothing(plain, request_of, state_of, tokens, error):
     refuses(scheduler, state_of, output, tokens, error)
     finished = call(scheduler.update_from_output, output, {"a": 1, "b": 2, "c": 3}).value
     that("those that finish with the correct commit", ids_of(finished)).gives(["a", "b", "c"])
+
+
+def test_a_token_for_a_request_that_waits(plain, request_of, state_of):
+    """b arrives while the model computes a. The step did not have b: a token for it is refused, ValueError."""
+    scheduler = plain()
+    output = batch_of(scheduler, request_of("a"))
+    scheduler.add_request(request_of("b"))
+    refuses(scheduler, state_of, output, {"a": 1, "b": 2}, ValueError)
 
 
 # A step that failed
@@ -505,6 +626,22 @@ def test_what_a_waiting_request_holds_is_taken_back(plain, request_of):
     that("its num_computed_tokens", request.num_computed_tokens).gives(0)
     that("released, through release()", scheduler.released).gives(["a"])
     that("the waiting queue", list(scheduler.waiting)).gives(["a"])
+
+
+def test_every_request_of_the_queue_is_restarted(plain, request_of):
+    """recover() calls restart for each request of the queue, those that were waiting before too."""
+    scheduler = plain()
+    batch_of(scheduler, request_of("a"), request_of("b"))
+    scheduler.add_request(request_of("c"))
+    seen, restart = [], scheduler.restart
+
+    def watched(request):
+        seen.append(request.request_id)
+        restart(request)
+
+    scheduler.restart = watched
+    scheduler.recover()
+    that("what restart was called with", sorted(set(seen))).gives(["a", "b", "c"])
 
 
 def test_a_step_that_was_never_committed_has_failed(plain, request_of):

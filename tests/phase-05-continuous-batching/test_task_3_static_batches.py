@@ -89,22 +89,6 @@ def test_nothing_to_do():
     call(scheduler.update_from_output, output, {}).gives([])
 
 
-def test_a_step_that_failed(request_of):
-    """schedule() again, because the model failed: the batch is filled anew, with the same requests and tokens."""
-    scheduler = static(max_num_seqs=2)
-    requests = [request_of(request_id, 5) for request_id in "abc"]
-    for request in requests:
-        scheduler.add_request(request)
-    first = call(scheduler.schedule).value
-    second = call(scheduler.schedule).value
-    that("tokens of the second step", second.num_scheduled_tokens).gives(first.num_scheduled_tokens)
-    call(scheduler.check).gives(None)
-    call(scheduler.update_from_output, second, {"a": 7, "b": 7}).gives([])
-    scheduler.schedule()  # fails too: the tokens that were generated stay
-    third = call(scheduler.schedule).value
-    that("tokens of the step after another failure", third.num_scheduled_tokens).gives({"a": 6, "b": 6})
-
-
 # Until it has drained
 
 
@@ -206,38 +190,6 @@ def test_tokens_that_are_scheduled_already_are_spent(request_of):
         )
 
 
-def recovered(scheduler, request, num_generated):
-    """`request` in the queue, with so many generated tokens and nothing computed, as after a failed step."""
-    scheduler.add_request(request)
-    for _ in range(num_generated):
-        scheduler.update_from_output(scheduler.schedule(), {request.request_id: 7})
-    scheduler.recover()
-
-
-@pytest.mark.parametrize(("budget", "joined"), [(9, []), (10, ["back"]), (11, ["back"]), (12, ["back", "new"])])
-def test_what_was_generated_is_computed_again(request_of, budget, joined):
-    """After a failed step, one of 5 + 2 tokens has 7 to compute, not 5: with 3 others it needs a budget of 10."""
-    scheduler, output = static(max_num_batched_tokens=budget), SchedulerOutput()
-    recovered(scheduler, request_of("back", 5), 2)
-    scheduler.add_request(request_of("new", 2))
-    scheduler.token_budget = budget
-    scheduler.schedule_tokens(request_of("before", 3), output)
-    call(scheduler.schedule_waiting, output).gives(None)
-    that("the batch", [each.request_id for each in scheduler.running]).gives(joined)
-    that("num_scheduled_tokens", output.num_scheduled_tokens).gives(
-        {"before": 3} | {each: {"back": 7, "new": 2}[each] for each in joined}
-    )
-
-
-def test_a_request_that_has_outgrown_the_budget(request_of):
-    """After a failed step, 5 + 2 tokens are more than a budget of 6. They are computed, in a step of their own."""
-    scheduler = static(max_num_batched_tokens=6)
-    recovered(scheduler, request_of("back", 5), 2)
-    scheduler.add_request(request_of("new", 1, 1))
-    output = call(scheduler.schedule).value
-    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"back": 7})
-
-
 def test_a_long_prompt_is_not_bypassed(request_of):
     """The head does not fit into this step: the small one behind it does, and waits too."""
     scheduler = static(max_num_batched_tokens=12)
@@ -272,6 +224,13 @@ def test_blocks_for_the_longest_answer(request_of, num_prompt_tokens, max_tokens
     that("its blocks", len(request.block_ids)).gives(blocks)
 
 
+def test_what_was_generated_needs_no_more_memory(request_of):
+    """A request of 5 tokens with max_tokens 7 has generated 3, and starts over: still 12 tokens, 3 blocks."""
+    scheduler, request = static(), request_of("a", 5, 7)
+    request.output_token_ids += [7, 7, 7]
+    call(scheduler.blocks_to_admit, request).gives(3)
+
+
 def test_memory_is_reserved_once(request_of):
     """A request holds the same blocks from its admission until it has finished, and then none."""
     scheduler = static(num_blocks=6)
@@ -286,10 +245,10 @@ def test_memory_is_reserved_once(request_of):
 
 @pytest.mark.parametrize(("num_blocks", "admitted"), [(5, "a"), (6, "ab"), (7, "ab")])
 def test_memory_for_both(request_of, num_blocks, admitted):
-    """Two requests of 3 blocks each take 6 blocks: with 5, the second waits for the next batch."""
+    """Two requests of 4 + 8 tokens take 3 blocks of 4 each: with 5 blocks, the second waits for the next batch."""
     scheduler = static(num_blocks=num_blocks)
     for request_id in "ab":
-        scheduler.add_request(request_of(request_id, 9, 3))
+        scheduler.add_request(request_of(request_id, 4, 8))
     that("the batch", list(call(scheduler.schedule).value.num_scheduled_tokens)).gives(list(admitted))
     call(scheduler.check).gives(None)
 
@@ -309,6 +268,84 @@ def test_a_request_that_can_never_be_admitted_is_refused(request_of):
     call(scheduler.add_request, request_of("large", 100, 5)).raises(RequestTooLargeError)
     tally = call(drive, scheduler, [request_of("small", 10, 5)]).value
     that("which finished, and when", tally.finished).gives({"small": 4})
+
+
+# After a step that failed
+
+
+def test_a_step_that_failed(request_of):
+    """schedule() again, because the model failed: the batch is filled anew, with the same requests and tokens."""
+    scheduler = static(max_num_seqs=2)
+    requests = [request_of(request_id, 5) for request_id in "abc"]
+    for request in requests:
+        scheduler.add_request(request)
+    first = call(scheduler.schedule).value
+    second = call(scheduler.schedule).value
+    that("tokens of the second step", second.num_scheduled_tokens).gives(first.num_scheduled_tokens)
+    call(scheduler.check).gives(None)
+    call(scheduler.update_from_output, second, {"a": 7, "b": 7}).gives([])
+    scheduler.schedule()  # fails too: the tokens that were generated stay
+    third = call(scheduler.schedule).value
+    that("tokens of the step after another failure", third.num_scheduled_tokens).gives({"a": 6, "b": 6})
+
+
+def recovered(scheduler, request, num_generated):
+    """`request` in the queue, with so many generated tokens and nothing computed, as after a failed step."""
+    scheduler.add_request(request)
+    for _ in range(num_generated):
+        scheduler.update_from_output(scheduler.schedule(), {request.request_id: 7})
+    scheduler.recover()
+
+
+@pytest.mark.parametrize(
+    ("budget", "joined"), [(9, []), (10, ["back"]), (11, ["back"]), (12, ["back", "new"])], ids=str
+)
+def test_what_was_generated_is_computed_again(request_of, budget, joined):
+    """After a failed step, one of 5 + 2 tokens has 7 to compute, not 5: with 3 others it needs a budget of 10."""
+    scheduler, output = static(max_num_batched_tokens=budget), SchedulerOutput()
+    recovered(scheduler, request_of("back", 5), 2)
+    scheduler.add_request(request_of("new", 2))
+    scheduler.token_budget = budget
+    scheduler.schedule_tokens(request_of("before", 3), output)
+    call(scheduler.schedule_waiting, output).gives(None)
+    that("the batch", [each.request_id for each in scheduler.running]).gives(joined)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives(
+        {"before": 3} | {each: {"back": 7, "new": 2}[each] for each in joined}
+    )
+
+
+def test_a_request_that_has_outgrown_the_budget(request_of):
+    """After a failed step, 5 + 2 tokens are more than a budget of 6. They are computed, in a step of their own."""
+    scheduler = static(max_num_batched_tokens=6)
+    recovered(scheduler, request_of("back", 5), 2)
+    scheduler.add_request(request_of("new", 1, 1))
+    output = call(scheduler.schedule).value
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"back": 7})
+
+
+# For later stages
+
+
+def test_a_stage_may_override_the_small_methods(request_of):
+    """schedule_running calls schedule_tokens; schedule_waiting calls head, blocks_to_admit and admit."""
+    scheduler, seen = static(num_blocks=6), []
+    for request_id in "ab":
+        scheduler.add_request(request_of(request_id))
+    scheduler.schedule_waiting(SchedulerOutput())
+    scheduler.schedule_tokens = lambda request, output: seen.append(request.request_id)
+    call(scheduler.schedule_running, SchedulerOutput()).gives(None)
+    that("what schedule_running calls schedule_tokens with", seen).gives(["a", "b"])
+
+    first, second, third = (request_of(request_id) for request_id in "cde")
+    for request in (first, second, third):
+        scheduler.add_request(request)
+    asked, admitted, heads = [], [], [second, third]
+    scheduler.head = lambda: heads[0] if heads else None
+    scheduler.blocks_to_admit = lambda request: asked.append(request.request_id) or (3 if request is third else 1)
+    scheduler.admit = lambda request, output: admitted.append(heads.pop(0).request_id)
+    call(scheduler.schedule_waiting, SchedulerOutput()).gives(None)
+    that("admitted: head() is d, then e, which needs 3 of the 2 free blocks", admitted).gives(["d"])
+    that("what blocks_to_admit was asked for", list(dict.fromkeys(asked))).gives(["d", "e"])
 
 
 # Against a batch worked out by hand

@@ -245,6 +245,20 @@ def test_rows_that_do_not_fit(layer, bad, error):
     that("keys in layer 0 after good rows", caches[0].read(0)[0]).gives(good[:, :, :3])
 
 
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [(rows(3), ValueError), (rows(4)[:, :1], ValueError), (rows(4).double(), TypeError), (None, TypeError)],
+    ids=["3 tokens instead of 4", "1 head", "float64", "None"],
+)
+def test_keys_and_values_are_checked_each_on_its_own(which, bad, error):
+    """The keys fit and the values do not, or the other way round: refused, and no cache was written to."""
+    caches = [a_cache(), a_cache()]
+    step, good = SelectiveStep(caches, [3, 1]), rows(4)
+    call(step.append, 0, bad if which == "k" else good, bad if which == "v" else good).raises(error)
+    that("keys in layer 0 after the refusal", [cache.read(0)[0].shape[2] for cache in caches]).gives([0, 0])
+
+
 def test_a_layer_without_rows_cannot_attend():
     """Attending before the layer has its rows of this step is a ValueError, also if the caches hold older tokens."""
     caches, _ = filled([3, 5])
@@ -255,21 +269,22 @@ def test_a_layer_without_rows_cannot_attend():
 
 
 def test_queries_that_do_not_fit():
-    """Attending with 1 or 3 queries in a step of 2 tokens, or without the batch's dimension, is a ValueError."""
+    """Attending with 1 or 3 queries in a step of 2 tokens, or without all four dimensions, is a ValueError."""
     caches, _ = filled([3, 5])
     step, k = SelectiveStep(caches, [1, 1]), rows(2)
     call(step.append, 0, k, k).gives(None)
-    for q in (torch.randn(1, HEADS, 1, HEAD_DIM), torch.randn(1, HEADS, 3, HEAD_DIM), torch.randn(HEADS, 2, HEAD_DIM)):
-        call(step.attend, 0, q).raises(ValueError)
+    for shape in ((1, HEADS, 1, HEAD_DIM), (1, HEADS, 3, HEAD_DIM), (HEADS, 2, HEAD_DIM), (2, HEAD_DIM)):
+        call(step.attend, 0, torch.randn(shape)).raises(ValueError)
 
 
 @pytest.mark.parametrize("layer", [LAYERS, -1], ids="layer {}".format)
 def test_no_such_layer_to_attend_in(layer):
-    """Attending in a layer that there is not, a negative one included, is an IndexError."""
+    """Attending in a layer that there is not, or a negative one: IndexError, before, in and after a pass."""
     step, k = SelectiveStep([a_cache(), a_cache()], [1, 1]), rows(2)
+    call(step.attend, layer, k).raises(IndexError)
     for each in range(LAYERS):
         call(step.append, each, k, k).gives(None)
-    call(step.attend, layer, k).raises(IndexError)
+        call(step.attend, layer, k).raises(IndexError)
 
 
 def test_a_step_serves_one_pass():

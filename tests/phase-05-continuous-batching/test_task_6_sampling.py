@@ -276,6 +276,17 @@ def test_a_batch_is_picked_row_by_row():
         that("the types of the tokens", {type(token).__name__ for token in got.value}).gives({"int"})
 
 
+def test_greedy_rows_are_picked_all_at_once():
+    """pick_tokens draws for the requests that draw, and for no other: greedy rows take one argmax of the batch."""
+    samplers, drawn = [TokenSampler(SamplingParams(temperature=float(b % 3 == 1), seed=b)) for b in range(6)], []
+    for b, sampler in enumerate(samplers):
+        sampler.draw = lambda logits, b=b: drawn.append(b) or 7
+    rows = random_rows(6, 30)
+    likeliest = rows.argmax(dim=-1).tolist()
+    call(pick_tokens, rows, samplers).gives([token if b % 3 != 1 else 7 for b, token in enumerate(likeliest)])
+    that("rows whose sampler's draw was called", drawn).gives([1, 4])
+
+
 def test_tokens_may_be_ruled_out_beforehand():
     """Some logits are −inf, in a greedy row and in a drawn one: the others are there to be picked."""
     rows = torch.tensor([[OUT, 1.0, 0.5], [0.0, OUT, 2.0]])

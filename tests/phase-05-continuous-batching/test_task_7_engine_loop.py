@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minicache.course.checks import call, that
+from minicache.course import scenario
+from minicache.course.checks import call, short, that
+from minicache.course.follow import following
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.model import MiniGPT, MiniGPTConfig
@@ -22,6 +24,17 @@ def _one_thread_and_a_seed():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _engine():
+    """A failure tells the engine's options."""
+
+    def told(llm, model, **options):
+        return f"LLM({', '.join(['model', *(f'{name}={short(value)}' for name, value in options.items())])})", ""
+
+    with following(LLM, __init__=told):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +137,10 @@ def test_one_pass_over_all_prompts(model, cache):
         llm.add_request(prompt, greedy(4))
     got = call(llm.run_model, llm.scheduler.schedule()).value
     with torch.inference_mode():
-        expected = torch.stack([model(torch.tensor([prompt]))[0, -1] for prompt in prompts])
+        logits = [model(torch.tensor([prompt]))[0] for prompt in prompts]
+    for i, rows in enumerate(logits):
+        scenario.remember(f"logits of prompt {i}", rows)
+    expected = torch.stack([rows[-1] for rows in logits])
     that("logits of three requests", got).is_close(expected, rtol=0, atol=1e-9)
     that("logits.requires_grad: no gradients are kept", got.requires_grad).gives(False)
 
@@ -145,11 +161,69 @@ def test_what_a_pass_computes(model, cache):
     that("passes in all", len(watched.passes)).gives(4)
 
 
+class Rows(Watched):
+    """The model, with a note of how many rows it multiplies with the vocabulary."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.hidden_states, self.num_rows = model.hidden_states, 0
+
+    def logits(self, hidden):
+        self.num_rows += hidden.numel() // hidden.shape[-1]
+        return self.model.logits(hidden)
+
+    def __call__(self, token_ids, cache):
+        return self.logits(self.hidden_states(token_ids, cache))
+
+
+def test_only_the_last_rows_are_multiplied_with_the_vocabulary(model):
+    """Prompts of 5, 1 and 9 tokens: 3 rows of logits are made, not 15 (`logits_at`)."""
+    rows = Rows(model)
+    llm = LLM(rows)
+    for prompt in prompts_of(5, 1, 9):
+        llm.add_request(prompt, greedy(4))
+    call(llm.run_model, llm.scheduler.schedule()).value  # noqa: B018  (.value fails the test if the call raised)
+    that("rows of logits in a step of 15 tokens of three requests", rows.num_rows).gives(3)
+
+
+class Looked(list):
+    """A prompt that counts how many of its tokens are read."""
+
+    num_read = 0
+
+    def __iter__(self):
+        self.num_read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, at):
+        self.num_read += len(range(*at.indices(len(self)))) if isinstance(at, slice) else 1
+        return super().__getitem__(at)
+
+    def __add__(self, other):
+        self.num_read += len(self)
+        return super().__add__(other)
+
+
+def test_a_decode_reads_no_prompt(model):
+    """A decode step costs the same after a prompt of 50 as after one of 5: it reads the newest token only."""
+    (prompt,) = prompts_of(50)
+    llm = LLM(model)
+    llm.add_request(prompt, greedy(4))
+    (request,) = [answer.request for answer in llm.answers.values()]
+    call(llm.step)
+    request.prompt_token_ids = Looked(prompt)
+    chunks = serve(llm)
+    that("tokens of the decode steps", tokens_of(chunks[0])).gives(alone(model, prompt, 4)[1:])
+    that("prompt tokens that they have read", request.prompt_token_ids.num_read).gives(0)
+
+
 def test_nothing_to_do(model):
-    """Without requests a step gives no chunks, and the model is not run."""
+    """Without requests a step moves no block and gives no chunks, and the model is not run."""
     watched = Watched(model)
     llm = LLM(watched)
     call(llm.step).gives([])
+    told = "whether the empty step was committed: scheduler.outstanding is None"
+    that(told, llm.scheduler.outstanding is None).gives(True)
     llm.generate(prompts_of(3), greedy(2))
     call(llm.step).gives([])
     that("passes", len(watched.passes)).gives(2)
@@ -216,11 +290,45 @@ def test_no_token_before_the_prompt_is_computed(model, temperature):
     """A prompt that is computed in chunks gives no token, and draws none, before its last chunk."""
     (prompt,) = prompts_of(8)
     params = greedy(3, temperature=temperature, seed=2)
-    llm = LLM(model, scheduler=Chunked(num_blocks=20))
+    watched = Watched(model)
+    llm = LLM(watched, scheduler=Chunked(num_blocks=20))
     llm.add_request(prompt, params)
     got = [tokens_of(call(llm.step).value) for _ in range(5)]
+    for i, part in enumerate([prompt[:3], prompt[3:6], prompt[6:]]):
+        that(f"tokens of pass {i} over the prompt {prompt}, three a step", watched.passes[i]).gives([part])
     expected = alone(model, prompt, 3, params)
     that("tokens of steps 0 … 4", got).gives([[], [], *[[token] for token in expected]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+def test_no_token_before_all_is_computed_again(model, temperature):
+    """After a failed step, 8 + 2 tokens are computed again in chunks of 3: the third has the prompt, not all of it."""
+    (prompt,) = prompts_of(8)
+    params = greedy(4, temperature=temperature, seed=2)
+    llm = LLM(Watched(model, (4,)), scheduler=Chunked(num_blocks=20))
+    llm.add_request(prompt, params)
+    got = [tokens_of(call(llm.step).value) for _ in range(4)]
+    call(llm.step).raises(OSError)
+    got += [tokens_of(call(llm.step).value) for _ in range(5)]
+    expected = [[token] for token in alone(model, prompt, 4, params)]
+    that("tokens of the steps that did not fail", got).gives([[], [], *expected[:2], [], [], [], *expected[2:]])
+
+
+def test_tokens_are_sampled_in_one_call(model):
+    """pick calls sample once, with the rows of the requests that get a token, and their samplers, in batch order."""
+    llm, prompts = LLM(model, scheduler=Chunked(num_blocks=40)), prompts_of(2, 8, 3)
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(4))
+    calls, samplers = [], [answer.sampler for answer in llm.answers.values()]
+
+    def sample(logits, rows, its_samplers):
+        calls.append((list(logits.shape), list(rows), [samplers.index(each) for each in its_samplers]))
+        return [7] * len(rows)
+
+    llm.sample = sample
+    output = llm.scheduler.schedule()
+    call(llm.pick, output, call(llm.run_model, output).value).gives({0: 7, 2: 7})
+    that("calls of sample: logits, rows, whose samplers", calls).gives([([3, VOCAB], [0, 2], [0, 2])])
 
 
 class Backwards(ContinuousBatchScheduler):
@@ -236,9 +344,12 @@ def test_each_request_draws_with_its_own_sampler(model):
     params = [greedy(6, temperature=1.0, seed=seed) for seed in range(3)]
     for prompt, each in zip(prompts, params, strict=True):
         llm.add_request(prompt, each)
+    first, second = (call(llm.step).value for _ in range(2))
+    that("whose the chunks of step 1 are, the newest first", [chunk.request_id for chunk in second]).gives([2, 1, 0])
     chunks = serve(llm)
     for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-        that(f"tokens of request {i}", tokens_of(chunks[i])).gives(alone(model, prompt, 6, each))
+        got = [chunk.token_id for chunk in (*first, *second, *chunks[i]) if chunk.request_id == i]
+        that(f"tokens of request {i}", got).gives(alone(model, prompt, 6, each))
 
 
 # Chunks
@@ -256,6 +367,26 @@ def test_what_a_chunk_says(model):
     that("step 1", steps[1]).gives([("r2", *a[1], "length"), ("r3", *b[1], None)])
     that("step 2", steps[2]).gives([("r3", *b[2], "length")])
     that("answers that are still kept", list(llm.answers)).gives([])
+
+
+class Signs(Letters):
+    """The letters, and an "@" for token 0, which ends no text."""
+
+    end_token_id = VOCAB
+
+    def decode(self, ids):
+        return "".join(chr(64 + token_id) for token_id in ids)
+
+
+def test_token_0_is_a_token(model):
+    """The token with the id 0 is committed and shown like any other."""
+    (prompt,) = prompts_of(3)
+    llm = LLM(model, tokenizer=Signs())
+    llm.sample = lambda logits, rows, samplers: [0] * len(rows)
+    llm.add_request(prompt, greedy(2))
+    chunks = serve(llm)[0]
+    told = [(chunk.token_id, chunk.text, chunk.finish_reason) for chunk in chunks]
+    that("tokens, texts and reasons", told).gives([(0, "@", None), (0, "@", "length")])
 
 
 def test_a_stop_token_ends_a_request(model):
@@ -281,13 +412,15 @@ def test_a_stop_string_ends_a_request(model):
     llm = LLM(watched, tokenizer=Letters())
     llm.add_request(prompt, greedy(30, stop=stop))
     (request,) = [answer.request for answer in llm.answers.values()]
-    chunks = serve(llm)[0]
+    chunks = [chunk for _ in range(at + 2) for chunk in call(llm.step).value]
     that("the text", "".join(chunk.text for chunk in chunks)).gives(text[:at])
     that("tokens", tokens_of(chunks)).gives(alone(model, prompt, at + 2))
     that("the last reason", chunks[-1].finish_reason).gives("stop")
-    that("the request's status", request.status.name).gives("FINISHED_STOPPED")
+    that(f"the request's status after the step that completed the stop string {stop!r}", request.status.name).gives(
+        "FINISHED_STOPPED"
+    )
     that("used blocks", llm.scheduler.pool.num_used).gives(0)
-    that("passes", len(watched.passes)).gives(at + 2)
+    that("has_unfinished", llm.has_unfinished).gives(False)
 
 
 def test_a_stop_string_that_ends_with_the_last_token(model):
@@ -379,14 +512,15 @@ def test_a_step_that_failed_can_be_tried_again(model, cache, scheduler):
     for prompt, each in zip(prompts, params, strict=True):
         llm.add_request(prompt, each)
     got, num_failures = {i: [] for i in range(3)}, 0
-    while llm.has_unfinished and num_failures < 10:
+    for _ in range(30):
         try:
             for chunk in llm.step():
                 got[chunk.request_id].append(chunk.token_id)
         except OSError:
             num_failures += 1
             llm.scheduler.check()
-    that("failures", num_failures).gives(len(failures))
+    that("has_unfinished after 30 steps", llm.has_unfinished).gives(False)
+    that("OSErrors of the model that came out of step()", num_failures).gives(len(failures))
     for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         that(f"tokens of request {i}", got[i]).gives(alone(model, prompt, 6, each))
 
@@ -403,6 +537,41 @@ class Capacity(ContinuousBatchScheduler):
             self.finish_request(oldest.request_id, RequestStatus.FINISHED_CAPACITY)
             output.finished.append(oldest.request_id)
         return output
+
+
+def test_ends_without_a_token_are_emitted_first(model):
+    """In one step a request is finished for lack of memory, and another gets a token: the end comes first."""
+    llm, prompts = LLM(model, scheduler=Capacity(num_blocks=40)), prompts_of(3, 4)
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(9))
+    for _ in range(2):
+        call(llm.step)
+    told = [(chunk.request_id, chunk.token_id, chunk.finish_reason) for chunk in call(llm.step).value]
+    that("chunks of step 2", told).gives([(0, None, "capacity"), (1, alone(model, prompts[1], 3)[2], None)])
+
+
+def test_ctrl_c_in_a_step(model):
+    """KeyboardInterrupt while the model runs: it comes out of step(), and stepping again gives the same tokens."""
+    (prompt,) = prompts_of(5)
+
+    class Interrupted(Watched):
+        def __call__(self, token_ids, cache):
+            logits = super().__call__(token_ids, cache)
+            if len(self.passes) == 2:
+                raise KeyboardInterrupt
+            return logits
+
+    llm, came_out = LLM(Interrupted(model)), False
+    llm.add_request(prompt, greedy(4, temperature=1.0, seed=1))
+    got = tokens_of(call(llm.step).value)
+    try:
+        llm.step()
+    except KeyboardInterrupt:
+        came_out = True
+    that("whether KeyboardInterrupt came out of step()", came_out).gives(True)
+    that("the batch after it: recover() was called", [each.request_id for each in llm.scheduler.running]).gives([])
+    got += tokens_of(serve(llm)[0])
+    that("tokens", got).gives(alone(model, prompt, 4, greedy(4, temperature=1.0, seed=1)))
 
 
 def test_an_end_is_emitted_though_the_model_fails(model):
@@ -442,6 +611,7 @@ def test_a_request_without_logits_fails_alone(model, cache, temperature):
     first = [(chunk.request_id, chunk.token_id, chunk.finish_reason) for chunk in call(llm.step).value]
     that("step 0", first).gives([(0, expected[0][0], None), (1, None, "error"), (2, expected[2][0], None)])
     that("the request's status", request.status.name).gives("FINISHED_ERROR")
+    that("its output: no token was committed for it", request.output_token_ids).gives([])
     chunks = serve(llm)
     that("who has chunks in the steps after it", sorted(chunks)).gives([0, 2])
     for request_id in (0, 2):
@@ -452,23 +622,23 @@ def test_a_request_without_logits_fails_alone(model, cache, temperature):
 class Illegible(Letters):
     """The letters, but for one token that cannot be decoded."""
 
-    def __init__(self, token_id):
-        self.token_id = token_id
+    def __init__(self, token_id, error):
+        self.token_id, self.error = token_id, error
 
     def decode(self, ids):
         if self.token_id in (ids := list(ids)):
-            raise UnicodeError("no such letter")
+            raise self.error("no such letter")
         return super().decode(ids)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 6], ids="it asks for {} tokens".format)
-def test_a_token_that_cannot_be_decoded_fails_its_request_alone(model, num_tokens):
+@pytest.mark.parametrize(("num_tokens", "error"), [(3, UnicodeError), (6, UnicodeError), (6, KeyError)])
+def test_a_token_that_cannot_be_decoded_fails_its_request_alone(model, num_tokens, error):
     """The tokenizer raises for the third token of one request, which is its last or not: it ends, the other goes on."""
     prompts = prompts_of(4, 6)
     first, second = (alone(model, prompt, 6) for prompt in prompts)
     bad = first[2]
     that("whether the test can do what it is to", bad in [*first[:2], *prompts[0], *prompts[1], *second]).gives(False)
-    llm = LLM(model, tokenizer=Illegible(bad))
+    llm = LLM(model, tokenizer=Illegible(bad, error))
     for prompt, count in zip(prompts, (num_tokens, 6), strict=True):
         llm.add_request(prompt, greedy(count))
     requests = [answer.request for answer in llm.answers.values()]

@@ -4,10 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.checks import call
+from minicache.course.checks import CheckFailed, call
 from minicache.request import Request
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.queue import RequestQueue
+
+SCENARIO = []
+"""In words: the scheduler that the test under way has made last, and the requests that it was given."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    """A check that fails tells the scenario, in addition to what was looked at."""
+    SCENARIO.clear()
+    try:
+        return (yield)
+    except CheckFailed as error:
+        if SCENARIO:
+            error.called += f"; {SCENARIO[-1]}"
+        raise
+
+
+def scenario_of(requests, block_size, num_blocks, **options):
+    """In words: prompts of 4, 4 tokens in 2 blocks of 4, max_num_seqs=1."""
+    prompts = f"prompts of {', '.join(str(each.num_prompt_tokens) for each in requests)} tokens in " if requests else ""
+    more = "".join(f", {name}={value!r}" for name, value in options.items())
+    return f"{prompts}{num_blocks} blocks of {block_size}{more}"
 
 
 def pytest_collection_modifyitems(items):
@@ -31,12 +54,35 @@ def paged():
     """`paged(requests, num_blocks=…)`: a PagedScheduler in whose queue they wait, with blocks of 4 by default."""
 
     def create(requests=(), *, cls=PagedScheduler, block_size=4, **options):
+        SCENARIO.append(scenario_of(requests, block_size, **options))
         scheduler = cls(block_size=block_size, **options)
         for request in requests:
             scheduler.add_request(request)
         return scheduler
 
     return create
+
+
+class CountingQueue(RequestQueue):
+    """A waiting queue that counts the requests that were looked at by going through it."""
+
+    num_seen = 0
+
+    def __iter__(self):
+        for request_id in super().__iter__():
+            self.num_seen += 1
+            yield request_id
+
+
+@pytest.fixture(scope="session")
+def counting_queue():
+    """`counting_queue(scheduler)`: gives a new scheduler a queue that counts what goes through it; the queue."""
+
+    def give(scheduler):
+        scheduler.waiting = CountingQueue(scheduler.priority_key)
+        return scheduler.waiting
+
+    return give
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +106,7 @@ def a_step():
     """`a_step(scheduler)`: schedules a step, commits it with token 7 for each of its requests; the step's output."""
 
     def step(scheduler):
-        output = scheduler.schedule()
+        output = call(scheduler.schedule).value
         scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 7))
         return output
 

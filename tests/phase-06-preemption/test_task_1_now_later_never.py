@@ -28,7 +28,7 @@ def put_into_batch(scheduler, request):
     ("num_prompt", "generated", "blocks"),
     [(1, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 2), (8, 0, 2), (3, 1, 1), (4, 1, 2), (3, 5, 2), (3, 6, 3), (1, 19, 5)],
 )
-def test_blocks_for_the_tokens_that_it_has(paged, a_request, num_prompt, generated, blocks):
+def test_blocks_to_admit_are_for_the_tokens_that_it_has(paged, a_request, num_prompt, generated, blocks):
     """Blocks of 4 for prompt and generated tokens together: a request that was preempted comes back with both."""
     request = a_request("r", num_prompt)
     request.output_token_ids += [7] * generated
@@ -36,12 +36,12 @@ def test_blocks_for_the_tokens_that_it_has(paged, a_request, num_prompt, generat
 
 
 @pytest.mark.parametrize("max_tokens", [1, 100, 10**6])
-def test_nothing_is_reserved(paged, a_request, max_tokens):
+def test_max_tokens_reserve_nothing(paged, a_request, max_tokens):
     """max_tokens does not matter: no block is allocated for tokens that may come later."""
     call(paged(num_blocks=50).blocks_to_admit, a_request("r", 9, max_tokens)).gives(3)
 
 
-def test_more_is_accepted_than_with_reservation(paged, a_request):
+def test_add_request_accepts_what_a_reservation_refused(paged, a_request):
     """A prompt of 8 with up to 1000 generated tokens in 10 blocks: reservation refuses it, paging does not."""
     options = {"num_blocks": 10, "block_size": 4}
     call(ContinuousBatchScheduler(**options).add_request, a_request("r", 8, 1000)).raises(RequestTooLargeError)
@@ -64,14 +64,14 @@ def test_what_can_never_fit_is_refused_by_add_request(paged, a_request):
     ("used", "num_prompt", "status"),
     [(0, 40, OK), (0, 41, NEVER), (6, 16, OK), (6, 17, LATER), (6, 40, LATER), (6, 41, NEVER), (10, 1, LATER)],
 )
-def test_ten_blocks(paged, a_request, used, num_prompt, status):
+def test_now_later_and_never_in_ten_blocks(paged, a_request, used, num_prompt, status):
     """Of 10 blocks of 4 some are used. Enough free: OK. Enough in all: LATER. Not enough in all: NEVER."""
     scheduler = paged(num_blocks=10)
     scheduler.pool.allocate(used)
     call(scheduler.can_allocate, a_request("r", num_prompt)).gives(status)
 
 
-def test_one_that_comes_back_needs_more(paged, a_request):
+def test_a_preempted_request_needs_blocks_for_its_output_too(paged, a_request):
     """A prompt of 8 fits into 2 free blocks; with one token generated it needs a third."""
     scheduler, request = paged(num_blocks=10), a_request("r", 8)
     scheduler.pool.allocate(8)
@@ -80,7 +80,7 @@ def test_one_that_comes_back_needs_more(paged, a_request):
     call(scheduler.can_allocate, request).gives(LATER)
 
 
-def test_asking_takes_nothing(paged, a_request):
+def test_can_allocate_takes_nothing(paged, a_request):
     """can_allocate and blocks_to_admit change neither the pool, nor the queues, nor the request."""
     request = a_request("r", 20)
     scheduler = paged([request], num_blocks=10)
@@ -106,12 +106,20 @@ def test_asking_takes_nothing(paged, a_request):
         (0.09, 32, OK),
     ],
 )
-def test_the_watermark_stays_free(paged, a_request, watermark, num_prompt, status):
+def test_an_admission_leaves_the_watermark_free(paged, a_request, watermark, num_prompt, status):
     """With a request in the batch, an admission leaves ⌊watermark · 10⌋ blocks free for it to grow into."""
     scheduler = paged(num_blocks=10, watermark=watermark)
     put_into_batch(scheduler, a_request("in the batch", 8))
     scheduler.pool.allocate(2)
     call(scheduler.can_allocate, a_request("r", num_prompt)).gives(status)
+
+
+@pytest.mark.parametrize("num_waiting", [1, 3])
+def test_the_watermark_asks_whether_the_batch_is_empty(paged, a_request, num_waiting):
+    """The batch is empty, and requests wait: the watermark asks for nothing, whatever their number."""
+    requests = [a_request(n, 40) for n in range(num_waiting)]
+    scheduler = paged(requests, num_blocks=10, watermark=0.5)
+    that(f"can_allocate of the first of {num_waiting}", scheduler.can_allocate(requests[0]).name).gives("OK")
 
 
 @pytest.mark.parametrize("watermark", [0.1, 0.5, 0.99])
@@ -125,7 +133,7 @@ def test_the_watermark_delays_no_admission_into_an_empty_batch(paged, a_request,
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["empty batch", "batch of one"])
-def test_the_watermark_makes_nothing_impossible(paged, a_request, running):
+def test_the_watermark_makes_nothing_never(paged, a_request, running):
     """NEVER is about the whole pool, whatever the watermark: 40 tokens fit into 10 blocks of 4, 41 do not."""
     scheduler = paged(num_blocks=10, watermark=0.5)
     if running:
@@ -143,7 +151,7 @@ def test_the_watermark_makes_nothing_impossible(paged, a_request, running):
     percent=st.integers(0, 99),
     running=st.booleans(),
 )
-def test_any_pool(paged, a_request, num_blocks, block_size, used, num_tokens, percent, running):
+def test_can_allocate_in_any_pool(paged, a_request, num_blocks, block_size, used, num_tokens, percent, running):
     """Whatever the sizes: count the blocks one by one, and compare."""
     scheduler = paged(num_blocks=num_blocks, block_size=block_size, watermark=percent / 100)
     scheduler.pool.allocate(min(used, num_blocks))

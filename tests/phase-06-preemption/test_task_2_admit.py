@@ -24,7 +24,7 @@ def come_back(request, generated):
 # What an admission is
 
 
-def test_all_that_fit(paged, a_request, admit):
+def test_all_that_fit_are_admitted(paged, a_request, admit):
     """Three prompts of 4, 5 and 9 tokens: each gets its blocks, a batch slot, and its prompt to compute."""
     requests = [a_request("a", 4), a_request("b", 5), a_request("c", 9)]
     scheduler = paged(requests, num_blocks=10)
@@ -41,7 +41,19 @@ def test_all_that_fit(paged, a_request, admit):
     )
 
 
-def test_an_empty_queue(paged, admit):
+@pytest.mark.parametrize("num_waiting", [10, 400])
+def test_an_admission_costs_no_look_at_the_queue(paged, a_request, admit, counting_queue, num_waiting):
+    """Room for three of 10 or of 400: what an admission costs depends on who is admitted, not on who waits."""
+    scheduler = paged(num_blocks=3)
+    queue = counting_queue(scheduler)
+    for n in range(num_waiting):
+        scheduler.add_request(a_request(n, 4))
+    output = admit(scheduler)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 4, 1: 4, 2: 4})
+    that(f"of {num_waiting} requests, those met by going through `waiting`", queue.num_seen).gives(0)
+
+
+def test_an_empty_queue_admits_nothing(paged, admit):
     """With an empty queue nothing happens."""
     that("num_scheduled_tokens", admit(paged(num_blocks=10)).num_scheduled_tokens).gives({})
 
@@ -58,7 +70,7 @@ def test_an_admitted_request_stands_behind_the_batch(paged, a_request, admit):
     that("scheduled", ids(output.scheduled)).gives(["a", "b"])
 
 
-def test_admit_alone(paged, a_request):
+def test_admit_allocates_and_charges(paged, a_request):
     """admit takes one request out of the queue, and gives it its blocks, a batch slot, and its tokens to compute."""
     request = a_request("r", 6)
     scheduler, output = paged([request], num_blocks=10), SchedulerOutput()
@@ -88,7 +100,7 @@ def test_admit_copies_the_blocks_of_a_swapped_request_back(paged, a_request, sta
 # Which have to wait
 
 
-def test_no_blocks(paged, a_request, admit):
+def test_without_blocks_the_head_waits(paged, a_request, admit):
     """Of 5 blocks two requests take 2 each. The third needs 2 and waits, and the fourth, which needs 1, waits too."""
     scheduler = paged([a_request(n, size) for n, size in enumerate([8, 8, 8, 4])], num_blocks=5)
     output = admit(scheduler)
@@ -98,13 +110,13 @@ def test_no_blocks(paged, a_request, admit):
     that("blocks of the waiting ones", [each.block_ids for each in scheduler.waiting.values()]).gives([[], []])
 
 
-def test_the_last_block(paged, a_request, admit):
+def test_the_last_block_can_be_used(paged, a_request, admit):
     """Blocks that are needed and free to the last one are enough."""
     scheduler = paged([a_request(n, 8) for n in range(3)], num_blocks=6)
     that("num_scheduled_tokens", admit(scheduler).num_scheduled_tokens).gives({0: 8, 1: 8, 2: 8})
 
 
-def test_no_batch_slot(paged, a_request, admit):
+def test_without_a_batch_slot_the_head_waits(paged, a_request, admit):
     """At most max_num_seqs run, whatever is free otherwise; 1 admits one."""
     for slots in (1, 2):
         scheduler = paged([a_request(n, 4) for n in range(4)], num_blocks=10, max_num_seqs=slots)
@@ -114,14 +126,14 @@ def test_no_batch_slot(paged, a_request, admit):
 
 
 @pytest.mark.parametrize(("others", "admitted"), [(0, [0, 1]), (2, [0, 1]), (3, [0]), (11, [0]), (12, []), (20, [])])
-def test_no_tokens_left(paged, a_request, admit, others, admitted):
+def test_without_tokens_the_head_waits(paged, a_request, admit, others, admitted):
     """20 tokens a step, prompts of 9, 9 and 9: what the step has already counts, and none is bypassed."""
     scheduler = paged([a_request(0, 9), a_request(1, 9), a_request(2, 9)], num_blocks=50, max_num_batched_tokens=20)
     admit(scheduler, others)
     that(f"admitted beside {others} tokens", ids(scheduler.running)).gives(admitted)
 
 
-def test_a_small_one_does_not_slip_past(paged, a_request, admit):
+def test_no_request_is_bypassed(paged, a_request, admit):
     """12 tokens are left, the head has 13, the one behind it 1: both wait."""
     scheduler = paged([a_request(0, 13), a_request(1, 1)], num_blocks=50, max_num_batched_tokens=20)
     admit(scheduler, 8)
@@ -165,7 +177,7 @@ def test_a_head_that_has_outgrown_the_pool_is_finished(paged, a_request, admit):
     that("the queue", list(scheduler.waiting)).gives([])
 
 
-def test_a_queue_of_such_heads(paged, a_request, admit):
+def test_several_heads_that_have_outgrown_the_pool(paged, a_request, admit):
     """Two of them, before and behind one that fits: all three leave the queue in one step."""
     requests = [a_request(n, 8) for n in range(3)]
     scheduler = paged(requests, num_blocks=3)
@@ -176,7 +188,7 @@ def test_a_queue_of_such_heads(paged, a_request, admit):
     that("the queue, and has_unfinished", (list(scheduler.waiting), scheduler.has_unfinished)).gives(([], True))
 
 
-def test_what_just_fits_into_the_pool_waits(paged, a_request, admit):
+def test_a_head_as_large_as_the_pool_waits(paged, a_request, admit):
     """12 tokens fill 3 blocks of 4: LATER while a block is in use, and admitted when it is free."""
     request = a_request("r", 8)
     scheduler = paged([request], num_blocks=3)
@@ -191,7 +203,7 @@ def test_what_just_fits_into_the_pool_waits(paged, a_request, admit):
 # Requests that come back
 
 
-def test_prompt_and_answer_are_computed_again(paged, a_request, admit):
+def test_a_preempted_request_computes_prompt_and_output(paged, a_request, admit):
     """A prompt of 6 and 5 generated tokens, nothing computed: 3 blocks, and 11 tokens to compute."""
     request = a_request("r", 6)
     scheduler = paged([request], num_blocks=10)
@@ -210,7 +222,7 @@ def outgrown(paged, a_request, *before, **options):
 
 
 @pytest.mark.parametrize("others", [0, 1, 19])
-def test_one_that_has_outgrown_every_step(paged, a_request, admit, others):
+def test_a_request_that_has_outgrown_the_step_is_admitted(paged, a_request, admit, others):
     """25 tokens, 20 a step: it would wait for ever. So it is admitted, and no other in that step."""
     scheduler = outgrown(paged, a_request)
     output = admit(scheduler, others)
@@ -218,21 +230,21 @@ def test_one_that_has_outgrown_every_step(paged, a_request, admit, others):
     that("its tokens", output.num_scheduled_tokens["grown"]).gives(25)
 
 
-def test_where_no_token_is_left_it_waits(paged, a_request, admit):
+def test_an_outgrown_request_waits_without_budget(paged, a_request, admit):
     """20 requests decode, 20 tokens a step: a 21st would make every step to come too large."""
     scheduler = outgrown(paged, a_request)
     admit(scheduler, 20)
     that("the batch", ids(scheduler.running)).gives([])
 
 
-def test_it_is_the_only_one_admitted(paged, a_request, admit):
+def test_an_outgrown_request_is_admitted_alone(paged, a_request, admit):
     """Behind one that was admitted in the same step it waits for the next."""
     scheduler = outgrown(paged, a_request, a_request("first", 3))
     that("num_scheduled_tokens", admit(scheduler).num_scheduled_tokens).gives({"first": 3})
     that("num_scheduled_tokens, next", admit(scheduler).num_scheduled_tokens).gives({"grown": 25})
 
 
-def test_it_needs_blocks_as_others_do(paged, a_request, admit):
+def test_an_outgrown_request_needs_its_blocks(paged, a_request, admit):
     """Having outgrown the step gives a request no blocks that are in use."""
     scheduler = outgrown(paged, a_request)
     taken = scheduler.pool.allocate(44)
@@ -241,7 +253,7 @@ def test_it_needs_blocks_as_others_do(paged, a_request, admit):
     that("with 7", admit(scheduler).num_scheduled_tokens).gives({"grown": 25})
 
 
-def test_exactly_a_step(paged, a_request, admit):
+def test_a_request_of_exactly_a_step_is_not_outgrown(paged, a_request, admit):
     """20 tokens of 20 are no exception: such a request fits into a step, and waits for one that is empty."""
     request = a_request("r", 15)
     scheduler = paged([request], num_blocks=50, max_num_batched_tokens=20)
@@ -267,7 +279,7 @@ def swapped(request, generated):
     return request
 
 
-def test_one_that_was_swapped_out_computes_one_token(paged, a_request, admit):
+def test_a_swapped_request_computes_one_token(paged, a_request, admit):
     """15 + 4 tokens, of which 18 are computed, and 20 a step: it fits beside 19 tokens of others, and not beside 20."""
     request = a_request("r", 15)
     scheduler = paged([request], cls=Copies, num_blocks=50, max_num_batched_tokens=20)
@@ -279,7 +291,7 @@ def test_one_that_was_swapped_out_computes_one_token(paged, a_request, admit):
     that("its tokens", output.num_scheduled_tokens["r"]).gives(1)
 
 
-def test_a_long_one_that_was_swapped_out_has_outgrown_nothing(paged, a_request, admit):
+def test_a_long_swapped_request_is_not_outgrown(paged, a_request, admit):
     """25 tokens, 24 of them computed, 20 a step: one to compute is no exception. Others are admitted beside it."""
     requests = [a_request("first", 3), a_request("long", 15), a_request("last", 3)]
     scheduler = paged(requests, cls=Copies, num_blocks=50, max_num_batched_tokens=20)
@@ -355,11 +367,12 @@ def test_a_prefix_is_looked_for_once_and_passed_on(paged, a_request, admit):
             super().admit(request, output)
 
     admit(paged([a_request(n, 4) for n in range(2)], cls=Finds, num_blocks=2))
-    looked = [what for name, what in seen if name == "find_prefix"]
-    that("calls of find_prefix", looked).gives([0, 1])
+    that("requests in the calls of find_prefix", [what for name, *what in seen if name == "find_prefix"]).gives(
+        [[0], [1]]
+    )
     for name in ("can_allocate", "num_new_tokens", "admit"):
-        got = [tuple(what) for called, *what in seen if called == name]
-        that(f"`found` in the calls of {name}", got).gives([("found for 0",), ("found for 1",)])
+        got = [what for called, *what in seen if called == name]
+        that(f"`found` in the calls of {name}", got).gives([["found for 0"], ["found for 1"]])
 
 
 def test_blocks_to_admit_may_be_more(paged, a_request, admit):

@@ -27,7 +27,7 @@ def held(requests):
     ("num_tokens", "has", "missing"),
     [(3, 1, 0), (4, 1, 0), (5, 1, 1), (5, 2, 0), (9, 2, 1), (12, 3, 0), (13, 3, 1), (1, 0, 1), (9, 1, 2)],
 )
-def test_grow_alone(paged, a_request, num_tokens, has, missing):
+def test_grow_appends_the_missing_blocks(paged, a_request, num_tokens, has, missing):
     """grow adds the blocks that are missing for all its tokens, behind those that it has, and no others."""
     scheduler, request = paged(num_blocks=10), a_request("r", 1)
     request.output_token_ids += [7] * (num_tokens - 1)
@@ -37,7 +37,7 @@ def test_grow_alone(paged, a_request, num_tokens, has, missing):
     that("free blocks", scheduler.pool.num_free).gives(10 - has - missing)
 
 
-def test_a_prompt_of_three(paged, a_request, a_step):
+def test_a_block_comes_with_the_token_that_begins_it(paged, a_request, a_step):
     """Blocks of 4: the fifth token needs the second block, the ninth the third. Not a step earlier, and not later."""
     request = a_request("r", 3)
     scheduler = paged([request], num_blocks=10)
@@ -60,7 +60,7 @@ def test_a_prompt_that_fills_its_block(paged, a_request, a_step):
 
 @settings(max_examples=30)
 @given(st.integers(1, 5), st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(1, 15))
-def test_never_a_block_too_many(paged, a_request, a_step, block_size, prompts, steps):
+def test_a_finished_request_took_no_block_too_many(paged, a_request, a_step, block_size, prompts, steps):
     """At every step, each request has blocks for just the tokens that are computed then, in any block size."""
     requests = [a_request(n, size) for n, size in enumerate(prompts)]
     scheduler = paged(requests, num_blocks=200, block_size=block_size)
@@ -96,7 +96,7 @@ def test_every_request_gets_a_token(paged, a_request, a_step):
     that("preempted and finished", (output.preempted, output.finished)).gives(([], []))
 
 
-def test_schedule_running_alone(paged, a_request, a_step):
+def test_schedule_running_adds_to_the_step(paged, a_request, a_step):
     """schedule_running schedules the batch's tokens, and admits no request."""
     scheduler = paged([a_request("a", 4)], num_blocks=20)
     a_step(scheduler)
@@ -141,7 +141,7 @@ def test_a_step_that_failed_is_given_up(paged, a_request, a_step):
     that("blocks of a and b, and used ones", (held(scheduler.running), scheduler.pool.num_used)).gives(([2, 1], 3))
 
 
-def test_nothing_to_do(paged, a_request, a_step):
+def test_an_empty_scheduler_schedules_nothing(paged, a_request, a_step):
     """Without requests a step is empty."""
     scheduler = paged(num_blocks=10)
     that("num_scheduled_tokens", call(scheduler.schedule).value.num_scheduled_tokens).gives({})

@@ -24,42 +24,6 @@ def two_of_80(paged, a_request, max_tokens=100):
     return requests, paged(requests, num_blocks=10, block_size=16)
 
 
-def test_the_second_is_preempted(paged, a_request, a_step):
-    """Step 0 computes 80 + 80 tokens and fills the pool. In step 1 request 0 needs a sixth block: 1 is preempted."""
-    _, scheduler = two_of_80(paged, a_request)
-    output = a_step(scheduler)
-    that("step 0", (output.num_scheduled_tokens, output.preempted)).gives(({0: 80, 1: 80}, []))
-    output = a_step(scheduler)
-    that("step 1", (output.num_scheduled_tokens, output.preempted)).gives(({0: 1}, [1]))
-
-
-def test_what_a_victim_is(paged, a_request, a_step):
-    """It waits, holds no block, has nothing computed, and keeps what it generated."""
-    requests, scheduler = two_of_80(paged, a_request)
-    a_step(scheduler)
-    a_step(scheduler)
-    victim = requests[1]
-    that("status", victim.status.name).gives("WAITING")
-    that("blocks", victim.block_ids).gives([])
-    that("num_computed_tokens", victim.num_computed_tokens).gives(0)
-    that("num_preemptions of both", [each.num_preemptions for each in requests]).gives([0, 1])
-    that("generated tokens", victim.output_token_ids).gives([7])
-    that("the batch and the queue", (ids(scheduler.running), list(scheduler.waiting))).gives(([0], [1]))
-    that("free blocks", scheduler.pool.num_free).gives(4)
-    that("swapped_out", call(scheduler.schedule).value.swapped_out).gives({})
-
-
-def test_it_comes_back_when_there_is_room(paged, a_request, a_step):
-    """With 20 tokens each, request 0 finishes in step 19, and 1 resumes in step 20: 81 tokens to compute."""
-    requests, scheduler = two_of_80(paged, a_request, max_tokens=20)
-    work = [dict(a_step(scheduler).num_scheduled_tokens) for _ in range(39)]
-    that("steps 1 … 19", work[1:20]).gives([{0: 1}] * 19)
-    that("steps 20 and 21", work[20:22]).gives([{1: 81}, {1: 1}])
-    that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([20, 20])
-    that("finish reasons", [each.finish_reason for each in requests]).gives(["length", "length"])
-    that("used blocks", scheduler.pool.num_used).gives(0)
-
-
 def test_the_last_block_is_freed_first(paged, a_request):
     """The victim's blocks 1, 2, 3 become free as 3, 2, 1, as `release` frees them; and `release` is asked to.
 
@@ -79,10 +43,47 @@ def test_the_last_block_is_freed_first(paged, a_request):
     that("the free blocks, in the order in which they are allocated", scheduler.pool.allocate(3)).gives([3, 2, 1])
 
 
+def test_the_second_is_preempted(paged, a_request, a_step):
+    """Step 0 computes 80 + 80 tokens and fills the pool. In step 1 request 0 needs a sixth block: 1 is preempted."""
+    _, scheduler = two_of_80(paged, a_request)
+    output = a_step(scheduler)
+    told = "num_scheduled_tokens and preempted of step"
+    that(f"{told} 0", (output.num_scheduled_tokens, output.preempted)).gives(({0: 80, 1: 80}, []))
+    output = a_step(scheduler)
+    that(f"{told} 1", (output.num_scheduled_tokens, output.preempted)).gives(({0: 1}, [1]))
+
+
+def test_a_victim_waits_without_blocks_and_keeps_its_output(paged, a_request, a_step):
+    """It waits, holds no block, has nothing computed, and keeps what it generated."""
+    requests, scheduler = two_of_80(paged, a_request)
+    a_step(scheduler)
+    a_step(scheduler)
+    victim = requests[1]
+    that("status", victim.status.name).gives("WAITING")
+    that("blocks", victim.block_ids).gives([])
+    that("num_computed_tokens", victim.num_computed_tokens).gives(0)
+    that("num_preemptions of both", [each.num_preemptions for each in requests]).gives([0, 1])
+    that("generated tokens", victim.output_token_ids).gives([7])
+    that("the batch and the queue", (ids(scheduler.running), list(scheduler.waiting))).gives(([0], [1]))
+    that("free blocks", scheduler.pool.num_free).gives(4)
+    that("swapped_out", call(scheduler.schedule).value.swapped_out).gives({})
+
+
+def test_a_victim_resumes_and_computes_81_tokens(paged, a_request, a_step):
+    """With 20 tokens each, request 0 finishes in step 19, and 1 resumes in step 20: 81 tokens to compute."""
+    requests, scheduler = two_of_80(paged, a_request, max_tokens=20)
+    work = [dict(a_step(scheduler).num_scheduled_tokens) for _ in range(39)]
+    that("steps 1 … 19", work[1:20]).gives([{0: 1}] * 19)
+    that("steps 20 and 21", work[20:22]).gives([{1: 81}, {1: 1}])
+    that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([20, 20])
+    that("finish reasons", [each.finish_reason for each in requests]).gives(["length", "length"])
+    that("used blocks", scheduler.pool.num_used).gives(0)
+
+
 # The victims
 
 
-def test_the_newest(paged, a_request, a_step):
+def test_the_newest_is_preempted(paged, a_request, a_step):
     """Four requests fill the pool. The first grows: the fourth is preempted, and no other."""
     scheduler = paged([a_request(n, size) for n, size in enumerate([4, 2, 2, 2])], num_blocks=4)
     a_step(scheduler)
@@ -183,7 +184,7 @@ def test_make_room_for_the_last_of_the_batch(paged, a_request, a_step):
     that("preempted, finished, batch, queue", seen).gives((["young"], [], ["old"], ["young"]))
 
 
-def test_preempted_twice(paged, a_request):
+def test_a_request_can_be_preempted_twice(paged, a_request):
     """Each time counts, and each time it is computed from its beginning; but no token is generated twice."""
     requests = [a_request(0, 3, 4), a_request(1, 4, 8), a_request(2, 4, 8)]
     scheduler = paged(requests, num_blocks=4)
@@ -197,7 +198,7 @@ def test_preempted_twice(paged, a_request):
 # The end of the pool
 
 
-def test_alone_and_too_large(paged, a_request, a_step):
+def test_alone_and_too_large_it_is_finished(paged, a_request, a_step):
     """3 blocks of 4, a prompt of 8 and a long answer: at its 13th token it is finished, as FINISHED_CAPACITY."""
     request = a_request("r", 8)
     scheduler = paged([request], num_blocks=3)
@@ -213,7 +214,7 @@ def test_alone_and_too_large(paged, a_request, a_step):
     that("has_unfinished", scheduler.has_unfinished).gives(False)
 
 
-def test_a_prompt_as_large_as_the_pool(paged, a_request, a_step):
+def test_a_prompt_as_large_as_the_pool_gets_one_token(paged, a_request, a_step):
     """It is computed, gets one token, and is finished: that token has no slot."""
     request = a_request("r", 12)
     scheduler = paged([request], num_blocks=3)
@@ -223,7 +224,7 @@ def test_a_prompt_as_large_as_the_pool(paged, a_request, a_step):
     that("finish_reason, and tokens generated", seen).gives(("capacity", 1))
 
 
-def test_its_blocks_are_free_at_once(paged, a_request, a_step):
+def test_blocks_of_a_finished_request_admit_the_next(paged, a_request, a_step):
     """No request was preempted, so the same step admits the one that waited for the pool."""
     scheduler = paged([a_request("large", 12), a_request("next", 9)], num_blocks=3)
     a_step(scheduler)
@@ -232,7 +233,7 @@ def test_its_blocks_are_free_at_once(paged, a_request, a_step):
     that("finished, preempted, scheduled", seen).gives((["large"], [], {"next": 9}))
 
 
-def test_first_the_others_then_itself(paged, a_request, a_step):
+def test_all_others_are_preempted_before_it_is_finished(paged, a_request, a_step):
     """More blocks than the pool has: all later arrivals are preempted, and when it is alone it is finished."""
     requests = [a_request(n, 4) for n in range(3)]
     scheduler = hungry(paged, requests, 4, a_step, num_blocks=4)
@@ -254,7 +255,7 @@ def test_a_long_one_is_finished_and_the_queue_moves_on(paged, a_request):
 # What holds for all
 
 
-def test_one_at_a_time(paged, a_request):
+def test_one_batch_slot_serves_in_order(paged, a_request):
     """At most one request, three of 10 tokens with 3 new each: 9 steps, in the order of arrival."""
     requests = [a_request(n, 10, 3) for n in range(3)]
     tally = drive(paged(num_blocks=10, max_num_seqs=1), requests, max_steps=100)
@@ -262,7 +263,7 @@ def test_one_at_a_time(paged, a_request):
     that("steps", tally.num_steps).gives(9)
 
 
-def test_a_victim_that_leaves(paged, a_request, a_step):
+def test_a_victim_can_be_aborted(paged, a_request, a_step):
     """Aborted while it waits: it is gone, and the pool is as it was."""
     requests, scheduler = two_of_80(paged, a_request)
     a_step(scheduler)
@@ -295,7 +296,7 @@ def workload(seed, a_request):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_small_pools(paged, a_request, a_step, seed):
+def test_every_request_finishes_in_small_pools(paged, a_request, a_step, seed):
     """Pools hardly larger than one request: every step makes progress, in the order of arrival, and all finish.
 
     A request finishes with max_tokens tokens; or, if these and its prompt do not fit into the whole pool, with as many
@@ -318,7 +319,7 @@ def test_small_pools(paged, a_request, a_step, seed):
     that("used blocks at the end", scheduler.pool.num_used).gives(0)
 
 
-def test_a_stage_with_another_order(paged, a_request, a_step):
+def test_priority_key_decides_where_a_victim_waits(paged, a_request, a_step):
     """Phase 7's queue has another order: a victim stands where its `priority_key` puts it, not at the head."""
 
     class ShortPromptsFirst(PagedScheduler):

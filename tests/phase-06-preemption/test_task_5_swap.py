@@ -26,6 +26,42 @@ def two_of_80(paged, a_request, **options):
 # Out
 
 
+def test_swap_out_moves_blocks_and_gives_them_back(paged, a_request, a_step):
+    """swap_out moves the first num_blocks blocks, and gives all of them back."""
+    request = a_request("r", 8)
+    scheduler = swapping(paged, [request], num_blocks=10)
+    a_step(scheduler)
+    scheduler.running.clear()
+    request.block_ids += scheduler.pool.allocate(1)  # a third one, with nothing computed in it
+    output = SchedulerOutput()
+    call(scheduler.swap_out, request, 2, output).gives(None)
+    that("swapped_out", output.swapped_out).gives({"r": [(0, 0), (1, 1)]})
+    seen = request.block_ids, request.host_block_ids, request.status.name
+    that("blocks, host blocks, status", seen).gives(([], [0, 1], "SWAPPED"))
+    that("used blocks, used host blocks", (scheduler.pool.num_used, scheduler.host_pool.num_used)).gives((0, 2))
+
+
+def test_swap_out_asks_release(paged, a_request, a_step):
+    """A stage that gives blocks back in another way is called: release(request), once, with its blocks still there.
+
+    `release` frees the last block first.
+    """
+    seen = []
+
+    class Noting(PagedScheduler):
+        def release(self, request):
+            seen.append((request.request_id, list(request.block_ids)))
+            super().release(request)
+
+    request = a_request("r", 12)
+    scheduler = swapping(paged, [request], cls=Noting, num_blocks=3)
+    a_step(scheduler)
+    scheduler.running.clear()
+    call(scheduler.swap_out, request, 3, SchedulerOutput()).gives(None)
+    that("calls of release: (id, blocks)", seen).gives([("r", [0, 1, 2])])
+    that("the free blocks, in the order in which they are allocated", scheduler.pool.allocate(3)).gives([2, 1, 0])
+
+
 def test_blocks_are_paired_with_host_blocks(paged, a_request, a_step):
     """Request 1 held blocks 5 … 9: each is paired with a host block, in the order of its tokens."""
     requests, scheduler = two_of_80(paged, a_request)
@@ -38,7 +74,7 @@ def test_blocks_are_paired_with_host_blocks(paged, a_request, a_step):
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 1})
 
 
-def test_what_a_swapped_request_is(paged, a_request, a_step):
+def test_a_swapped_request_keeps_its_computed_tokens(paged, a_request, a_step):
     """SWAPPED, at the head of the queue, without blocks; its computed and generated tokens stay."""
     requests, scheduler = two_of_80(paged, a_request)
     a_step(scheduler)
@@ -63,21 +99,6 @@ def test_unfinished_blocks_move_too(paged, a_request, a_step, num_prompt, pairs)
     that("swapped_out", output.swapped_out).gives({"young": [(1 + n, n) for n in range(pairs)]})
 
 
-def test_swap_out_alone(paged, a_request, a_step):
-    """swap_out moves the first num_blocks blocks, and gives all of them back."""
-    request = a_request("r", 8)
-    scheduler = swapping(paged, [request], num_blocks=10)
-    a_step(scheduler)
-    scheduler.running.clear()
-    request.block_ids += scheduler.pool.allocate(1)  # a third one, with nothing computed in it
-    output = SchedulerOutput()
-    call(scheduler.swap_out, request, 2, output).gives(None)
-    that("swapped_out", output.swapped_out).gives({"r": [(0, 0), (1, 1)]})
-    seen = request.block_ids, request.host_block_ids, request.status.name
-    that("blocks, host blocks, status", seen).gives(([], [0, 1], "SWAPPED"))
-    that("used blocks, used host blocks", (scheduler.pool.num_used, scheduler.host_pool.num_used)).gives((0, 2))
-
-
 def test_two_victims_in_one_step(paged, a_request, a_step):
     """Both are swapped out, and `swapped_out` has the pairs of both."""
     scheduler = swapping(paged, [a_request(n, 4) for n in range(4)], num_blocks=4)
@@ -89,6 +110,27 @@ def test_two_victims_in_one_step(paged, a_request, a_step):
 
 
 # In
+
+
+def test_release_host_frees_the_last_block_first(paged, a_request):
+    """The host blocks go back, the last one first, and the request has none."""
+    scheduler, request = swapping(paged, num_blocks=4, num_host_blocks=3), a_request("r", 8)
+    request.host_block_ids = scheduler.host_pool.allocate(3)
+    call(scheduler.release_host, request).gives(None)
+    that("its host blocks", request.host_block_ids).gives([])
+    that("the free host blocks, in order", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
+
+
+def test_swap_in_pairs_and_gives_host_blocks_back(paged, a_request):
+    """The pairs are host block to block, in order; blocks behind them get nothing; the host blocks are free."""
+    scheduler, request, output = swapping(paged, num_blocks=10), a_request("r", 8), SchedulerOutput()
+    scheduler.host_pool.allocate(3)
+    request.host_block_ids = scheduler.host_pool.allocate(2)
+    request.block_ids = scheduler.pool.allocate(4)[1:]
+    call(scheduler.swap_in, request, output).gives(None)
+    that("swapped_in", output.swapped_in).gives({"r": [(3, 1), (4, 2)]})
+    that("its blocks", request.block_ids).gives([1, 2, 3])
+    that("its host blocks, used ones", (request.host_block_ids, scheduler.host_pool.num_used)).gives(([], 3))
 
 
 def test_two_that_come_back_in_one_step(paged, a_request, a_step):
@@ -104,7 +146,7 @@ def test_two_that_come_back_in_one_step(paged, a_request, a_step):
     that("swapped_in", output.swapped_in).gives({2: [(1, blocks[0][0])], 3: [(0, blocks[1][0])]})
 
 
-def test_one_token_to_compute(paged, a_request, a_step):
+def test_a_swapped_request_resumes_with_one_token(paged, a_request, a_step):
     """At step 20 request 1 comes back: 6 blocks, 5 of them filled from the host, and one token to compute, not 81."""
     requests, scheduler = two_of_80(paged, a_request)
     for _ in range(20):
@@ -119,37 +161,6 @@ def test_one_token_to_compute(paged, a_request, a_step):
     that("used host blocks", scheduler.host_pool.num_used).gives(0)
     scheduler.update_from_output(output, {1: 7})
     that("num_computed_tokens", request.num_computed_tokens).gives(81)
-
-
-def test_swap_in_alone(paged, a_request):
-    """The pairs are host block to block, in order; blocks behind them get nothing; the host blocks are free."""
-    scheduler, request, output = swapping(paged, num_blocks=10), a_request("r", 8), SchedulerOutput()
-    scheduler.host_pool.allocate(3)
-    request.host_block_ids = scheduler.host_pool.allocate(2)
-    request.block_ids = scheduler.pool.allocate(4)[1:]
-    call(scheduler.swap_in, request, output).gives(None)
-    that("swapped_in", output.swapped_in).gives({"r": [(3, 1), (4, 2)]})
-    that("its blocks", request.block_ids).gives([1, 2, 3])
-    that("its host blocks, used ones", (request.host_block_ids, scheduler.host_pool.num_used)).gives(([], 3))
-
-
-def test_host_blocks_are_used_again_and_again(paged, a_request):
-    """Host blocks that were given back take the next victim's: two of them carry many more than two over and back."""
-    requests = [a_request(n, 4, 9) for n in range(12)]
-    scheduler = swapping(paged, requests, num_blocks=6, num_host_blocks=2)
-    tally = drive(scheduler, max_steps=200)
-    that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([9] * 12)
-    that("blocks swapped, out and in", tally.num_swapped_blocks > 2 * 2).gives(True)
-    that("used host blocks", scheduler.host_pool.num_used).gives(0)
-
-
-def test_release_host(paged, a_request):
-    """The host blocks go back, the last one first, and the request has none."""
-    scheduler, request = swapping(paged, num_blocks=4, num_host_blocks=3), a_request("r", 8)
-    request.host_block_ids = scheduler.host_pool.allocate(3)
-    call(scheduler.release_host, request).gives(None)
-    that("its host blocks", request.host_block_ids).gives([])
-    that("the free host blocks, in order", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
 
 
 def test_swap_in_asks_release_host(paged, a_request):
@@ -199,7 +210,7 @@ def test_one_swapped_one_recomputed(paged, a_request, a_step):
     that("steps 2 … 5: 2 computes its 5 tokens again, 3 only its newest", steps[3]).gives({2: 5, 3: 1})
 
 
-def test_nothing_computed_nothing_to_swap(paged, a_request):
+def test_a_request_without_computed_tokens_is_recomputed(paged, a_request):
     """A request whose first step is not committed yet has nothing in its blocks: it is recomputed."""
     request = a_request("r", 8)
     scheduler = swapping(paged, [request], num_blocks=4)
@@ -234,6 +245,16 @@ def test_recompute_swaps_nothing(paged, a_request, a_step):
     scheduler = paged(requests, num_blocks=10, block_size=16, preemption="recompute", num_host_blocks=50)
     tally = drive(scheduler, max_steps=100)
     that("preemptions, swapped blocks", (tally.num_preemptions, tally.num_swapped_blocks)).gives((1, 0))
+
+
+def test_host_blocks_are_used_again_and_again(paged, a_request):
+    """Host blocks that were given back take the next victim's: two of them carry many more than two over and back."""
+    requests = [a_request(n, 4, 9) for n in range(12)]
+    scheduler = swapping(paged, requests, num_blocks=6, num_host_blocks=2)
+    tally = drive(scheduler, max_steps=200)
+    that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([9] * 12)
+    that("blocks swapped, out and in", tally.num_swapped_blocks > 2 * 2).gives(True)
+    that("used host blocks", scheduler.host_pool.num_used).gives(0)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -300,7 +321,7 @@ def test_a_step_that_failed_empties_the_swap_space(paged, a_request, a_step):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_small_pools_and_small_hosts(paged, a_request, a_step, seed):
+def test_no_block_is_lost_in_small_pools(paged, a_request, a_step, seed):
     """Preempted, aborted, swapped, recomputed: no block is lost on either side, and what was computed stays so."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4])

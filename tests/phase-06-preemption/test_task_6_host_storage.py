@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minicache.cache.paged import PagedStorage
 from minicache.cache.swap import HostStorage, copy_blocks
@@ -46,6 +48,28 @@ def check(storage, expected, when):
         that(f"block {block} {when}", contents(storage, block)).gives(numbers)
 
 
+class Copied(TorchDispatchMode):
+    """Counts the numbers in every tensor that is made meanwhile; a view of one that is there is none."""
+
+    num_numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        made = func(*args, **kwargs)
+        for each in tree_leaves(made):
+            if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in given:
+                self.num_numbers += each.numel()
+        return made
+
+
+def numbers_made(function, *arguments):
+    """How many numbers the tensors have that a call makes."""
+    with Copied() as copied:
+        call(function, *arguments).gives(None)
+    return copied.num_numbers
+
+
 def swap(pairs):
     return [(host_block, block) for block, host_block in pairs]
 
@@ -53,7 +77,7 @@ def swap(pairs):
 # There and back
 
 
-def test_over_and_back():
+def test_blocks_go_out_and_come_back():
     """Two blocks go to the host, are spoilt on the device, and come back as they were: all layers, keys and values."""
     storage, original = a_storage(6)
     host = call(HostStorage, storage, 4).value
@@ -61,6 +85,18 @@ def test_over_and_back():
     spoil(storage, [1, 4])
     call(host.swap_in, [(2, 1), (0, 4)]).gives(None)
     check(storage, {block: contents(original, block) for block in range(6)}, "after the way back")
+
+
+def test_the_blocks_that_move_are_copied_and_no_others():
+    """Two blocks move, of 6 and of 60, and of as many host blocks: as many numbers are copied, each way."""
+    costs = []
+    for num_blocks in (6, 60):
+        storage, _ = a_storage(num_blocks)
+        host = HostStorage(storage, num_blocks)
+        calls = (host.swap_out, [(1, 2), (4, 0)]), (host.swap_in, [(2, 1), (0, 4)]), (copy_blocks, storage, [(0, 3)])
+        costs.append([numbers_made(*each) for each in calls])
+    called = "numbers in the tensors made by swap_out, swap_in and copy_blocks, with 60 blocks"
+    that(f"{called}, where 6 blocks take {costs[0]}", costs[1]).gives(costs[0])
 
 
 def test_back_to_other_blocks():
@@ -117,7 +153,7 @@ def test_a_copy_is_a_copy():
     that("block 1", contents(storage, 1)).gives(contents(original, 0))
 
 
-def test_out_then_in():
+def test_out_and_in_within_one_step():
     """A step's copies in their order: A's blocks go out, then B's come in over them. Both are whole afterwards."""
     storage, original = a_storage(4)
     host = HostStorage(storage, 4)
@@ -131,7 +167,7 @@ def test_out_then_in():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_number_of_blocks(seed):
+def test_any_blocks_to_any_blocks(seed):
     """Random blocks to random host blocks and back to other ones: a model of dicts says what must be where."""
     rng = random.Random(seed)
     storage, original = a_storage(9)
@@ -162,7 +198,7 @@ def test_any_dtype(dtype):
     that("block 2", contents(storage, 2)).gives(contents(original, 0))
 
 
-def test_what_it_takes():
+def test_nbytes():
     """nbytes: keys and values of all layers, of every host block. The storage it serves is at hand."""
     storage, _ = a_storage(6)
     host = HostStorage(storage, 5)
@@ -213,7 +249,7 @@ def test_swaps_that_are_refused(pairs, error):
     check(storage, {block: contents(original, block) for block in range(4)}, "after a refused swap_in")
 
 
-def test_nothing_to_swap():
+def test_no_pairs_copy_nothing():
     """No pairs, nothing happens."""
     storage, original = a_storage(3)
     host = HostStorage(storage, 3)

@@ -305,6 +305,28 @@ def room():
     return Room()
 
 
+class CountingQueue(RequestQueue):
+    """A waiting queue that counts the requests that were looked at by going through it."""
+
+    num_seen = 0
+
+    def __iter__(self):
+        for request_id in super().__iter__():
+            self.num_seen += 1
+            yield request_id
+
+
+@pytest.fixture(scope="session")
+def counting_queue():
+    """`counting_queue(scheduler)`: gives a new scheduler a queue that counts what goes through it; the queue."""
+
+    def give(scheduler):
+        scheduler.waiting = CountingQueue(scheduler.priority_key)
+        return scheduler.waiting
+
+    return give
+
+
 @pytest.fixture(scope="session")
 def request_of():
     """`request_of(id, num_prompt_tokens, max_tokens, **more)`: a new request."""

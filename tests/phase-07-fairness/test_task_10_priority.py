@@ -7,7 +7,15 @@ import random
 import pytest
 
 from minicache.course.checks import call, that
+from minicache.course.follow import following_schedulers
 from minicache.scheduler.fair import PriorityScheduler
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the schedulers, the requests and the steps so far."""
+    with following_schedulers():
+        yield
 
 
 def step(scheduler):
@@ -225,6 +233,21 @@ def test_which_requests_are_compatible(request_of):
         [True, False]
     )
     that("head() when a more urgent image waits too", scheduler.head() is texts[2]).gives(True)
+
+
+@pytest.mark.parametrize("num_waiting", [10, 400])
+def test_the_queue_is_asked_for_its_first(request_of, counting_queue, num_waiting):
+    """A text runs, images wait, and a text behind them all: `head` finds it without going through the queue."""
+    scheduler = PriorityScheduler(num_blocks=64)
+    queue = counting_queue(scheduler)
+    scheduler.add_request(request_of("running", group="text"))
+    step(scheduler)
+    for number in range(num_waiting):
+        scheduler.add_request(request_of(number, group="image"))
+    scheduler.add_request(request_of("next", group="text"))
+    before = queue.num_seen
+    that("head()", call(scheduler.head).value.request_id).gives("next")
+    that(f"of {num_waiting + 1} requests, those met by going through `waiting`", queue.num_seen - before).gives(0)
 
 
 def test_the_deferred_keep_their_positions(room, request_of):

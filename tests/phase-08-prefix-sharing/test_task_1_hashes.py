@@ -104,6 +104,7 @@ def test_any_token_of_any_vocabulary():
     ("one", "other"),
     [
         ([1, 2], [2, 1]),
+        ([1, 2, 3, 4], [1, 3, 2, 4]),
         ([1, 23], [12, 3]),
         ([1, 2, 3], [12, 3]),
         ([1, 1, 2], [1, 2, 2]),
@@ -120,6 +121,17 @@ def test_other_tokens_have_another_hash(one, other):
     """Which tokens, how many, and in which order."""
     that(f"{one} and {other} have the same hash", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
         False
+    )
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_every_token_of_a_large_block(size):
+    """A block may have 16 tokens, or 64. Each of them counts, the last one too."""
+    block = list(range(100, 100 + size))
+    others = [[*block[:place], 7, *block[place + 1 :]] for place in range(size)]
+    digests = {block_hash(bytes(32), each) for each in (block, *others)}
+    that(f"hashes of a block of {size} tokens, and of it with another token in each place", len(digests)).gives(
+        size + 1
     )
 
 
@@ -228,8 +240,30 @@ def test_weights_that_an_adapter_changes():
         (("a", "b", "c"), ("a", "x", "c")),
         (("A",), ("a",)),
         ((" a",), ("a",)),
+        (("東",), ("京",)),
+        (("🙂",), ("🙃",)),
+        (("é",), ("e\u0301",)),
+        (("a" * 1000 + "x",), ("a" * 1000 + "y",)),
+        (("x" + "a" * 1000,), ("y" + "a" * 1000,)),
     ],
 )
 def test_keys_that_look_alike(one, other):
     """A salt may be any string. None is no key; "" is a key that is empty; two keys are not one with a comma in it."""
     that(f"root_hash{one} and root_hash{other} are the same", root_hash(*one) == root_hash(*other)).gives(False)
+
+
+SEPARATORS = [*map(chr, range(128)), "||", "::", "--", "\r\n", "\x00\x00", ", ", "', '", "<none>", "<sep>"]
+
+
+def test_no_separator_is_safe():
+    """Whatever you put between two keys, a client may put into one: ("a…b",) and ("a", "b") are different keys.
+
+    Nor is there a string that could stand for None.
+    """
+    for between in SEPARATORS:
+        joined, two = root_hash(f"a{between}b", None), root_hash("a", "b")
+        that(f"root_hash({f'a{between}b'!r}, None) and root_hash('a', 'b') are the same", joined == two).gives(False)
+        one = root_hash(f"a{between}b")
+        that(f"root_hash({f'a{between}b'!r}) and root_hash('a', 'b') are the same", one == two).gives(False)
+        same = root_hash(between) == root_hash(None)
+        that(f"root_hash({between!r}) and root_hash(None) are the same", same).gives(False)

@@ -12,6 +12,7 @@ from minicache.course.checks import call, that
 from minicache.memory.prefix import block_hash, root_hash
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 
 # What is found
 
@@ -159,11 +160,13 @@ def test_what_is_known_is_not_computed_again(caching, a_request):
     scheduler, request = caching(), a_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
     known = [b"1" * 32, b"2" * 32]
     request.block_hashes = list(known)
-    that("the first two of one", call(scheduler.hashes, request, 1).value[:2]).gives(known)
+    that("the first two hashes, which stood in block_hashes", call(scheduler.hashes, request, 1).value[:2]).gives(known)
     that("block_hashes", request.block_hashes).gives(known)
     hashes = call(scheduler.hashes, request, 3).value
     that("the first two of three", hashes[:2]).gives(known)
-    that("the third", hashes[2]).gives(block_hash(known[1], [9, 10, 11, 12]))
+    that("the hash of the third block, whose parent is the second in block_hashes", hashes[2]).gives(
+        block_hash(known[1], [9, 10, 11, 12])
+    )
     that("how many are kept", len(request.block_hashes)).gives(3)
 
 
@@ -255,7 +258,9 @@ def test_a_step_of_several_tokens_is_noted(caching, a_request, a_step):
     a_step(scheduler)
     request.num_computed_tokens = 6  # as phase 9's chunks would leave it
     a_step(scheduler)
-    that("_filled", [noted[1:] for noted in scheduler._filled]).gives([(6, 10)])
+    that(
+        "_filled after a step that computed tokens 6 … 9, of blocks of 4", [noted[1:] for noted in scheduler._filled]
+    ).gives([(6, 10)])
 
 
 def test_cached_though_the_last_one_left(caching, a_request, a_step):
@@ -278,8 +283,27 @@ def test_without_a_prefix_cache(caching, serve, a_request, a_step):
     that("_filled, while a request runs that has filled a block in decode", scheduler._filled).gives([])
     scheduler.abort_request("a")
     call(scheduler.find_prefix, a_request("b", 9)).gives([])
-    that("computed for the same again", serve(scheduler, a_request("c", 9, 1))).gives({"c": 9})
+    c = a_request("c", 9, 1)
+    that("computed for the same again", serve(scheduler, c)).gives({"c": 9})
+    that("hashes that were computed for it, which nothing looks for", c.block_hashes).gives([])
     that("requests in the stats", scheduler.stats.num_requests).gives(0)
+
+
+class ChunkScheduler(PrefixCachingScheduler):
+    """Computes at most 6 tokens of a request in a step, as phase 9's scheduler may."""
+
+    def schedule_tokens(self, request, output):
+        output.num_scheduled_tokens[request.request_id] = min(6, request.num_tokens - request.num_computed_tokens)
+        output.scheduled.append(request)
+
+
+def test_admitted_with_a_part_of_its_prompt(a_request):
+    """14 tokens, of which the admitting step computes 6 (`num_scheduled_tokens`): only the first block is full."""
+    scheduler = ChunkScheduler(num_blocks=20, block_size=4, prefix_caching=True)
+    scheduler.add_request(a_request("a", 14))
+    output = call(scheduler.schedule).value
+    that("the step", output.num_scheduled_tokens).gives({"a": 6})
+    that("blocks of 4 that are cached of its 14 tokens", scheduler.pool.num_cached).gives(1)
 
 
 # What it costs to admit
@@ -309,12 +333,12 @@ def test_share_before_you_allocate(caching, serve, a_request):
     """The two blocks that it finds have been free longest of all, so they would be the next to be handed out."""
     scheduler = caching(num_blocks=4)
     serve(scheduler, a_request("a", [1] * 8, 1))
-    serve(scheduler, a_request("b", [2] * 5, 1))
+    serve(scheduler, a_request("b", [2] * 8, 1))  # the free list is 1 0 3 2, and all are cached
     output, request = SchedulerOutput(), a_request("c", [1] * 10)
     scheduler.add_request(request)
     call(scheduler.schedule_waiting, output).gives(None)
     that("admitted", output.num_scheduled_tokens).gives({"c": 2})
-    that("its blocks", request.block_ids).gives([0, 1, 3])
+    that("blocks of c: the two that it finds, and a new one", request.block_ids).gives([0, 1, 3])
     scheduler.check()
 
 
@@ -333,6 +357,16 @@ def test_what_an_admission_sets(caching, serve, a_request):
     seen = stats.num_requests, stats.num_queried_tokens, stats.num_hit_tokens
     that("requests, queried, hit", seen).gives((2, 19, 8))
     that("hit rate", stats.hit_rate).is_close(8 / 19)
+
+
+def test_the_stats_are_sums(caching, serve, a_request):
+    """The same 9 tokens three times: 27 are queried, and 8 are found twice."""
+    scheduler = caching()
+    for name in "abc":
+        serve(scheduler, a_request(name, 9, 1))
+    stats = scheduler.stats
+    seen = stats.num_requests, stats.num_queried_tokens, stats.num_hit_tokens
+    that("requests, queried, hit, of 9 tokens served three times in blocks of 4", seen).gives((3, 27, 16))
 
 
 # Victims
@@ -354,7 +388,9 @@ def test_a_victim_finds_its_own_blocks(caching, a_request, a_step):
     while 1 not in output.num_scheduled_tokens and steps < 30:
         output, steps = a_step(scheduler), steps + 1
     that("computed when it comes back", output.num_scheduled_tokens.get(1)).gives(81 - 3 * 16)
-    that("found when it was admitted first", requests[1].num_cached_tokens).gives(0)
+    that(
+        "num_cached_tokens of the victim, which found nothing when it was first admitted", requests[1].num_cached_tokens
+    ).gives(0)
     that("tokens that it had generated", len(requests[1].output_token_ids)).gives(2)
     that("requests in the stats: each admission counts", scheduler.stats.num_requests).gives(3)
     that("queried, hit", (scheduler.stats.num_queried_tokens, scheduler.stats.num_hit_tokens)).gives((241, 48))
@@ -476,6 +512,7 @@ def test_a_failed_step_is_forgotten(caching, a_request, a_step):
 def test_recovery_forgets_what_was_cached_before(caching, serve, a_request, a_step):
     """A failed step may have written anywhere: blocks of finished requests and of the batch are cached no longer."""
     scheduler = caching()
+    pool = scheduler.pool
     serve(scheduler, a_request("before", [3] * 9, 1))
     scheduler.add_request(a_request("a", 7, 9))
     a_step(scheduler)
@@ -485,6 +522,9 @@ def test_recovery_forgets_what_was_cached_before(caching, serve, a_request, a_st
     that("cached blocks", scheduler.pool.num_cached).gives(0)
     call(scheduler.find_prefix, a_request("b", [3] * 9)).gives([])
     that("evicted", scheduler.stats.num_evicted_blocks).gives(0)
+    that("whether scheduler.pool is still the pool whose blocks the tensors belong to", scheduler.pool is pool).gives(
+        True
+    )
     that("a computes its prompt and its two tokens", a_step(scheduler).num_scheduled_tokens).gives({"a": 9})
     call(scheduler.find_prefix, a_request("c", 8)).gives([scheduler.running[0].block_ids[0]])
 
@@ -520,6 +560,24 @@ def test_what_a_failed_request_has_just_filled(caching, a_request, a_step):
     call(scheduler.find_prefix, a_request("b", [*[1] * 6, 7, 7, 0])).gives([])
     that("cached blocks", scheduler.pool.num_cached).gives(0)
     scheduler.check()
+
+
+def test_what_another_has_filled_when_a_request_fails(caching, a_request, a_step):
+    """a and b fill a block each in one step, and a fails. b's block is noted too, and nothing is wrong with it."""
+    scheduler = caching([a_request("a", 6, 20), a_request("b", [2] * 6, 20)])
+    for _ in range(3):
+        a_step(scheduler)
+    scheduler.finish_request("a", RequestStatus.FINISHED_ERROR)
+    found = call(scheduler.find_prefix, a_request("c", [*[2] * 6, 7, 7, 0])).value
+    that("how many of b's two full blocks are found after a has failed", len(found)).gives(2)
+
+
+def test_a_request_fails_without_a_prefix_cache(caching, a_request, a_step):
+    """prefix_caching=False: there is no hash to drop, and its blocks are given back."""
+    scheduler = caching([a_request("a", 6, 20)], prefix_caching=False)
+    a_step(scheduler)
+    call(scheduler.finish_request, "a", RequestStatus.FINISHED_ERROR).gives(True)
+    that("used blocks", scheduler.pool.num_used).gives(0)
 
 
 @pytest.mark.parametrize("committed", [False, True])

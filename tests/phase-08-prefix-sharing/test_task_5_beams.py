@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minicache.course.checks import call, that
-from minicache.engine.beam import Beam, BeamSearch, BeamSearchParams, beam_search
+from minicache.engine.beam import Beam, BeamSearch, BeamSearchParams
+from minicache.engine.beam_requests import beam_search
 from minicache.engine.llm import LLM
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.scheduler.paged import PagedScheduler

@@ -75,6 +75,18 @@ def test_a_block_for_each_copy(unprotected, a_request, num_shared, missing):
     call(scheduler.blocks_missing, request).gives(missing)
 
 
+def test_copies_are_looked_for_after_a_fork_only(unprotected, serve, a_request):
+    """`written_and_shared` takes time on every token: it is asked only while `_may_share_tails` is True."""
+    scheduler, asked = unprotected(8), []
+    written_and_shared = scheduler.written_and_shared
+    scheduler.written_and_shared = lambda request: asked.append(request.request_id) or written_and_shared(request)
+    serve(scheduler, a_request("a", 20), steps=5)
+    that("asked for which requests, in five steps without a fork", asked).gives([])
+    scheduler.fork_request("a", "b")
+    serve(scheduler, steps=1)
+    that("asked for which requests, in a step after a fork", sorted({*asked})).gives(["a", "b"])
+
+
 # Blocks of a request to admit
 
 TO_TAKE = [
@@ -116,6 +128,7 @@ def test_blocks_to_take(
     request = a_request("a", num_tokens)
     if num_computed:
         request.status, request.num_computed_tokens = RequestStatus.SWAPPED, num_computed
+        request.host_block_ids = list(range(-(-num_computed // 4)))
     found = scheduler.pool.allocate(in_use + free)
     scheduler.pool.free(found[in_use:])
     for _ in range(2):

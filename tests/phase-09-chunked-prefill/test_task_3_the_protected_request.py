@@ -286,6 +286,19 @@ def test_the_protected_request_is_aborted(two, serve, a_request):
     that("the next step", serve(scheduler, a_request("urgent", 1), steps=1)).gives([{"other": 6, "urgent": 1}])
 
 
+def test_the_bound_goes_on_counting(two, a_request):
+    """Bypasses of the oldest are counted by `admit` alone. 60 of 64 stay 60, whoever is preempted and protected."""
+    scheduler = two()
+    scheduler.add_request(a_request("image", 4, group="image", priority=-9))
+    scheduler.num_bypasses = 60
+    preempt_last(scheduler)
+    that("num_bypasses when a request has become protected", scheduler.num_bypasses).gives(60)
+    scheduler.protected.status = RequestStatus.FINISHED_ABORTED
+    call(scheduler.schedule_running, SchedulerOutput()).gives(None)
+    that("the protected request, which is aborted", scheduler.protected).gives(None)
+    that("num_bypasses when none is protected any more", scheduler.num_bypasses).gives(60)
+
+
 # Stories
 
 

@@ -586,7 +586,7 @@ class Client:
 
 
 class Served:
-    """A server on a free port of 127.0.0.1, in a thread of its own: 2 batch slots, 1 place in line, and a `TinyLLM`.
+    """A server on a free port of 127.0.0.1, in a thread of its own: 2 batch slots and max_waiting 1, and a `TinyLLM`.
 
     Attributes:
         llm: a `TinyLLM`.
@@ -632,7 +632,7 @@ class Served:
             time.sleep(BEAT)
         raise CheckFailed(f"waiting until {what}", "it does not happen", wanted)
 
-    def until_nobody_is_here(self):
+    def until_idle(self):
         """Wait until all have ended, and all memory is free."""
         __tracebackhide__ = True
         self.until("nobody is here", lambda: not self.engine.num_unfinished, "engine.num_unfinished of 0")
@@ -698,4 +698,4 @@ def served(one_server):
     yield one_server
     one_server.clear()
     with suppress(CheckFailed):  # the test has said enough
-        one_server.until_nobody_is_here()
+        one_server.until_idle()

@@ -50,7 +50,7 @@ def test_take_fetches_all(scenario, a_stream, a_chunk):
     scenario.run(main)
 
 
-def test_take_waits(scenario, a_stream, a_chunk):
+def test_take_waits_for_a_chunk(scenario, a_stream, a_chunk):
     """`take()` waits for a chunk, the first time and again each time when all have been fetched."""
 
     async def main():
@@ -64,7 +64,7 @@ def test_take_waits(scenario, a_stream, a_chunk):
     scenario.run(main)
 
 
-def test_one_by_one(scenario, a_stream, a_chunk):
+def test_anext_gives_one_chunk_after_the_other(scenario, a_stream, a_chunk):
     """`async for` gives each chunk, waits for those that are not there yet, and ends after the last."""
 
     async def main():
@@ -85,7 +85,7 @@ def test_one_by_one(scenario, a_stream, a_chunk):
     scenario.run(main)
 
 
-def test_one_then_all(scenario, a_stream, a_chunk):
+def test_anext_and_take_in_turns(scenario, a_stream, a_chunk):
     """`anext()` fetches one chunk; the others stay, and `take()` finds them."""
 
     async def main():
@@ -98,7 +98,7 @@ def test_one_then_all(scenario, a_stream, a_chunk):
     scenario.run(main)
 
 
-def test_a_reader_that_was_cancelled(scenario, a_stream, a_chunk):
+def test_a_cancelled_take_loses_no_chunk(scenario, a_stream, a_chunk):
     """A `take()` that is cancelled while it waits loses nothing: the next one gives the chunk."""
 
     async def main():
@@ -113,7 +113,7 @@ def test_a_reader_that_was_cancelled(scenario, a_stream, a_chunk):
     scenario.run(main)
 
 
-def test_a_reader_that_sleeps(scenario, a_stream, a_chunk):
+def test_take_gives_all_that_came_meanwhile(scenario, a_stream, a_chunk):
     """2,000 chunks wait for a reader that does not come, in their order; `put()` never waits for it."""
 
     async def main():
@@ -127,8 +127,8 @@ def test_a_reader_that_sleeps(scenario, a_stream, a_chunk):
 
 
 @pytest.mark.parametrize("how", ["take", "anext"])
-def test_put_wakes(scenario, a_stream, a_chunk, how):
-    """Who waits is woken by `put()`, at once: it does not look again every so often."""
+def test_put_wakes_the_reader(scenario, a_stream, a_chunk, how):
+    """A waiting reader is woken by `put()`, at once: it does not look again every so often."""
 
     async def main():
         stream, _ = a_stream()
@@ -144,7 +144,7 @@ def test_put_wakes(scenario, a_stream, a_chunk, how):
 # The end
 
 
-def test_the_end(scenario, a_stream, a_chunk):
+def test_nothing_comes_after_the_last_chunk(scenario, a_stream, a_chunk):
     """After the last chunk `take()` gives [], however often it is asked, and `async for` ends."""
 
     async def main():
@@ -163,7 +163,7 @@ def test_the_end(scenario, a_stream, a_chunk):
     scenario.run(main)
 
 
-def test_two_answers(scenario, a_stream, a_chunk):
+def test_a_stream_of_two_answers_ends_with_the_second(scenario, a_stream, a_chunk):
     """Of two answers one has ended: the stream goes on until the other has, too."""
 
     async def main():
@@ -187,7 +187,7 @@ def test_two_answers(scenario, a_stream, a_chunk):
 # An error
 
 
-def test_an_error_comes_last(scenario, a_stream, a_chunk):
+def test_an_error_comes_after_the_chunks(scenario, a_stream, a_chunk):
     """The stream is failed while two chunks wait: `take()` gives these first, and then raises the error."""
 
     async def main():
@@ -206,7 +206,7 @@ def test_an_error_comes_last(scenario, a_stream, a_chunk):
     scenario.run(main)
 
 
-def test_an_error_one_by_one(scenario, a_stream, a_chunk):
+def test_async_for_raises_the_error(scenario, a_stream, a_chunk):
     """`async for` gives the chunks that came before the error, and then raises it: it must not just end."""
 
     async def main():
@@ -223,8 +223,8 @@ def test_an_error_one_by_one(scenario, a_stream, a_chunk):
 
 
 @pytest.mark.parametrize("how", ["take", "anext", "accepted"])
-def test_an_error_wakes(scenario, a_stream, how):
-    """Who waits for a chunk, or for the request to be accepted, is woken by an error, and raises it."""
+def test_an_error_wakes_the_reader(scenario, a_stream, how):
+    """A reader that waits for a chunk, or for the request to be accepted, is woken by an error, and raises it."""
 
     async def main():
         stream, _ = a_stream()
@@ -241,7 +241,7 @@ def test_an_error_wakes(scenario, a_stream, how):
 # Leaving
 
 
-def test_close_leaves(scenario, a_stream, a_chunk):
+def test_close_calls_leave_once(scenario, a_stream, a_chunk):
     """`close()` of an unfinished stream calls `leave` with it, once; a second `close()` does nothing."""
 
     async def main():
@@ -258,8 +258,8 @@ def test_close_leaves(scenario, a_stream, a_chunk):
 
 
 @pytest.mark.parametrize("first", ["close", "fail"])
-def test_closed_and_failed(scenario, a_stream, a_chunk, first):
-    """A stream is closed and failed, in either order: nobody wants the error any more, so `take()` gives []."""
+def test_a_closed_stream_raises_no_error(scenario, a_stream, a_chunk, first):
+    """A stream is closed and failed, in either order: the client has gone, so `take()` gives [], and no error."""
 
     async def main():
         stream, _ = a_stream()
@@ -276,7 +276,7 @@ def test_closed_and_failed(scenario, a_stream, a_chunk, first):
     scenario.run(main)
 
 
-def test_close_with_one_answer_unfinished(scenario, a_stream, a_chunk):
+def test_close_with_one_of_two_answers_unfinished(scenario, a_stream, a_chunk):
     """One of two answers has ended: `close()` leaves the other."""
 
     async def main():
@@ -289,7 +289,7 @@ def test_close_with_one_answer_unfinished(scenario, a_stream, a_chunk):
 
 
 @pytest.mark.parametrize("how", ["take", "anext"])
-def test_close_wakes(scenario, a_stream, how):
+def test_close_wakes_the_reader(scenario, a_stream, how):
     """Another task waits for a chunk when the stream is closed: it is told that there will be none."""
 
     async def main():
@@ -306,7 +306,7 @@ def test_close_wakes(scenario, a_stream, how):
     scenario.run(main)
 
 
-def test_who_leaves_the_block_has_left(scenario, a_stream, a_chunk):
+def test_leaving_a_with_block_closes_the_stream(scenario, a_stream, a_chunk):
     """A `with` block that is left by a task that is cancelled closes the stream: `close` is no coroutine."""
 
     async def main():

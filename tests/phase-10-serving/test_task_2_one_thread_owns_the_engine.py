@@ -33,7 +33,7 @@ def test_each_stream_gets_its_tokens(scenario, tiny_llm, params, add_by_hand, al
     scenario.run(main)
 
 
-def test_two_answers(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
+def test_two_answers_come_in_one_stream(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
     """A request with n = 2 has one stream, and both answers are in it."""
 
     async def main():
@@ -47,7 +47,7 @@ def test_two_answers(scenario, tiny_llm, params, add_by_hand, all_tokens, right_
     scenario.run(main)
 
 
-def test_whose_thread(scenario, tiny_llm, params, add_by_hand, all_tokens):
+def test_each_call_is_made_in_its_own_thread(scenario, tiny_llm, params, add_by_hand, all_tokens):
     """Steps and commands run in the engine's thread; chunks are put into their streams in the event loop's."""
 
     async def main():
@@ -75,7 +75,7 @@ def test_whose_thread(scenario, tiny_llm, params, add_by_hand, all_tokens):
 # When commands are obeyed
 
 
-def test_commands_first(scenario, tiny_llm, params):
+def test_commands_are_run_before_the_step(scenario, tiny_llm, params):
     """Three commands are there, and a request is unfinished: the commands are obeyed, in their order, then a step."""
 
     async def main():
@@ -92,7 +92,7 @@ def test_commands_first(scenario, tiny_llm, params):
     scenario.run(main)
 
 
-def test_no_step_for_who_has_left(scenario, tiny_llm, params):
+def test_no_step_for_an_aborted_request(scenario, tiny_llm, params):
     """The only request is aborted by a command that is there: no step is begun for it."""
 
     async def main():
@@ -112,7 +112,7 @@ def test_no_step_for_who_has_left(scenario, tiny_llm, params):
     scenario.run(main)
 
 
-def test_between_two_steps(scenario, tiny_llm, params, add_by_hand):
+def test_commands_are_run_between_two_steps(scenario, tiny_llm, params, add_by_hand):
     """Commands that come during a step are obeyed when it is over, all of them before the next one begins."""
 
     async def main():
@@ -154,7 +154,7 @@ def test_chunks_come_with_their_step(scenario, tiny_llm, params, add_by_hand):
 # Nothing to do
 
 
-def test_it_sleeps(scenario, tiny_llm, counting_queue):
+def test_an_idle_thread_sleeps(scenario, tiny_llm, counting_queue):
     """Nothing is unfinished: no step is begun, and the thread sleeps until a command comes, instead of looking."""
 
     async def main():
@@ -176,7 +176,7 @@ def test_it_sleeps(scenario, tiny_llm, counting_queue):
     scenario.run(main)
 
 
-def test_it_wakes(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
+def test_a_command_wakes_an_idle_thread(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
     """One request, nothing for a while, then another: both are served."""
 
     async def main():
@@ -193,7 +193,7 @@ def test_it_wakes(scenario, tiny_llm, params, add_by_hand, all_tokens, right_ans
 # The end
 
 
-def test_none_ends_it(scenario, tiny_llm):
+def test_none_ends_an_idle_thread(scenario, tiny_llm):
     """The command None ends an idle thread."""
 
     async def main():
@@ -204,7 +204,7 @@ def test_none_ends_it(scenario, tiny_llm):
     scenario.run(main)
 
 
-def test_none_ends_it_at_once(scenario, tiny_llm, params, add_by_hand):
+def test_none_ends_the_thread_after_its_step(scenario, tiny_llm, params, add_by_hand):
     """None comes during a step: it ends, and there is no other, though a request is unfinished and commands wait."""
 
     async def main():
@@ -227,7 +227,7 @@ def test_none_ends_it_at_once(scenario, tiny_llm, params, add_by_hand):
 # A step that fails
 
 
-def test_a_step_that_fails(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
+def test_a_failed_step_goes_to_fail_step(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
     """What a step raises goes to `fail_step`, whatever that does; the thread goes on, and serves the others."""
 
     async def main():
@@ -249,26 +249,31 @@ def test_a_step_that_fails(scenario, tiny_llm, params, add_by_hand, all_tokens, 
     scenario.run(main)
 
 
-@pytest.mark.parametrize("what", ["a command", "deliver"])
-def test_what_else_fails_ends_it(scenario, tiny_llm, params, what):
-    """A command raises, or `deliver`: that is no failed step but a bug, so the thread ends, and the error is known."""
+@pytest.mark.parametrize("what", ["a command", "deliver", "a step, with no Exception"])
+def test_any_other_error_ends_the_thread(scenario, tiny_llm, params, what):
+    """A command raises, or `deliver`: that is no failed step but a bug, so the thread ends, and the error is known.
+
+    A step that raises what is no `Exception` (SystemExit, KeyboardInterrupt) has not failed: the process is to end.
+    """
 
     async def main():
         llm = tiny_llm()
         engine = scenario.new_engine(llm)
         suspected = []
 
+        error = ZeroDivisionError if "step" not in what else KeyboardInterrupt
+
         def broken(*arguments):
-            raise ZeroDivisionError("a bug")
+            raise error("a bug")
 
         engine.fail_step = suspected.append
-        if what == "deliver":
-            engine.deliver = broken
-            llm.add_request([1, 2], params(), request_id="a")
-        else:
+        if what == "a command":
             engine.commands.put(broken)
+        else:
+            setattr(engine if what == "deliver" else llm, "deliver" if what == "deliver" else "step", broken)
+            llm.add_request([1, 2], params(), request_id="a")
         engine.start()
-        that(f"what ends the thread, when {what} raises", await scenario.what_ends(engine)).gives([ZeroDivisionError])
+        that(f"what ends the thread, when {what} raises", await scenario.what_ends(engine)).gives([error])
         that("what fail_step was called with", suspected).gives([])
 
     scenario.run(main)
@@ -278,7 +283,7 @@ def test_what_else_fails_ends_it(scenario, tiny_llm, params, what):
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 3])
-def test_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
+def test_deliver_makes_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
     """All chunks of a step are one call of the event loop, for which the thread then waits; without chunks neither."""
 
     async def main():
@@ -306,8 +311,8 @@ def test_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
 # dispatch
 
 
-def test_hand_out(scenario, tiny_llm, a_chunk):
-    """Each chunk goes to the stream of its request; an answer that has ended gives its place back, and its time."""
+def test_dispatch_gives_chunks_to_their_streams(scenario, tiny_llm, a_chunk):
+    """Each chunk goes to the stream of its request; a finished answer frees its slot, and its time is noted."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm())
@@ -336,7 +341,7 @@ def test_hand_out(scenario, tiny_llm, a_chunk):
     scenario.run(main)
 
 
-def test_the_last_answer_ends(scenario, tiny_llm, a_chunk):
+def test_the_last_finished_answer_clears_finished_at(scenario, tiny_llm, a_chunk):
     """The last unfinished answer ends: `finished_at` is empty again, or a pause would look like slow service."""
 
     async def main():
@@ -350,8 +355,8 @@ def test_the_last_answer_ends(scenario, tiny_llm, a_chunk):
     scenario.run(main)
 
 
-def test_hand_out_to_nobody(scenario, tiny_llm, a_chunk):
-    """A chunk whose client has left meanwhile is dropped: no error, no place given back; the others get theirs."""
+def test_dispatch_drops_a_chunk_without_a_stream(scenario, tiny_llm, a_chunk):
+    """A chunk whose client has left meanwhile is dropped: no error, no slot is freed; the others get theirs."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm())

@@ -79,7 +79,7 @@ def breaks_if(llm, is_bad):
 # Whom a failing step ends
 
 
-def test_who_is_new_is_suspected(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_the_new_request_of_a_failed_step_ends_alone(scenario, tiny_llm, params, all_tokens, right_answers):
     """Two requests have tokens already, a third breaks its first step: it alone fails, the two get all their tokens."""
 
     async def main():
@@ -94,14 +94,14 @@ def test_who_is_new_is_suspected(scenario, tiny_llm, params, all_tokens, right_a
         llm.let_all()
         await check_failed(scenario, "the request that breaks its step", await scenario.result("add_request", coming))
         for prompt, stream in zip(prompts, old, strict=True):
-            outcome = await scenario.ask("the tokens of one who had tokens before", all_tokens(stream))
+            outcome = await scenario.ask("the tokens of a request that had tokens before", all_tokens(stream))
             outcome.gives(right_answers(prompt, params(max_tokens=8)))
         await check_clean(scenario, engine)
 
     scenario.run(main)
 
 
-def test_all_who_are_new(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_all_new_requests_of_the_step_end(scenario, tiny_llm, params, all_tokens, right_answers):
     """Two are new in the step that fails: there is no telling which it was, so both fail, and the old one not."""
 
     async def main():
@@ -116,14 +116,14 @@ def test_all_who_are_new(scenario, tiny_llm, params, all_tokens, right_answers):
         for task in coming:
             stream = await scenario.result("add_request", task)
             await check_failed(scenario, "one of two in their first step", stream)
-        outcome = await scenario.ask("the tokens of one who had tokens before", all_tokens(old))
+        outcome = await scenario.ask("the tokens of a request that had tokens before", all_tokens(old))
         outcome.gives(right_answers([1, 2], params(max_tokens=8)))
         await check_clean(scenario, engine)
 
     scenario.run(main)
 
 
-def test_in_the_middle_of_its_prompt(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_a_request_in_its_prompt_is_new(scenario, tiny_llm, params, all_tokens, right_answers):
     """A long prompt is computed in chunks: in its second step a request has no token yet, and is suspected still."""
 
     async def main():
@@ -145,7 +145,7 @@ def test_in_the_middle_of_its_prompt(scenario, tiny_llm, params, all_tokens, rig
     scenario.run(main)
 
 
-def test_an_old_one_is_to_blame(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_an_old_request_that_breaks_each_step_ends_after_two(scenario, tiny_llm, params, all_tokens, right_answers):
     """A request with tokens breaks each step, newcomers keep coming: two steps fail, then it is ended; others go on."""
 
     async def main():
@@ -159,23 +159,23 @@ def test_an_old_one_is_to_blame(scenario, tiny_llm, params, all_tokens, right_an
         coming = [asyncio.ensure_future(engine.add_request(prompt, params())) for prompt in prompts]
         await asyncio.sleep(0)
         llm.let_all()
-        innocent = [await scenario.result("add_request of one who comes later", task) for task in coming]
+        innocent = [await scenario.result("add_request of a later arrival", task) for task in coming]
         await check_failed(scenario, "the request that breaks each step after its first", bad)
         num_ended = 0
         for prompt, stream in zip(prompts, innocent, strict=True):
-            outcome = await scenario.ask("the tokens of one who came later", all_tokens(stream))
+            outcome = await scenario.ask("the tokens of a later arrival", all_tokens(stream))
             if isinstance(outcome.error, StepFailedError):
                 num_ended += 1
             else:
                 outcome.gives(right_answers(prompt, params()))
         that("steps that failed, at most 2", min(len(failed), 3) <= 2).gives(True)
-        that("of 6 who came later, one at a time, those that were ended", num_ended).gives(2)
+        that("of 6 later arrivals, one at a time, those that were ended", num_ended).gives(2)
         await check_clean(scenario, engine)
 
     scenario.run(main)
 
 
-def test_two_failures_with_a_step_between(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_a_good_step_between_two_failures(scenario, tiny_llm, params, all_tokens, right_answers):
     """A newcomer breaks its step; a step goes well; another breaks its own: each alone is ended, as if the first."""
 
     async def main():
@@ -195,15 +195,15 @@ def test_two_failures_with_a_step_between(scenario, tiny_llm, params, all_tokens
             llm.let(1)  # goes well
             await scenario.until("another step is under way", lambda at=at: len(llm.steps) > at)
         llm.let_all()
-        outcome = await scenario.ask("the tokens of one who had tokens before", all_tokens(old))
+        outcome = await scenario.ask("the tokens of a request that had tokens before", all_tokens(old))
         outcome.gives(right_answers([1, 2], params(max_tokens=9)))
         await check_clean(scenario, engine)
 
     scenario.run(main)
 
 
-def test_who_was_preempted(scenario, tiny_llm, params):
-    """Who was preempted computes its prompt again, but has tokens: it is no newcomer, so all of the step fail."""
+def test_a_preempted_request_is_not_new(scenario, tiny_llm, params):
+    """A preempted request computes its prompt again, but has tokens: it is not new, so all of the step fail."""
 
     async def main():
         llm = tiny_llm(num_blocks=8, max_num_seqs=3)
@@ -221,7 +221,7 @@ def test_who_was_preempted(scenario, tiny_llm, params):
         for stream in streams:
             await scenario.ask("take() to the end", drained(stream))
         await check_clean(scenario, engine)
-        that("how many steps failed, with one who was preempted in it", len(failed)).gives(1)
+        that("how many steps failed, with a preempted request in it", len(failed)).gives(1)
         for stream in streams:
             if stream.request_id in failed[0]:
                 await check_failed(scenario, "one in the step that failed", stream)
@@ -230,8 +230,8 @@ def test_who_was_preempted(scenario, tiny_llm, params):
 
 
 @pytest.mark.parametrize("at_step", [1, 3])
-def test_all_alike(scenario, tiny_llm, params, all_tokens, right_answers, at_step):
-    """All of the step are in their first, or none is: all of it fail. Who waits for a batch slot is not in it."""
+def test_all_of_a_step_end_if_all_or_none_are_new(scenario, tiny_llm, params, all_tokens, right_answers, at_step):
+    """All of the step are in their first, or none is: all of it fail. A request that waits for a batch slot goes on."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=2)
@@ -245,14 +245,14 @@ def test_all_alike(scenario, tiny_llm, params, all_tokens, right_answers, at_ste
         llm.let_all()
         for stream in (one, two):
             await check_failed(scenario, f"a request in step {at_step}, that fails", stream, MemoryError)
-        outcome = await scenario.ask("the tokens of one who waited for a batch slot", all_tokens(waiting))
+        outcome = await scenario.ask("the tokens of a request that waited for a batch slot", all_tokens(waiting))
         outcome.gives(right_answers([3], params(max_tokens=5)))
         await check_clean(scenario, engine)
 
     scenario.run(main)
 
 
-def test_after_the_tokens_were_recorded(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_a_failure_after_the_commit_ends_all_requests(scenario, tiny_llm, params, all_tokens, right_answers):
     """It fails while chunks are collected: no step is under way, so all requests fail, and later ones are served."""
 
     async def main():
@@ -274,8 +274,8 @@ def test_after_the_tokens_were_recorded(scenario, tiny_llm, params, all_tokens, 
     scenario.run(main)
 
 
-def test_the_scheduler_fails(scenario, tiny_llm, params, all_tokens, right_answers):
-    """`schedule()` itself raises, so nobody is in a step: all requests fail, also who waits; later ones are served."""
+def test_a_failed_schedule_ends_all_requests(scenario, tiny_llm, params, all_tokens, right_answers):
+    """`schedule()` itself raises, so no request is in a step: all fail, waiting ones too; later ones are served."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=1)
@@ -291,7 +291,7 @@ def test_the_scheduler_fails(scenario, tiny_llm, params, all_tokens, right_answe
     scenario.run(main)
 
 
-def test_the_scheduler_fails_after_a_good_step(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_a_failed_schedule_is_not_the_step_before(scenario, tiny_llm, params, all_tokens, right_answers):
     """The tokens of the step before were recorded: it is not the one that fails. All requests do; later ones do not."""
 
     async def main():
@@ -311,8 +311,8 @@ def test_the_scheduler_fails_after_a_good_step(scenario, tiny_llm, params, all_t
     scenario.run(main)
 
 
-def test_those_of_the_step_have_ended(scenario, tiny_llm, params, all_tokens, right_answers):
-    """`schedule()` raises, and all of the step before have ended: nobody is there to end, and the engine goes on."""
+def test_a_failure_when_the_step_has_finished(scenario, tiny_llm, params, all_tokens, right_answers):
+    """`schedule()` raises, and all of the step before have finished: the engine goes on."""
 
     async def main():
         llm = tiny_llm()
@@ -328,7 +328,7 @@ def test_those_of_the_step_have_ended(scenario, tiny_llm, params, all_tokens, ri
     scenario.run(main)
 
 
-def test_a_failure_after_the_last_token(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_a_step_that_fails_after_its_last_token_ends_no_request(scenario, tiny_llm, params, all_tokens, right_answers):
     """It fails when the step's only request is finished: its client has all tokens, and there is none left to end."""
 
     class Fails(Observer):
@@ -351,8 +351,8 @@ def test_a_failure_after_the_last_token(scenario, tiny_llm, params, all_tokens, 
     scenario.run(main)
 
 
-def test_all_answers_of_a_request(scenario, tiny_llm, params, all_tokens, right_answers):
-    """A request with n = 3 fails as one: its stream raises once, three places are free, and the engine goes on."""
+def test_all_answers_of_a_request_end_together(scenario, tiny_llm, params, all_tokens, right_answers):
+    """A request with n = 3 fails as one: its stream raises once, three slots are free, and the engine goes on."""
 
     async def main():
         llm = tiny_llm()
@@ -366,6 +366,38 @@ def test_all_answers_of_a_request(scenario, tiny_llm, params, all_tokens, right_
         (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params(n=4)))
 
     scenario.run(main)
+
+
+def test_failed_requests_are_named_once(scenario, tiny_llm, params, caplog):
+    """Two requests, of 2 answers and of 1, fail: one call of `fail`, each id once; and the log has the error."""
+
+    async def main():
+        llm = tiny_llm()
+        llm.hold()
+        engine = scenario.new_engine(llm)
+        calls, fail = [], engine.fail
+
+        def spy(request_ids, error):
+            calls.append(list(request_ids))
+            fail(request_ids, error)
+
+        engine.fail = spy
+        streams = await scenario.open_together(engine, ([1, 2], params(n=2)), ([3], params()))
+        llm.let(1)
+        await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
+        that("answers in the second step", len(llm.steps[1])).gives(3)
+        llm.let(1)
+        await scenario.until("the third step is under way", lambda: len(llm.steps) == 3)
+        llm.break_step()
+        llm.let_all()
+        for stream in streams:
+            await check_failed(scenario, "a request in the step that fails", stream, MemoryError)
+        that("the ids in each call of fail", calls).gives([[stream.request_id for stream in streams]])
+        await check_clean(scenario, engine)
+
+    scenario.run(main)
+    logged = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    that("errors that are in the log, with their traceback (exc_info)", logged).gives([MemoryError])
 
 
 def test_a_child_in_its_first_step(scenario, tiny_llm, params, all_tokens, right_answers):
@@ -416,7 +448,7 @@ def test_a_request_that_fails_alone(scenario, tiny_llm, params, all_tokens, righ
     scenario.run(main)
 
 
-def test_one_of_several_answers_fails(scenario, tiny_llm, params, all_tokens):
+def test_one_failed_answer_ends_its_request(scenario, tiny_llm, params, all_tokens):
     """A request is one client's: if one of its answers fails, the others are aborted."""
 
     async def main():
@@ -441,7 +473,7 @@ def test_one_of_several_answers_fails(scenario, tiny_llm, params, all_tokens):
     scenario.run(main)
 
 
-def test_nobody_to_blame(scenario, tiny_llm):
+def test_a_failure_without_requests_is_an_invariant_error(scenario, tiny_llm):
     """A step failed and there is no request: to go on would mean to fail for ever, so that is an InvariantError."""
 
     async def main():
@@ -457,8 +489,8 @@ def test_nobody_to_blame(scenario, tiny_llm):
 # The end
 
 
-def test_drain_lets_them_end(scenario, tiny_llm, params, all_tokens, right_answers):
-    """While `drain` waits, nobody is let in; those who are here get all their tokens, those in line too. Then: True."""
+def test_drain_waits_for_all_and_admits_none(scenario, tiny_llm, params, all_tokens, right_answers):
+    """While `drain` waits, no request is admitted; running and waiting ones get all their tokens. Then: True."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=1)
@@ -480,7 +512,7 @@ def test_drain_lets_them_end(scenario, tiny_llm, params, all_tokens, right_answe
 
 
 def test_drain_of_an_idle_engine(scenario, tiny_llm, params, all_tokens):
-    """Nobody is here, before the first request and after the last: `drain` returns True at once."""
+    """No request is unfinished, before the first and after the last: `drain` returns True at once."""
 
     async def main():
         engine = scenario.engine(tiny_llm())
@@ -494,8 +526,8 @@ def test_drain_of_an_idle_engine(scenario, tiny_llm, params, all_tokens):
     scenario.run(main)
 
 
-def test_drain_waits_so_long(scenario, tiny_llm, params):
-    """Somebody does not end: `drain(0.05)` gives up, and says False. What it could not wait for still is there."""
+def test_drain_gives_up_after_its_seconds(scenario, tiny_llm, params):
+    """A request does not finish: `drain(0.05)` gives up, and returns False. The request is still there."""
 
     async def main():
         llm = tiny_llm()
@@ -527,7 +559,7 @@ def test_drain_that_is_cancelled(scenario, tiny_llm, params):
 
 
 @pytest.mark.parametrize("how", ["its client leaves", "its step fails"])
-def test_drain_when_the_last_one_goes(scenario, tiny_llm, params, how):
+def test_drain_ends_with_the_last_request(scenario, tiny_llm, params, how):
     """The last request does not end, but its client leaves, or it fails: `drain` is over, too."""
 
     async def main():
@@ -548,7 +580,7 @@ def test_drain_when_the_last_one_goes(scenario, tiny_llm, params, how):
     scenario.run(main)
 
 
-def test_stop_after_drain(scenario, tiny_llm, params):
+def test_stop_fails_what_drain_left(scenario, tiny_llm, params):
     """`stop` fails what has not ended (EngineStoppedError), aborts it, and ends the thread."""
 
     async def main():

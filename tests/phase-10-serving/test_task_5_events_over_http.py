@@ -30,7 +30,7 @@ from minicache.server.streaming import ClientLeftError, EventStream, sse_event, 
         (" data: x", b"data:  data: x\n\n"),
     ],
 )
-def test_one_event(data, event):
+def test_sse_event(data, event):
     """A `data:` line for each line of the data, an empty line, and LF alone. Only CR, LF and CR LF are line breaks."""
     call(sse_event, data).gives(event)
 
@@ -82,14 +82,14 @@ class Channel:
         return [message["body"] for message in self.sent if message["type"] == "http.response.body"]
 
 
-def check_nobody_is_left(before):
+def check_no_task_is_left(before):
     """No task may be left running but those from before."""
     __tracebackhide__ = True
     left = [str(task.get_coro()) for task in asyncio.all_tasks() - before if not task.done()]
     that("tasks that are left running", left).gives([])
 
 
-def test_work_that_is_done(scenario):
+def test_the_result_of_the_work_is_returned(scenario):
     """The client stays: the work's result comes back, and nothing is left waiting for the client to leave."""
 
     async def main():
@@ -100,12 +100,12 @@ def test_work_that_is_done(scenario):
             return 42
 
         (await scenario.ask("unless_client_leaves", unless_client_leaves(channel.receive, work()))).gives(42)
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
 
-def test_work_that_fails(scenario):
+def test_an_error_of_the_work_is_raised(scenario):
     """The work raises: so does the call, and nothing is left waiting for the client to leave."""
 
     async def main():
@@ -119,12 +119,12 @@ def test_work_that_fails(scenario):
             "unless_client_leaves, of failing work", unless_client_leaves(channel.receive, work())
         )
         outcome.raises(ZeroDivisionError, saying="the work's own")
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
 
-def test_the_client_leaves(scenario):
+def test_work_is_cancelled_when_the_client_leaves(scenario):
     """The client leaves: ClientLeftError, and by then the work has been cancelled, and has cleared up after itself."""
 
     async def main():
@@ -141,20 +141,21 @@ def test_the_client_leaves(scenario):
 
         task = asyncio.ensure_future(unless_client_leaves(channel.receive, work()))
         await scenario.waits("unless_client_leaves", task, "the work is not done, and the client is there")
-        channel.comes("http.request")
-        await scenario.waits("unless_client_leaves, when another message comes", task, "the client has not left")
+        for kind in ("http.request", "http.request", "http.response.debug"):
+            channel.comes(kind)
+            await scenario.waits(f"unless_client_leaves, when {kind!r} comes", task, "the client has not left")
         that("what the work has done", log).gives([])
         channel.comes("http.disconnect")
         outcome = await scenario.wakes("unless_client_leaves, when the client leaves", task)
         outcome.raises(ClientLeftError)
         that("what the work had done when that was raised", log).gives(["cleared up"])
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
 
 @pytest.mark.parametrize("how", ["the client leaves", "the caller is cancelled"])
-def test_it_waits_for_what_it_has_cancelled(scenario, how):
+def test_cancelled_work_is_waited_for(scenario, how):
     """Cancelled work takes its time to clear up: the call neither returns nor raises before the work has ended."""
 
     async def main():
@@ -173,35 +174,39 @@ def test_it_waits_for_what_it_has_cancelled(scenario, how):
             channel.comes("http.disconnect")
         else:
             task.cancel()
-        await asyncio.sleep(0.2)  # longer than who gives the work a moment
+        await asyncio.sleep(0.2)  # longer than a solution that gives the work a moment
         await scenario.waits(called, task, "the work was cancelled, and has not ended yet")
         may_end.set()
         outcome = await scenario.ask(called, task)
         outcome.raises(ClientLeftError if how == "the client leaves" else asyncio.CancelledError)
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
 
-def test_both_at_once(scenario):
-    """The work is done in the turn in which the client leaves: it was done, so its result counts."""
+def test_work_done_as_the_client_leaves_counts(scenario):
+    """The work is done in the turn in which the client leaves: it was done, so its result counts, or its error."""
 
     async def main():
-        channel = Channel()
-        channel.comes("http.disconnect")
-
-        async def work():
+        async def work(error=None):
+            if error:
+                raise error
             return 42
 
-        outcome = await scenario.ask(
-            "unless_client_leaves, work done as the client leaves", unless_client_leaves(channel.receive, work())
-        )
-        outcome.gives(42)
+        for error in (None, ZeroDivisionError("the work's own")):
+            channel = Channel()
+            channel.comes("http.disconnect")
+            called = f"unless_client_leaves, work that {'raises' if error else 'is done'} as the client leaves"
+            outcome = await scenario.ask(called, unless_client_leaves(channel.receive, work(error)))
+            if error:
+                outcome.raises(ZeroDivisionError, saying="the work's own")
+            else:
+                outcome.gives(42)
 
     scenario.run(main)
 
 
-def test_who_calls_is_cancelled(scenario):
+def test_work_is_cancelled_with_its_caller(scenario):
     """The server cancels the caller: the work is cancelled as well, and nothing is left."""
 
     async def main():
@@ -219,7 +224,7 @@ def test_who_calls_is_cancelled(scenario):
         task.cancel()
         (await scenario.ask("unless_client_leaves, cancelled", task)).raises(asyncio.CancelledError)
         that("what the work has done", log).gives(["cleared up"])
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
@@ -267,7 +272,7 @@ class Pieces:
             that(f"whether the generator has ended, {how}", "generator ended" in self.log).gives(True)
 
 
-def test_head_pieces_end(scenario):
+def test_head_then_pieces_then_end(scenario):
     """Head, one body for each piece, and an empty body that is the last."""
 
     async def main():
@@ -282,7 +287,7 @@ def test_head_pieces_end(scenario):
         headers = {bytes(name).lower(): bytes(value) for name, value in head["headers"]}
         that("content-type", headers.get(b"content-type")).gives(b"text/event-stream; charset=utf-8")
         that("cache-control", headers.get(b"cache-control")).gives(b"no-cache")
-        that("content-length of a body of which nobody knows the length", headers.get(b"content-length")).gives(None)
+        that("content-length of a body of unknown length", headers.get(b"content-length")).gives(None)
         got = [(each["type"], each.get("body", b""), each.get("more_body", False)) for each in bodies]
         that("the other messages: type, body, more_body", got).gives(
             [
@@ -292,7 +297,7 @@ def test_head_pieces_end(scenario):
             ]
         )
         pieces.check_closed("when all was sent")
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
@@ -315,7 +320,7 @@ def test_pieces_are_sent_as_they_come(scenario):
     scenario.run(main)
 
 
-def test_a_slow_client(scenario):
+def test_a_slow_client_holds_its_own_pieces_back(scenario):
     """The connection has no room: no more pieces are asked for than the one that is being sent."""
 
     async def main():
@@ -337,7 +342,7 @@ def test_a_slow_client(scenario):
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1])
-def test_the_reader_leaves(scenario, num_pieces):
+def test_a_client_that_leaves_is_no_error(scenario, num_pieces):
     """The client leaves before the first piece, or after it: no error, no more is sent, `close` is called."""
 
     async def main():
@@ -350,13 +355,13 @@ def test_the_reader_leaves(scenario, num_pieces):
         (await scenario.ask("an EventStream whose client leaves", task)).gives(None)
         that("the bodies that were sent", channel.pieces()).gives([b"1", b"2", b"3"][:num_pieces])
         pieces.check_closed("when the client has left")
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
 
 @pytest.mark.parametrize("breaks_at", [0, 1, 3])
-def test_the_connection_breaks(scenario, breaks_at):
+def test_a_broken_connection_is_no_error(scenario, breaks_at):
     """Sending raises an OSError, at the head, at a piece or at the end: no error for anybody, `close` is called."""
 
     async def main():
@@ -364,7 +369,7 @@ def test_the_connection_breaks(scenario, breaks_at):
         outcome = await scenario.ask(f"an EventStream, when message {breaks_at} cannot be sent", pieces.start(channel))
         outcome.gives(None)
         pieces.check_closed("when the connection is broken")
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
@@ -378,7 +383,7 @@ def test_a_piece_that_fails(scenario):
         outcome.raises(ZeroDivisionError, saying="a bug")
         that("the bodies that were sent", channel.pieces()).gives([b"1"])
         pieces.check_closed("when the generator has failed")
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
@@ -409,7 +414,7 @@ def test_a_generator_that_fails_when_it_is_closed(scenario):
     scenario.run(main)
 
 
-def test_the_server_cancels(scenario):
+def test_a_cancelled_response_is_closed(scenario):
     """The server cancels the response: `close` is called, and nothing is left running."""
 
     async def main():
@@ -420,7 +425,7 @@ def test_the_server_cancels(scenario):
         task.cancel()
         (await scenario.ask("an EventStream that is cancelled", task)).raises(asyncio.CancelledError)
         pieces.check_closed("when the response was cancelled")
-        check_nobody_is_left(before)
+        check_no_task_is_left(before)
 
     scenario.run(main)
 
@@ -448,7 +453,7 @@ def test_a_stream_over_a_socket(served):
     events = client.events()
     that("the text of its events", text_of(events)).gives(served.right_text([1, 2, 3]))
     that("how many events, of 6 tokens", len(events)).gives(7)
-    served.until_nobody_is_here()
+    served.until_idle()
 
 
 def test_events_come_one_by_one(served):
@@ -461,12 +466,12 @@ def test_events_come_one_by_one(served):
         that(f"the beginning of what comes after step {number + 1}", next(pieces)[:6]).gives(b"data: ")
 
 
-def test_a_whole_answer(served):
+def test_an_answer_without_stream(served):
     """Without `stream` the answer comes in one body, with a length."""
     client = served.post([1, 2, 3]).read_head()
     that("the status", client.status).gives(200)
     that("the text", client.json()["choices"][0]["text"]).gives(served.right_text([1, 2, 3]))
-    served.until_nobody_is_here()
+    served.until_idle()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -482,18 +487,20 @@ def test_a_client_that_closes_its_connection(served, stream):
     llm.let(3)
     served.until("both are in a step", lambda: any(len(step) == 2 for step in llm.steps[at:]))
     leaves.leave()
-    served.until("the place of who has left is free", lambda: served.engine.num_unfinished == 1, "1 unfinished answer")
+    served.until(
+        "the slot of the client that left is free", lambda: served.engine.num_unfinished == 1, "1 unfinished answer"
+    )
     served.until("a step is held", lambda: len(llm.steps) >= at + 3)
     at = len(llm.steps)
     llm.let_all()
     that("the text of the other", text_of(stays.read_head().events())).gives(served.right_text([1, 2, 3], 8))
-    served.until_nobody_is_here()
+    served.until_idle()
     that(
         "steps with more than one request, begun afterwards", [step for step in llm.steps[at:] if len(step) > 1]
     ).gives([])
 
 
-def test_too_many(served):
+def test_too_many_requests_get_429(served):
     """2 batch slots and a queue of 1: the fourth gets 429, and Retry-After in whole seconds; three are answered."""
     served.llm.hold()
     clients = [served.post([number], stream=True) for number in (1, 2, 3)]
@@ -505,17 +512,17 @@ def test_too_many(served):
     served.llm.let_all()
     for number, each in zip((1, 2, 3), clients, strict=True):
         that(f"the text of client {number}", text_of(each.read_head().events())).gives(served.right_text([number]))
-    served.until_nobody_is_here()
+    served.until_idle()
 
 
-def test_who_reads_slowly(served):
+def test_a_client_that_reads_slowly_gets_everything(served):
     """A client does not read: its answer is computed all the same, and another's comes; then it reads all of it."""
     at = len(served.llm.steps)
     slow = served.post([1], stream=True, max_tokens=100)
     served.until("the slow client's request is in a step", lambda: len(served.llm.steps) > at)
     other = served.post([2], stream=True)
     that("the text of the other", text_of(other.read_head().events())).gives(served.right_text([2]))
-    served.until_nobody_is_here()
+    served.until_idle()
     that("the text of the slow one", text_of(slow.read_head().events())).gives(served.right_text([1], 100))
 
 
@@ -527,4 +534,4 @@ def test_a_request_that_breaks_its_step(served):
     that("whether the one before has an error", "error" in json.loads(event)).gives(True)
     other = served.post([2], stream=True)
     that("the text of the next", text_of(other.read_head().events())).gives(served.right_text([2]))
-    served.until_nobody_is_here()
+    served.until_idle()

@@ -42,7 +42,7 @@ class SelectiveStep:
 
     def __init__(self, caches: Sequence[KVCache], num_new_tokens: Sequence[int]) -> None:
         raise NotImplementedError(
-            "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
         )
 
     def positions(self, num_new_tokens: int) -> Tensor:
@@ -58,7 +58,7 @@ class SelectiveStep:
             ValueError: another number than the step was made for.
         """
         raise NotImplementedError(
-            "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
         )
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -76,7 +76,7 @@ class SelectiveStep:
                 its rows, and the step is over. Nothing was written to any cache.
         """
         raise NotImplementedError(
-            "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
         )
 
     def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
@@ -96,7 +96,7 @@ class SelectiveStep:
             ValueError: shapes do not fit, `window` is below 1, or `layer` has not been appended to.
         """
         raise NotImplementedError(
-            "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 5: Selective batching; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
         )
 
 

@@ -74,7 +74,7 @@ class EngineLoop:
             Exception: what the model, or anything else in the step, raises; see the class.
         """
         raise NotImplementedError(
-            "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/04-the-engine-loop.md"
         )
 
     def recover(self) -> None:
@@ -105,7 +105,7 @@ class EngineLoop:
             `[B, vocab]`, for each request in batch order the logits of its last token in this step.
         """
         raise NotImplementedError(
-            "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/04-the-engine-loop.md"
         )
 
     def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
@@ -122,7 +122,7 @@ class EngineLoop:
             request id → token, in batch order; None where the logits give none.
         """
         raise NotImplementedError(
-            "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/04-the-engine-loop.md"
         )
 
     def sample(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
@@ -150,7 +150,7 @@ class EngineLoop:
             token_id: its new token; None if it was finished without one.
         """
         raise NotImplementedError(
-            "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 7: The engine loop; read docs/en/phase-05-continuous-batching/lab/04-the-engine-loop.md"
         )
 
     def fail(self, request: Request, error: Exception) -> None:

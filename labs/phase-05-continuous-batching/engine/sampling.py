@@ -1,62 +1,21 @@
 # Phase 5, continuous-batching: your file. It stands in for minicache.engine.sampling.
 # Write what raises NotImplementedError. `minicache grade 5` grades it, `minicache hint 5.K` helps with task K.
-"""How one token is picked from a row of logits.
+"""How one token is picked from a row of logits, for each request in its own way.
 
-Phase 5 builds it: temperature, top-k and top-p, with a generator for each request, so that what a request draws does
-not depend on its company. `greedy` and `sampler` are what phase 1's decode loop picks with.
+Phase 5 builds it: temperature, top-k and top-p, with a generator for each request, so what a request draws does not
+depend on the composition of its batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from minicache.engine.picking import check_number, check_temperature, greedy, new_generator
 from minicache.errors import require_count
-
-Pick = Callable[[Tensor], Tensor]
-"""Logits `[B, vocab]` → token ids `[B]` int64."""
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row; the lowest id among equals.
-
-    Args:
-        logits: `[B, vocab]`.
-
-    Returns:
-        `[B]` int64.
-    """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # NumPy's is seven times as quick, and the same
-        return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
-
-
-def sampler(temperature: float, seed: int | None = None) -> Pick:
-    """A `Pick` that draws from softmax(logits / temperature).
-
-    Args:
-        temperature: 0 is greedy; 1 is the model's own distribution.
-        seed: makes the draws repeatable; None takes a fresh one.
-
-    Raises:
-        ValueError: the temperature is negative or not finite.
-    """
-    _check_temperature(temperature)
-    if temperature == 0:
-        return greedy
-    generator = new_generator(seed)
-
-    def draw(logits: Tensor) -> Tensor:
-        # Drawn on the CPU, so that a seed gives the same tokens whatever device the model runs on.
-        probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-        return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1).to(logits.device)
-
-    return draw
 
 
 @dataclass(frozen=True)
@@ -97,8 +56,8 @@ class SamplingParams:
         require_count("max_tokens", self.max_tokens)
         require_count("top_k", self.top_k, at_least=0)
         require_count("n", self.n)
-        _check_temperature(self.temperature)
-        _check_number("top_p", self.top_p)
+        check_temperature(self.temperature)
+        check_number("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be more than 0 and at most 1; got {self.top_p!r}")
         if self.seed is not None:
@@ -144,7 +103,7 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
         ValueError: it is negative.
     """
     raise NotImplementedError(
-        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
     )
 
 
@@ -165,7 +124,7 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
         ValueError: p is out of its bounds.
     """
     raise NotImplementedError(
-        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
     )
 
 
@@ -179,22 +138,12 @@ class TokenSampler:
 
     Attributes:
         params: as given.
+        generator: what it draws with; None if the temperature is 0.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self._generator = None if params.is_greedy else new_generator(params.seed)
-
-    def lookahead(self) -> TokenSampler:
-        """A sampler that draws what this one is going to draw. This one stays as it is."""
-        other = copy(self)
-        if self._generator is not None:
-            other._generator = self._generator.clone_state()
-        return other
-
-    def follow(self, other: TokenSampler) -> None:
-        """Take what a `lookahead` of this sampler has drawn for drawn: go on where it is."""
-        self._generator = other._generator
+        self.generator = None if params.is_greedy else new_generator(params.seed)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What the next token is drawn from: temperature first, then top-k, then top-p.
@@ -209,7 +158,7 @@ class TokenSampler:
             `[vocab]` float64 on the CPU; they sum to 1, and are 0 for tokens that top-k or top-p rules out.
         """
         raise NotImplementedError(
-            "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
         )
 
     def draw(self, logits: Tensor) -> int:
@@ -219,7 +168,7 @@ class TokenSampler:
             logits: `[vocab]`.
         """
         raise NotImplementedError(
-            "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+            "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
         )
 
 
@@ -241,29 +190,5 @@ def pick_tokens(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int | 
         ValueError: there is not one sampler for each row. Nothing was drawn.
     """
     raise NotImplementedError(
-        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/01-the-engine.md"
+        "phase 5, task 6: Sampling; read docs/en/phase-05-continuous-batching/lab/03-the-step-and-the-sampler.md"
     )
-
-
-def new_generator(seed: int | None) -> torch.Generator:
-    """A random generator on the CPU. The seed makes it repeatable; None takes a fresh one."""
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator
-
-
-def _check_temperature(temperature: float) -> None:
-    _check_number("temperature", temperature)
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 or a positive finite number; got {temperature}")
-
-
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, _NUMBERS) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number; got {value!r}")
-
-
-_NUMBERS: Final = (int, float)

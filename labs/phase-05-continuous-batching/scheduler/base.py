@@ -182,7 +182,8 @@ class Scheduler(ABC):
         - else as FINISHED_LENGTH, if it has max_tokens of output, or max_model_len of prompt and output together.
 
         Finished requests leave the batch and give all blocks back (`release`); the others keep their order. Requests
-        that were finished from outside since `schedule()` are passed over, and need no token.
+        that were finished from outside since `schedule()` are passed over, and need no token. Takes time in proportion
+        to the batch, however many finish.
 
         Args:
             output: what the last `schedule()` returned.
@@ -197,7 +198,7 @@ class Scheduler(ABC):
             TypeError: a token is not an int. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/01-commit-or-recover.md"
         )
 
     def recover(self) -> None:
@@ -208,7 +209,7 @@ class Scheduler(ABC):
         Steps fail rarely, so recovery may be slow; it must be right.
         """
         raise NotImplementedError(
-            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/01-commit-or-recover.md"
         )
 
     def abort_request(self, request_id: RequestId) -> bool:
@@ -218,7 +219,7 @@ class Scheduler(ABC):
             Whether there was such a request: False, and nothing has changed, if no unfinished one has this id.
         """
         raise NotImplementedError(
-            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/01-commit-or-recover.md"
         )
 
     def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
@@ -239,7 +240,7 @@ class Scheduler(ABC):
             ValueError: `status` is not a FINISHED one. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/01-commit-or-recover.md"
         )
 
     # The hooks that stages are made of: for subclasses, not for servers.
@@ -309,7 +310,7 @@ class Scheduler(ABC):
     def restart(self, request: Request) -> None:
         """Have a request outside the batch start over: it holds nothing, nothing is computed, and it is WAITING."""
         raise NotImplementedError(
-            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/01-commit-or-recover.md"
         )
 
     def release(self, request: Request) -> None:
@@ -318,7 +319,7 @@ class Scheduler(ABC):
         A request that holds none is left as it is.
         """
         raise NotImplementedError(
-            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 2: Commit a step, or recover; read docs/en/phase-05-continuous-batching/lab/01-commit-or-recover.md"
         )
 
     def check(self) -> None:

@@ -25,13 +25,13 @@ class StaticBatchScheduler(Scheduler):
     def schedule_running(self, output: SchedulerOutput) -> None:
         """Schedule the uncomputed tokens of every request in the batch. Their memory was reserved at admission."""
         raise NotImplementedError(
-            "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/02-two-stages.md"
         )
 
     def may_admit(self, output: SchedulerOutput) -> bool:
         """Whether waiting requests may join the batch in this step: only if it is empty."""
         raise NotImplementedError(
-            "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/02-two-stages.md"
         )
 
     def schedule_waiting(self, output: SchedulerOutput) -> None:
@@ -46,11 +46,11 @@ class StaticBatchScheduler(Scheduler):
             output: the step so far, to which admitted requests are added.
         """
         raise NotImplementedError(
-            "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/02-two-stages.md"
         )
 
     def blocks_to_admit(self, request: Request) -> int:
         """Blocks for the prompt and max_tokens more, or for max_model_len tokens if that is less. Changes nothing."""
         raise NotImplementedError(
-            "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/00-the-scheduler.md"
+            "phase 5, task 3: Static batches; read docs/en/phase-05-continuous-batching/lab/02-two-stages.md"
         )

@@ -30,13 +30,14 @@ def root_hash(*extra_keys: str | None) -> BlockHash:
 
     Args:
         extra_keys: any number of strings, in a fixed order; None where there is no such thing. None and "" are
-            different, and so are ("ab", "c") and ("a", "bc"). A client may choose a salt with quotes and commas in it.
+            different, and so are ("ab", "c") and ("a", "bc"). A client may choose any salt: of any length, in any
+            script, with quotes, commas or control characters in it.
 
     Returns:
         32 bytes: SHA-256's digest. The same keys have the same hash, in every process.
     """
     raise NotImplementedError(
-        "phase 8, task 1: Hash a block; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        "phase 8, task 1: Hash a block; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
     )
 
 
@@ -48,14 +49,14 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
     Args:
         parent: of the block before, or `root_hash` for the first.
-        token_ids: of the block, in order, as a list or any other sequence; ids ≥ 0 of any size. [1, 23] and [12, 3] are
-            different.
+        token_ids: of the block, all of them, in order, as a list or any other sequence; ids ≥ 0 of any size. [1, 23]
+            and [12, 3] are different.
 
     Returns:
         32 bytes: SHA-256's digest.
     """
     raise NotImplementedError(
-        "phase 8, task 1: Hash a block; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+        "phase 8, task 1: Hash a block; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
     )
 
 
@@ -94,7 +95,8 @@ class CachingBlockPool(BlockPool):
     Several blocks may have one hash: two sequences computed the same tokens side by side. The one that was cached first
     is found.
 
-    Everything else is as in `BlockPool`, the arguments and the errors too.
+    Everything else is as in `BlockPool`, the arguments and the errors too. A call takes time in proportion to the
+    blocks that it is given, and not to the pool; `reset` and `check` alone look at all.
 
     Attributes:
         num_evicted: cached blocks that were allocated for other tokens.
@@ -143,7 +145,7 @@ class CachingBlockPool(BlockPool):
             TypeError, ValueError, OutOfBlocksError: as `BlockPool.allocate`. None was taken.
         """
         raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
         )
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -159,7 +161,7 @@ class CachingBlockPool(BlockPool):
             ValueError: a block is free and not cached: what it holds is unknown. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
         )
 
     def free(self, block_ids: Iterable[int]) -> None:
@@ -173,7 +175,7 @@ class CachingBlockPool(BlockPool):
             TypeError, IndexError, ValueError: as `BlockPool.free`. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
         )
 
     # Finding blocks by what they hold
@@ -192,7 +194,7 @@ class CachingBlockPool(BlockPool):
             ValueError: not one hash for each block, or a block is free. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
         )
 
     def uncache(self, block_ids: Iterable[int]) -> None:
@@ -208,7 +210,7 @@ class CachingBlockPool(BlockPool):
             TypeError, IndexError: as `share`. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
         )
 
     def find(self, hashes: Iterable[BlockHash]) -> list[int]:
@@ -224,7 +226,7 @@ class CachingBlockPool(BlockPool):
             longest.
         """
         raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
         )
 
     def reset(self) -> None:
@@ -236,7 +238,7 @@ class CachingBlockPool(BlockPool):
             ValueError: a block is used. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
         )
 
     def check(self) -> None:

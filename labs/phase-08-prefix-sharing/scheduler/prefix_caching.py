@@ -78,7 +78,7 @@ class PrefixCachingScheduler(PagedScheduler):
             for a request that is swapped out: its own blocks are in CPU swap space.
         """
         raise NotImplementedError(
-            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/01-the-prefix-cache.md"
         )
 
     def hashes(self, request: Request, num_blocks: int) -> list[BlockHash]:
@@ -95,7 +95,7 @@ class PrefixCachingScheduler(PagedScheduler):
             `request.block_hashes`, which may have more.
         """
         raise NotImplementedError(
-            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/01-the-prefix-cache.md"
         )
 
     def cache_blocks(self, request: Request, start: int, stop: int) -> None:
@@ -109,7 +109,7 @@ class PrefixCachingScheduler(PagedScheduler):
             stop: start … num_tokens.
         """
         raise NotImplementedError(
-            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/01-the-prefix-cache.md"
         )
 
     def cache_filled(self) -> None:
@@ -132,7 +132,7 @@ class PrefixCachingScheduler(PagedScheduler):
             found: the blocks that `find_prefix` has found for it.
         """
         raise NotImplementedError(
-            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/01-the-prefix-cache.md"
         )
 
     def schedule_running(self, output: SchedulerOutput) -> None:
@@ -141,7 +141,7 @@ class PrefixCachingScheduler(PagedScheduler):
         `_filled` gets (request, start, stop) for each, in batch order: the step computes its tokens start … stop − 1.
         """
         raise NotImplementedError(
-            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/01-the-prefix-cache.md"
         )
 
     def release(self, request: Request) -> None:
@@ -150,13 +150,13 @@ class PrefixCachingScheduler(PagedScheduler):
         If the request failed (FINISHED_ERROR), its blocks lose their hashes (`uncache`): their contents are in doubt.
         """
         raise NotImplementedError(
-            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/01-the-prefix-cache.md"
         )
 
     def recover(self) -> None:
         """As `Scheduler.recover`; and the prefix cache drops every hash."""
         raise NotImplementedError(
-            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/00-the-prefix-cache.md"
+            "phase 8, task 3: Find a prefix; read docs/en/phase-08-prefix-sharing/lab/01-the-prefix-cache.md"
         )
 
     def reset_prefix_cache(self) -> None:

@@ -59,7 +59,7 @@ class SharingScheduler(PrefixCachingScheduler):
                 is in use, or `output_token_ids` are too many. Nothing has changed.
         """
         raise NotImplementedError(
-            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def share_blocks(self, parent: Request, child: Request) -> None:
@@ -79,7 +79,7 @@ class SharingScheduler(PrefixCachingScheduler):
             child: has its prompt and its outputs, no blocks, and nothing computed.
         """
         raise NotImplementedError(
-            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def blocks_missing(self, request: Request) -> int:
@@ -89,7 +89,7 @@ class SharingScheduler(PrefixCachingScheduler):
         False: that is True from a fork on until the batch is empty.
         """
         raise NotImplementedError(
-            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def written_and_shared(self, request: Request) -> list[int]:
@@ -101,13 +101,13 @@ class SharingScheduler(PrefixCachingScheduler):
             Indices in `request.block_ids`, rising.
         """
         raise NotImplementedError(
-            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def grow(self, request: Request, output: SchedulerOutput) -> None:
         """As `PagedScheduler.grow`; but shared blocks that the step writes into are replaced by copies first."""
         raise NotImplementedError(
-            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def copy_on_write(self, request: Request, output: SchedulerOutput) -> None:
@@ -120,13 +120,13 @@ class SharingScheduler(PrefixCachingScheduler):
             output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for each.
         """
         raise NotImplementedError(
-            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def release(self, request: Request) -> None:
         """As `PrefixCachingScheduler.release`. An empty batch shares nothing."""
         raise NotImplementedError(
-            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/01-forks-and-beams.md"
+            "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
 

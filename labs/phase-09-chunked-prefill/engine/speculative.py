@@ -19,7 +19,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minicache.engine.sampling import TokenSampler, greedy
+from minicache.engine.picking import greedy
+from minicache.engine.sampling import TokenSampler
 from minicache.errors import require_count
 
 
@@ -55,7 +56,7 @@ class NgramDrafter:
             An empty list if not even the last token occurs earlier.
         """
         raise NotImplementedError(
-            "phase 9, task 4: Draft from the text; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
+            "phase 9, task 4: Draft from the text; read docs/en/phase-09-chunked-prefill/lab/02-draft-and-verify.md"
         )
 
 
@@ -76,7 +77,7 @@ def rows_to_verify(num_new_tokens: Sequence[int], num_drafts: Sequence[int]) -> 
         ValueError: the two are not equally long.
     """
     raise NotImplementedError(
-        "phase 9, task 5: Verify a batch; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
+        "phase 9, task 5: Verify a batch; read docs/en/phase-09-chunked-prefill/lab/02-draft-and-verify.md"
     )
 
 
@@ -109,5 +110,5 @@ def verify(logits: Tensor, drafts: Sequence[Sequence[int]], samplers: Sequence[T
         ValueError: not as many rows or samplers as the draft tokens ask for. Nothing was drawn.
     """
     raise NotImplementedError(
-        "phase 9, task 5: Verify a batch; read docs/en/phase-09-chunked-prefill/lab/01-draft-and-verify.md"
+        "phase 9, task 5: Verify a batch; read docs/en/phase-09-chunked-prefill/lab/02-draft-and-verify.md"
     )

@@ -145,7 +145,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     def schedule_running(self, output: SchedulerOutput) -> None:
         """As `SharingScheduler.schedule_running`; but first, protection ends if the request has gained its token."""
         raise NotImplementedError(
-            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/01-the-protected-request.md"
         )
 
     def head(self) -> Request | None:
@@ -157,7 +157,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
             one, if it waits and is compatible with the batch; None while it is in the batch, or not compatible.
         """
         raise NotImplementedError(
-            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/01-the-protected-request.md"
         )
 
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
@@ -172,7 +172,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
             output: the step so far, in which it has not been scheduled.
         """
         raise NotImplementedError(
-            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/01-the-protected-request.md"
         )
 
     def has_gained_token(self, request: Request) -> bool:
@@ -181,7 +181,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         Computed tokens do not count: one token short of the end of its prompt, a request may still be preempted.
         """
         raise NotImplementedError(
-            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/00-one-budget.md"
+            "phase 9, task 3: The protected request; read docs/en/phase-09-chunked-prefill/lab/01-the-protected-request.md"
         )
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:

@@ -335,7 +335,8 @@ class AsyncEngine:
 
         `last_step` has the requests of the step; it is then made to forget them. A request is ended with all its
         answers: it is aborted, here in the thread, and its stream is failed in the event loop, with a StepFailedError
-        that has the message of `error`, and `error` as its `__cause__`.
+        that has the message of `error`, and `error` as its `__cause__`. One call of `fail` names all of them, each
+        once. `error` is logged, with its traceback.
 
         Args:
             error: what the step raised.

@@ -42,6 +42,10 @@ def gates(
     """Run the author gates: starters fail, the reference passes, each wrong solution is caught by its task."""
     workspace = find_workspace()
     test_files = [workspace.root / "tests" / "course" / "test_gates.py"]
+    if not test_files[0].is_file():
+        raise CourseError(
+            f"{workspace.root} has no tests/course/test_gates.py: the gates run in a clone of the repository"
+        )
     selected = []
     if phase:
         folder = workspace.course.phase(phase).folder

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from minicache import __version__
-from minicache.cli import author, bench, calibrate, demo, learn, model, serve, simulate
+from minicache.cli import author, bench, calibrate, demo, folder, learn, model, serve, simulate
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
-for group in (learn, model, serve, simulate, calibrate, demo):
+for group in (folder, learn, model, serve, simulate, calibrate, demo):
     app.add_typer(group.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(author.app, name="course", rich_help_panel="For teachers and authors")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from minicache.course.finder import Lab
 
 Mine = Annotated[bool, typer.Option("--mine", help="Run on the lab files that you have finished.")]
 """The option, the same for every command that has it."""
@@ -16,16 +19,18 @@ def use_labs(console: Console) -> None:
     """Put the learner's finished files in place of the reference's modules. Call it before any of them is imported.
 
     Args:
-        console: for the list of what is theirs.
+        console: told of each module that the learner has begun when the command loads it: whose it is, and why.
     """
     from minicache.course.finder import install_finished_labs, show
 
-    labs = install_finished_labs()
-    # minicache.scheduler.base is scheduler/base.py in its phase's folder: as many steps up as the module has rooms.
-    finished = ((lab.file.parents[lab.module.count(".") - 1], lab.file) for lab in labs if lab.mine)
-    for folder, files in groupby(finished, key=lambda each: each[0]):
-        names = ", ".join(file.relative_to(folder).as_posix() for _, file in files)
-        console.print(f"Yours: {show(folder)}: {names}", style="dim", soft_wrap=True)
-    if others := sum(not lab.mine for lab in labs):
-        count = "1 module" if others == 1 else f"{others} modules"
-        console.print(f"The reference: {count}; `minicache status` says what is left", style="dim")
+    def tell(lab: Lab) -> None:
+        if lab.begun:
+            file, style = show(lab.file), "yellow" if lab.missing else "dim"
+            told = f"reference, not {file}: {lab.missing}" if lab.missing else f"yours: {file}"
+            console.print(escape(told), style=style, soft_wrap=True, highlight=False)
+
+    labs = install_finished_labs(tell)
+    if all(lab.missing for lab in labs):
+        console.print("None of your files is finished; `minicache status` says what is left", style="yellow")
+    elif not all(lab.begun for lab in labs):
+        console.print("reference: every file that you have not begun", style="dim")

@@ -1,12 +1,13 @@
-"""What a learner and a teacher type: status, grade, hint, watch, reset, doctor, grade-class."""
+"""What a learner and a teacher type: status, grade, hint, watch, reset, python, doctor, grade-class."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,7 +28,7 @@ app = typer.Typer(pretty_exceptions_show_locals=False)
 console = Console()
 
 PhaseName = Annotated[str, typer.Argument(metavar="N", help="The phase: 1, 01 or dense-cache.")]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds without an answer that count as an endless loop.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds of computing or sleeping that count as an endless loop.")]
 
 
 def names() -> set[str]:
@@ -43,12 +44,12 @@ def status() -> None:
     saved = _load(workspace)
     table = Table("", "", "file", "points", "")
     for phase in workspace.course:
-        earned = sum(task.points for task in phase.tasks if saved.passed(task))
+        earned = sum(map(saved.earned, phase.tasks))
         points = f"[bold]{earned}/{phase.points}[/]" if phase.tasks else ""
         table.add_row(f"[bold]{phase.number}[/]", f"[bold]{phase.title}[/]", "", points, "" if points else "planned")
         files = workspace.lab_files(phase)
         for task in phase.tasks:
-            points = f"{task.points if saved.passed(task) else 0}/{task.points}"
+            points = f"{saved.earned(task)}/{task.points}"
             table.add_row(task.id, task.title, str(task.file), points, _state(saved, phase, task, files[task.module]))
     console.print(table)
     console.print(f"Your files: {show(workspace.labs)}", soft_wrap=True)
@@ -139,6 +140,21 @@ def reset(
         console.print("Nothing to do: these are the starters.")
 
 
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@app.command(context_settings=_PASS_ON)
+def python(context: typer.Context) -> None:
+    """Start Python with your files loaded, finished or not: a prompt, or a script, -c CODE, -m MODULE."""
+    _interpret(["-i"] if not context.args else [], context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def ipython(context: typer.Context) -> None:
+    """Start IPython with your files loaded, finished or not. What follows is passed on to it."""
+    _interpret([], ["ipython", *context.args])
+
+
 @app.command()
 def doctor() -> None:
     """Check what the course needs, and say what to do about what is missing."""
@@ -200,11 +216,17 @@ def _grade(workspace: Workspace, phase: Phase, task: int | None, timeout: float,
 
         result = grading.grade(workspace, phase, task=task, timeout=timeout, on_event=on_event)
     report.print_result(result, console)
+    report.print_way_on(result, workspace.course, console)
     if save:
         saved = _load(workspace)
         saved.record(result)
         saved.save()
     return result
+
+
+def _interpret(options: list[str], arguments: list[str]) -> NoReturn:
+    """Become a Python into which nothing has been imported yet that a learner's file could stand in for."""
+    os.execv(sys.executable, [sys.executable, *options, "-m", "minicache.course.interpreter", *arguments])
 
 
 def _copy_command(source: Path, target: Path) -> str:

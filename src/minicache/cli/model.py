@@ -44,7 +44,7 @@ def generate(
     import torch
 
     from minicache.engine.decoding import decode
-    from minicache.engine.sampling import sampler
+    from minicache.engine.picking import sampler
     from minicache.grammar import Tokenizer
     from minicache.model import load_minigpt
 

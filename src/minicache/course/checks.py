@@ -12,11 +12,13 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
 from numbers import Integral, Real
 from types import TracebackType
 from typing import Any
 
+from minicache.course import scenario
 from minicache.course.finder import learners_line
 
 _STARTER = re.compile(r"phase (\d+), task (\d+): ")
@@ -26,6 +28,7 @@ PLACES = ("at ", "called at ")
 """How the tracer's notes on where an error was raised begin."""
 
 _MAX_NUMBERS = 16  # of a tensor that is told with its values
+_MIN_SIZE = 100  # of an integer that is an amount: smaller ones are ids, positions, counts
 
 
 class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
@@ -36,11 +39,15 @@ class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
         got: what came back.
         expected: what should have come back.
         first_difference: the first place where the two differ, or "" where `got` and `expected` tell it all.
+        num_done: of the notes of `scenario.done`, those that are told with it.
     """
 
-    def __init__(self, called: str, got: str, expected: str, first_difference: str = "") -> None:
-        super().__init__(called, got, expected, first_difference)
+    def __init__(
+        self, called: str, got: str, expected: str, first_difference: str = "", num_done: int | None = None
+    ) -> None:
+        super().__init__(called, got, expected, first_difference, num_done)
         self.called, self.got, self.expected, self.first_difference = called, got, expected, first_difference
+        self.num_done = num_done
 
     def __str__(self) -> str:
         lines = [f"called    {self.called}", f"got       {self.got}", f"expected  {self.expected}"]
@@ -57,11 +64,16 @@ class Outcome:
         called: the call as text.
         returned: its result, None if it raised.
         error: what it raised, or None.
+        num_done: notes of what the test has done (`scenario.done`), without one of the call itself.
     """
 
     called: str
     returned: Any = None
     error: BaseException | None = None
+    num_done: int | None = None
+
+    def _failed(self, got: str, expected: str, first_difference: str = "") -> CheckFailed:
+        return CheckFailed(self.called, got, expected, first_difference, self.num_done)
 
     @property
     def value(self) -> Any:
@@ -79,7 +91,7 @@ class Outcome:
         __tracebackhide__ = True
         got = self._result(short(expected))
         if (difference := _difference(got, expected, rtol, atol)) is not None:
-            raise CheckFailed(self.called, short(got), short(expected), difference)
+            raise self._failed(short(got), short(expected), difference)
 
     def is_near(
         self, expected: float, rel: float, *, reveal: bool = True, factors: Mapping[float, str] | None = None
@@ -97,13 +109,13 @@ class Outcome:
         wanted = f"{right}, within {100 * rel:.3g} %" if rel else f"{right}, exactly"
         got = self._result(wanted)
         if not _is_number(got):
-            raise CheckFailed(self.called, short(got), wanted, f"{_kind(got)} is not a number")
+            raise self._failed(short(got), wanted, f"{_kind(got)} is not a number")
         if abs(got - expected) <= rel * abs(expected):
             return
         hints = [hint for factor, hint in (factors or {}).items() if math.isclose(got / expected, factor, rel_tol=rel)]
         close = "your answer is close, but not close enough" if math.isclose(got, expected, rel_tol=0.01) else ""
         parts = [_ratio(got, expected, "your answer is", "the right one") or close, *hints[:1]]
-        raise CheckFailed(self.called, short(got), wanted, ": ".join(filter(None, parts)))
+        raise self._failed(short(got), wanted, ": ".join(filter(None, parts)))
 
     def raises(self, error: type[BaseException] | tuple[type[BaseException], ...], saying: str | None = None) -> None:
         """An error of that type, its message containing `saying` (upper and lower case are the same)."""
@@ -111,16 +123,16 @@ class Outcome:
         types = error if isinstance(error, tuple) else (error,)
         wanted = " or ".join(each.__name__ for each in types) + (f" saying {saying!r}" if saying else "")
         if self.error is None:
-            raise CheckFailed(self.called, f"{short(self.returned)}, and no error", wanted)
+            raise self._failed(f"{short(self.returned)}, and no error", wanted)
         if not isinstance(self.error, types):
-            raise CheckFailed(self.called, told(self.error), wanted) from self.error
+            raise self._failed(told(self.error), wanted) from self.error
         if saying and saying.lower() not in str(self.error).lower():
-            raise CheckFailed(self.called, told(self.error), wanted, "the message does not say it") from self.error
+            raise self._failed(told(self.error), wanted, "the message does not say it") from self.error
 
     def _result(self, wanted: str) -> Any:
         __tracebackhide__ = True
         if self.error is not None:
-            raise CheckFailed(self.called, told(self.error), wanted) from self.error
+            raise self._failed(told(self.error), wanted) from self.error
         return self.returned
 
 
@@ -128,17 +140,21 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Call `fn` and keep what came of it. What a starter raises ("not written yet") goes straight through."""
     arguments = [short(arg) for arg in args] + [f"{name}={short(arg)}" for name, arg in kwargs.items()]
     called = f"{_name(fn)}({', '.join(arguments)})"  # before the call, which may change its arguments
+    before = scenario.num_done()
     try:
-        return Outcome(called, returned=fn(*args, **kwargs))
-    except (Exception, SystemExit) as error:
-        if is_not_written(error):
+        returned, error = fn(*args, **kwargs), None
+    except (Exception, SystemExit) as raised:
+        if is_not_written(raised):
             raise
-        return Outcome(called, error=unwrapped(error))
+        returned, error = None, unwrapped(raised)
+    # What is done inside is told too, but not the call itself: that is the next line.
+    num_done = before if hasattr(fn, "is_followed") else scenario.num_done()
+    return Outcome(called, returned, error, num_done)
 
 
 def that(description: str, got: object) -> Outcome:
     """A value already at hand, and in words what it is: `that("cache.num_tokens after 3 tokens", n).gives(3)`."""
-    return Outcome(description, returned=got)
+    return Outcome(description, returned=got, num_done=scenario.num_done())
 
 
 def is_not_written(error: BaseException) -> bool:
@@ -202,7 +218,7 @@ def short(value: Any) -> str:
 
     Of a dataclass, the fields that have not their defaults.
     """
-    if _is_tensor(value):
+    if is_tensor(value):
         dtype = str(value.dtype).removeprefix("torch.")
         told_shape = f"tensor{list(value.shape)} {dtype}"
         if value.numel() > _MAX_NUMBERS or value.device.type == "meta":
@@ -218,16 +234,25 @@ def short(value: Any) -> str:
     if isinstance(value, list | tuple) and 0 < len(value) <= 8:
         inside = ", ".join(short(item) for item in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, Enum):
+        return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return _name(value)
     if is_dataclass(value) and not isinstance(value, type):
         shown = [(each, short(getattr(value, each.name))) for each in fields(value) if each.repr]
-        told_fields = [f"{each.name}={text}" for each, text in shown if text != short(each.default)]
+        told_fields = [f"{each.name}={text}" for each, text in shown if text != _default(each)]
         return _cut(f"{type(value).__qualname__}({', '.join(told_fields)})", 240)
     text = repr(value)
     if " object at 0x" in text:  # Python's own repr: an address tells nothing
         return _kind(value)
     return _cut(text, 80)
+
+
+def _default(field: Field[Any]) -> str:
+    """What a dataclass's field is told as where nothing was given for it; "" where something must be."""
+    if field.default_factory is not MISSING:
+        return short(field.default_factory())
+    return "" if field.default is MISSING else short(field.default)
 
 
 def _numbers(value: Any) -> str:
@@ -249,7 +274,7 @@ def _cut(text: str, limit: int) -> str:
 def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "") -> str | None:
     """Where and how `got` first differs from `expected`, "" if the two alone tell it, or None if they are the same."""
     prefix = f"at {at}: " if at else ""
-    if _is_tensor(expected):
+    if is_tensor(expected):
         return _tensor_difference(got, expected, rtol, atol, prefix)
     if isinstance(expected, list | tuple):
         kind = list if isinstance(expected, list) else tuple
@@ -258,16 +283,16 @@ def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "")
         for index, (one, other) in enumerate(zip(got, expected, strict=False)):
             if (difference := _difference(one, other, rtol, atol, f"{at}[{index}]")) is not None:
                 return difference
-        return None if len(got) == len(expected) else f"{prefix}{len(got)} items, expected {len(expected)}"
-    if _is_number(expected):
+        return None if len(got) == len(expected) else f"{prefix}{_items(len(got))}, expected {len(expected)}"
+    if not at and (got is None or expected is None):  # "None" and the other one tell it all
+        return None if got is expected else ""
+    if _is_number(expected) and got is not None:
         # A bool is no number here, and a count of things is an integer.
         if not _is_number(got) or (isinstance(expected, Integral) and not isinstance(got, Integral)):
             return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
         if got == expected or abs(got - expected) <= atol + rtol * abs(expected) < math.inf:
             return None
-        return f"{prefix}got {short(got)}, expected {short(expected)}" if at else _ratio(got, expected)
-    if not at and (got is None or expected is None):  # "None" and the other one tell it all
-        return None if got is expected else ""
+        return f"{prefix}got {short(got)}, expected {short(expected)}" if at else _factor(got, expected)
     if type(got) is not type(expected) and isinstance(expected, bool | str | None):
         return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
     if got == expected:
@@ -286,16 +311,27 @@ def _ratio(got: Any, expected: Any, subject: str = "yours is", other: str = "the
         ratio = got / expected
     except (OverflowError, ZeroDivisionError):
         return ""
-    if not math.isfinite(ratio) or ratio == 0 or f"{ratio:.3g}" == "1":
+    if not math.isfinite(ratio) or ratio <= 0 or f"{ratio:.3g}" == "1":
         return ""
-    if 0.01 <= ratio <= 100 or ratio < 0:
+    if 0.01 <= ratio <= 100:
         return f"{subject} {ratio:.3g} times {other}"
     factor = float(f"{max(ratio, 1 / ratio):.2g}")
     return f"{subject} about {factor:,.0f} times too {'large' if ratio > 1 else 'small'}"
 
 
+def _factor(got: Any, expected: Any) -> str:
+    """The ratio, where something was counted twice or left out or a unit is wrong: not of small counts, not 1.13."""
+    if isinstance(expected, Integral) and min(abs(got), abs(expected)) < _MIN_SIZE:
+        return ""
+    told_ratio, larger, smaller = _ratio(got, expected), max(got, expected), min(got, expected)
+    if not told_ratio:
+        return ""
+    factor = larger / smaller
+    return told_ratio if factor > 100 or math.isclose(factor, round(factor), rel_tol=1e-3) else ""
+
+
 def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix: str) -> str | None:
-    if not _is_tensor(got):
+    if not is_tensor(got):
         return f"{prefix}{_kind(got)}, expected a tensor"
     if got.shape != expected.shape:
         return f"{prefix}shape {list(got.shape)}, expected {list(expected.shape)}"
@@ -312,19 +348,28 @@ def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix
     if not count:
         return None
     index = wrong.nonzero()[0].tolist()
-    here = f"first at {index}: got {one[tuple(index)].item():.6g}, expected {other[tuple(index)].item():.6g}"
+    first, right = one[tuple(index)].item(), other[tuple(index)].item()
+    here = f"first at {index}: got {first:.6g}, expected {right:.6g}"
     largest = error[wrong].max().item()  # NaN if one of them is
-    how = "contains NaN" if math.isnan(largest) else f"largest error {largest:.3g}"
-    return f"{prefix}{here}; {count} of {wrong.numel()} differ, {how}"
+    how = ", contains NaN" if math.isnan(largest) else f", largest error {largest:.3g}"
+    if not expected.is_floating_point():  # ids and positions: how far off says nothing
+        how = ""
+    known = [f"{number:.6g} is {where}" for number in (first, right) if (where := scenario.origin(number))]
+    return "; ".join([f"{prefix}{here}", *known, f"{count} of {wrong.numel()} differ{how}"])
 
 
-def _is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> bool:
+    """Whether `value` is a tensor; torch is not loaded to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _items(count: int) -> str:
+    return f"{count} item" if count == 1 else f"{count} items"
 
 
 def _kind(value: object) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from minicache.course.workspace import Workspace, find_workspace
-from minicache.errors import CourseError
+from minicache.errors import CourseError, KernelUnavailableError
 
 _INSTALL = 'pip install -c constraints.txt -e ".[course]"'
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -41,18 +42,21 @@ class Finding:
 
 def examine() -> Iterator[Finding]:
     """Look at everything, the base first."""
-    # In a process of its own: importing Triton settles where it runs. Meanwhile this one imports torch too.
     trying = subprocess.Popen(
-        [sys.executable, "-c", _TRY_TRITON], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", f"from {__name__} import try_out; try_out()"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     yield Finding("Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
-    yield _package("torch", _INSTALL, _use_torch)
+    yield _tried(trying, "torch", _INSTALL) if find_spec("torch") else _package("torch", _INSTALL)
     for name in ("numpy", "pytest", "hypothesis", "libcst", "watchfiles"):
         yield _package(name, _INSTALL)
     plugins = {entry.value for entry in entry_points(group="pytest11")}
     active = "minicache.course.plugin" in plugins
     yield Finding("pytest plugin", active, "active" if active else "not found by pytest", f"{_INSTALL} again")
-    yield _triton(trying)
+    yield _tried(trying, "triton", "phase 4 will not be graded; all else works", required=False)
+    trying.wait()
     browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     needed = "only the tests of the site need it: install chromium"
     yield Finding("browser", browser is not None, browser or "no chromium", needed, required=False)
@@ -66,16 +70,27 @@ def examine() -> Iterator[Finding]:
     yield _state(workspace.state)
 
 
-def _package(name: str, remedy: str, use: Callable[[], str] | None = None) -> Finding:
-    """Is a package there, and, where it is worth trying, does it work?"""
+def _package(name: str, remedy: str) -> Finding:
+    """Is a package there?"""
     try:
-        if find_spec(name) is None:
-            raise PackageNotFoundError(name)
-        return Finding(name, True, use() if use else version(name))
+        return Finding(name, True, version(name))
     except PackageNotFoundError:
         return Finding(name, False, "not installed", remedy)
-    except (ImportError, OSError, RuntimeError) as error:
-        return Finding(name, False, f"does not work: {error}", remedy)
+
+
+def try_out() -> None:
+    """Use torch and Triton, and print a line of JSON for each: whether it works, and what was found.
+
+    In a process of its own: importing Triton settles where it runs, and what does not fit the machine may crash.
+    """
+    for use in (_use_torch, _use_triton):
+        try:
+            told = (True, use())
+        except KernelUnavailableError as error:
+            told = (False, str(error))
+        except (ImportError, OSError, RuntimeError) as error:
+            told = (False, f"does not work: {error}")
+        print(json.dumps(told), flush=True)
 
 
 def _use_torch() -> str:
@@ -86,25 +101,18 @@ def _use_torch() -> str:
     return f"{torch.__version__} ({device})"
 
 
-_TRY_TRITON = """
-from minicache.errors import KernelUnavailableError
-from minicache.kernels import runtime
+def _use_triton() -> str:
+    from minicache.kernels import runtime
 
-runtime.interpret_without_gpu()
-try:
-    print(runtime.describe())
-except KernelUnavailableError as error:
-    raise SystemExit(str(error))
-"""
+    runtime.interpret_without_gpu()
+    return runtime.describe()
 
 
-def _triton(trying: subprocess.Popen[str]) -> Finding:
-    """Which Triton there is, and whether it computes."""
-    printed, errors = trying.communicate()
-    told = (printed if trying.returncode == 0 else errors).strip().splitlines() or ["no answer"]
-    return Finding(
-        "triton", trying.returncode == 0, told[-1], "phase 4 will not be graded; all else works", required=False
-    )
+def _tried(trying: subprocess.Popen[str], name: str, remedy: str, *, required: bool = True) -> Finding:
+    """The next line of `try_out`."""
+    assert trying.stdout
+    ok, detail = json.loads(trying.stdout.readline() or '[false, "no answer: the process that tried it crashed"]')
+    return Finding(name, ok, detail, remedy, required)
 
 
 def _labs(workspace: Workspace) -> Finding:

@@ -120,20 +120,36 @@ class Lab:
     Attributes:
         module: `minicache.cache.dense`.
         file: the learner's file.
-        mine: whether the learner's file stands in for the reference.
-        reason: why, or why not, in words.
+        missing: why the reference is used instead, in words; "" if the learner's file stands in for it.
+        begun: whether the learner's file is no longer the starter.
     """
 
     module: str
     file: Path
-    mine: bool
-    reason: str
+    missing: str
+    begun: bool
 
 
-def install_finished_labs() -> list[Lab]:
+class _Announcer(MetaPathFinder):
+    """Finds nothing, and tells of each module of the course once, just before it is loaded."""
+
+    def __init__(self, labs: Iterable[Lab], tell: Callable[[Lab], None]) -> None:
+        self._labs = {lab.module: lab for lab in labs}
+        self._tell = tell
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        """None, so that Python looks further."""
+        if lab := self._labs.pop(name, None):
+            self._tell(lab)
+
+
+def install_finished_labs(loading: Callable[[Lab], None] = lambda lab: None) -> list[Lab]:
     """Let the learner's finished files stand in, for `--mine` on commands other than `grade`.
 
     A file is finished when all tasks in it passed and it has not changed since. The reference is used for the rest.
+
+    Args:
+        loading: called with each module that has tasks, just before it is loaded: a command runs only what it loads.
 
     Returns:
         Every module that has tasks, in the order of the course.
@@ -141,14 +157,17 @@ def install_finished_labs() -> list[Lab]:
     Raises:
         CourseError: there is no course, or one of the modules is already imported.
     """
+    from minicache.course.starters import is_edited  # imports libcst
+
     workspace = find_workspace()
     progress = Progress.load(workspace)
-    labs = []
-    for phase in workspace.course:
-        for module, file in workspace.lab_files(phase).items():
-            missing = progress.missing(phase, module, file)
-            labs.append(Lab(module, file, not missing, missing or "finished"))
-    install({lab.module: lab.file for lab in labs if lab.mine})
+    labs = [
+        Lab(module, file, progress.missing(phase, module, file), is_edited(workspace, phase, module))
+        for phase in workspace.course
+        for module, file in workspace.lab_files(phase).items()
+    ]
+    install({lab.module: lab.file for lab in labs if not lab.missing})
+    sys.meta_path.insert(0, _Announcer(labs, loading))
     return labs
 
 

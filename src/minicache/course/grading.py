@@ -6,7 +6,6 @@ parent knows which test (or import) it was lost in. That task is failed, and a n
 
 from __future__ import annotations
 
-import re
 import signal
 import tempfile
 import time
@@ -15,23 +14,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from minicache.course.finder import line_of
 from minicache.course.journal import Event, Journal
 from minicache.course.resident import ResidentServer
 from minicache.course.results import Outcome, PhaseResult, TestResult, by_task
 from minicache.course.server import Child, PytestServer, preload_for
+from minicache.course.stall import Stopwatch, where
 from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, fingerprint
 from minicache.errors import CourseError
 
-TIMEOUT = 60.0
-"""Seconds without any sign of life, after which a child is stopped. One test may use all of them.
+TIMEOUT = 10.0
+"""Seconds of computing or sleeping without a sign of life, after which a child is stopped. A test may use all of them.
 
-A function that never returns is called in several tasks. So that nobody waits for each as long as for the first, a
-third of it is enough once a child had to be stopped.
+The reference takes less than one in any test. A function that never returns is called in several tasks. So that nobody
+waits for each as long as for the first, half of it is enough once a child had to be stopped.
 """
 
+_START = 60.0  # seconds that a child has before its first sign of life: it may import torch, and runs no learner's code
 _POLL = 0.01  # seconds between two looks at the journal
+_NUM_STACKS = 5  # of a child that is stopped, to see which of its frames stay
+_GRACE = 0.4  # seconds that it has to write each
 
 
 def grade(
@@ -69,7 +71,7 @@ def grade(
         raise CourseError(f"phase {phase.number} has no tests: {tests} is not there")
     files = workspace.lab_files(phase)
     fingerprints = {module: fingerprint(file) for module, file in files.items()}
-    run = _Run(workspace, files, timeout, on_event)
+    run = _Run(workspace, files, tests, timeout, on_event)
     with ExitStack() as stack:
         server = server or stack.enter_context(ResidentServer(preload_for(phase)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minicache-")))
@@ -78,7 +80,9 @@ def grade(
         arguments += ["--maxfail=1"] if until_failure else []
         while not run.follow(server.start(arguments, workspace.root, log), journal, log):
             pass
-    return PhaseResult(phase, by_task(tasks, run.results_of(tasks)), files, fingerprints, run.unimportable)
+    return PhaseResult(
+        phase, by_task(tasks, run.results_of(tasks), run.num_collected), files, fingerprints, run.unimportable
+    )
 
 
 @dataclass
@@ -87,9 +91,11 @@ class _Run:
 
     workspace: Workspace
     files: dict[str, Path]
+    tests: Path
     timeout: float
     on_event: Callable[[Event], None]
     results: dict[str, tuple[str, TestResult]] = field(default_factory=dict)  # node id → task id, result
+    num_collected: dict[str, int] = field(default_factory=dict)  # task id → its tests
     unimportable: dict[str, str] = field(default_factory=dict)
     doing: Event | None = None
     last: Event | None = None
@@ -105,7 +111,7 @@ class _Run:
         try:
             stalled = self._watch(child, journal)
             if stalled:
-                child.abort()
+                self._take_stacks(child, log)
         finally:
             returncode = child.stop()
         if self.finished and self.doing is None:
@@ -116,11 +122,11 @@ class _Run:
             raise CourseError(f"pytest could not grade {self.workspace.labs}:\n{_tail(log)}")
         if stalled:
             outcome, reason = Outcome.STALLED, f"endless loop? No answer within {self.patience:.0f} s"
-            self.patience = self.timeout / 3
+            self.patience = self.timeout / 2
         else:
             outcome = Outcome.CRASHED
             reason = "pytest was made to stop" if self.finished else _how_it_ended(returncode)
-        journal.write(self._lose(culprit, outcome, "\n".join([reason, *_where(log, self.files)])))
+        journal.write(self._lose(culprit, outcome, "\n".join([reason, *where(log, self.files.values(), self.tests)])))
         return False
 
     def results_of(self, tasks: tuple[Task, ...]) -> dict[str, list[TestResult]]:
@@ -132,7 +138,7 @@ class _Run:
 
     def _watch(self, child: Child, journal: Journal) -> bool:
         """Read the journal until the child ends; True if it had to be given up."""
-        until = time.monotonic() + self.patience
+        clock = Stopwatch(child.pid)
         while True:
             ended = child.poll() is not None  # before reading, so that nothing written at the end is missed
             for event in journal.new_events():
@@ -140,18 +146,29 @@ class _Run:
                     continue
                 self._hear(event)
                 self.on_event(event)
-                until = time.monotonic() + self.patience
+                clock.restart()
             if ended or self.finished:  # a finished child has nothing more to say; a learner's thread may keep it alive
                 return False
-            if time.monotonic() > until:
+            if clock.read() > (self.patience if self.last else _START):
                 return True
+            time.sleep(_POLL)
+
+    def _take_stacks(self, child: Child, log: Path) -> None:
+        """Have a child that gives no sign of life write down where it is, several times."""
+        for _ in range(_NUM_STACKS):
+            size, until = log.stat().st_size, time.monotonic() + _GRACE
+            child.ask()
+            while log.stat().st_size == size and time.monotonic() < until:
+                time.sleep(_POLL)
             time.sleep(_POLL)
 
     def _hear(self, event: Event) -> None:
         if event.kind == "result":
             outcome = Outcome(event.outcome)
-            result = TestResult(event.name, event.title, outcome, event.message, event.printed, event.needs)
-            self.results[event.name] = (event.task, result)
+            told = (event.message, event.printed, event.needs, event.distance)
+            self.results[event.name] = (event.task, TestResult(event.name, event.title, outcome, *told))
+        elif event.kind == "task":
+            self.num_collected[event.task] = event.total
         elif event.kind == "unimportable":
             self.unimportable[event.name] = event.message
         if event.kind != "finished":  # which pytest also says when a test made it stop
@@ -174,19 +191,6 @@ def _how_it_ended(returncode: int) -> str:
     if returncode < 0:
         return f"the process crashed ({signal.strsignal(-returncode)})"
     return f"the process was ended (exit code {returncode})"
-
-
-def _where(log: Path, files: dict[str, Path]) -> list[str]:
-    """Where in the learner's files a dying child was, and from where it got there, if the fault handler could tell."""
-    names = {str(file) for file in files.values()}
-    text = log.read_text(encoding="utf-8", errors="replace")
-    for thread in text.split("(most recent call first)"):
-        frames = re.findall(r'^  File "(.+)", line (\d+) in ', thread, re.MULTILINE)
-        if lines := [line_of(file, int(lineno)) for file, lineno in frames if file in names]:
-            innermost, outermost = lines[0], lines[-1]
-            called_from = [f"from      {outermost}"] if outermost != innermost else []
-            return [f"at        {innermost}", *called_from]
-    return []
 
 
 def _arguments(workspace: Workspace, tests: Path, task: int | None, journal: Path) -> list[str]:

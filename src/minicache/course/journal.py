@@ -16,9 +16,10 @@ Kind = Literal[
     "import",  # about to import the module `name`
     "file",  # about to collect the test file `name`
     "test",  # about to run the test `name`
+    "task",  # the test files of `task` are read: it has `total` tests, those included that ran already
     "collected",  # all test files are read: `total` tests will run
     "unimportable",  # the module `name` could not be imported: `message`
-    "result",  # the test, or test file, `name` is done: `outcome`, `message`, `printed`, `needs`
+    "result",  # the test, or test file, `name` is done: `outcome`, `message`, `printed`, `needs`, `distance`
     "lost",  # written by the parent: the process was lost in `name`, a module or a test of `task`: `message`
     "finished",  # the run came to its end
 ]
@@ -36,6 +37,7 @@ class Event:
     message: str = ""
     printed: str = ""
     needs: str = ""
+    distance: int = 0
     total: int = 0
 
 

@@ -21,11 +21,13 @@ class TaskRecord:
 
     Attributes:
         outcome: how it went.
+        earned: its points.
         sha256: the fingerprint of the learner's file that was graded.
         graded_at: local time, ISO 8601.
     """
 
     outcome: Outcome
+    earned: int
     sha256: str
     graded_at: str
 
@@ -55,7 +57,9 @@ class Progress:
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
             tasks = {
-                task: TaskRecord(Outcome(record["outcome"]), str(record["sha256"]), str(record["graded_at"]))
+                task: TaskRecord(
+                    Outcome(record["outcome"]), int(record["earned"]), str(record["sha256"]), str(record["graded_at"])
+                )
                 for task, record in data["tasks"].items()
             }
             hints = {task: int(count) for task, count in data["hints"].items()}
@@ -85,11 +89,15 @@ class Progress:
         now = datetime.now().isoformat(timespec="seconds")
         for graded in result.tasks:
             sha256 = result.fingerprints[graded.task.module]
-            self.tasks[graded.task.id] = TaskRecord(graded.outcome, sha256, now)
+            self.tasks[graded.task.id] = TaskRecord(graded.outcome, graded.earned, sha256, now)
 
     def passed(self, task: Task) -> bool:
         """Whether the task passed when it was graded last, whatever happened to the file since."""
         return task.id in self.tasks and self.tasks[task.id].outcome is Outcome.PASSED
+
+    def earned(self, task: Task) -> int:
+        """The points that the task earned when it was graded last."""
+        return self.tasks[task.id].earned if task.id in self.tasks else 0
 
     def is_stale(self, task: Task, file: Path) -> bool:
         """Whether the task was graded and its file has changed since."""

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from minicache.course.finder import show
 from minicache.course.results import Outcome, PhaseResult, TaskResult, TestResult, pointers
-from minicache.course.table import Task
+from minicache.course.table import Course, Task
 
 STYLES = {
     Outcome.PASSED: "green",
@@ -52,7 +52,7 @@ def print_result(result: PhaseResult, console: Console) -> None:
             task.id,
             task.title,
             task.file.name,
-            f"{graded.num_passed}/{len(graded.tests)}",
+            f"{graded.num_passed}/{graded.num_tests}",
             f"{graded.earned}/{task.points}",
             Text(outcome, style=STYLES[graded.outcome]),
         )
@@ -74,6 +74,32 @@ def print_result(result: PhaseResult, console: Console) -> None:
         task = result.goes_on_with(unfinished[0])
         console.print(f"Next: [bold]task {task.id}, {task.title}[/]. Read {task.page}", soft_wrap=True)
     console.print(f"[bold]{result.earned} of {result.points} points[/]")
+
+
+def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
+    """Where a learner goes on when everything has passed: to the next task; or to the notebook and the next phase."""
+    phase = result.phase
+    if not result.passed:
+        return
+    if len(result.tasks) < len(phase.tasks):
+        later = [task for task in phase.tasks if task.number > result.tasks[-1].task.number]
+        todo = (
+            f"task {later[0].id}, {later[0].title}[/]. Read {later[0].page}, then" if later else "the whole phase[/]:"
+        )
+        lines = [
+            f"Next: [bold]{todo} `minicache grade {phase.number}" + (f" --task {later[0].number}`" if later else "`")
+        ]
+    else:
+        lines = [f"Phase {phase.number} is finished. Its experiments: jupyter lab notebooks/{phase.folder}.ipynb"]
+        if following := [each for each in course if each.tasks and each.number > phase.number]:
+            to = following[0]
+            lines.append(f"Next: [bold]phase {to.number}, {to.title}[/]. Read docs/en/{to.folder}/index.md")
+            lines.append(f"Its tasks: `minicache grade {to.number}`")
+        else:
+            lines.append("It is the last phase. The engine on your own files: `minicache serve --mine`")
+            lines.append("What is left in the others: `minicache status`")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def _problem(graded: TaskResult, goes_on_with: Task) -> Panel:
@@ -110,7 +136,7 @@ def _check(test: TestResult) -> str:
 
 
 def write_junit(result: PhaseResult, file: Path) -> None:
-    """Write JUnit XML: a suite for each task, a case for each test."""
+    """Write JUnit XML: a suite for each task, with its points as properties, a case for each test."""
     root = Xml.Element("testsuites", name=result.phase.folder)
     for graded in result.tasks:
         outcomes = [test.outcome for test in graded.tests]
@@ -124,6 +150,9 @@ def write_junit(result: PhaseResult, file: Path) -> None:
             failures=str(num_failed if outcomes else 1),
             skipped=str(num_skipped),
         )
+        properties = Xml.SubElement(suite, "properties")
+        for name, value in (("earned", graded.earned), ("points", graded.task.points)):
+            Xml.SubElement(properties, "property", name=name, value=str(value))
         for test in graded.tests:
             case = Xml.SubElement(suite, "testcase", classname=_xml(graded.task.id), name=_xml(test.id))
             if test.outcome is Outcome.NOT_GRADED:
@@ -148,7 +177,7 @@ def write_gradescope(result: PhaseResult, file: Path) -> None:
             "score": graded.earned,
             "max_score": graded.task.points,
             "status": "passed" if graded.outcome is Outcome.PASSED else "failed",
-            "output": f"{graded.outcome}: {graded.num_passed} of {len(graded.tests)} tests passed"
+            "output": f"{graded.outcome}: {graded.num_passed} of {graded.num_tests} tests passed"
             + (f"\n\n{problem.message}\n{pointers(result.goes_on_with(graded))}" if problem else ""),
         }
         for graded, problem in ((graded, graded.first_problem) for graded in result.tasks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -47,6 +47,8 @@ class TestResult:
         message: what a learner is told; "" if it passed.
         printed: the end of what the learner's code printed.
         needs: of a test that is not written, the id of another task if it is that one's code which is missing.
+        distance: of a test that failed, how far what it tells may be from the mistake. 0: a check of what a call gave;
+            1: a check of an example that Hypothesis has found; 2 and 3: an error raised on the way to one.
     """
 
     __test__ = False
@@ -57,14 +59,27 @@ class TestResult:
     message: str = ""
     printed: str = ""
     needs: str = ""
+    distance: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """One task: its points are earned when all of its tests pass, and there is at least one."""
+    """One task.
+
+    Attributes:
+        task: the task.
+        tests: those that ran, the smallest scenario first: the order in which the test file has them.
+        num_collected: all that it has. Where the process was lost, not all of them ran.
+    """
 
     task: Task
     tests: tuple[TestResult, ...]
+    num_collected: int = 0
+
+    @property
+    def num_tests(self) -> int:
+        """The tests that its points are shared among."""
+        return max(self.num_collected, len(self.tests))
 
     @property
     def outcome(self) -> Outcome:
@@ -74,8 +89,10 @@ class TaskResult:
 
     @property
     def earned(self) -> int:
-        """All of the task's points, or none."""
-        return self.task.points if self.outcome is Outcome.PASSED else 0
+        """The tests' share of the task's points, rounded down; none while a function of it is not written yet."""
+        if any(test.outcome is Outcome.NOT_WRITTEN for test in self.tests):
+            return 0
+        return self.task.points * self.num_passed // max(self.num_tests, 1)
 
     @property
     def num_passed(self) -> int:
@@ -84,8 +101,12 @@ class TaskResult:
 
     @property
     def first_problem(self) -> TestResult | None:
-        """The first test that did not pass, the worst kind first."""
-        return next((test for test in self.tests if test.outcome is self.outcome is not Outcome.PASSED), None)
+        """The most telling of the tests that did not pass.
+
+        The worst kind first; of failures, the one nearest to the mistake; of these, the smallest scenario.
+        """
+        problems = [test for test in self.tests if test.outcome is self.outcome is not Outcome.PASSED]
+        return min(problems, key=lambda test: test.distance, default=None)
 
     @property
     def needs(self) -> str:
@@ -142,6 +163,8 @@ def pointers(task: Task) -> str:
     return f"read on   {task.page}\nhint      minicache hint {task.id}"
 
 
-def by_task(tasks: Sequence[Task], tests: dict[str, list[TestResult]]) -> tuple[TaskResult, ...]:
-    """The tests of each task, given by the task's id; a task without any has failed."""
-    return tuple(TaskResult(task, tuple(tests.get(task.id, ()))) for task in tasks)
+def by_task(
+    tasks: Sequence[Task], tests: Mapping[str, Sequence[TestResult]], num_collected: Mapping[str, int]
+) -> tuple[TaskResult, ...]:
+    """The tests of each task, and how many it has, given by the task's id; a task without any has failed."""
+    return tuple(TaskResult(task, tuple(tests.get(task.id, ())), num_collected.get(task.id, 0)) for task in tasks)

@@ -8,6 +8,7 @@ its owner's end. They talk in lines: a job as JSON goes in, `pid N` and at its e
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -16,7 +17,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -31,7 +31,6 @@ from minicache.errors import CourseError, KernelUnavailableError
 PLUGINS = ("minicache.course.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 """What a run loads, and no other plugin that is installed: looking for those takes longer than most tasks' tests."""
 
-_GRACE = 2.0  # seconds that an aborted child has for its traceback
 _POLL = 0.01  # seconds between two looks at a run
 _MAX_FILE_NBYTES = 2**28  # of what one run may write to a file: a loop that prints must not fill the disk
 
@@ -50,13 +49,10 @@ class Child:
             self._read()
         return self.returncode
 
-    def abort(self) -> None:
-        """Ask it to die telling where it is: pytest's fault handler writes the traceback to the log."""
+    def ask(self) -> None:
+        """Have it write to the log where it is."""
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGABRT)
-        until = time.monotonic() + _GRACE
-        while self.poll() is None and time.monotonic() < until:
-            time.sleep(_GRACE / 20)
+            os.kill(self.pid, signal.SIGUSR1)
 
     def stop(self) -> int:
         """End it, and whatever it has started, if it still runs; the exit code."""
@@ -168,6 +164,7 @@ def serve(jobs: IO[str], answers: IO[str], loaded: Mapping[str, str]) -> None:
         answers: for each job `pid N` and `exit N` are written.
         loaded: environment variables to set in addition, from `load`.
     """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a run that is asked where it is before it can tell goes on
     owner = select.poll()
     owner.register(jobs, 0)  # which tells one thing: that the other end is closed
     for line in jobs:
@@ -197,6 +194,7 @@ def _run(arguments: list[str], folder: str, log: str, environment: dict[str, str
             os.dup2(source, target)
         os.environ.clear()
         os.environ.update(environment)
+        faulthandler.register(signal.SIGUSR1, file=os.dup(output))  # a test's output goes elsewhere
         import pytest
 
         code = pytest.main(arguments, [sys.modules[name] for name in PLUGINS])

@@ -6,12 +6,13 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minicache.course import finder
+from minicache.course import finder, scenario
 from minicache.course.checks import PLACES, CheckFailed, named, told, unwrapped, unwritten_task
 from minicache.course.journal import Event, Journal
 from minicache.course.results import Outcome, TestResult, by_task, pointers
@@ -24,6 +25,7 @@ _PRINTED_LIMIT = 2000  # characters of a learner's output that a result keeps
 
 # What Hypothesis writes to an error, and what it adds to the arguments there.
 _EXAMPLE = re.compile(r"(?:Failing test case|Falsifying example): \w+\((.*)\)", re.DOTALL)
+_SETTING = (scenario.GIVEN, scenario.AFTER)
 _EXAMPLE_COMMENT = re.compile(r"^ *#.*|  # or any other generated value$", re.MULTILINE)
 
 
@@ -61,7 +63,7 @@ class GradingSession:
                 # Not everybody has numba, and loading its kernels takes longer than a task's tests.
                 self._patches.setattr("minicache.kernels.cpu.why_unavailable", lambda: "grading runs without numba")
             self._install()
-        self._num_collected: Counter[int] = Counter()
+        self._num_collected: Counter[str] = Counter()  # task id → its tests, those included that will not run
         self._results: dict[str, dict[str, TestResult]] = {}  # task id → node id → result
 
     # Whose code
@@ -163,15 +165,17 @@ class GradingSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Count the tests of each phase; with --mine, keep those only, and of them what is not yet graded."""
+        """Count the tests of each task; with --mine, keep those only, and of them what is not yet graded."""
         tasks = {item: self._task_of(item.path) for item in items}
-        self._num_collected.update(task.phase for task in tasks.values() if task)
+        self._num_collected.update(task.id for task in tasks.values() if task)
         if self._mine:
             wanted = [item for item in items if tasks[item] and item.nodeid not in self._done]
             config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
             items[:] = wanted
             if self._journal and config.option.maxfail == 1:
                 _broadest_first(items)
+        for task_id, count in self._num_collected.items():
+            self._tell(Event("task", task=task_id, total=count))
         self._tell(Event("collected", total=len(items)))
 
     # What came of them
@@ -200,6 +204,17 @@ class GradingSession:
             pytest.fail(self._unusable[task.module], pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        """Have an error that leaves the test, or an example of it, tell what was set up and done before."""
+        found_by_hypothesis = getattr(getattr(item, "obj", None), "hypothesis", None)
+        with scenario.telling(), ExitStack() as stack:
+            if found_by_hypothesis:
+                inner = found_by_hypothesis.inner_test
+                stack.callback(setattr, found_by_hypothesis, "inner_test", inner)
+                found_by_hypothesis.inner_test = scenario.telling()(inner)
+            yield
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -226,19 +241,22 @@ class GradingSession:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
                 report.longrepr = "\n".join([head, message, pointers(self._task_by_id(needs) or task)])
         # Reports carry extra attributes from process to process, so that this works under xdist too.
-        report.minicache = (task.id, _title(item), outcome.value, message, needs)  # type: ignore[attr-defined]
+        distance = 2 * (not _is_verdict(error)) + _is_hypothesis_test(item)
+        told_of = (task.id, _title(item), outcome.value, message, needs, distance)
+        report.minicache = told_of  # type: ignore[attr-defined]
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Make one result of a test's setup, call and teardown: the first that is no pass counts."""
         if not hasattr(report, "minicache"):
             return
-        task_id, title, outcome, message, needs = report.minicache
+        task_id, title, outcome, message, needs, distance = report.minicache
         results = self._results.setdefault(task_id, {})
         earlier = results.get(report.nodeid)
         if earlier is None or earlier.outcome is Outcome.PASSED:
             printed = report.capstdout[-_PRINTED_LIMIT:]
-            results[report.nodeid] = TestResult(report.nodeid, title, Outcome(outcome), message, printed, needs)
+            result = TestResult(report.nodeid, title, Outcome(outcome), message, printed, needs, distance)
+            results[report.nodeid] = result
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -256,9 +274,10 @@ class GradingSession:
         terminalreporter.section("minicache: points")
         tests = {task_id: list(results.values()) for task_id, results in self._results.items()}
         for phase in self._phases:
-            graded = by_task([task for task in phase.tasks if task.id in tests], tests)
+            graded = by_task([task for task in phase.tasks if task.id in tests], tests, self._num_collected)
             for result in graded:
                 line = f"{result.task.id:<5} {result.task.title:<40} {result.earned:>3} / {result.task.points:<3}"
+                line += f"  {result.num_passed:>3} of {result.num_tests:<3} tests"
                 passed = result.outcome is Outcome.PASSED
                 terminalreporter.write_line(f"{line}  {result.outcome}", green=passed, red=not passed)
 
@@ -266,7 +285,7 @@ class GradingSession:
         """The phases that were asked for and have no test. Under xdist each worker collects, this process does not."""
         if config.pluginmanager.hasplugin("dsession"):
             return []
-        return [phase for phase in self._phases if not self._num_collected[phase.number]]
+        return [phase for phase in self._phases if not any(self._num_collected[task.id] for task in phase.tasks)]
 
     # The journal
 
@@ -286,7 +305,7 @@ class GradingSession:
 
     def _keep(self, task: Task, result: TestResult) -> None:
         self._results.setdefault(task.id, {})[result.id] = result
-        told_of = (result.title, result.outcome, result.message, result.printed, result.needs)
+        told_of = (result.title, result.outcome, result.message, result.printed, result.needs, result.distance)
         self._tell(Event("result", result.id, task.id, *told_of))
 
 
@@ -296,9 +315,18 @@ def _broadest_first(items: list[pytest.Item]) -> None:
     places = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
-        places[item] = (getattr(getattr(item, "obj", None), "is_hypothesis_test", False), num_cases[test])
+        places[item] = (_is_hypothesis_test(item), num_cases[test])
         num_cases[test] += 1
     items.sort(key=places.__getitem__)
+
+
+def _is_hypothesis_test(item: pytest.Item) -> bool:
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+
+
+def _is_verdict(error: BaseException | None) -> bool:
+    """Whether a check says what is wrong with what a call gave: no error raised on the way there."""
+    return isinstance(error, CheckFailed) or (isinstance(error, pytest.fail.Exception) and not error.pytrace)
 
 
 def _prepare_triton() -> str:
@@ -336,13 +364,19 @@ def _lines(error: BaseException, fixtures: Sequence[str]) -> list[str]:
     """The failure in a learner's terms, or nothing where pytest tells it better."""
     if unwritten_task(error):
         return [f"missing   {finder.learners_function(error) or 'a function'} is not written yet"]
-    if isinstance(error, CheckFailed):
-        return [*str(error).splitlines(), *_notes(error, fixtures)]
-    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
-        return str(error).splitlines()
-    if isinstance(error, AssertionError | pytest.fail.Exception | pytest.skip.Exception):
+    if _is_verdict(error):
+        lines = str(error).splitlines()
+    elif isinstance(error, AssertionError | pytest.fail.Exception | pytest.skip.Exception):
         return []
-    return [f"raised    {told(error)}", *_notes(error, fixtures)]
+    else:
+        lines = [f"raised    {told(error)}"]
+    return [*_setting(error), *lines, *_notes(error, fixtures)]
+
+
+def _setting(error: BaseException) -> list[str]:
+    """What was set up and done before it came to the error."""
+    notes = getattr(error, "__notes__", ())
+    return [line for note in notes if note.startswith(_SETTING) for line in note.splitlines()]
 
 
 def _notes(error: BaseException, fixtures: Sequence[str]) -> list[str]:
@@ -354,7 +388,7 @@ def _notes(error: BaseException, fixtures: Sequence[str]) -> list[str]:
             shown = [line for line in arguments if line and line.partition("=")[0] not in fixtures]
             lines.append(f"example   {' '.join(shown).rstrip(',')}")
         # `told` tells places. Those that explain name lines of the grader; those on reproducing, on CI, want it edited.
-        elif not note.startswith((*PLACES, "Explanation:", "    ", "\nYou can reproduce")):
+        elif not note.startswith((*PLACES, *_SETTING, "Explanation:", "    ", "\nYou can reproduce")):
             lines.extend(note.splitlines())
     return lines
 

@@ -272,7 +272,7 @@ def drifted(workspace: Workspace) -> list[str]:
     for phase in workspace.course:
         for module, file in workspace.lab_files(phase).items():
             text = starter(phase, module)
-            if recorded.get(_label(phase, module)) != _sha256(text):
+            if recorded.get(label(phase, module)) != _sha256(text):
                 found.append(f"{module} has changed since `minicache course starters` was last run")
             elif not file.is_file() or file.read_text(encoding="utf-8") != text:
                 found.append(f"{file} was edited: `minicache reset {phase.number}` restores it and keeps a copy")
@@ -282,7 +282,7 @@ def drifted(workspace: Workspace) -> list[str]:
 def is_edited(workspace: Workspace, phase: Phase, module: str) -> bool:
     """Whether the learner's file is there and is no longer the starter that came with the course."""
     file = workspace.lab_files(phase)[module]
-    return file.is_file() and _recorded(workspace).get(_label(phase, module)) != fingerprint(file)
+    return file.is_file() and _recorded(workspace).get(label(phase, module)) != fingerprint(file)
 
 
 def write_all(workspace: Workspace) -> dict[Path, Path | None]:
@@ -295,7 +295,7 @@ def write_all(workspace: Workspace) -> dict[Path, Path | None]:
     record = []
     for phase in workspace.course:
         written |= restore(workspace, phase)
-        record += [f"{_sha256(starter(phase, module))}  {_label(phase, module)}\n" for module in phase.files]
+        record += [f"{_sha256(starter(phase, module))}  {label(phase, module)}\n" for module in phase.files]
     (workspace.labs / RECORD).write_text("".join(record), encoding="utf-8")
     return written
 
@@ -351,7 +351,8 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _label(phase: Phase, module: str) -> str:
+def label(phase: Phase, module: str) -> str:
+    """The learner's file of a module, from labs/: `phase-01-dense-cache/cache/dense.py`."""
     return str(PurePosixPath(phase.folder) / phase.files[module])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,7 +24,7 @@ class Task:
         targets: qualified names in `module` that it asks for, `KVCache.append`. May be empty: the task then grades
             more of what an earlier one asked for.
         points: what it is worth.
-        page: the lab page to read, from the course's root.
+        page: the lab page to read, from the course's root; in a folder that has no pages, the command that shows it.
         hints: from a nudge to nearly the line.
         starts_from: pairs (target, `module:Class.method`): the starter gives this target that body to mend, in place
             of none.
@@ -102,6 +102,15 @@ class Course:
 
     def __iter__(self) -> Iterator[Phase]:
         return iter(self.phases)
+
+    def reading_by_command(self) -> Course:
+        """This course for a folder without docs/: each task's page is the command that shows it."""
+        return Course(
+            tuple(
+                replace(phase, tasks=tuple(replace(task, page=f"minicache docs {task.id}") for task in phase.tasks))
+                for phase in self.phases
+            )
+        )
 
     def phase(self, name: str | int) -> Phase:
         """A phase by number (`1`, `"01"`), slug (`"dense-cache"`) or folder (`"phase-01-dense-cache"`).

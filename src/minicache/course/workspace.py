@@ -13,6 +13,11 @@ from minicache.errors import CourseError
 
 TABLE = "labs/course.toml"
 """The table, from the course's root; a folder that has it is one."""
+INSTALLED = ".minicache/files.json"
+"""What `minicache init` and `update` wrote into a folder, with fingerprints; a clone has no such file."""
+
+CHECKOUT = Path(minicache.__file__).resolve().parents[2]
+"""The clone that the package runs from, if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,8 @@ def open_workspace(root: Path, labs: Path | None = None) -> Workspace:
     labs = labs.absolute() if labs else root / "labs"
     if not labs.is_dir():
         raise CourseError(f"{labs} is not a folder")
-    return Workspace(root, labs, load_course(root / TABLE))
+    course = load_course(root / TABLE)
+    return Workspace(root, labs, course.reading_by_command() if (root / INSTALLED).is_file() else course)
 
 
 def find_workspace(labs: Path | None = None) -> Workspace:
@@ -65,13 +71,12 @@ def find_workspace(labs: Path | None = None) -> Workspace:
         CourseError: there is no course, or it cannot be opened.
     """
     given = os.environ.get("MINICACHE_ROOT")
-    checkout = Path(minicache.__file__).resolve().parents[2]
-    candidates = [Path(given).absolute()] if given else [Path.cwd(), *Path.cwd().parents, checkout]
+    candidates = [Path(given).absolute()] if given else [Path.cwd(), *Path.cwd().parents, CHECKOUT]
     for root in candidates:
         if (root / TABLE).is_file():
             return open_workspace(root, labs)
     where = f"MINICACHE_ROOT={given} has" if given else "there is"
-    raise CourseError(f"{where} no {TABLE}: work inside a clone of minicache, or set MINICACHE_ROOT to it")
+    raise CourseError(f"{where} no {TABLE}: go into your course's folder, or make one with `minicache init my-course`")
 
 
 def fingerprint(file: Path) -> str:

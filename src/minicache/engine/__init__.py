@@ -2,16 +2,19 @@
 
 | module | owns | built in |
 |---|---|---|
-| `llm` | `LLM`: the engine loop | phase 5 |
+| `loop` | `EngineLoop`: a step, from `schedule` to the chunks | phase 5 |
+| `llm` | `LLM`: that loop, with prompts and answers around it | – |
 | `sampling` | `SamplingParams`; how a token is picked | phase 5 |
 | `async_engine` | `AsyncEngine`: one thread owns an `LLM`, many coroutines read its tokens | phase 10 |
-| `beam` | beam search, on requests of an engine | phase 8 |
+| `beam` | which hypotheses of a beam search go on | phase 8 |
+| `beam_requests` | beam search, on requests of an engine | – |
 | `speculative` | draft tokens, checked by the model in one forward pass | phase 9 |
 | `speculation` | draft tokens for a whole batch: n-gram drafter, draft model | – |
 | `logprobs` | `ServedLLM`: an `LLM` that reports log probabilities | – |
 | `answers`, `runner` | a prompt on its way to a completion; the model and the memory that a step runs on | – |
 | `stopping` | where a text ends: stop strings, text that can be shown | – |
 | `decoding` | model + cache → tokens, one batch from start to end | phase 1 |
+| `picking` | `greedy` and `sampler`, which pick for a whole batch alike | – |
 | `grammaticality`, `timing` | how much of MiniGPT's samples is grammatical; how long each step of a stream takes | – |
 """
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from minicache.engine.async_engine import AnswerStream as AnswerStream
     from minicache.engine.async_engine import AsyncEngine as AsyncEngine
     from minicache.engine.beam import BeamSearchParams as BeamSearchParams
-    from minicache.engine.beam import beam_search as beam_search
+    from minicache.engine.beam_requests import beam_search as beam_search
     from minicache.engine.decoding import decode as decode
     from minicache.engine.llm import LLM as LLM
     from minicache.engine.logprobs import ServedLLM as ServedLLM
@@ -39,7 +42,8 @@ __getattr__, __dir__ = lazily(
     __name__,
     answers="Chunk Completion",
     async_engine="AnswerStream AsyncEngine",
-    beam="BeamSearchParams beam_search",
+    beam="BeamSearchParams",
+    beam_requests="beam_search",
     decoding="decode",
     llm="LLM",
     logprobs="ServedLLM",

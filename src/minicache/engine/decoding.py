@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minicache.cache.dense import KVCache
-from minicache.engine.sampling import Pick, greedy
+from minicache.engine.picking import Pick, greedy
 
 Model = Callable[[Tensor, KVCache | None], Tensor]
 """Token ids `[B, T]` and a cache, or None → logits `[B, T, vocab]`. `minicache.model.MiniGPT` is one."""

@@ -9,7 +9,7 @@ import torch
 
 from minicache.cache.dense import KVCache
 from minicache.engine.decoding import decode
-from minicache.engine.sampling import sampler
+from minicache.engine.picking import sampler
 from minicache.errors import UngrammaticalError
 from minicache.grammar import Tokenizer, check_text, join_words, split_words
 from minicache.model import MiniGPT

@@ -10,6 +10,7 @@ this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -195,7 +196,7 @@ class DraftModel:
             return
         views = [views[row] for row in rows]
         logits = logits[rows]
-        samplers = [_sampler_of(view.request, self._find_sampler).lookahead() for view in views]
+        samplers = [lookahead(_sampler_of(view.request, self._find_sampler)) for view in views]
         position = 0
         while True:
             for view, token in zip(views, _picked(logits, samplers), strict=True):
@@ -226,6 +227,14 @@ class _View:
         self.end = end
         self.draft_token_ids = ()  # of which logits are wanted
         self.token_ids = request.token_ids
+
+
+def lookahead(sampler: TokenSampler) -> TokenSampler:
+    """A sampler that draws what this one is going to draw. This one stays as it is."""
+    other = copy(sampler)
+    if sampler.generator is not None:
+        other.generator = sampler.generator.clone_state()
+    return other
 
 
 def _sampler_of(request: Request, find_sampler: FindSampler) -> TokenSampler:
@@ -314,7 +323,7 @@ class SpeculativeRunner:
             return logits
         # The requests' own samplers stay where they are until the tokens are picked: the step may fail before.
         samplers = {
-            each.request_id: _sampler_of(each, self._find_sampler).lookahead()
+            each.request_id: lookahead(_sampler_of(each, self._find_sampler))
             for each in output.scheduled
             if each.request_id in drafts
         }
@@ -346,7 +355,7 @@ class SpeculativeRunner:
         for at, row in enumerate(rows):
             if row in self._picked:
                 tokens[at], drawn = self._picked[row]
-                samplers[at].follow(drawn)
+                samplers[at].generator = drawn.generator  # what it has looked ahead is drawn
         if others:
             picked = pick_tokens(logits[[rows[at] for at in others]], [samplers[at] for at in others])
             for at, token in zip(others, picked, strict=True):

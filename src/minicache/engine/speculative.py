@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minicache.engine.sampling import TokenSampler, greedy
+from minicache.engine.picking import greedy
+from minicache.engine.sampling import TokenSampler
 from minicache.errors import require_count
 
 

@@ -27,9 +27,10 @@ def has_gpu() -> bool:
 
 
 def interpret_without_gpu() -> None:
-    """Ask for the interpreter if there is no GPU: for tests, grading and notebooks, before anything imports Triton.
+    """Ask for the interpreter if there is no GPU: for tests, grading, notebooks and `minicache python`.
 
-    A library does not decide this for its user's process; so nothing calls it but those three.
+    It has to be called before anything imports Triton. A library does not decide this for its user's process; so
+    nothing calls it but those four.
     """
     if "triton" not in sys.modules and not has_gpu():
         os.environ.setdefault(INTERPRET, "1")

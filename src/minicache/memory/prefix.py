@@ -28,7 +28,8 @@ def root_hash(*extra_keys: str | None) -> BlockHash:
 
     Args:
         extra_keys: any number of strings, in a fixed order; None where there is no such thing. None and "" are
-            different, and so are ("ab", "c") and ("a", "bc"). A client may choose a salt with quotes and commas in it.
+            different, and so are ("ab", "c") and ("a", "bc"). A client may choose any salt: of any length, in any
+            script, with quotes, commas or control characters in it.
 
     Returns:
         32 bytes: SHA-256's digest. The same keys have the same hash, in every process.
@@ -44,8 +45,8 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
     Args:
         parent: of the block before, or `root_hash` for the first.
-        token_ids: of the block, in order, as a list or any other sequence; ids ≥ 0 of any size. [1, 23] and [12, 3] are
-            different.
+        token_ids: of the block, all of them, in order, as a list or any other sequence; ids ≥ 0 of any size. [1, 23]
+            and [12, 3] are different.
 
     Returns:
         32 bytes: SHA-256's digest.
@@ -88,7 +89,8 @@ class CachingBlockPool(BlockPool):
     Several blocks may have one hash: two sequences computed the same tokens side by side. The one that was cached first
     is found.
 
-    Everything else is as in `BlockPool`, the arguments and the errors too.
+    Everything else is as in `BlockPool`, the arguments and the errors too. A call takes time in proportion to the
+    blocks that it is given, and not to the pool; `reset` and `check` alone look at all.
 
     Attributes:
         num_evicted: cached blocks that were allocated for other tokens.

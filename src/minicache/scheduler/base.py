@@ -200,7 +200,8 @@ class Scheduler(ABC):
         - else as FINISHED_LENGTH, if it has max_tokens of output, or max_model_len of prompt and output together.
 
         Finished requests leave the batch and give all blocks back (`release`); the others keep their order. Requests
-        that were finished from outside since `schedule()` are passed over, and need no token.
+        that were finished from outside since `schedule()` are passed over, and need no token. Takes time in proportion
+        to the batch, however many finish.
 
         Args:
             output: what the last `schedule()` returned.

@@ -27,7 +27,7 @@ class SchedulerOutput:
     """
 
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
-    scheduled: list[Request] = field(default_factory=list)
+    scheduled: list[Request] = field(default_factory=list, repr=False)
     preempted: list[RequestId] = field(default_factory=list)
     swapped_out: dict[RequestId, list[tuple[int, int]]] = field(default_factory=dict)
     swapped_in: dict[RequestId, list[tuple[int, int]]] = field(default_factory=dict)

@@ -124,7 +124,7 @@ def _decode_all(
     import torch
 
     from minicache.engine.decoding import decode
-    from minicache.engine.sampling import sampler
+    from minicache.engine.picking import sampler
 
     run.token_ids = [[] for _ in prompts]
     running = {

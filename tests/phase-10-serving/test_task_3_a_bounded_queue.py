@@ -1,4 +1,4 @@
-"""Phase 10, task 3: who is let in, who is told to come back and when, and what is left of who leaves: nothing."""
+"""Phase 10, task 3: bounded admission, when to come back, and a client that leaves: nothing is left of it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ async def opened(scenario, engine, prompt, params, **options):
 
 def check_idle(engine):
     __tracebackhide__ = True
-    that("engine.num_unfinished, when nobody is here", engine.num_unfinished).gives(0)
-    that("engine.streams, when nobody is here", list(engine.streams)).gives([])
+    that("engine.num_unfinished, when no request is unfinished", engine.num_unfinished).gives(0)
+    that("engine.streams, when no request is unfinished", list(engine.streams)).gives([])
 
 
 # Let in
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_it_is_answered(scenario, tiny_llm, params, all_tokens, right_answers, n):
-    """A request gets a stream with its prompt's length, as many places as answers, and the tokens of `generate`."""
+def test_a_request_gets_its_tokens(scenario, tiny_llm, params, all_tokens, right_answers, n):
+    """A request gets a stream with its prompt's length, a slot for each answer, and the tokens of `generate`."""
 
     async def main():
         engine = scenario.engine(tiny_llm())
@@ -45,7 +45,7 @@ def test_it_is_answered(scenario, tiny_llm, params, all_tokens, right_answers, n
     scenario.run(main)
 
 
-def test_a_text(scenario, tiny_llm, params):
+def test_a_text_prompt_is_counted_in_tokens(scenario, tiny_llm, params):
     """The prompt is a text: the stream's num_prompt_tokens counts tokens, not letters."""
 
     async def main():
@@ -57,7 +57,7 @@ def test_a_text(scenario, tiny_llm, params):
     scenario.run(main)
 
 
-def test_many_at_once(scenario, tiny_llm, params, all_tokens, right_answers):
+def test_twelve_clients_on_four_batch_slots(scenario, tiny_llm, params, all_tokens, right_answers):
     """Twelve clients at once, of which four have batch slots: each gets its own tokens."""
 
     async def main():
@@ -76,8 +76,8 @@ def test_many_at_once(scenario, tiny_llm, params, all_tokens, right_answers):
     scenario.run(main)
 
 
-def test_what_the_llm_is_told(scenario, tiny_llm, params):
-    """`llm.add_request` gets the options, a name that was never used, and the time of arrival."""
+def test_options_are_passed_to_the_llm(scenario, tiny_llm, params):
+    """`llm.add_request` gets the options, an id that was never used, and the time of arrival."""
 
     async def main():
         llm = tiny_llm()
@@ -105,7 +105,7 @@ def test_what_the_llm_is_told(scenario, tiny_llm, params):
 
 
 @pytest.mark.parametrize("option", ["request_id", "arrival_time"])
-def test_its_name_and_time_are_the_engines(scenario, tiny_llm, params, all_tokens, right_answers, option):
+def test_request_id_and_arrival_time_are_the_engines(scenario, tiny_llm, params, all_tokens, right_answers, option):
     """A caller's own request_id or arrival_time never replaces the engine's. A TypeError is fine."""
 
     async def main():
@@ -151,7 +151,7 @@ def test_all_finished_is_cleared_with_the_first_slot(scenario, tiny_llm, params)
     scenario.run(main)
 
 
-def test_when_it_has_come(scenario, tiny_llm, params):
+def test_arrival_time_is_when_the_client_came(scenario, tiny_llm, params):
     """The time of arrival is when the client came, and not when the thread had time for it, a step later."""
 
     async def main():
@@ -172,12 +172,12 @@ def test_when_it_has_come(scenario, tiny_llm, params):
     scenario.run(main)
 
 
-# No place
+# No slot
 
 
-@pytest.mark.parametrize(("max_waiting", "places"), [(0, 2), (1, 3), (3, 5)])
-def test_the_line_is_bounded(scenario, tiny_llm, params, max_waiting, places):
-    """2 batch slots and max_waiting: so many are let in, the next is refused at once, without waiting for the step."""
+@pytest.mark.parametrize(("max_waiting", "slots"), [(0, 2), (1, 3), (3, 5)])
+def test_admission_slots_are_bounded(scenario, tiny_llm, params, max_waiting, slots):
+    """2 batch slots and max_waiting: so many are admitted, the next is refused at once, in the middle of a step."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=2)
@@ -185,31 +185,31 @@ def test_the_line_is_bounded(scenario, tiny_llm, params, max_waiting, places):
         engine = scenario.new_engine(llm, max_waiting=max_waiting)
         [first] = await scenario.open_together(engine, ([1], params(max_tokens=50)))
         await scenario.until("a step is under way, and held", lambda: llm.steps)
-        coming = [asyncio.ensure_future(engine.add_request([2], params())) for _ in range(places - 1)]
+        coming = [asyncio.ensure_future(engine.add_request([2], params())) for _ in range(slots - 1)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        that(f"engine.num_unfinished, of {places} requests", engine.num_unfinished).gives(places)
+        that(f"engine.num_unfinished, of {slots} requests", engine.num_unfinished).gives(slots)
         engine.finished_at.extend([100.0, 107.0])  # so that it has something to say
         outcome = await scenario.ask(
-            f"add_request with {places} of {places} places taken", engine.add_request([3], params())
+            f"add_request with {slots} of {slots} slots taken", engine.add_request([3], params())
         )
         outcome.raises(QueueFullError)
         that("the error's retry_after", outcome.error.retry_after).gives(engine.retry_after())
-        that("engine.num_unfinished, after a request was refused", engine.num_unfinished).gives(places)
+        that("engine.num_unfinished, after a request was refused", engine.num_unfinished).gives(slots)
         first.close()
-        that("engine.num_unfinished, after one of them has left", engine.num_unfinished).gives(places - 1)
+        that("engine.num_unfinished, after one of them has left", engine.num_unfinished).gives(slots - 1)
         coming.append(asyncio.ensure_future(engine.add_request([4], params())))
         await asyncio.sleep(0)
-        that("engine.num_unfinished, after another has come", engine.num_unfinished).gives(places)
+        that("engine.num_unfinished, after another has come", engine.num_unfinished).gives(slots)
         llm.let_all()
         for task in coming:
-            await scenario.result("add_request of one who was let in", task)
+            await scenario.result("add_request of a request that was admitted", task)
 
     scenario.run(main)
 
 
-def test_n_answers_need_n_places(scenario, tiny_llm, params, all_tokens):
-    """4 places: 3 answers of one request leave room for 1, not for 2. Then they end, and there is room for 4."""
+def test_n_answers_take_n_slots(scenario, tiny_llm, params, all_tokens):
+    """4 slots: 3 answers of one request leave room for 1, not for 2. Then they finish, and there is room for 4."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=2)
@@ -217,14 +217,14 @@ def test_n_answers_need_n_places(scenario, tiny_llm, params, all_tokens):
         llm.hold()
         three = asyncio.ensure_future(engine.add_request([1], params(n=3)))
         await asyncio.sleep(0)
-        outcome = await scenario.ask("add_request(n=2) with 3 of 4 places taken", engine.add_request([2], params(n=2)))
+        outcome = await scenario.ask("add_request(n=2) with 3 of 4 slots taken", engine.add_request([2], params(n=2)))
         outcome.raises(QueueFullError)
         one = asyncio.ensure_future(engine.add_request([3], params()))
         await asyncio.sleep(0)
         that("engine.num_unfinished, with 3 answers and 1", engine.num_unfinished).gives(4)
         llm.let_all()
         for task in (three, one):
-            stream = await scenario.result("add_request of one who was let in", task)
+            stream = await scenario.result("add_request of a request that was admitted", task)
             await scenario.result("its tokens", all_tokens(stream))
         check_idle(engine)
         four = await opened(scenario, engine, [4], params(n=4))
@@ -235,7 +235,7 @@ def test_n_answers_need_n_places(scenario, tiny_llm, params, all_tokens):
 
 
 @pytest.mark.parametrize("num_unfinished", [0, 4])
-def test_more_answers_than_places(scenario, tiny_llm, params, num_unfinished):
+def test_more_answers_than_slots_is_a_value_error(scenario, tiny_llm, params, num_unfinished):
     """n = 5 with 4 slots can never be served: a ValueError, taken slots or not: coming back later would not help."""
 
     async def main():
@@ -266,7 +266,7 @@ def test_more_answers_than_places(scenario, tiny_llm, params, num_unfinished):
         ([100.0, 103.0], 200, MAX_RETRY_AFTER),
     ],
 )
-def test_when_to_come_back(scenario, tiny_llm, times, num_unfinished, seconds):
+def test_retry_after(scenario, tiny_llm, times, num_unfinished, seconds):
     """Answers beyond the batch slots × seconds between two ends; between 1 and 60. 2 batch slots."""
 
     async def main():
@@ -292,8 +292,8 @@ def test_when_to_come_back(scenario, tiny_llm, times, num_unfinished, seconds):
     ],
     ids=["empty", "no such token", "unknown word", "too long"],
 )
-def test_what_the_llm_refuses(scenario, tiny_llm, params, all_tokens, prompt, error):
-    """What `llm.add_request` raises is raised to the client, and the place is free again; the others are served."""
+def test_a_request_that_the_llm_refuses_frees_its_slot(scenario, tiny_llm, params, all_tokens, prompt, error):
+    """What `llm.add_request` raises is raised to the client, and its slot is free again; the others are served."""
 
     async def main():
         engine = scenario.engine(tiny_llm(), max_waiting=0)
@@ -307,7 +307,7 @@ def test_what_the_llm_refuses(scenario, tiny_llm, params, all_tokens, prompt, er
     scenario.run(main)
 
 
-def test_nobody_is_let_in_any_more(scenario, tiny_llm, params):
+def test_a_draining_or_ended_engine_admits_no_request(scenario, tiny_llm, params):
     """An engine that is draining, or whose thread has ended, refuses; and has the thread do nothing."""
 
     async def main():
@@ -331,8 +331,8 @@ def test_nobody_is_let_in_any_more(scenario, tiny_llm, params):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_who_leaves_is_aborted_within_a_step(scenario, tiny_llm, params, all_tokens, right_answers, n):
-    """A client leaves during a step: places are free at once, the next step is without it, its blocks are free."""
+def test_a_client_that_leaves_is_aborted_before_the_next_step(scenario, tiny_llm, params, all_tokens, right_answers, n):
+    """A client leaves during a step: its slots are free at once, the next step is without it, its blocks are free."""
 
     async def main():
         llm = tiny_llm()
@@ -345,8 +345,12 @@ def test_who_leaves_is_aborted_within_a_step(scenario, tiny_llm, params, all_tok
         that("how many answers are in the second step", len(llm.steps[1])).gives(1 + n)
         before = engine.num_unfinished
         call(leaves.close).gives(None)
-        that("places that are free at once, when who leaves has n answers", before - engine.num_unfinished).gives(n)
-        that("whether engine.streams has the stream of who has left", leaves in engine.streams.values()).gives(False)
+        that(
+            "slots that are free at once, of a client with n answers that leaves", before - engine.num_unfinished
+        ).gives(n)
+        that("whether engine.streams has the stream of the client that left", leaves in engine.streams.values()).gives(
+            False
+        )
         llm.let_all()
         (await scenario.ask("the tokens of the other", all_tokens(stays))).gives(
             right_answers([1, 2], params(max_tokens=8))
@@ -359,8 +363,8 @@ def test_who_leaves_is_aborted_within_a_step(scenario, tiny_llm, params, all_tok
     scenario.run(main)
 
 
-def test_who_leaves_before_it_is_taken(scenario, tiny_llm, params):
-    """A client's task is cancelled while `add_request` waits for a step: its place is free, and nothing of it runs."""
+def test_a_client_cancelled_before_it_is_accepted(scenario, tiny_llm, params):
+    """A client's task is cancelled while `add_request` waits for a step: its slot is free, and nothing of it runs."""
 
     async def main():
         llm = tiny_llm()
@@ -386,8 +390,8 @@ def test_who_leaves_before_it_is_taken(scenario, tiny_llm, params):
     scenario.run(main)
 
 
-def test_half_of_it_had_ended(scenario, tiny_llm, params, a_chunk):
-    """One of two answers has ended when the client leaves: one place was given back then, and one is now."""
+def test_leaving_frees_the_slots_of_unfinished_answers(scenario, tiny_llm, params, a_chunk):
+    """One of two answers has finished when the client leaves: one slot was freed then, and one is now."""
 
     async def main():
         llm = tiny_llm()
@@ -403,8 +407,8 @@ def test_half_of_it_had_ended(scenario, tiny_llm, params, a_chunk):
     scenario.run(main)
 
 
-def test_leaving_twice(scenario, tiny_llm, params, all_tokens):
-    """`leave` of a stream that the engine has no more of gives no place back: not twice, and not after the end."""
+def test_leave_frees_slots_once(scenario, tiny_llm, params, all_tokens):
+    """`leave` of a stream that the engine no longer has frees no slot: not twice, and not after the end."""
 
     async def main():
         llm = tiny_llm()
@@ -427,8 +431,8 @@ def test_leaving_twice(scenario, tiny_llm, params, all_tokens):
 # Failing
 
 
-def test_streams_that_are_failed(scenario, tiny_llm, params, a_chunk):
-    """`fail`: the streams named raise the error, after what they have; their places are free; the others go on."""
+def test_fail_ends_streams_and_frees_their_slots(scenario, tiny_llm, params, a_chunk):
+    """`fail`: the streams named raise the error, after what they have; their slots are free; the others go on."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=8)
@@ -448,7 +452,7 @@ def test_streams_that_are_failed(scenario, tiny_llm, params, a_chunk):
         for stream in (one, two):
             (await scenario.ask("take() of a failed stream", stream.take())).raises(StepFailedError, "the model broke")
             stream.close()
-        that("whether `fail` has put commands: who calls it sees to the requests", engine.commands.empty()).gives(True)
+        that("whether `fail` has put commands: its caller aborts the requests", engine.commands.empty()).gives(True)
         engine.fail([one.request_id], error)
         that("engine.num_unfinished, when the clients of those failed have closed", engine.num_unfinished).gives(2)
 

@@ -187,8 +187,8 @@ def _check_that_splits_are_even(log: Log, tile: int, num_splits: int, **given: A
     for program, rows in log.rows("k_cache", "load").items():
         if len(rows) > most:
             raise MemoryAccessError(
-                f"split_kernel, program {program}, loads {len(rows)} rows of k_cache; {int(visible.max())} visible tokens "
-                f"in {num_splits} splits of whole tiles of {tile} make {most} for each"
+                f"split_kernel, program {program}, loads {len(rows)} rows of k_cache: {int(visible.max())} "
+                f"visible tokens in {num_splits} splits of whole tiles of {tile} make {most} for each"
             )
 
 

@@ -1,73 +1,46 @@
 # %% [markdown]
 # # Phase 4: what the programs do
 #
-# Which rows does each program of a kernel load, what does it remember from tile to tile, and how many bytes does it ask
-# for? No clock here: in the interpreter times mean nothing. Rows, numbers and bytes do.
-#
-# Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-04-triton-kernels/`, then restart
-# the kernel and run all cells. A function that you have not written yet says so where it is first called.
+# A sequence of 37 tokens lies in five blocks of a cache, in any order. Which rows does a decode-attention kernel load, and
+# when? Below is every row that it touches, tile by tile. This notebook traces each kernel of the phase: rows, numbers and
+# bytes. There is no clock: in the interpreter times mean nothing.
 
-# %%
-MINE = False
+# %% alt="Three lines over the 64 rows of eight blocks: tile 0 loads blocks 5 and 1, tile 1 blocks 6 and 3, tile 2 the first five rows of block 0."
+MINE = False  # True: your own files; then restart the kernel and run all cells
 
 import os
+from minicache import notebook as nb
 
-os.environ["TRITON_INTERPRET"] = (
-    "1"  # before triton is imported; with a GPU too, since only the interpreter is traced
-)
+os.environ["TRITON_INTERPRET"] = "1"  # with a GPU too: only the interpreter is traced
+nb.begin(4, mine=MINE)
 
-if MINE:
-    from minicache.course.finder import install
-    from minicache.course.workspace import find_workspace
-
-    workspace = find_workspace()
-    install(workspace.lab_files(workspace.course.phase(4)))
-
-from minicache.errors import MemoryAccessError
-from minicache.kernels import (
-    gather_kv,
-    paged_decode_attention,
-    paged_prefill_attention,
-    runtime,
-    store_kv,
-)
-from minicache.kernels.tracer import trace, unused_rows
-
-print("Triton", runtime.describe())
-print("The kernels are", "yours." if MINE else "the reference's.")
-
-# %%
-import math
-
-import matplotlib.pyplot as plt
 import torch
-import triton
-import triton.language as tl
-from matplotlib.colors import ListedColormap
+from minicache.kernels import paged_decode_attention
+from minicache.kernels.tracer import trace
 
-from minicache.palette import color
-
-torch.set_num_threads(1)
 torch.manual_seed(0)
 
 
-def check(answer, right):
-    """Compare an answer with the right one, if there is one to compare."""
-    if answer is None:
-        print("No answer yet: write it in the cell above, then run that cell and this one.")
-        return
-    assert answer == right, f"{answer} is not it"
-    print("Right.")
+def rows_of(access, block_size):
+    """The rows of a cache that one access touches, counted through all blocks."""
+    found = access.indices[~access.masked][:, :2].tolist()
+    return {block * block_size + offset for block, offset in found}
 
 
-def loaded_rows(log, tensor, program=None):
-    """The first two indices of what was loaded from a cache, one set of (block, offset) for each load."""
-    return [
-        {tuple(row) for row in access.indices[~access.masked][:, :2].tolist()}
-        for access in log.accesses
-        if access.tensor == tensor and access.kind == "load" and program in (None, access.program)
-    ]
+def loads_of(log, tensor):
+    """Each load of a tensor."""
+    return [each for each in log.accesses if each.tensor == tensor and each.kind == "load"]
 
+
+k_cache = torch.randn(8, 8, 1, 256)  # blocks, rows of a block, KV heads, numbers of a head
+tables, lengths = torch.tensor([[5, 1, 6, 3, 0]]), torch.tensor([37])
+q = torch.randn(1, 4, 256)
+with trace(k_cache=k_cache) as log:
+    paged_decode_attention(
+        q, k_cache, k_cache.clone(), tables, lengths, num_splits=1, backend="triton"
+    )
+tiles = [rows_of(load, block_size=8) for load in loads_of(log, "k_cache")]
+nb.rows_touched(tiles, 64, 8, "tile")
 
 # %% [markdown]
 # ## 1. Programs, lanes, masks
@@ -76,6 +49,10 @@ def loaded_rows(log, tensor, program=None):
 
 
 # %%
+import triton
+import triton.language as tl
+
+
 @triton.jit
 def double_kernel(x_ptr, out_ptr, n, TILE: tl.constexpr):
     offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -102,14 +79,17 @@ num_masked_lanes = None
 with trace() as log:
     double_kernel[(triton.cdiv(20, 8),)](torch.ones(20), torch.empty(20), 20, TILE=8)
 loads = [access for access in log.accesses if access.kind == "load"]
-check(num_programs, len(loads))
-check(num_masked_lanes, sum(int(access.masked.sum()) for access in loads))
+nb.check(num_programs, len(loads))
+nb.check(num_masked_lanes, sum(int(access.masked.sum()) for access in loads))
 
 # %% [markdown]
-# The same kernel without the mask on its load. On a GPU this reads somebody else's numbers.
+# The same kernel without the mask on its load. On a GPU this reads memory of other tensors.
 
 
 # %%
+from minicache.errors import MemoryAccessError
+
+
 @triton.jit
 def careless_kernel(x_ptr, out_ptr, n, TILE: tl.constexpr):
     offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -138,10 +118,10 @@ def sum_kernel(x_ptr, out_ptr, UPCAST: tl.constexpr):
 
 for upcast in (False, True):
     total = torch.zeros(1)
-    sum_kernel[(1,)](torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16), total, UPCAST=upcast)
-    print(
-        f"1 + 2 + 3 + 4 in bfloat16, {'upcast first' if upcast else 'as it is':12}: {total.item():g}"
-    )
+    numbers = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    sum_kernel[(1,)](numbers, total, UPCAST=upcast)
+    name = "upcast first" if upcast else "as it is"
+    print(f"1 + 2 + 3 + 4 in bfloat16, {name:12}: {total.item():g}")
 
 # %% [markdown]
 # ## 2. Store: rows into slots
@@ -149,6 +129,8 @@ for upcast in (False, True):
 # Four rows go to the slots 7, 12, 17 and nowhere, in a cache of six blocks of four.
 
 # %%
+from minicache.kernels import store_kv
+
 k_cache, v_cache = torch.zeros(2, 6, 4, 2, 8)
 rows = torch.arange(64.0).reshape(4, 2, 8)
 with trace(k_cache=k_cache) as log:
@@ -162,9 +144,12 @@ print(log.draw("k_cache", "store"))
 slot_of_37 = None
 
 # %%
+from minicache.kernels import gather_kv
+
 block_table = torch.tensor([5, 1, 3])
 numbers = torch.arange(6 * 16.0).reshape(6, 16, 1, 1)  # each slot holds its own number
-check(slot_of_37, int(gather_kv(numbers, block_table, 38, backend="triton")[37].item()))
+gathered = gather_kv(numbers, block_table, 38, backend="triton")
+nb.check(slot_of_37, int(gathered[37].item()))
 
 # %% [markdown]
 # ## 3. Gather: two loads, one after the other
@@ -176,22 +161,9 @@ cache, table = torch.zeros(10, 16, 1, 8), torch.tensor([5, 1, 8, 3, 0, 9, 2, 7, 
 with trace(cache=cache, block_table=table) as log:
     gather_kv(cache, table, 130, backend="triton")
 
-programs = loaded_rows(log, "cache")
-picture = torch.zeros(len(programs), 160)
-for line, found in enumerate(programs):
-    for block, offset in found:
-        picture[line, block * 16 + offset] = 1
-two_colours = ListedColormap([color("free"), color("generated")])
-_, ax = plt.subplots(figsize=(7.2, 2.0), layout="constrained")
-ax.imshow(picture, aspect="auto", cmap=two_colours, interpolation="nearest")
-ax.set(
-    xlabel="row of the cache (16 a block)",
-    ylabel="program",
-    yticks=range(len(programs)),
-    xticks=range(0, 161, 16),
-)
-plt.show()
-print("rows loaded by each program:", [int(line.sum()) for line in picture])
+programs = [rows_of(load, block_size=16) for load in loads_of(log, "cache")]
+nb.rows_touched(programs, 160, 16, "program")
+print("rows loaded by each program:", [len(rows) for rows in programs])
 
 # %% [markdown]
 # **Question 3.** Llama-3-8B has 8 KV heads of 128 numbers. Gathering 4,096 tokens of one layer in 16 bits, keys and values, and then
@@ -202,7 +174,7 @@ bytes_with_gather = None
 
 # %%
 rows_of_one_layer = 2 * 4096 * 8 * 128 * 2
-check(bytes_with_gather, 3 * rows_of_one_layer)  # read, written, read again
+nb.check(bytes_with_gather, 3 * rows_of_one_layer)  # read, written, read again
 
 # %% [markdown]
 # ## 4. The softmax in one pass
@@ -211,6 +183,8 @@ check(bytes_with_gather, 3 * rows_of_one_layer)  # read, written, read again
 
 
 # %%
+import math
+
 scores = [0.0, math.log(2), math.log(4), 0.0, math.log(8)]
 values = [16.0, 0.0, 4.0, 16.0, 2.0]
 
@@ -224,39 +198,33 @@ def online(tile, *, rescaling=True, show=False):
         alpha = math.exp(m - new_m) if rescaling else 1.0
         p = [math.exp(score - new_m) for score in x]
         total = alpha * total + sum(p)
-        acc = alpha * acc + sum(weight * value for weight, value in zip(p, v, strict=True))
+        acc = alpha * acc + sum(weight * value for weight, value in zip(p, v))
         m = new_m
         if show:
-            print(
-                f"after rows {start} … {start + len(x) - 1}: m = ln {math.exp(m):g}, l = {total:g}, acc = {acc:g}"
-            )
+            last = start + len(x) - 1
+            print(f"rows {start} … {last}: m = ln {math.exp(m):g}, l = {total:g}, acc = {acc:g}")
     return acc / total
 
 
 print(f"result: {online(2, show=True):g}")
 
 # %% alt="The result against rows in a tile, 1 to 5: with the rescale it is 4 for every tile size; without it, it is 6.1, 4.8, 4.2, 4.7 and, with all five rows in one tile, 4."
-tiles = range(1, 6)
-_, ax = plt.subplots(figsize=(7.2, 3.0), layout="constrained")
-ax.plot(tiles, [online(t) for t in tiles], "o-", color=color("generated"), label="with the rescale")
-ax.plot(
-    tiles,
-    [online(t, rescaling=False) for t in tiles],
-    "s--",
-    color=color("wasted"),
-    label="without",
-)
-ax.set(xlabel="rows in a tile", ylabel="result", xticks=list(tiles))
-ax.grid(alpha=0.3)
-ax.legend(frameon=False)
-plt.show()
-print("without:", [round(online(t, rescaling=False), 3) for t in tiles])
+sizes = range(1, 6)
+results = {
+    "with the rescale": [online(size) for size in sizes],
+    "without": [online(size, rescaling=False) for size in sizes],
+}
+look = {"roles": ("generated", "wasted"), "xticks": sizes}
+nb.lines(sizes, results, "rows in a tile", "result", **look)
+print("without:", [round(result, 3) for result in results["without"]])
 
 # %% [markdown]
-# Without the rescale every tile size gives another number, all of them plausible. Now the kernel, with the same five rows in blocks
-# of two that lie in any order, and NaN in the row that nobody uses.
+# Without the rescale every tile size gives another number, all of them plausible. Now the kernel, with the same five rows in
+# blocks of two that lie in any order, and NaN in the unused row.
 
 # %%
+from minicache.kernels.tracer import unused_rows
+
 k_cache, v_cache = torch.zeros(2, 3, 2, 1, 4)
 for position in range(5):
     block = [2, 0, 1][position // 2]
@@ -267,13 +235,14 @@ q = torch.tensor([[[2.0, 0, 0, 0]]])
 tables, lengths = torch.tensor([[2, 0, 1]]), torch.tensor([5])
 five_rows = (q, k_cache, v_cache, tables, lengths)
 
-with trace(k_cache=k_cache, forbid={"k_cache": unused_rows(k_cache, tables, lengths)}) as log:
+unused = {"k_cache": unused_rows(k_cache, tables, lengths)}
+with trace(k_cache=k_cache, forbid=unused) as log:
     print(paged_decode_attention(*five_rows, num_splits=1, backend="triton")[0, 0, 0])
 print(log.draw("k_cache"))
 
 # %% [markdown]
-# **Question 4.** With ALiBi and the slope ln 2, a key that is n positions before the query counts 1/2ⁿ of what it did. What is the result?
-# Exponentials and their sum can be worked out by hand; round to four digits after the point.
+# **Question 4.** With ALiBi and the slope ln 2, a key that is n positions before the query counts 1/2ⁿ of what it did. What
+# is the result? Exponentials and their sum can be worked out by hand; round to four decimal places.
 
 # %%
 with_alibi = None
@@ -281,35 +250,17 @@ with_alibi = None
 # %%
 slope = torch.tensor([math.log(2)])
 got = paged_decode_attention(*five_rows, alibi_slopes=slope, num_splits=1, backend="triton")
-check(with_alibi, round(got[0, 0, 0].item(), 4))
+nb.check(with_alibi, round(got[0, 0, 0].item(), 4))
 
 # %% [markdown]
 # ## 5. Tiles over blocks
 #
-# 37 tokens in blocks of 8; a tile has 16 tokens when a row has 256 fp32 numbers. Each line is a tile.
+# Back to the first picture: 37 tokens in blocks of 8. A tile has 16 tokens when a row has 256 fp32 numbers, and so covers two
+# blocks. The third one has five tokens left; its other lanes are masked.
 
-# %% alt="Three lines over the 64 rows of eight blocks: tile 0 loads blocks 5 and 1, tile 1 blocks 6 and 3, tile 2 the first five rows of block 0."
-k_cache = torch.randn(8, 8, 1, 256)
-tables, lengths = torch.tensor([[5, 1, 6, 3, 0]]), torch.tensor([37])
-with trace(k_cache=k_cache) as log:
-    paged = (torch.randn(1, 4, 256), k_cache, k_cache.clone(), tables, lengths)
-    paged_decode_attention(*paged, num_splits=1, backend="triton")
-
-tiles = loaded_rows(log, "k_cache")
-picture = torch.zeros(len(tiles), 64)
-for line, found in enumerate(tiles):
-    for block, offset in found:
-        picture[line, block * 8 + offset] = 1
-_, ax = plt.subplots(figsize=(7.2, 2.0), layout="constrained")
-ax.imshow(picture, aspect="auto", cmap=two_colours, interpolation="nearest")
-ax.set(
-    xlabel="row of the cache (8 a block)",
-    ylabel="tile",
-    yticks=range(len(tiles)),
-    xticks=range(0, 65, 8),
-)
-plt.show()
-assert picture.sum() == 37, "each row once, and no other"
+# %%
+print("rows loaded by each tile:", [len(rows) for rows in tiles])
+assert sum(map(len, tiles)) == len(set().union(*tiles)) == 37, "each row once, and no other"
 
 # %% [markdown]
 # ## 6. Split-KV
@@ -333,49 +284,40 @@ num_empty_splits = None
 # %%
 with trace(k_cache=long[1]) as log:
     paged_decode_attention(*long, tables, lengths, num_splits=8, backend="triton")
-check(
-    num_empty_splits,
-    8 - len({access.program for access in log.accesses if access.tensor == "k_cache"}),
-)
+nb.check(num_empty_splits, 8 - len({load.program for load in loads_of(log, "k_cache")}))
 
 # %% [markdown]
 # ## 7. Prefill: three sequences in one launch
 #
-# A brings 6 new tokens after 31 cached ones, B one after 19, C a whole prompt of 18. Eight query heads to a KV head: four queries
-# make a tile. How many keys does each tile load?
+# A brings 6 new tokens after 31 cached ones, B one after 19, C a whole prompt of 18. Eight query heads to a KV head: four
+# queries make a tile. How many keys does each tile load?
 
 # %% alt="Bars for the eight tiles that have work: A's two load 35 and 37 keys, B's one loads 20, C's five load 4, 8, 12, 16 and 18: a staircase."
+from minicache.kernels import paged_prefill_attention
+
 lengths, starts = torch.tensor([37, 20, 18]), torch.tensor([0, 6, 7, 25])
 tables = torch.tensor([[5, 1, 6, 3, 0], [2, 7, 9, 0, 0], [8, 4, 2, 0, 0]])
-cache = torch.randn(10, 8, 1, 256)
+q, cache = torch.randn(25, 8, 256), torch.randn(10, 8, 1, 256)
 with trace(k_cache=cache) as log:
-    paged_prefill_attention(
-        torch.randn(25, 8, 256), cache, cache.clone(), tables, lengths, starts, backend="triton"
-    )
+    paged_prefill_attention(q, cache, cache.clone(), tables, lengths, starts, backend="triton")
 
 keys = {}
-for access in log.accesses:
-    if access.tensor == "k_cache":
-        found = {tuple(row) for row in access.indices[~access.masked][:, :2].tolist()}
-        keys.setdefault(access.program[1], set()).update(found)
-_, ax = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
-ax.bar(list(keys), [len(found) for found in keys.values()], color=color("generated"))
-ax.set(xlabel="tile of queries (0, 1: A; 2: B; 3 to 7: C)", ylabel="keys loaded", xticks=list(keys))
-ax.grid(axis="y", alpha=0.3)
-plt.show()
-print({tile: len(found) for tile, found in keys.items()})
+for load in loads_of(log, "k_cache"):
+    keys.setdefault(load.program[1], set()).update(rows_of(load, block_size=8))
+sequences = [name for name, num in zip("ABC", (2, 1, 5)) for _ in range(num)]
+bars = {f"{tile}: {name}": len(keys[tile]) for tile, name in zip(sorted(keys), sequences)}
+nb.bars(bars, "keys loaded", ylabel="tile of queries")
 
 # %% [markdown]
-# **Question 6.** How many programs were launched for it, with those that found nothing to do? 25 queries, 3 sequences, one KV head.
+# **Question 6.** How many programs were launched for it, including those that found nothing to do? 25 queries, 3 sequences,
+# one KV head.
 
 # %%
 num_launched = None
 
 # %%
 launched = {access.program for access in log.accesses}
-check(
-    num_launched, len(launched)
-)  # each looks up its sequence, so that even an idle one is in the log
+nb.check(num_launched, len(launched))  # each looks up its sequence: even an idle one is in the log
 
 # %% [markdown]
 # ## 8. Precision
@@ -383,49 +325,48 @@ check(
 # Against the same attention in float64: the kernel, and PyTorch in the same dtype.
 
 # %%
+tables, lengths = torch.tensor([[2, 0, 3]]), torch.tensor([45])
+ways = {"kernel": {"backend": "triton", "num_splits": 1}, "PyTorch": {"backend": "torch"}}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     q = torch.randn(1, 4, 64).to(dtype)
-    k_cache, v_cache = torch.randn(2, 4, 16, 1, 64).to(dtype)
-    tables, lengths = torch.tensor([[2, 0, 3]]), torch.tensor([45])
-    paged = (q, k_cache, v_cache, tables, lengths)
-    exact = paged_decode_attention(
-        *(t.double() for t in paged[:3]), tables, lengths, backend="torch"
-    )
-    errors = [
-        (paged_decode_attention(*paged, **how).double() - exact).abs().max().item()
-        for how in ({"backend": "triton", "num_splits": 1}, {"backend": "torch"})
-    ]
-    print(f"{dtype!s:15} kernel {errors[0]:.1e}   PyTorch {errors[1]:.1e}")
+    tensors = q, *torch.randn(2, 4, 16, 1, 64).to(dtype)
+    in_float64 = [tensor.double() for tensor in tensors]
+    exact = paged_decode_attention(*in_float64, tables, lengths, backend="torch")
+    for name, how in ways.items():
+        found = paged_decode_attention(*tensors, tables, lengths, **how).double()
+        print(f"{dtype!s:15} {name:8} {(found - exact).abs().max().item():.1e}")
 
 # %% [markdown]
 # ## 9. One byte a number
 #
-# A row, what the kernel stores of it, and what is read back. The last number has no neighbour of its size: in int8 it takes the steps
-# of the largest one, in e4m3 it has its own.
+# A row, what the kernel stores of it, and what is read back. The last number is far smaller than the others: in int8 it takes
+# the steps of the largest one, in e4m3 it has its own.
 
 # %%
 row = torch.tensor([[[0.5, -1.27, 0.3, 0.013]]])
 tokens = torch.tensor([0])
 for dtype in (torch.int8, torch.float8_e4m3fn):
     k_cache, v_cache = torch.zeros(2, 1, 1, 1, 4).to(dtype)
-    scales = dict(zip(("k_scale", "v_scale"), torch.zeros(2, 1, 1, 1), strict=True))
+    scales = dict(zip(("k_scale", "v_scale"), torch.zeros(2, 1, 1, 1)))
     store_kv(row, row, k_cache, v_cache, tokens, **scales, backend="triton")
     numbers, scale = k_cache[0, 0, 0].float(), scales["k_scale"].item()
     back = [round(number, 4) for number in (numbers * scale).tolist()]
-    print(f"{dtype!s:20} scale {scale:.6f}, numbers {numbers.tolist()}, read back {back}")
+    print(f"{dtype!s:20} scale {scale:.6f}, numbers {numbers.tolist()}")
+    print(f"{'':20} read back {back}")
 
 # %% [markdown]
-# How large is the error, in parts of the numbers' size? 256 rows of 128 normal numbers, a scale for each row, rounded to integers of
-# 2 to 8 bits and to e4m3; and the same rows with one number thirty times as large as the others are, which is left out of the error.
+# How large is the error, relative to the size of the numbers? 256 rows of 128 normal numbers, a scale for each row, rounded to
+# integers of 2 to 8 bits and to e4m3; and the same rows with one number thirty times as large as the others, which is left
+# out of the error.
 
-# %% alt="Error against bits, on a logarithmic axis: a straight line falls by half for each bit, to 0.6 percent at 8 bits. With one large number in a row the line starts at 1 and is ten times higher at 8 bits, near 7 percent. Two points at 8 bits for e4m3, both near 2.6 percent."
+# %%
 normal = torch.randn(256, 128)
-with_one_large = normal.clone()
-with_one_large[:, 0] = 30.0
+one_large = normal.clone()
+one_large[:, 0] = 30.0
 
 
 def error(rows, rounded, largest):
-    """Root mean square error over all numbers of a row but the first, in parts of their size."""
+    """Root mean square error over all numbers of a row but the first, relative to their size."""
     scale = rows.abs().amax(1, keepdim=True) / largest
     back = rounded(rows / scale) * scale
     return ((back - rows)[:, 1:].square().mean() / rows[:, 1:].square().mean()).sqrt().item()
@@ -436,75 +377,51 @@ def to_e4m3(numbers):
     return numbers.to(torch.float8_e4m3fn).float()
 
 
-bits = list(range(2, 9))
-kinds = (
-    ("normal numbers", normal, color("generated"), "o"),
-    ("one is thirty times as large", with_one_large, color("wasted"), "s"),
-)
-_, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-for name, rows, shade, marker in kinds:
-    errors = [error(rows, torch.round, 2 ** (b - 1) - 1) for b in bits]
-    e4m3 = error(rows, to_e4m3, 448)
-    ax.semilogy(bits, errors, marker + "-", color=shade, label=f"integers, {name}")
-    ax.semilogy(
-        [8],
-        [e4m3],
-        marker,
-        color=shade,
-        markerfacecolor="none",
-        markersize=10,
-        label=f"e4m3, {name}",
-    )
-    print(f"{name}: int8 {errors[-1]:.4f}, e4m3 {e4m3:.4f}")
-ax.set(xlabel="bits a number", ylabel="error / size of the numbers")
-ax.grid(alpha=0.3)
-ax.legend(frameon=False)
-plt.show()
+# %% alt="Error against bits, on a logarithmic axis: a straight line falls by half for each bit, to 0.6 percent at 8 bits. With one large number in a row the line starts at 1 and is ten times higher at 8 bits, near 7 percent. Two flat lines for e4m3, both near 2.6 percent."
+bits, errors = list(range(2, 9)), {}
+for name, rows in (("normal", normal), ("one large", one_large)):
+    errors[f"integers, {name}"] = [error(rows, torch.round, 2 ** (b - 1) - 1) for b in bits]
+    errors[f"e4m3, {name}"] = [error(rows, to_e4m3, 448)] * len(bits)
+    int8, e4m3 = (errors[f"{kind}, {name}"][-1] for kind in ("integers", "e4m3"))
+    print(f"{name}: int8 {int8:.4f}, e4m3 {e4m3:.4f}")
+nb.lines(bits, errors, "bits an integer", "error / size of the numbers", yscale="log")
 
 # %% [markdown]
-# **Question 7.** Llama-3-8B: 32 layers, 8 KV heads, d = 128. How many bytes does a token take in int8, with a scale in fp32 for each token
-# and head, for its key and for its value?
+# **Question 7.** Llama-3-8B: 32 layers, 8 KV heads, d = 128. How many bytes does a token take in int8, with a scale in fp32
+# for each token and head, for its key and for its value?
 
 # %%
 bytes_a_token = None
 
 # %%
-k_cache, k_scale = (
-    torch.zeros(1, 8, 128, dtype=torch.int8),
-    torch.zeros(1, 8),
-)  # a token's keys in one layer
-check(bytes_a_token, 32 * 2 * (k_cache.nbytes + k_scale.nbytes))
+k_cache = torch.zeros(1, 8, 128, dtype=torch.int8)  # a token's keys in one layer
+k_scale = torch.zeros(1, 8)
+nb.check(bytes_a_token, 32 * 2 * (k_cache.nbytes + k_scale.nbytes))
 
 # %% [markdown]
 # ## 10. Bytes
 #
-# Decode waits for bytes, so that the bytes a kernel asks for are a prediction of its time. The ladder's rungs, from the naive kernel
-# up, predict theirs by a formula; the tracer counts what they load and store. One sequence of 64 tokens, 4 query heads to a KV head.
+# Decode waits for bytes, so the bytes that a kernel asks for predict its time. The ladder's rungs, from the naive kernel up,
+# predict theirs by a formula; the tracer counts what they load and store. One sequence of 64 tokens, 4 query heads to a KV
+# head. The ladder is in `benchmarks/`, so this needs a clone of the repository.
 
-# %% alt="Bars of bytes for five rungs of the ladder: token by token and block by block ask for about 134,000 bytes, the three rungs in which a group shares its rows for about 35,000, near a quarter."
+# %%
 import sys
 from pathlib import Path
 
-clones = [
-    folder
-    for folder in (Path.cwd(), *Path.cwd().parents)
-    if (folder / "benchmarks" / "ladder.py").is_file()
-]
-if not clones:
-    raise SystemExit(
-        "This cell needs `benchmarks/`: run it in a clone of the repository. Question 8 does not need it."
-    )
-sys.path.insert(0, str(clones[0]))
+folders = (Path.cwd(), *Path.cwd().parents)
+clone = next(folder for folder in folders if (folder / "benchmarks" / "ladder.py").is_file())
+sys.path.insert(0, str(clone))
 
+# %% alt="Bars of bytes for five rungs of the ladder: token by token and block by block ask for about 134,000 bytes, the three rungs in which a group shares its rows for about 35,000, near a quarter."
 from benchmarks.ladder import RUNGS, make_workload
 
-work = make_workload(
-    [64], num_heads=4, num_kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu"
-)
+shape = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
+work = make_workload([64], **shape, dtype=torch.float32, device="cpu")
 
 
 def count(run):
-    """Bytes that a kernel's lanes loaded and stored, as the tracer saw them: all numbers here have four."""
+    """Bytes that a kernel's lanes loaded and stored, as traced: all numbers here have four."""
     with trace() as log:
         run(work)
     return 4 * sum(int((~access.masked).sum()) for access in log.accesses)
@@ -514,13 +431,7 @@ rungs = RUNGS[:5]  # split-KV splits no sequence as short as this
 counted = {rung.name: count(rung.run) for rung in rungs}
 for rung in rungs:
     print(f"{rung.name:30} predicted {rung.nbytes(work):9,}   counted {counted[rung.name]:9,}")
-
-_, ax = plt.subplots(figsize=(7.2, 2.8), layout="constrained")
-ax.barh(list(counted), list(counted.values()), color=color("generated"))
-ax.invert_yaxis()
-ax.set(xlabel="bytes")
-ax.grid(axis="x", alpha=0.3)
-plt.show()
+nb.bars(counted, "bytes")
 
 # %% [markdown]
 # **Question 8.** With 8 query heads to a KV head instead of 4, by what factor would the first rungs read more rows than the others?
@@ -529,16 +440,16 @@ plt.show()
 factor = None
 
 # %%
-check(factor, 8)  # each query head reads for itself
+nb.check(factor, 8)  # each query head reads for itself
 
 # %% [markdown]
-# What a GPU should make of these bytes is on the page *The ladder*: predicted. What GPUs have made of them, `make gpu` finds out, and
-# `notebooks/colab/gpu.ipynb` on a borrowed GPU:
+# What a GPU should make of these bytes is on the page *The ladder*: predicted. `make gpu` measures what a GPU makes of them,
+# and `notebooks/colab/gpu.ipynb` does so on a borrowed one:
 
 # %%
 import json
 
-results = sorted((clones[0] / "benchmarks" / "results").glob("gpu-*.json"))
+results = sorted((clone / "benchmarks" / "results").glob("gpu-*.json"))
 for path in results:
     about = json.loads(path.read_text())
     print(about["gpu"], about["dtype"])
@@ -546,3 +457,38 @@ for path in results:
         print(f"    {row['what']:45} {row['found']}")
 if not results:
     print("not measured")
+
+# %% [markdown]
+# ## Your experiment: how many splits?
+#
+# One long sequence keeps one program busy and the rest of a GPU idle. Split-KV cuts it into `num_splits` parts of whole tiles,
+# and the launch takes as long as its longest part. From how many splits on is nothing gained?
+#
+# Choose a length; a tile has 16 tokens. **Write down the smallest number of splits that makes the longest part as short as it
+# can be**, then run the cell. Is every larger number as good? Is there a number that is no better than a smaller one?
+
+# %% alt="Keys loaded by the longest split against the number of splits from 1 to 16, for 200 tokens. It falls in steps from 200 to 16; tokens divided by splits, a smooth curve, is below it."
+YOUR_NUM_TOKENS = 200
+YOUR_PREDICTION = None
+
+num_blocks = -(-YOUR_NUM_TOKENS // 8)
+k_cache, q = torch.randn(num_blocks, 8, 1, 256), torch.randn(1, 2, 256)
+tables, lengths = torch.randperm(num_blocks)[None], torch.tensor([YOUR_NUM_TOKENS])
+splits, longest = range(1, 17), []
+for num_splits in splits:
+    with trace(k_cache=k_cache) as log:
+        sequence = (k_cache, k_cache.clone(), tables, lengths)
+        paged_decode_attention(q, *sequence, num_splits=num_splits, backend="triton")
+    keys = {}
+    for load in loads_of(log, "k_cache"):
+        keys.setdefault(load.program, set()).update(rows_of(load, block_size=8))
+    longest.append(max(map(len, keys.values())))
+curves = {"the longest split": longest, "tokens / splits": [YOUR_NUM_TOKENS / n for n in splits]}
+nb.lines(splits, curves, "num_splits", "keys loaded", ylim=(0, None))
+best = splits[longest.index(min(longest))]
+print(f"no shorter than with {best} splits; you predicted {YOUR_PREDICTION}")
+
+# %% [markdown]
+# **What to look for.** A split has whole tiles, so ⌈tiles / splits⌉ of them decide: 9 splits of 13 tiles are no better than 7.
+# What each split costs does not show here: its partial result has to be written, read again and merged. A real launch also
+# has other sequences to fill the GPU with; `num_splits=None` lets the kernel's own rule decide.

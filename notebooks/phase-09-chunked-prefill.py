@@ -1,99 +1,64 @@
 # %% [markdown]
 # # Phase 9: one budget a step
 #
-# A long prompt among requests in decode: you watch it stall them, cut it into chunks, move the budget, follow a prompt
-# chunk by chunk, and see one preempted in the middle. Then draft tokens: MiniGPT generates several tokens in one step,
-# for a whole batch, and the same ones.
-#
-# Set `MINE = True` in the first cell to run everything on your own files in `labs/phase-09-chunked-prefill/`, then
-# restart the kernel and run all cells. A function that you have not written yet says so where it is first called.
+# 32 requests are in decode, a token every 13 ms each, when a prompt of 8,000 tokens arrives. What do the 32 notice? Below is
+# the time from each token of one of them to its next: once the prompt is computed in one step, once in chunks of a budget
+# of 512 tokens. This notebook shows what a step costs, moves the budget, follows prompts chunk by chunk, and then spends the
+# same budget on draft tokens.
 
-# %%
-MINE = False
+# %% alt="Milliseconds between tokens against seconds since the long prompt arrived, logarithmic. Whole: 13 throughout, but for one gap of 781. In chunks: 13, then a row of gaps of 46 to 56, then 13 again."
+MINE = False  # True: your own files; then restart the kernel and run all cells
 
-if MINE:
-    from minicache.course.finder import install
-    from minicache.course.workspace import find_workspace
+from minicache import notebook as nb
 
-    workspace = find_workspace()
-    install(workspace.lab_files(workspace.course.phase(9)))
+nb.begin(9, mine=MINE)
 
-from minicache.scheduler.chunked import ChunkedPrefillScheduler
-from minicache.engine.speculative import NgramDrafter, rows_to_verify, verify
-
-print("Scheduler, drafter and verification are", "yours." if MINE else "the reference's.")
-
-# %%
-import random
-from dataclasses import replace
-
-import matplotlib.pyplot as plt
-import torch
-
-from minicache.cache import PagedKVCache, SelectiveStep
-from minicache.engine import LLM, SamplingParams
-from minicache.engine.sampling import TokenSampler
-from minicache.engine.speculation import SpeculativeConfig
-from minicache.grammar import Tokenizer, sample_text
-from minicache.model import load_minigpt
-from minicache.palette import color
-from minicache.request import Request
-from minicache.scheduler.audit import Auditor
-from minicache.scheduler.fair import FairScheduler
-from minicache.scheduler.observe import Observer, Recorder, observe
-from minicache.simulator.costs import RooflineCost, StepLoad
-from minicache.simulator.serving import ServingSimulation
-from minicache.simulator.workload import AZURE_CONVERSATION, Arrival, stream
+from itertools import pairwise
 from minicache.arithmetic.specs import A100_80GB, LLAMA_3_8B
+from minicache.scheduler.chunked import ChunkedPrefillScheduler
+from minicache.scheduler.fair import FairScheduler
+from minicache.simulator.costs import RooflineCost
+from minicache.simulator.serving import ServingSimulation
+from minicache.simulator.workload import Arrival
 
-torch.set_num_threads(1)
-CHUNKED, WHOLE = color("generated"), color("end")
 cost = RooflineCost(LLAMA_3_8B, A100_80GB)
 
 
-def plain_ticks(ax):
-    """Numbers beside a logarithmic axis as people write them."""
-    ax.set_yticks(
-        [10, 20, 50, 100, 200, 500, 1000], ["10", "20", "50", "100", "200", "500", "1,000"]
-    )
-    ax.minorticks_off()
+def gaps_around(scheduler, late=3.0):
+    """When request 0's tokens come, since the long prompt, and the gaps before them."""
+    come = [Arrival(n, 0.0, 500, 300) for n in range(32)] + [Arrival(32, late, 8000, 8)]
+    steps = []
+    ServingSimulation(scheduler, cost, come, trace=steps.append).run()
+    ends = [s.time + s.seconds for s in steps if any(entry.request_id == 0 for entry in s.batch)]
+    gaps = [(end - late, 1e3 * (end - before)) for before, end in pairwise(ends)]
+    return zip(*(each for each in gaps if -0.2 < each[0] < 1.2))
 
 
-def check(answer, right):
-    """Compare an answer with the right one, if there is one to compare."""
-    if answer is None:
-        print("No answer yet: write it in the cell above, then run that cell and this one.")
-        return
-    if isinstance(right, int):
-        direction = "high" if answer > right else "low"
-        assert answer == right, f"{answer:,} is too {direction}"
-    assert answer == right, f"{answer} is not right"
-    print("Right.")
-
+seconds, gaps = {}, {}
+for name, kind, budget in (
+    ("whole", FairScheduler, 16_384),
+    ("chunks", ChunkedPrefillScheduler, 512),
+):
+    seconds[name], gaps[name] = gaps_around(kind(num_blocks=4096, max_num_batched_tokens=budget))
+look = {"roles": ("end", "generated"), "yscale": "log", "legend": "the prompt", "joined": False}
+nb.lines(seconds, gaps, "seconds since the prompt arrived", "ms since the token before", **look)
 
 # %% [markdown]
 # ## 1. What a step costs
 #
-# Llama-3-8B on an A100, by the roofline of phase 0. 32 requests decode, with 500 tokens each behind them; beside them the
-# step computes so many tokens of a prompt.
+# Llama-3-8B on an A100, by the roofline of phase 0. 32 requests decode, with 500 tokens of context each;
+# in addition the step computes some tokens of a prompt.
 
-# %% alt="Milliseconds of a step against prompt tokens beside 32 decodes, on logarithmic axes. Flat at about 13 up to some 100 tokens, then in proportion, to about 800 at 8,192."
-BESIDE = [0, 1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+# %% alt="Milliseconds of a step against prompt tokens in addition to 32 decodes, on logarithmic axes. Flat at about 13 up to some 100 tokens, then in proportion, to about 800 at 8,192."
+from minicache.simulator.costs import StepLoad
+
 decodes = [(1, 500)] * 32
-milliseconds = [
-    1e3 * cost.step_seconds(StepLoad.of([*decodes, (n, 0)] if n else decodes)) for n in BESIDE
-]
-_, ax = plt.subplots(figsize=(7.2, 3), layout="constrained")
-ax.plot(BESIDE[1:], milliseconds[1:], "o-", color=CHUNKED)
-ax.axhline(milliseconds[0], color=WHOLE, linestyle=":", label="decodes alone")
-ax.set(
-    xscale="log", yscale="log", xlabel="prompt tokens beside the decodes", ylabel="ms of the step"
-)
-ax.set_xticks([1, 10, 100, 1000, 8192], ["1", "10", "100", "1,000", "8,192"])
-plain_ticks(ax)
-ax.grid(alpha=0.3)
-ax.legend(frameon=False)
-plt.show()
+PROMPT_TOKENS = [2**power for power in range(14)]
+alone = 1e3 * cost.step_seconds(StepLoad.of(decodes))
+milliseconds = [1e3 * cost.step_seconds(StepLoad.of([*decodes, (n, 0)])) for n in PROMPT_TOKENS]
+curves = {"decodes and a chunk": milliseconds, "decodes alone": [alone] * len(PROMPT_TOKENS)}
+look = {"doubling": True, "yscale": "log"}
+nb.lines(PROMPT_TOKENS, curves, "prompt tokens in the step", "ms of the step", **look)
 
 # %% [markdown]
 # As long as the step waits for the weights, prompt tokens are free. Beyond that they cost what they cost anywhere.
@@ -105,55 +70,16 @@ plt.show()
 ms_of_8192 = None
 
 # %%
-check(ms_of_8192, round(round(milliseconds[-1]), -1))
+nb.check(ms_of_8192, round(round(milliseconds[-1]), -1))
 
 # %% [markdown]
 # ## 2. The stall
 #
-# The 32 are in decode when a prompt of 8,000 tokens comes. The time from each token of one of them to its next, once with
-# `FairScheduler`, which computes the prompt in one step, and once in chunks with a budget of 512.
+# Back to the first picture. `FairScheduler` computes the prompt in one step, `ChunkedPrefillScheduler` in chunks.
 
-
-# %% alt="Milliseconds between tokens against seconds since the long prompt came, logarithmic. Whole: 13 throughout, but for one gap of 781. In chunks: 13, then a row of gaps of 46 to 56, then 13 again."
-def gaps_around(scheduler, late=3.0):
-    """When request 0's tokens come, and the gaps before them; when the long prompt's first token comes."""
-    come = [Arrival(n, 0.0, 500, 300) for n in range(32)] + [Arrival(32, late, 8000, 8)]
-    steps = []
-    report = ServingSimulation(scheduler, cost, come, trace=steps.append).run()
-    ends = [
-        step.time + step.seconds
-        for step in steps
-        if any(entry.request_id == 0 for entry in step.batch)
-    ]
-    gaps = [(end - late, 1e3 * (end - before)) for before, end in zip(ends, ends[1:])]
-    return [each for each in gaps if -0.2 < each[0] < 1.2], report.ttft.max
-
-
-runs = {
-    "whole": (
-        gaps_around(FairScheduler(num_blocks=4096, max_num_batched_tokens=16_384)),
-        WHOLE,
-        "s",
-    ),
-    "in chunks of 512": (
-        gaps_around(ChunkedPrefillScheduler(num_blocks=4096, max_num_batched_tokens=512)),
-        CHUNKED,
-        "o",
-    ),
-}
-_, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-for name, ((gaps, _), shade, marker) in runs.items():
-    ax.plot(*zip(*gaps), marker, color=shade, markersize=3, label=name)
-ax.axvline(0, color="gray", linestyle=":")
-ax.set(
-    yscale="log", xlabel="seconds since the long prompt came", ylabel="ms since the token before"
-)
-plain_ticks(ax)
-ax.grid(alpha=0.3)
-ax.legend(frameon=False)
-plt.show()
-for name, ((gaps, _), _, _) in runs.items():
-    print(f"{name}: the longest gap is {max(gap for _, gap in gaps):.0f} ms")
+# %%
+for name, each in gaps.items():
+    print(f"{name}: the longest gap is {max(each):.0f} ms")
 
 # %% [markdown]
 # The work is the same. In chunks it takes a few per cent longer, and all requests are slowed down a little instead of stopped.
@@ -165,7 +91,7 @@ for name, ((gaps, _), _, _) in runs.items():
 num_steps_of_the_prompt = None
 
 # %%
-check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
+nb.check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
 
 # %% [markdown]
 # ## 3. Chunk by chunk
@@ -175,6 +101,9 @@ check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
 
 
 # %%
+from minicache.request import Request
+
+
 def splits(prompts, budget, num_steps=4, **options):
     """How many tokens of each request are computed, step by step."""
     scheduler = ChunkedPrefillScheduler(num_blocks=1024, max_num_batched_tokens=budget, **options)
@@ -203,9 +132,8 @@ for step, found in enumerate(splits([800, 800, 800], 1024, long_prefill_threshol
 step_of_the_last = None
 
 # %%
-check(
-    step_of_the_last, next(n for n, found in enumerate(splits([1000, 100, 100], 512)) if 2 in found)
-)
+found = splits([1000, 100, 100], 512)
+nb.check(step_of_the_last, next(step for step, tokens in enumerate(found) if 2 in tokens))
 
 # %% [markdown]
 # ## 4. Moving the budget
@@ -214,88 +142,74 @@ check(
 # time per token after it. 99 of 100 requests are below the curves.
 
 # %% alt="Two panels against the budget, 128 to 8,192, logarithmic. Time per token, p99: rises from 15 ms to 66, which is what whole prompts have. Time to first token, p99: falls from 1.75 s at 128 to 1.3 s at 1,024, then rises a little; whole prompts have 1.7."
+from dataclasses import replace
+
+from minicache.simulator.workload import AZURE_CONVERSATION, stream
+
 BUDGETS = [128, 256, 512, 1024, 2048, 4096, 8192]
 
 
-def served(scheduler, rate=4.0):
+def served(budget, rate=4.0, kind=ChunkedPrefillScheduler):
     """A report on two minutes of conversations."""
-    return ServingSimulation(
-        scheduler, cost, stream(replace(AZURE_CONVERSATION, rate=rate), round(120 * rate), 0)
-    ).run()
+    arrivals = stream(replace(AZURE_CONVERSATION, rate=rate), round(120 * rate), 0)
+    scheduler = kind(num_blocks=29_000, max_num_batched_tokens=budget)
+    return ServingSimulation(scheduler, cost, arrivals).run()
 
 
-reports = [
-    served(ChunkedPrefillScheduler(num_blocks=29_000, max_num_batched_tokens=budget))
-    for budget in BUDGETS
-]
-whole = served(FairScheduler(num_blocks=29_000, max_num_batched_tokens=16_640))
-_, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
-for ax, values, at, label in (
-    (
-        panels[0],
-        [1e3 * r.tpot.p99 for r in reports],
-        1e3 * whole.tpot.p99,
-        "time per token, p99, ms",
-    ),
-    (panels[1], [r.ttft.p99 for r in reports], whole.ttft.p99, "time to first token, p99, s"),
+reports = [served(budget) for budget in BUDGETS]
+whole = served(16_640, kind=FairScheduler)
+left, right = nb.panels(1, 2)
+for ax, what, scale, label in (
+    (left, "tpot", 1e3, "time per token, p99, ms"),
+    (right, "ttft", 1, "time to first token, p99, s"),
 ):
-    ax.plot(BUDGETS, values, "o-", color=CHUNKED, label="in chunks")
-    ax.axhline(at, color=WHOLE, linestyle="--", label="whole")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(BUDGETS[::2], [f"{budget:,}" for budget in BUDGETS[::2]])
-    ax.set(xlabel="budget", ylim=(0, 1.15 * max(*values, at)))
-    ax.set_title(label, loc="left", fontsize=10)
-    ax.grid(alpha=0.3)
-panels[0].legend(frameon=False)
-plt.show()
+    chunks = [scale * getattr(report, what).p99 for report in reports]
+    curves = {"in chunks": chunks, "whole": [scale * getattr(whole, what).p99] * len(BUDGETS)}
+    nb.lines(BUDGETS, curves, "budget", label, doubling=True, ax=ax, ylim=(0, None))
 
 # %% [markdown]
-# A small budget keeps the readers' gaps short and makes new requests wait: of 128 tokens a step the decodes take a part, a long prompt takes many steps of what is left, and the others queue behind it. Above 1,024 the slowest
-# first tokens come no sooner, for a short prompt waits for the step of a long one; the median still falls a little.
+# A small budget keeps the readers' gaps short and makes new requests wait: of 128 tokens a step the decodes take a part, a
+# long prompt takes many steps of what is left, and the others queue behind it. Above 1,024 the slowest first tokens come no
+# sooner, because a short prompt waits for the step of a long one; the median still falls a little.
 #
 # **Question 4.** Half as many requests again, `served(…, rate=6.0)`. Which budget of `BUDGETS` cannot keep up with the
-# prompts that come, so that the p99 of the time to the first token is above 10 s?
+# prompts that arrive: the p99 of the time to the first token is above 10 s?
 
 # %%
 budget_that_cannot_keep_up = None
 
 # %%
-busy = {
-    b: served(ChunkedPrefillScheduler(num_blocks=29_000, max_num_batched_tokens=b), rate=6.0)
-    for b in BUDGETS
-}
-check(
-    budget_that_cannot_keep_up,
-    next(budget for budget, report in busy.items() if report.ttft.p99 > 10),
-)
+slow = [budget for budget in BUDGETS if served(budget, rate=6.0).ttft.p99 > 10]
+nb.check(budget_that_cannot_keep_up, slow[0])
 
 # %% [markdown]
 # ## 5. A chunk that is lost, and the protected request
 #
 # A arrives first, with the lowest priority. B and C take its blocks in the middle of its prompt. D arrives, and waits,
-# although there is room: A is protected.
+# although its blocks are free: A is protected.
 
-# %%
+# %% alt="Grid of four requests against steps. A computes chunks, loses them, waits while B and C finish, and computes them again; D arrives in step 4 and waits until A has been admitted again."
+from minicache.scheduler.audit import Auditor
+from minicache.scheduler.observe import Recorder, observe
+
+options = {"block_size": 4, "max_num_batched_tokens": 12, "long_prefill_threshold": 4}
+scheduler = ChunkedPrefillScheduler(num_blocks=8, **options)
 steps = []
-scheduler = ChunkedPrefillScheduler(
-    num_blocks=8, block_size=4, max_num_batched_tokens=12, long_prefill_threshold=4
-)
 watched = observe(scheduler, Recorder(steps.append), Auditor())
 later = {0: ("A", 24, 2, 1), 1: ("B", 6, 5, 0), 2: ("C", 6, 5, 0), 4: ("D", 4, 3, 0)}
 number = 0
 while watched.has_unfinished or number < 5:
     if number in later:
         name, prompt, output, priority = later[number]
-        watched.add_request(
-            Request(name, [0] * prompt, output, priority=priority, arrival_time=float(number))
-        )
+        request = Request(name, [0] * prompt, output, priority=priority, arrival_time=float(number))
+        watched.add_request(request)
     result = watched.schedule()
-    protected = scheduler.protected.request_id if scheduler.protected else "–"
-    print(
-        f"step {number:2}: {result.num_scheduled_tokens}, preempted {result.preempted}, protected {protected}"
-    )
+    held = scheduler.protected.request_id if scheduler.protected else "–"
+    print(f"step {number:2}: {result.num_scheduled_tokens}", end="")
+    print(f", preempted {result.preempted}, protected {held}")
     watched.update_from_output(result, {r.request_id: 9 for r in result.scheduled})
     number += 1
+nb.grid_of_steps(steps, "ABCD")
 
 # %% [markdown]
 # **Question 5.** For how many steps does D wait?
@@ -304,20 +218,28 @@ while watched.has_unfinished or number < 5:
 steps_that_d_waits = None
 
 # %%
-check(
-    steps_that_d_waits, next(s.step for s in steps if any(e.request_id == "D" for e in s.batch)) - 4
-)
+first = next(s.step for s in steps if any(entry.request_id == "D" for entry in s.batch))
+nb.check(steps_that_d_waits, first - 4)
 
 # %% [markdown]
 # ## 6. One ragged step
 #
 # Three requests, as in the lab: one computes the last chunk of its prompt, one has three draft tokens behind its newest
-# token, one has none. MiniGPT runs once. `rows_to_verify` says which rows of logits are read, `verify` what comes of them.
+# token, one has none. MiniGPT runs once. `rows_to_verify` gives the rows of logits to read, `verify` the tokens that result.
 # Change a text, or the draft tokens, and predict the rows.
 
 # %%
+import torch
+
+from minicache.cache import PagedKVCache, SelectiveStep
+from minicache.engine import LLM, SamplingParams
+from minicache.engine.sampling import TokenSampler
+from minicache.engine.speculative import NgramDrafter, rows_to_verify, verify
+from minicache.grammar import Tokenizer
+from minicache.model import load_minigpt
+
 model, tokenizer = load_minigpt(), Tokenizer()
-config = model.config
+shape = (model.config.num_layers, 1, model.config.num_kv_heads, 64, model.config.head_dim)
 texts = [
     tokenizer.encode("Did the children read the book yesterday?"),
     tokenizer.encode("Later my sister will not be ready, and then she will not be ready,"),
@@ -325,21 +247,18 @@ texts = [
 ]
 computed = [4, 15, 4]
 drafts = [[], NgramDrafter().draft(texts[1], 3), []]
-caches = [
-    PagedKVCache(config.num_layers, 1, config.num_kv_heads, 64, config.head_dim) for _ in texts
-]
+caches = [PagedKVCache(*shape) for _ in texts]
 with torch.inference_mode():
     for tokens, cache, count in zip(texts, caches, computed):
         model(torch.tensor([tokens[:count]]), cache)
-    new = [
-        tokens[count:] + its_drafts for tokens, count, its_drafts in zip(texts, computed, drafts)
-    ]
+    new = [text[count:] + draft for text, count, draft in zip(texts, computed, drafts)]
     counts = [len(its_new) for its_new in new]
     rows = rows_to_verify(counts, [len(its_drafts) for its_drafts in drafts])
     logits = model(torch.tensor([sum(new, [])]), SelectiveStep(caches, counts))[0, rows]
 found = verify(logits, drafts, [TokenSampler(SamplingParams()) for _ in texts])
 
 
+# %%
 def words_of(tokens):
     """Tokens as words, a space between them."""
     return " ".join(tokenizer.words[token] for token in tokens)
@@ -358,16 +277,22 @@ for its_new, its_drafts, tokens in zip(new, drafts, found):
 num_rows = None
 
 # %%
-check(num_rows, sum(1 + k for k in (0, 0, 5, 2)))
+nb.check(num_rows, sum(1 + k for k in (0, 0, 5, 2)))
 
 # %% [markdown]
 # ## 7. In the engine
 #
 # MiniGPT is asked, answers, and is asked the same again. The drafter proposes tokens from the text; each step verifies
-# them and yields a token more. Each row is a step: what was accepted, and behind the bar what was rejected.
+# them and yields one more token. Each row is a step: accepted tokens, and behind the bar rejected ones.
 
 
 # %%
+import random
+
+from minicache.engine.speculation import SpeculativeConfig
+from minicache.grammar import sample_text
+
+
 def text_tokens(count, seed):
     """So many tokens of MiniGPT's language."""
     rng, tokens = random.Random(seed), []
@@ -393,6 +318,10 @@ def answers_of(llm, prompts, params):
     return list(tokens.values()), num_steps
 
 
+# %%
+from minicache.scheduler.observe import Observer
+
+
 class Watching(Observer):
     """Notes what was proposed in each step, and how many of it were accepted."""
 
@@ -412,19 +341,17 @@ watching = Watching()
 tokens, num_steps = answers_of(engine(5, watching), [again], hundred)
 assert tokens == expected
 for its_drafts, accepted in watching.seen[:12]:
-    print(
-        f"{accepted} of {len(its_drafts)}: {words_of(its_drafts[:accepted])} | {words_of(its_drafts[accepted:])}"
-    )
-print(f"100 tokens in {num_steps} steps, the same as without draft tokens in {steps_without}")
+    kept, rejected = its_drafts[:accepted], its_drafts[accepted:]
+    print(f"{accepted} of {len(its_drafts)}: {words_of(kept)} | {words_of(rejected)}")
+print(f"100 tokens in {num_steps} steps, the same as in {steps_without} without draft tokens")
 
 # %% [markdown]
 # A batch of eight, each asked again like this one: at temperature 0, and drawn with a seed. The same tokens again.
 
 # %%
 eight = [text_tokens(100, seed) for seed in range(8)]
-prompts = [
-    text + tokens + text for text, tokens in zip(eight, answers_of(engine(0), eight, hundred)[0])
-]
+answers, _ = answers_of(engine(0), eight, hundred)
+prompts = [text + answer + text for text, answer in zip(eight, answers)]
 for temperature in (0.0, 0.5, 1.0):
     params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=temperature, seed=7)
     plain, steps_without = answers_of(engine(0), prompts, params)
@@ -433,13 +360,14 @@ for temperature in (0.0, 0.5, 1.0):
     assert tokens == plain
     stats = llm.scheduler.draft_stats
     print(
-        f"temperature {temperature}: {num_steps} steps, {steps_without} without draft tokens; "
-        f"{stats.acceptance_rate:.0%} of the draft tokens accepted"
+        f"temperature {temperature}: {num_steps} steps, {steps_without} without draft tokens; ",
+        end="",
     )
+    print(f"{stats.acceptance_rate:.0%} of the draft tokens accepted")
 
 # %% [markdown]
 # The last request of the batch decides how many steps there are. With a temperature an answer repeats less of its prompt,
-# and what is proposed is drawn less often: fewer draft tokens are accepted, and no token is another.
+# and a proposed token is drawn less often: fewer draft tokens are accepted, and no token of an answer changes.
 #
 # ## 8. How many draft tokens?
 #
@@ -448,37 +376,67 @@ for temperature in (0.0, 0.5, 1.0):
 
 # %% alt="Two panels against draft tokens a step, 0 to 16. Tokens a step: on the repeated prompt from 1 to more than 8 with sixteen, on new text hardly above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
 DRAFTS = [0, 1, 2, 4, 8, 12, 16]
-fresh = text_tokens(300, 1)
-_, panels = plt.subplots(1, 2, figsize=(7.2, 3), layout="constrained")
-for name, prompt, shade in (
-    ("asked again", again, color("shared")),
-    ("new text", fresh, color("wasted")),
-):
+per_step, accepted = {}, {}
+for name, prompt in (("asked again", again), ("new text", text_tokens(300, 1))):
     plain, _ = answers_of(engine(0), [prompt], hundred)
-    per_step, accepted = [], []
+    per_step[name], accepted[name] = [], []
     for num_drafts in DRAFTS:
         llm = engine(num_drafts)
         tokens, num_steps = answers_of(llm, [prompt], hundred)
         assert tokens == plain
-        per_step.append(100 / num_steps)
-        accepted.append(llm.scheduler.draft_stats.acceptance_rate if num_drafts else 0)
-    panels[0].plot(DRAFTS, per_step, "o-", color=shade, label=name)
-    panels[1].plot(DRAFTS[1:], accepted[1:], "o-", color=shade)
-for ax, title in zip(panels, ("tokens a step", "part of the draft tokens accepted")):
-    ax.set(xlabel="draft tokens a step", ylim=(0, None))
-    ax.set_title(title, loc="left", fontsize=10)
-    ax.grid(alpha=0.3)
-panels[0].legend(frameon=False)
-plt.show()
+        per_step[name].append(100 / num_steps)
+        if num_drafts:
+            accepted[name].append(100 * llm.scheduler.draft_stats.acceptance_rate)
+left, right = nb.panels(1, 2)
+look = {"roles": ("shared", "wasted"), "ylim": (0, None)}
+nb.lines(DRAFTS, per_step, "draft tokens a step", "tokens a step", ax=left, **look)
+nb.lines(DRAFTS[1:], accepted, "draft tokens a step", "% accepted", ax=right, **look)
 
 # %% [markdown]
 # The tokens are always those of the engine without: a rejected draft token costs work, never an answer.
 #
 # **Question 7.** If each draft token is right with probability 0.8, whatever came before, how many tokens does a step with
-# four of them yield on average? To one place.
+# four of them yield on average? To one decimal place.
 
 # %%
 tokens_a_step = None
 
 # %%
-check(tokens_a_step, round(sum(0.8**n for n in range(5)), 1))
+nb.check(tokens_a_step, round(sum(0.8**n for n in range(5)), 1))
+
+# %% [markdown]
+# ## Your experiment: the load that keeps a promise
+#
+# You promise your users a first token within two seconds and a token every 50 ms, for 99 of 100 requests. How many requests
+# a second can one A100 serve then? It depends on the budget.
+#
+# Choose two budgets. **Write down for each the highest rate that keeps both limits**, then run the cell. Which of the two
+# limits breaks first, and does that depend on the budget? Then look for the budget that allows the highest rate.
+
+# %% alt="Two panels against requests a second, from 1 to 6, for two budgets, with the promised limits as dashed lines. Time per token: higher with the larger budget. Time to first token: rises steeply between 5 and 6 requests a second with both."
+YOUR_BUDGETS = [256, 2048]
+YOUR_LIMITS = {"tpot": 50, "ttft": 2000}  # ms, p99
+YOUR_PREDICTION = {256: None, 2048: None}  # requests a second
+
+RATES = [1, 2, 3, 4, 5, 6]
+found = {budget: [served(budget, float(rate)) for rate in RATES] for budget in YOUR_BUDGETS}
+for ax, (what, limit) in zip(nb.panels(1, 2), YOUR_LIMITS.items()):
+    curves = {
+        f"budget {budget:,}": [1e3 * getattr(report, what).p99 for report in reports]
+        for budget, reports in found.items()
+    }
+    curves["your limit"] = [limit] * len(RATES)
+    names = ("requests a second", f"{what.upper()}, p99, ms")
+    nb.lines(RATES, curves, *names, ax=ax, ylim=(0, 3 * limit))
+for budget, reports in found.items():
+    kept = [
+        rate
+        for rate, report in zip(RATES, reports)
+        if all(1e3 * getattr(report, what).p99 <= limit for what, limit in YOUR_LIMITS.items())
+    ]
+    predicted = YOUR_PREDICTION.get(budget)
+    print(f"budget {budget:,}: up to {max(kept, default=0)} a second; you predicted {predicted}")
+
+# %% [markdown]
+# **What to look for.** A large budget makes steps long while prompts are computed: the time per token breaks first. A small
+# one leaves prompts waiting: the time to the first token breaks first. The best budget is where both break at the same rate.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import matplotlib as mpl
@@ -121,6 +122,7 @@ def lines(
     *,
     roles: Sequence[str] = (),
     marks: bool = True,
+    joined: bool = True,
     doubling: bool = False,
     legend: str = "",
     ax: Axes | None = None,
@@ -133,8 +135,9 @@ def lines(
         curves: what a curve is, for the legend → its values. A lone curve named "" has no legend.
         xlabel: what is from left to right.
         ylabel: what is upwards.
-        roles: colours of the palette, curve by curve, in place of the usual ones.
+        roles: colours of the palette, curve by curve, in place of the usual ones. They come round again.
         marks: whether each value has a marker.
+        joined: whether a line joins the values.
         doubling: the one x grows by factors: it has a logarithmic axis, with its own values as ticks.
         legend: its title.
         ax: where to draw, in place of a figure of their own.
@@ -142,16 +145,17 @@ def lines(
     """
     ax = ax or axes()
     usual = [role for role, _, _ in CURVES]
-    for (label, values), role, (_, dash, marker) in zip(curves.items(), [*roles, *usual], CURVES, strict=False):
+    for (label, values), role, (_, dash, marker) in zip(curves.items(), cycle([*roles, *usual]), cycle(CURVES)):
         marker = marker if marks else ""
         its_x = x[label] if isinstance(x, Mapping) else x
-        ax.plot(its_x, values, color=color(role), label=label, linestyle=dash, marker=marker, markersize=4)
+        line = dash if joined else ""
+        ax.plot(its_x, values, color=color(role), label=label, linestyle=line, marker=marker, markersize=4)
     if doubling:
         ax.set_xscale("log", base=2)
     ax.set(xlabel=xlabel, ylabel=ylabel, **settings)
     _plain_numbers(ax)
     if doubling and not isinstance(x, Mapping):
-        ticks = x if len(x) < 8 else x[::2]
+        ticks = x if len(x) < 6 else x[::2]
         ax.set_xticks(ticks, [f"{each:,}" for each in ticks])
     if any(curves):
         ax.legend(title=legend or None)
@@ -401,6 +405,8 @@ def rows_touched(lines_of_rows: Sequence[Collection[int]], num_rows: int, block_
         ax.barh(line, num_rows, height=0.8, color=color("free"))
         ax.barh([line] * len(rows), 1.0, left=sorted(rows), height=0.8, color=color("generated"))
     ax.set(xlim=(0, num_rows), xticks=range(0, num_rows + 1, block_size), yticks=range(len(lines_of_rows)))
+    ax.grid(visible=False, axis="y")
+    ax.set_axisbelow(False)  # the blocks' borders
     ax.invert_yaxis()
 
 

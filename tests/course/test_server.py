@@ -25,8 +25,10 @@ def tests(tmp_path: Path) -> Path:
 
 
 def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().split(")")[-1].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # gone before the file was opened, or before it was read
+        return False
 
 
 def wait_for_the_end(pid: int) -> None:

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from minicache.cache.paged import PagedKVCache
+from minicache.course.follow import following
+from minicache.memory.blocks import BlockPool, BlockTable
+
 _spec = spec_from_file_location(
     "conftest_of_phase_1", Path(__file__).parents[1] / "phase-01-dense-cache" / "conftest.py"
 )
@@ -17,6 +21,17 @@ _spec.loader.exec_module(_phase_1)
 _one_thread_and_a_seed = _phase_1._one_thread_and_a_seed
 numbered = _phase_1.numbered
 by_hand = _phase_1.by_hand
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the pool, the tables and the caches, and what was done with them."""
+    with (
+        following(BlockPool, "__init__", "allocate", "share", "free"),
+        following(BlockTable, "append", "fork", "truncate", "release"),
+        following(PagedKVCache, "__init__", "append", "fork", "truncate", "reset"),
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

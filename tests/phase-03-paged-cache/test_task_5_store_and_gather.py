@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minicache.course import scenario
 from minicache.course.checks import call, that
 from minicache.kernels.plain import gather_kv, store_kv
 
@@ -21,7 +22,9 @@ def caches(num_blocks, block_size, *row, dtype=torch.float32):
 def test_each_row_goes_to_its_slot(numbered):
     """Slot 9 of blocks of 4 is row 1 of block 2: three rows go to slots 9, 2 and 4, and nothing else changes."""
     k_cache, v_cache = caches(4, 4, 1, 2)
-    k, v = numbered(3, 1, 2), numbered(3, 1, 2, start=100)
+    k, v = numbered(3, 1, 2, start=2), numbered(3, 1, 2, start=102)
+    scenario.remember("k of store_kv(k, v, k_cache, v_cache, slots)", k)
+    scenario.remember("v of store_kv(k, v, k_cache, v_cache, slots)", v)
     call(store_kv, k, v, k_cache, v_cache, torch.tensor([9, 2, 4])).gives(None)
     for name, cache, rows in (("k_cache", k_cache, k), ("v_cache", v_cache, v)):
         expected = torch.full((4, 4, 1, 2), -1.0)

@@ -9,10 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +24,7 @@ from torch import Tensor
 from minicache.course.checks import call, short, that
 from minicache.errors import MemoryAccessError
 from minicache.kernels import paged_decode_attention, paged_prefill_attention, runtime
-from minicache.kernels.tracer import Access, Forbidden, Log, trace, unused_entries, unused_rows
+from minicache.kernels.tracer import Access, Forbidden, Log, Program, trace, unused_entries, unused_rows
 
 NOBODY = 2**31 - 1
 """What stands in the tail of a block table: nobody's block."""
@@ -48,11 +52,13 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if device.type == "cuda":
                 return fn(*args, **kwargs, backend="triton")
             given = inspect.signature(fn).bind(*args, **kwargs).arguments
-            with trace(forbid=_forbidden(**given), **given) as log:
+            with _watching(_forbidden(**given), given) as log:
                 got = fn(*args, **kwargs, backend="triton")
-            _check_that_programs_share_no_element(log)
+            _check_that_all_is_stored(log, given, got)
             if "query_start_loc" in given:
                 _check_that_tiles_load_what_they_see(log, **given)
+            elif "context_lens" in given:
+                _check_that_groups_share_their_loads(log, **given)
             return got
 
         return run
@@ -60,19 +66,112 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return wrap
 
 
-def _check_that_programs_share_no_element(log: Log) -> None:
-    """Raise if two programs store the same element: on a GPU, which of the two comes last changes from run to run."""
-    owners: dict[tuple[Any, ...], Access] = {}
+@contextmanager
+def _watching(forbid: Mapping[str, Forbidden], given: Mapping[str, Any]) -> Iterator[Log]:
+    """Trace what runs inside, and check afterwards who stores and loads what."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    multiply = interpreter_builder.create_dot
+
+    def create_dot(a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        if a.dtype.is_fp32() and input_precision.name != "IEEE":
+            raise AssertionError('tl.dot of fp32 tiles without input_precision="ieee": a GPU rounds them to 10 bits')
+        return multiply(a, b, d, input_precision, max_num_imprecise_acc)
+
+    with patch.object(interpreter_builder, "create_dot", create_dot), trace(forbid=forbid, **given) as log:
+        yield log
+    _check_stores(log, given)
+    _check_that_a_program_loads_once(log)
+
+
+@pytest.fixture(scope="session")
+def watching() -> Callable[..., Any]:
+    """`with watching(forbid, given): …`, for tests that call a kernel of their own."""
+    return _watching
+
+
+def _elements(access: Access, shape: tuple[int, ...]) -> Any:
+    """The numbers, counted through their tensor, that an access touches."""
+    return np.ravel_multi_index(tuple(access.indices[~access.masked].T), shape)
+
+
+def _told(access: Access, shape: tuple[int, ...], number: int) -> str:
+    """Who touches which element where."""
+    index = [int(each) for each in np.unravel_index(number, shape)]
+    verb = "stores to" if access.kind == "store" else "loads"
+    return f"{access.kernel}, program {access.program}, line {access.line}, {verb} {access.tensor}{index}"
+
+
+def _check_stores(log: Log, given: Mapping[str, Any]) -> None:
+    """Raise if two programs store the same element, or if one is loaded that no kernel has stored yet.
+
+    On a GPU, which of two programs comes last changes from run to run.
+    """
+    stored = {access.tensor for access in log.accesses if access.kind == "store"}
+    owners: dict[tuple[str, str], Any] = {}
+    numbers: dict[Program, int] = {}
+    written = {name: np.zeros(math.prod(log.shapes[name]), dtype=bool) for name in stored}
     for access in log.accesses:
-        if access.kind == "store":
-            for index in access.indices[~access.masked].tolist():
-                owner = owners.setdefault((access.kernel, access.tensor, *index), access)
-                if owner.program != access.program:
-                    raise MemoryAccessError(
-                        f"{access.kernel}, program {access.program}, line {access.line}, stores to "
-                        f"{access.tensor}{index}, which program {owner.program} has stored: "
-                        "no element may be stored by two programs"
-                    )
+        name, shape = access.tensor, log.shapes[access.tensor]
+        if name not in stored:
+            continue
+        touched = _elements(access, shape)
+        if access.kind == "load":
+            if name not in given and (early := touched[~written[name][touched]]).size:
+                raise MemoryAccessError(
+                    f"{_told(access, shape, early[0])}, which nothing has stored: it may hold anything"
+                )
+            continue
+        program = numbers.setdefault(access.program, len(numbers))
+        owner = owners.setdefault((access.kernel, name), np.full(math.prod(shape), -1))
+        others = (owner[touched] >= 0) & (owner[touched] != program)
+        if others.any():
+            other = list(numbers)[owner[touched[others][0]]]
+            raise MemoryAccessError(
+                f"{_told(access, shape, touched[others][0])}, which program {other} has stored: "
+                "no element may be stored by two programs"
+            )
+        owner[touched], written[name][touched] = program, True
+
+
+def _check_that_a_program_loads_once(log: Log) -> None:
+    """Raise if a program loads a number of a cache, or of dense keys or values, more than once."""
+    loaded: dict[tuple[str, Program, str], list[Access]] = {}
+    for access in log.accesses:
+        if access.kind == "load" and access.tensor in ("cache", "k_cache", "v_cache", "k", "v"):
+            loaded.setdefault((access.kernel, access.program, access.tensor), []).append(access)
+    for accesses in loaded.values():
+        shape = log.shapes[accesses[0].tensor]
+        found, counts = np.unique(np.concatenate([_elements(each, shape) for each in accesses]), return_counts=True)
+        if (more := found[counts > 1]).size:
+            raise MemoryAccessError(f"{_told(accesses[-1], shape, more[0])} twice: once is enough")
+
+
+def _check_that_all_is_stored(log: Log, given: Mapping[str, Any], got: Any) -> None:
+    """Raise if a kernel leaves a part of the output as it was: nothing clears it before."""
+    for name, shape in log.shapes.items():
+        stores = [each for each in log.accesses if (each.tensor, each.kind) == (name, "store")]
+        if name in given or not stores or shape != tuple(getattr(got, "shape", ())):
+            continue
+        missing = np.ones(math.prod(shape), dtype=bool)
+        for access in stores:
+            missing[_elements(access, shape)] = False
+        if missing.any():
+            index = [int(each) for each in np.unravel_index(np.argmax(missing), shape)]
+            raise MemoryAccessError(f"no program stores {name}{index}: it holds whatever lay in memory before")
+
+
+def _check_that_groups_share_their_loads(log: Log, **given: Any) -> None:
+    """Raise if decode attention loads more numbers than each sequence's keys and values have."""
+    lengths = given["context_lens"].clamp(max=given.get("sliding_window") or 2**31 - 1)
+    enough = int(lengths.sum()) * math.prod(given["k_cache"].shape[2:])
+    for name in ("k_cache", "v_cache"):
+        count = sum(int((~each.masked).sum()) for each in log.accesses if each.tensor == name)
+        if count > enough:
+            raise MemoryAccessError(
+                f"{count:,} numbers of {name} are loaded where {enough:,} are enough: "
+                "a key or a value is loaded once for all query heads of its group"
+            )
 
 
 def _check_that_tiles_load_what_they_see(log: Log, **given: Any) -> None:
@@ -103,7 +202,8 @@ def _forbidden(**given: Any) -> dict[str, Forbidden]:
         where = torch.ones(given["k_cache"].shape[:2], dtype=torch.bool)
         where.view(-1)[given["slot_mapping"][given["slot_mapping"] >= 0].long()] = False
         row = Forbidden(where, "a row whose slot is not in the slot mapping")
-        return {"k_cache": row, "v_cache": row} | dict.fromkeys(_token_scales(given), row)
+        padding = Forbidden(given["slot_mapping"] < 0, "a row whose slot is negative")
+        return {"k_cache": row, "v_cache": row, "k": padding, "v": padding} | dict.fromkeys(_token_scales(given), row)
     if "num_tokens" in given:
         table, length = given["block_table"][None], torch.tensor([given["num_tokens"]])
         tail = unused_entries(table, length, given["cache"].shape[1])
@@ -368,22 +468,43 @@ def _per_head(scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     return torch.as_tensor(scale).cpu().to(dtype).reshape(-1, 1)
 
 
-def _check(what: str, got: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
-    """`got` is attention to 3 times the error that PyTorch makes in the same dtype, + 1e-5."""
+def _check(
+    what: str,
+    got: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    tolerance: float | None = None,
+) -> None:
+    """`got` is attention to `tolerance`, or to 3 times the error that PyTorch makes in the same dtype, + 1e-5."""
     __tracebackhide__ = True
     q = q.cpu()
     expected = attend(q, k, v, **options)
     error = (attend(q, k, v, dtype=q.dtype, **options).double() - expected).abs().max().item()
     # In fp32, which tells more digits than half precision has: rounding what is expected would be an error of its own.
     what += "" if got.dtype == torch.float32 else f", in {got.dtype} and shown in float32".replace("torch.", "")
-    that(what, got.cpu().float()).is_close(expected.float(), rtol=0, atol=3 * error + 1e-5)
+    that(what, got.cpu().float()).is_close(
+        expected.float(), rtol=0, atol=3 * error + 1e-5 if tolerance is None else tolerance
+    )
 
 
 @pytest.fixture(scope="session")
 def decode(watched, device) -> Callable[..., Tensor]:
-    """`decode(batch, H, **options)`: run and check `paged_decode_attention` with random queries; the output."""
+    """`decode(batch, H, **options)`: run and check `paged_decode_attention` with random queries; the output.
 
-    def run(batch: Batch, num_heads: int, *, q: Tensor | None = None, num_splits: int = 1, **options: Any) -> Tensor:
+    `tolerance=` is the error that is allowed, where it is not that of PyTorch in the same dtype.
+    """
+
+    def run(
+        batch: Batch,
+        num_heads: int,
+        *,
+        q: Tensor | None = None,
+        num_splits: int = 1,
+        tolerance: float | None = None,
+        **options: Any,
+    ) -> Tensor:
         __tracebackhide__ = True
         dtype = torch.float32 if batch.k_cache.itemsize == 1 else batch.k_cache.dtype
         if q is None:
@@ -397,7 +518,7 @@ def decode(watched, device) -> Callable[..., Tensor]:
             if length == 0:
                 that(what, got[i].cpu()).gives(torch.zeros_like(got[i].cpu()))
             else:
-                _check(what, got[i][None], q[i][None], batch.keys[i], batch.values[i], options)
+                _check(what, got[i][None], q[i][None], batch.keys[i], batch.values[i], options, tolerance)
         return got
 
     return run
@@ -514,7 +635,7 @@ def attends_over(device) -> Callable[..., None]:
             beside = (entries < start // size) | (entries * size >= max(start, end))
             entry = Forbidden(beside, f"an entry for no token of {start} … {end - 1}")
             named = {"k_cache": one.k_cache, "v_cache": one.v_cache, "block_table": table}
-            with trace(forbid={"k_cache": row, "v_cache": row, "block_table": entry}, **named):
+            with _watching({"k_cache": row, "v_cache": row, "block_table": entry}, named):
                 return attend_one_head(*given, **options)
 
         got = call(attend_range, q, torch.tensor(positions, dtype=torch.int32), start=start, end=end, **options).value

@@ -27,16 +27,14 @@ def test_two_query_heads(batch, decode):
     decode(batch([32], 1, WIDE, 16), 2, num_splits=2)
 
 
-@pytest.mark.parametrize("num_splits", [2, 3], ids="{} splits".format)
-def test_splits_of_ragged_contexts(batch, decode, num_splits):
-    """However many splits, the output is that of the whole. Short contexts leave splits empty."""
-    decode(batch([70, 1, 33], 1, WIDE, 16), 2, num_splits=num_splits)
+def test_splits_of_ragged_contexts(batch, decode):
+    """The output is that of the whole, whatever the lengths. Short contexts leave splits empty."""
+    decode(batch([40, 1], 1, WIDE, 16), 2, num_splits=3)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (10, 2)], ids=str)
-def test_groups_of_query_heads(batch, decode, num_heads, num_kv_heads):
+def test_groups_of_query_heads(batch, decode):
     """Each query head has its own maximum, sum and accumulator in every split."""
-    decode(batch([40], num_kv_heads, WIDE, 8), num_heads, num_splits=2)
+    decode(batch([20], 2, WIDE, 8), 10, num_splits=2)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size", "length"), [(80, 16, 70), (5, 5, 150)], ids=str)
@@ -55,20 +53,20 @@ def test_no_context(batch, decode):
     decode(batch([0, 20], 1, WIDE, 8), 2, num_splits=3)
 
 
-@pytest.mark.parametrize("position", [2, 45], ids="in token {}".format)
+@pytest.mark.parametrize("position", [2, 20], ids="in token {}".format)
 def test_a_split_may_hold_all_the_weight(batch, decode, device, position):
     """One key far above all others: its split has a maximum of its own, and the others hardly count."""
-    some = batch([64], 1, WIDE, 16)
+    some = batch([32], 1, WIDE, 16)
     some.keys[0].mul_(0.1)
     some.keys[0][position] = 1.0
-    decode(some.moved(0), 2, q=torch.ones(1, 2, WIDE, device=device), num_splits=4)
+    decode(some.moved(0), 2, q=torch.ones(1, 2, WIDE, device=device), num_splits=2)
 
 
 def test_splits_far_below_zero(batch, decode, device):
     """All scores at −400: the merge subtracts the largest maximum, never 0."""
-    low = batch([40], 1, WIDE, 8)
+    low = batch([20], 1, WIDE, 8)
     low.keys[0].fill_(-5.0)
-    decode(low.moved(0), 2, q=torch.full((1, 2, WIDE), 5.0, device=device), num_splits=3)
+    decode(low.moved(0), 2, q=torch.full((1, 2, WIDE), 5.0, device=device), num_splits=2)
 
 
 def test_an_empty_split_weighs_nothing(batch, decode, device):
@@ -80,37 +78,46 @@ def test_an_empty_split_weighs_nothing(batch, decode, device):
 
 def test_splits_that_rise(batch, decode, device):
     """Scores that rise with the position: each split's maximum is above the last one's."""
-    rising = batch([64], 1, WIDE, 16)
-    for position in range(64):
-        rising.keys[0][position] = (position - 32) / 8
-    decode(rising.moved(0), 2, q=torch.ones(1, 2, WIDE, device=device), num_splits=4)
+    rising = batch([48], 1, WIDE, 16)
+    for position in range(48):
+        rising.keys[0][position] = (position - 24) / 8
+    decode(rising.moved(0), 2, q=torch.ones(1, 2, WIDE, device=device), num_splits=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(batch, decode, dtype):
     """What the splits hand over is fp32: rounding it to half precision would be an error of its own."""
-    decode(batch([70], 1, WIDE, 16, dtype=dtype), 2, num_splits=2)
+    decode(batch([40], 1, WIDE, 16, dtype=dtype), 2, num_splits=2)
 
 
-def test_splits_hand_over_fp32(batch, decode, device):
-    """fp16, scores near 300, sums of values beyond 65,504: fp16 buffers would round the one and lose the other."""
+def test_maxima_are_handed_over_in_fp32(batch, decode, device):
+    """fp16, and a split's largest score is 298.54, the other's 300: in fp16 they would be 298.5 and 300."""
     some = batch([64], 1, WIDE, 16, dtype=torch.float16)
-    some.keys[0].copy_(0.125 * torch.linspace(0.99, 1.0, 64)[:, None, None].half())
-    some.values[0].copy_(4000 + torch.arange(64.0)[:, None, None].half())
-    decode(some.moved(0), 2, q=torch.full((1, 2, WIDE), 150.0, dtype=torch.float16, device=device), num_splits=2)
+    some.keys[0].copy_(0.125)
+    some.keys[0][:32] = 0.1244
+    some.values[0].copy_(torch.where(torch.arange(64) < 32, -1.0, 1.0)[:, None, None])
+    decode(some.moved(0), 1, q=torch.full((1, 1, WIDE), 150.0, device=device).half(), num_splits=2, tolerance=1e-3)
+
+
+def test_sums_are_handed_over_in_fp32(batch, decode):
+    """fp16, and each split adds up 32 values of 4,000: fp16 ends at 65,504."""
+    some = batch([64], 1, WIDE, 16, dtype=torch.float16)
+    some.keys[0].zero_()
+    some.values[0].fill_(4000.0)
+    decode(some.moved(0), 1, num_splits=2)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_tables_and_lengths_with_gaps(batch, decode, apart, index):
     """Block tables and lengths may be every second number of wider tensors: the launcher makes them contiguous."""
-    some = batch([33, 8], 1, WIDE, 8, index=index)
+    some = batch([17, 8], 1, WIDE, 8, index=index)
     some.block_tables, some.context_lens = apart(some.block_tables), apart(some.context_lens)
     decode(some, 2, num_splits=2)
 
 
 def test_tables_cut_from_wider_ones(batch, decode):
     """A block table's rows may lie further apart than its entries."""
-    some = batch([33, 8], 1, WIDE, 8)
+    some = batch([17, 8], 1, WIDE, 8)
     num_blocks = some.block_tables.shape[1]
     some.block_tables = torch.cat([some.block_tables, some.block_tables.flip(0)], dim=1)[:, :num_blocks]
     decode(some, 2, num_splits=2)
@@ -126,30 +133,30 @@ def test_no_sequence(batch, launches_nothing):
 def test_alibi_in_every_split(batch, decode, device, apart):
     """Positions count from the context's beginning, not from the split's. The slopes may have gaps."""
     slopes = apart(torch.tensor([0.25, 0.0625], device=device))
-    decode(batch([50], 1, WIDE, 8), 2, num_splits=3, alibi_slopes=slopes)
+    decode(batch([20], 1, WIDE, 8), 2, num_splits=2, alibi_slopes=slopes)
 
 
 def test_scales_and_a_soft_cap_in_every_split(batch, decode, device):
     """v_scale counts once, in the splits or in the merge."""
     v_scale = torch.tensor([1.3, 0.6], device=device)
-    decode(batch([50], 2, WIDE, 8, at=2.0), 2, num_splits=2, k_scale=0.7, v_scale=v_scale, softcap=1.5, scale=0.2)
+    decode(batch([20], 2, WIDE, 8, at=2.0), 2, num_splits=2, k_scale=0.7, v_scale=v_scale, softcap=1.5, scale=0.2)
 
 
-@pytest.mark.parametrize("window", [1, 10, 30], ids="a window of {}".format)
+@pytest.mark.parametrize("window", [1, 10, 40], ids="a window of {}".format)
 def test_a_window_and_splits(batch, decode, window):
     """The window is what is cut into splits; a small one leaves some of them empty. Nothing before it is read."""
-    decode(batch([90], 1, WIDE, 8), 2, num_splits=3, sliding_window=window)
+    decode(batch([60], 1, WIDE, 8), 2, num_splits=2, sliding_window=window)
 
 
 def test_queries_with_strides_of_their_own(batch, decode, device):
     """q may be a view whose heads and numbers lie in any order."""
     q = torch.randn(WIDE, 2, 2, device=device).permute(2, 1, 0)
-    decode(batch([40, 8], 1, WIDE, 8), 2, q=q, num_splits=2)
+    decode(batch([20, 8], 1, WIDE, 8), 2, q=q, num_splits=2)
 
 
 def test_other_blocks_same_output(batch, watched, device):
     """The same rows in other blocks: the output is the same, bit for bit."""
-    one = batch([37], 1, WIDE, 8)
+    one = batch([20], 1, WIDE, 8)
     q = torch.randn(1, 2, WIDE, device=device)
     first = call(watched(paged_decode_attention), q, *one.paged, num_splits=2).value
     again = call(watched(paged_decode_attention), q, *one.moved(5).paged, num_splits=2).value

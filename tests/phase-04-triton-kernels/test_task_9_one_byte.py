@@ -96,7 +96,7 @@ def test_the_row_worked_by_hand(device, stores):
 @both
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
-    [pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes)) for sizes in ((2, 64, 16), (3, 5, 4))],
+    [pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes)) for sizes in ((3, 5, 4), (2, 64, 16))],
 )
 def test_each_row_has_its_own_scale(device, quantizes, num_kv_heads, head_dim, block_size, dtype):
     """Each token and head: scale = largest / 127 (448), numbers = row / scale, rounded. Nothing else has changed."""
@@ -187,14 +187,14 @@ def test_any_negative_slot_is_skipped(device, store_rows):
 @both
 def test_a_block_may_be_filled_in_any_pieces(device, stores, quantizes, dtype):
     """Rows stored one by one are, bit for bit, those stored at once: a later, larger row changes none before it."""
-    k, v = random_rows(8, 2, 16)
-    size = 4.0 ** torch.arange(8)[:, None, None]
+    k, v = random_rows(4, 2, 16)
+    size = 4.0 ** torch.arange(4)[:, None, None]
     at_once, in_pieces = empty(device, 2, 4, 2, 16, dtype), empty(device, 2, 4, 2, 16, dtype)
-    quantizes(k * size, v * size, at_once, list(range(8)))
-    for start, end in ((0, 1), (1, 3), (3, 6), (6, 8)):
+    quantizes(k * size, v * size, at_once, list(range(4)))
+    for start, end in ((0, 1), (1, 3), (3, 4)):
         stores((k * size)[start:end], (v * size)[start:end], in_pieces, list(range(start, end)))
     for name, one, other in zip(("k_cache", "v_cache", "k_scale", "v_scale"), in_pieces, at_once, strict=True):
-        that(f"{name}, filled in four pieces", one.float()).gives(other.float())
+        that(f"{name}, filled in three pieces", one.float()).gives(other.float())
 
 
 @both
@@ -282,18 +282,18 @@ def test_splits(quantized, decode):
 
 def test_prefill(quantized, prefill):
     """So does prefill: a chunk, a single token, a whole prompt."""
-    prefill(quantized([37, 20, 18], 2, 16, 8), [6, 1, 18], 4)
+    prefill(quantized([21, 9, 5], 2, 16, 8), [4, 1, 5], 4)
 
 
 @both
 def test_what_is_stored_is_what_is_read(device, stores, watched, dtype):
     """Stored and read through the same table, decode is near the attention over the rows as they were."""
-    k, v = torch.randn(2, 19, 2, 64)
-    storage = empty(device, 4, 8, 2, 64, dtype)
+    k, v = torch.randn(2, 5, 2, 64)
+    storage = empty(device, 4, 2, 2, 64, dtype)
     table = [2, 0, 3]
-    stores(k, v, storage, [8 * table[token // 8] + token % 8 for token in range(19)])
+    stores(k, v, storage, [2 * table[token // 2] + token % 2 for token in range(5)])
     q = torch.randn(1, 4, 64)
-    tables, lengths = torch.tensor([table], device=device), torch.tensor([19], device=device)
+    tables, lengths = torch.tensor([table], device=device), torch.tensor([5], device=device)
     scales = {"k_scale": storage[2], "v_scale": storage[3]}
     attention = watched(paged_decode_attention)
     got = call(attention, q.to(device), *storage[:2], tables, lengths, num_splits=1, **scales).value

@@ -54,6 +54,15 @@ def test_requests_are_numbered_as_they_arrive(plain, request_of):
     that("arrival_index of a, b, c, d", [request.arrival_index for request in requests]).gives([0, 1, 2, 3])
 
 
+def test_an_arrival_while_the_model_runs(plain, request_of):
+    """A request that arrives between schedule() and the commit leaves the step as it is: its tokens are awaited."""
+    scheduler = plain()
+    scheduler.add_request(request_of("a"))
+    output = scheduler.schedule()
+    call(scheduler.add_request, request_of("b")).gives(None)
+    that("whether the step is still outstanding", scheduler.outstanding is output).gives(True)
+
+
 def test_a_waiting_request_has_no_memory(plain, request_of):
     """A request that was added is WAITING, and no block is allocated for it."""
     scheduler = plain()
@@ -388,6 +397,30 @@ def test_blocks_that_a_request_has_are_counted(plain, request_of):
     request.block_ids = scheduler.pool.allocate(1)
     scheduler.admit(request, output)
     that("its blocks, of which it had the first", request.block_ids).gives([0, 1, 2])
+
+
+def test_what_a_request_has_done_counts(plain, request_of):
+    """A stage may admit a request that has computed 4 of its 5 + 2 tokens: it computes the other 3, and keeps all."""
+    scheduler, output = plain(), SchedulerOutput()
+    request = request_of("a", 5, 7)
+    scheduler.add_request(request)
+    request.output_token_ids += [7, 8]
+    request.num_computed_tokens = 4
+    scheduler.admit(request, output)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"a": 3})
+    that("its output and num_computed_tokens", (request.output_token_ids, request.num_computed_tokens)).gives(
+        ([7, 8], 4)
+    )
+
+
+def test_a_stage_may_have_another_number_of_blocks_missing(plain, request_of):
+    """admit asks blocks_missing, which a later stage overrides, how many blocks to allocate."""
+    scheduler, output = plain(), SchedulerOutput()
+    scheduler.blocks_missing = lambda request: 1
+    request = request_of("a", 5, 7)
+    scheduler.add_request(request)
+    scheduler.admit(request, output)
+    that("its blocks", request.block_ids).gives([0])
 
 
 def test_a_stage_may_schedule_other_tokens(plain, request_of):

@@ -61,11 +61,36 @@ def test_decode_goes_on_token_by_token(plain, request_of):
     scheduler = plain()
     request = request_of("a", 3, max_tokens=9)
     scheduler.add_request(request)
+    outputs = request.output_token_ids
     for step, token in enumerate([40, 41, 0, 43]):
         output = scheduler.schedule()
         call(scheduler.update_from_output, output, {"a": token}).gives([])
         that(f"num_computed_tokens after step {step}", request.num_computed_tokens).gives(3 + step)
     that("output_token_ids", request.output_token_ids).gives([40, 41, 0, 43])
+    told = "whether it is the list of before, to which tokens are appended (a copy costs more with each token)"
+    that(told, request.output_token_ids is outputs).gives(True)
+
+
+def test_a_step_without_some_of_the_batch(plain, request_of, state_of):
+    """A later stage may have a step that leaves b out: b needs no token, and stays in the batch as it is."""
+    scheduler = plain()
+    requests = [request_of(request_id) for request_id in "abc"]
+    scheduler.update_from_output(batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3})
+
+    def schedule_running(output):
+        for request in scheduler.running[::2]:
+            scheduler.compute(request, output)
+
+    scheduler.schedule_running = schedule_running
+    output = scheduler.schedule()
+    refuses(scheduler, state_of, output, {"a": 4}, ValueError)
+    finished = call(scheduler.update_from_output, output, {"a": 4, "c": 5}).value
+    that("those that have finished", ids_of(finished)).gives([])
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, {"a": 6, "c": 7})
+    scheduler.update_from_output(scheduler.schedule(), {"a": 8, "c": 9})
+    that("the batch when a and c have finished", ids_of(scheduler.running)).gives(["b"])
+    that("output of b", requests[1].output_token_ids).gives([2])
 
 
 def test_tokens_are_found_by_id(plain, request_of):
@@ -455,6 +480,14 @@ def test_a_step_is_committed_once(plain, request_of, state_of):
     output = batch_of(scheduler, request_of("a"))
     scheduler.update_from_output(output, {"a": 1})
     refuses(scheduler, state_of, output, {"a": 1}, ValueError)
+
+
+def test_an_empty_step_is_committed_once_too(plain, state_of):
+    """A step without requests is committed with no tokens; the same output again is a ValueError."""
+    scheduler = plain()
+    output = scheduler.schedule()
+    call(scheduler.update_from_output, output, {}).gives([])
+    refuses(scheduler, state_of, output, {}, ValueError)
 
 
 def test_a_later_schedule_takes_its_place(plain, request_of, state_of):

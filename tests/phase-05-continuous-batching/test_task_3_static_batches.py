@@ -224,6 +224,13 @@ def test_blocks_for_the_longest_answer(request_of, num_prompt_tokens, max_tokens
     that("its blocks", len(request.block_ids)).gives(blocks)
 
 
+def test_what_was_generated_needs_no_more_memory(request_of):
+    """A request of 5 tokens with max_tokens 7 has generated 3, and starts over: still 12 tokens, 3 blocks."""
+    scheduler, request = static(), request_of("a", 5, 7)
+    request.output_token_ids += [7, 7, 7]
+    call(scheduler.blocks_to_admit, request).gives(3)
+
+
 def test_memory_is_reserved_once(request_of):
     """A request holds the same blocks from its admission until it has finished, and then none."""
     scheduler = static(num_blocks=6)

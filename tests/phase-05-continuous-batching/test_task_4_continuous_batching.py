@@ -127,6 +127,18 @@ def test_freed_memory_is_used_again(request_of):
     that("used blocks", scheduler.pool.num_used).gives(0)
 
 
+def test_the_last_token_of_the_budget(request_of):
+    """7 decodes of a budget of 8 leave one token: a prompt of 1 joins."""
+    scheduler = continuous(max_num_batched_tokens=8)
+    for request_id in range(7):
+        scheduler.add_request(request_of(request_id, 1, 3))
+    scheduler.update_from_output(scheduler.schedule(), dict.fromkeys(range(7), 7))
+    scheduler.add_request(request_of("new", 1, 3))
+    that("num_scheduled_tokens", call(scheduler.schedule).value.num_scheduled_tokens).gives(
+        dict.fromkeys([*range(7), "new"], 1)
+    )
+
+
 def by_hand(arrivals, slots, budget, num_blocks):
     """{id: tokens} of each step, from the rule: a token for each in the batch, then prompts from the head that fit."""
     queue, batch, steps = [], {}, []  # batch: id → [tokens to generate, blocks]

@@ -222,6 +222,8 @@ def test_nothing_to_do(model):
     watched = Watched(model)
     llm = LLM(watched)
     call(llm.step).gives([])
+    told = "whether the empty step was committed: scheduler.outstanding is None"
+    that(told, llm.scheduler.outstanding is None).gives(True)
     llm.generate(prompts_of(3), greedy(2))
     call(llm.step).gives([])
     that("passes", len(watched.passes)).gives(2)
@@ -367,6 +369,26 @@ def test_what_a_chunk_says(model):
     that("answers that are still kept", list(llm.answers)).gives([])
 
 
+class Signs(Letters):
+    """The letters, and an "@" for token 0, which ends no text."""
+
+    end_token_id = VOCAB
+
+    def decode(self, ids):
+        return "".join(chr(64 + token_id) for token_id in ids)
+
+
+def test_token_0_is_a_token(model):
+    """The token with the id 0 is committed and shown like any other."""
+    (prompt,) = prompts_of(3)
+    llm = LLM(model, tokenizer=Signs())
+    llm.sample = lambda logits, rows, samplers: [0] * len(rows)
+    llm.add_request(prompt, greedy(2))
+    chunks = serve(llm)[0]
+    told = [(chunk.token_id, chunk.text, chunk.finish_reason) for chunk in chunks]
+    that("tokens, texts and reasons", told).gives([(0, "@", None), (0, "@", "length")])
+
+
 def test_a_stop_token_ends_a_request(model):
     """The token is in the last chunk, the reason is "stop", and the request is in no later batch."""
     watched, (prompt,) = Watched(model), prompts_of(4)
@@ -390,13 +412,15 @@ def test_a_stop_string_ends_a_request(model):
     llm = LLM(watched, tokenizer=Letters())
     llm.add_request(prompt, greedy(30, stop=stop))
     (request,) = [answer.request for answer in llm.answers.values()]
-    chunks = serve(llm)[0]
+    chunks = [chunk for _ in range(at + 2) for chunk in call(llm.step).value]
     that("the text", "".join(chunk.text for chunk in chunks)).gives(text[:at])
     that("tokens", tokens_of(chunks)).gives(alone(model, prompt, at + 2))
     that("the last reason", chunks[-1].finish_reason).gives("stop")
-    that("the request's status", request.status.name).gives("FINISHED_STOPPED")
+    that(f"the request's status after the step that completed the stop string {stop!r}", request.status.name).gives(
+        "FINISHED_STOPPED"
+    )
     that("used blocks", llm.scheduler.pool.num_used).gives(0)
-    that("passes", len(watched.passes)).gives(at + 2)
+    that("has_unfinished", llm.has_unfinished).gives(False)
 
 
 def test_a_stop_string_that_ends_with_the_last_token(model):
@@ -488,13 +512,14 @@ def test_a_step_that_failed_can_be_tried_again(model, cache, scheduler):
     for prompt, each in zip(prompts, params, strict=True):
         llm.add_request(prompt, each)
     got, num_failures = {i: [] for i in range(3)}, 0
-    while llm.has_unfinished and num_failures < 10:
+    for _ in range(30):
         try:
             for chunk in llm.step():
                 got[chunk.request_id].append(chunk.token_id)
         except OSError:
             num_failures += 1
             llm.scheduler.check()
+    that("has_unfinished after 30 steps", llm.has_unfinished).gives(False)
     that("OSErrors of the model that came out of step()", num_failures).gives(len(failures))
     for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         that(f"tokens of request {i}", got[i]).gives(alone(model, prompt, 6, each))

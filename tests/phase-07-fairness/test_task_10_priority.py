@@ -7,7 +7,15 @@ import random
 import pytest
 
 from minicache.course.checks import call, that
+from minicache.course.follow import following_schedulers
 from minicache.scheduler.fair import PriorityScheduler
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the schedulers, the requests and the steps so far."""
+    with following_schedulers():
+        yield
 
 
 def step(scheduler):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from minicache.course import scenario
 from minicache.course.checks import CheckFailed, that
+from minicache.course.follow import following, following_schedulers
+from minicache.engine.beam import BeamSearch
+from minicache.memory.prefix import CachingBlockPool
 from minicache.request import Request
 from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
@@ -16,6 +20,29 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "phase-08-prefix-sharing" in str(item.path):
             item.add_marker(pytest.mark.timeout(10))
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the pool, the schedulers and requests, or the search, and what has been done so far."""
+    with (
+        scenario.telling(),
+        following_schedulers(),
+        following(PrefixCachingScheduler, "__init__"),
+        following(SharingScheduler, "__init__", fork_request=_fork),
+        following(CachingBlockPool, "__init__", "allocate", "share", "free", "cache", "uncache", "reset"),
+        following(BeamSearch, "__init__", advance=_advance),
+    ):
+        yield
+
+
+def _fork(child, request_id, child_id, output_token_ids=None):
+    said = "" if output_token_ids is None else f", with output {output_token_ids}"
+    return f"fork_request({request_id!r}, {child_id!r}){said}", ""
+
+
+def _advance(steps, candidates):
+    return f"advance({candidates}) → {[tuple(step) for step in steps]}", ""
 
 
 class FairPrefixCachingScheduler(PrefixCachingScheduler, FairScheduler):

@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minicache.course import scenario
 from minicache.course.checks import call, that
 from minicache.course.effort import effort
 from minicache.errors import InvariantError, OutOfBlocksError
 from minicache.memory.prefix import CachingBlockPool
 
-A, B, C, D = (bytes([number]) * 32 for number in range(65, 69))
+
+class Letter(bytes):
+    """A hash that is told by its first letter."""
+
+    def __repr__(self):
+        return chr(self[0])
+
+
+A, B, C, D = (Letter(bytes([number]) * 32) for number in range(65, 69))
 
 
 def books(pool):
@@ -125,6 +134,73 @@ def test_a_shared_block_keeps_its_hash(pool):
     that("references", pool.ref_count(0)).gives(1)
 
 
+# Hashes
+
+
+def test_find_stops_where_a_block_is_missing(pool):
+    """A block is of use only with all before it: keys and values of 0 … 15 cannot be left out."""
+    pool.cache(pool.allocate(3), [A, C, D])
+    call(pool.find, [A, B, C]).gives([0])
+    call(pool.find, [B, C, D]).gives([])
+    call(pool.find, [A, C, D, B]).gives([0, 1, 2])
+    call(pool.find, []).gives([])
+    call(pool.find, iter([A, C])).gives([0, 1])
+
+
+def test_find_changes_nothing(pool):
+    """Asking takes no reference, and does not make a block younger."""
+    pool.cache(pool.allocate(4), [A, B, C, D])
+    pool.free([0, 1, 2, 3])
+    call(pool.find, [A, B]).gives([0, 1])
+    that("free blocks", pool.num_free).gives(4)
+    call(pool.allocate, 1).gives([0])
+
+
+def test_two_blocks_of_one_content(pool):
+    """Two requests computed the same side by side. The first is found; when it is handed out, the other."""
+    pool.cache(pool.allocate(2), [A, A])
+    call(pool.find, [A]).gives([0])
+    that("cached", pool.num_cached).gives(2)
+    pool.free([0])
+    call(pool.find, [A]).gives([0])
+    call(pool.allocate, 3).gives([2, 3, 0])
+    call(pool.find, [A]).gives([1])
+    that("cached, evicted", (pool.num_cached, pool.num_evicted)).gives((1, 1))
+    agree(pool)
+
+
+def test_a_hash_is_given_once(pool):
+    """A block that has a hash keeps it, whatever is given later, and its position among blocks with the same hash."""
+    pool.cache(pool.allocate(2), [A, B])
+    call(pool.cache, [0, 1], [C, A]).gives(None)
+    that("found under A, B, C", [pool.find([each]) for each in (A, B, C)]).gives([[0], [1], []])
+    call(pool.cache, [0], [A]).gives(None)
+    that("cached", pool.num_cached).gives(2)
+    agree(pool)
+
+
+def test_uncache(pool):
+    """The hash goes, the reference stays. Another block with the same hash keeps it; one without has none to lose."""
+    pool.cache(pool.allocate(3), [A, A, B])
+    call(pool.uncache, [0, 3]).gives(None)
+    that("found under A and B", (pool.find([A]), pool.find([B]))).gives(([1], [2]))
+    that("references of block 0", pool.ref_count(0)).gives(1)
+    that("cached, evicted", (pool.num_cached, pool.num_evicted)).gives((2, 0))
+    call(pool.cache, [0], [C]).gives(None)
+    call(pool.find, [C]).gives([0])
+    agree(pool)
+
+
+def test_uncache_a_free_block(pool):
+    """It stays where it is in the free list, and cannot be shared any more."""
+    pool.cache(pool.allocate(2), [A, B])
+    pool.free([0, 1])
+    call(pool.uncache, [0]).gives(None)
+    call(pool.share, [0]).raises(ValueError)
+    call(pool.allocate, 4).gives([2, 3, 0, 1])
+    that("evicted", pool.num_evicted).gives(1)
+
+
 # Eviction
 
 
@@ -201,73 +277,6 @@ def test_evicted_and_cached_anew(pool):
     agree(pool)
 
 
-# Hashes
-
-
-def test_find_stops_where_a_block_is_missing(pool):
-    """A block is of use only with all before it: keys and values of 0 … 15 cannot be left out."""
-    pool.cache(pool.allocate(3), [A, C, D])
-    call(pool.find, [A, B, C]).gives([0])
-    call(pool.find, [B, C, D]).gives([])
-    call(pool.find, [A, C, D, B]).gives([0, 1, 2])
-    call(pool.find, []).gives([])
-    call(pool.find, iter([A, C])).gives([0, 1])
-
-
-def test_find_changes_nothing(pool):
-    """Asking takes no reference, and does not make a block younger."""
-    pool.cache(pool.allocate(4), [A, B, C, D])
-    pool.free([0, 1, 2, 3])
-    call(pool.find, [A, B]).gives([0, 1])
-    that("free blocks", pool.num_free).gives(4)
-    call(pool.allocate, 1).gives([0])
-
-
-def test_two_blocks_of_one_content(pool):
-    """Two requests computed the same side by side. The first is found; when it is handed out, the other."""
-    pool.cache(pool.allocate(2), [A, A])
-    call(pool.find, [A]).gives([0])
-    that("cached", pool.num_cached).gives(2)
-    pool.free([0])
-    call(pool.find, [A]).gives([0])
-    call(pool.allocate, 3).gives([2, 3, 0])
-    call(pool.find, [A]).gives([1])
-    that("cached, evicted", (pool.num_cached, pool.num_evicted)).gives((1, 1))
-    agree(pool)
-
-
-def test_a_hash_is_given_once(pool):
-    """A block that has a hash keeps it, whatever is given later, and its position among blocks with the same hash."""
-    pool.cache(pool.allocate(2), [A, B])
-    call(pool.cache, [0, 1], [C, A]).gives(None)
-    that("found under A, B, C", [pool.find([each]) for each in (A, B, C)]).gives([[0], [1], []])
-    call(pool.cache, [0], [A]).gives(None)
-    that("cached", pool.num_cached).gives(2)
-    agree(pool)
-
-
-def test_uncache(pool):
-    """The hash goes, the reference stays. Another block with the same hash keeps it; one without has none to lose."""
-    pool.cache(pool.allocate(3), [A, A, B])
-    call(pool.uncache, [0, 3]).gives(None)
-    that("found under A and B", (pool.find([A]), pool.find([B]))).gives(([1], [2]))
-    that("references of block 0", pool.ref_count(0)).gives(1)
-    that("cached, evicted", (pool.num_cached, pool.num_evicted)).gives((2, 0))
-    call(pool.cache, [0], [C]).gives(None)
-    call(pool.find, [C]).gives([0])
-    agree(pool)
-
-
-def test_uncache_a_free_block(pool):
-    """It stays where it is in the free list, and cannot be shared any more."""
-    pool.cache(pool.allocate(2), [A, B])
-    pool.free([0, 1])
-    call(pool.uncache, [0]).gives(None)
-    call(pool.share, [0]).raises(ValueError)
-    call(pool.allocate, 4).gives([2, 3, 0, 1])
-    that("evicted", pool.num_evicted).gives(1)
-
-
 # What it costs
 
 
@@ -302,10 +311,11 @@ def work(num_blocks):
 
 def test_a_large_pool_costs_no_more():
     """One block is freed, shared, found, uncached, allocated or cached with as much work among 5,000 as among 50."""
-    small, large = work(50), work(5_000)
+    with scenario.telling():  # what the hundred calls were says nothing
+        small, large = work(50), work(5_000)
     for name in small:
-        times = large[name] / small[name]
-        that(f"{name} of one block: work in a pool of 5,000 over that in one of 50 is below 2", times < 2).gives(True)
+        more = large[name] - small[name]
+        that(f"{name}, of one block: {more} instructions more in a pool of 5,000 are below 300", more < 300).gives(True)
 
 
 # Reset

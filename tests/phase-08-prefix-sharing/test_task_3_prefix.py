@@ -160,11 +160,13 @@ def test_what_is_known_is_not_computed_again(caching, a_request):
     scheduler, request = caching(), a_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
     known = [b"1" * 32, b"2" * 32]
     request.block_hashes = list(known)
-    that("the first two of one", call(scheduler.hashes, request, 1).value[:2]).gives(known)
+    that("the first two hashes, which stood in block_hashes", call(scheduler.hashes, request, 1).value[:2]).gives(known)
     that("block_hashes", request.block_hashes).gives(known)
     hashes = call(scheduler.hashes, request, 3).value
     that("the first two of three", hashes[:2]).gives(known)
-    that("the third", hashes[2]).gives(block_hash(known[1], [9, 10, 11, 12]))
+    that("the hash of the third block, whose parent is the second in block_hashes", hashes[2]).gives(
+        block_hash(known[1], [9, 10, 11, 12])
+    )
     that("how many are kept", len(request.block_hashes)).gives(3)
 
 
@@ -256,7 +258,9 @@ def test_a_step_of_several_tokens_is_noted(caching, a_request, a_step):
     a_step(scheduler)
     request.num_computed_tokens = 6  # as phase 9's chunks would leave it
     a_step(scheduler)
-    that("_filled", [noted[1:] for noted in scheduler._filled]).gives([(6, 10)])
+    that(
+        "_filled after a step that computed tokens 6 … 9, of blocks of 4", [noted[1:] for noted in scheduler._filled]
+    ).gives([(6, 10)])
 
 
 def test_cached_though_the_last_one_left(caching, a_request, a_step):
@@ -329,12 +333,12 @@ def test_share_before_you_allocate(caching, serve, a_request):
     """The two blocks that it finds have been free longest of all, so they would be the next to be handed out."""
     scheduler = caching(num_blocks=4)
     serve(scheduler, a_request("a", [1] * 8, 1))
-    serve(scheduler, a_request("b", [2] * 5, 1))
+    serve(scheduler, a_request("b", [2] * 8, 1))  # the free list is 1 0 3 2, and all are cached
     output, request = SchedulerOutput(), a_request("c", [1] * 10)
     scheduler.add_request(request)
     call(scheduler.schedule_waiting, output).gives(None)
     that("admitted", output.num_scheduled_tokens).gives({"c": 2})
-    that("its blocks", request.block_ids).gives([0, 1, 3])
+    that("blocks of c: the two that it finds, and a new one", request.block_ids).gives([0, 1, 3])
     scheduler.check()
 
 
@@ -384,7 +388,9 @@ def test_a_victim_finds_its_own_blocks(caching, a_request, a_step):
     while 1 not in output.num_scheduled_tokens and steps < 30:
         output, steps = a_step(scheduler), steps + 1
     that("computed when it comes back", output.num_scheduled_tokens.get(1)).gives(81 - 3 * 16)
-    that("found when it was admitted first", requests[1].num_cached_tokens).gives(0)
+    that(
+        "num_cached_tokens of the victim, which found nothing when it was first admitted", requests[1].num_cached_tokens
+    ).gives(0)
     that("tokens that it had generated", len(requests[1].output_token_ids)).gives(2)
     that("requests in the stats: each admission counts", scheduler.stats.num_requests).gives(3)
     that("queried, hit", (scheduler.stats.num_queried_tokens, scheduler.stats.num_hit_tokens)).gives((241, 48))

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import pytest
 
+from minicache.course import scenario
 from minicache.course.checks import CheckFailed, call, that
+from minicache.course.follow import following, following_schedulers
 from minicache.errors import InvariantError
 from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.observe import observe
-from minicache.scheduler.sharing import FairSharingScheduler
+from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if "phase-09-chunked-prefill" in str(item.path):
             item.add_marker(pytest.mark.timeout(10))
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the schedulers and requests, and what has been done so far."""
+    with (
+        scenario.telling(),
+        following_schedulers(),
+        following(ChunkedPrefillScheduler, "__init__"),
+        following(SharingScheduler, fork_request=_fork),
+    ):
+        yield
+
+
+def _fork(child, request_id, child_id, output_token_ids=None):
+    said = "" if output_token_ids is None else f", with output {output_token_ids}"
+    return f"fork_request({request_id!r}, {child_id!r}){said}", ""
 
 
 class _Unprotected:

@@ -20,7 +20,7 @@ class ContinuousBatchScheduler(StaticBatchScheduler):
     """
 
     def may_admit(self, output: SchedulerOutput) -> bool:
-        """Whether waiting requests may join the batch in this step: always."""
+        """Whether waiting requests may join the batch in this step. What each needs, `schedule_waiting` looks at."""
         raise NotImplementedError(
             "phase 5, task 4: Continuous batching; read docs/en/phase-05-continuous-batching/lab/02-two-stages.md"
         )

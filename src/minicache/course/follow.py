@@ -110,8 +110,8 @@ def _remember(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
 
 
 def _request(request: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    usual = signature(type(request)).parameters
-    given = {name: value for name, value in kwargs.items() if name in usual and value != usual[name].default}
+    usual = type(request).__init__.__wrapped__.__kwdefaults__
+    given = {name: value for name, value in kwargs.items() if name in usual and value != usual[name]}
     more = "".join(f", {name} {short(value)}" for name, value in given.items())
     tokens = f"{request.num_prompt_tokens} prompt tokens, max_tokens {request.max_tokens}"
     return f"requests of {tokens}{more}:", repr(request.request_id)

@@ -18,5 +18,5 @@ class ContinuousBatchScheduler(StaticBatchScheduler):
     """
 
     def may_admit(self, output: SchedulerOutput) -> bool:
-        """Whether waiting requests may join the batch in this step: always."""
+        """Whether waiting requests may join the batch in this step. What each needs, `schedule_waiting` looks at."""
         return True

@@ -16,8 +16,8 @@ from minicache.cli import app, learn
 from minicache.course import install
 from minicache.course.install import CARRIED, PYTEST_INI, init, update
 from minicache.course.pages import address
-from minicache.course.starters import is_edited, starter
-from minicache.course.workspace import CHECKOUT, open_workspace, read_record
+from minicache.course.starters import starter
+from minicache.course.workspace import CHECKOUT, is_edited, open_workspace, read_record
 from minicache.errors import CourseError
 
 DENSE = "labs/phase-01-dense-cache/cache/dense.py"

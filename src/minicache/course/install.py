@@ -21,9 +21,9 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 
 from minicache import __version__
-from minicache.course.starters import RECORD, label, starter
+from minicache.course.starters import starter
 from minicache.course.table import load_course
-from minicache.course.workspace import CHECKOUT, INSTALLED, TABLE, fingerprint, read_record
+from minicache.course.workspace import CHECKOUT, INSTALLED, RECORD, TABLE, fingerprint, label, read_record
 from minicache.errors import CourseError
 
 CARRIED = (

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import minicache
@@ -17,6 +17,9 @@ TABLE = "labs/course.toml"
 """The table, from the course's root; a folder that has it is one."""
 INSTALLED = ".minicache/files.json"
 """What `minicache init` and `update` wrote into a folder, with fingerprints; a clone has no such file."""
+
+RECORD = "starters.sha256"
+"""In labs/: the fingerprints of the starters as generated, in the format of `sha256sum`."""
 
 CHECKOUT = Path(minicache.__file__).resolve().parents[2]
 """The clone that the package runs from, if it does."""
@@ -127,3 +130,21 @@ def needs_torch(phase: Phase) -> bool:
 def reference_file(module: str) -> Path:
     """The file of a module of the package, found without importing it."""
     return Path(minicache.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+
+
+def label(phase: Phase, module: str) -> str:
+    """The learner's file of a module, from labs/: `phase-01-dense-cache/cache/dense.py`."""
+    return str(PurePosixPath(phase.folder) / phase.files[module])
+
+
+def recorded(workspace: Workspace) -> dict[str, str]:
+    """The fingerprints in `labs/starters.sha256`: file → sha256."""
+    record = workspace.root / "labs" / RECORD
+    lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []
+    return {label: digest for digest, _, label in (line.partition("  ") for line in lines)}
+
+
+def is_edited(workspace: Workspace, phase: Phase, module: str) -> bool:
+    """Whether the learner's file is there and is no longer the starter that came with the course."""
+    file = workspace.lab_files(phase)[module]
+    return file.is_file() and recorded(workspace).get(label(phase, module)) != fingerprint(file)

@@ -90,7 +90,7 @@ def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
         lines = [f"Phase {phase.number} is finished. Its experiments: jupyter lab notebooks/{phase.folder}.ipynb"]
         if following := [each for each in course if each.tasks and each.number > phase.number]:
             to = following[0]
-            lines.append(f"Next: [bold]phase {to.number}, {to.title}[/]. Read docs/en/{to.folder}/index.md")
+            lines.append(f"Next: [bold]phase {to.number}, {to.title}[/]. Read {to.page}")
             lines.append(f"Its tasks: `minicache grade {to.number}`")
         else:
             lines.append("It is the last phase. The engine on your own files: `minicache serve --mine`")

@@ -20,6 +20,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from minicache.course.finder import install, show
 from minicache.course.workspace import find_workspace
+from minicache.errors import CourseError
 from minicache.palette import color
 from minicache.plots import STYLE
 
@@ -53,7 +54,10 @@ def begin(phase: int, *, mine: bool = False) -> None:
         return
     workspace = find_workspace()
     files = workspace.lab_files(workspace.course.phase(phase))
-    install(files)
+    try:
+        install(files)
+    except CourseError as error:
+        raise CourseError(f"{error}: restart the kernel, then run this cell first") from None
     print(f"Phase {phase}: your files.", *(show(file) for file in files.values()), sep="\n  ")
 
 

@@ -8,28 +8,27 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from minicache import notebook as nb
-
-
-def in_a_kernel(*lines: str) -> subprocess.CompletedProcess[str]:
-    code = "\n".join(("from minicache import notebook as nb", *lines))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+from minicache.errors import CourseError
 
 
 def test_a_notebook_runs_the_learners_files_when_asked() -> None:
-    done = in_a_kernel(
-        "nb.begin(0, mine=True)",
-        "import minicache.arithmetic.arithmetic as module",
-        "print(module.__file__)",
-    )
-    listed, loaded = done.stdout.splitlines()[1:-1], done.stdout.splitlines()[-1]
+    code = """
+from minicache import notebook as nb
+nb.begin(0, mine=True)
+import minicache.arithmetic.arithmetic as module
+print(module.__file__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    *listed, loaded = done.stdout.splitlines()
     assert "labs/phase-00-decode-arithmetic/arithmetic/arithmetic.py" in [line.strip() for line in listed]
     assert loaded.endswith("labs/phase-00-decode-arithmetic/arithmetic/arithmetic.py")
 
 
 def test_a_module_that_is_imported_already_is_refused_with_the_remedy() -> None:
-    done = in_a_kernel("import minicache.arithmetic.arithmetic", "nb.begin(0, mine=True)")
-    assert done.returncode
-    assert "restart the kernel" in done.stderr
+    import minicache.arithmetic.arithmetic  # noqa: F401
+
+    with pytest.raises(CourseError, match="restart the kernel"):
+        nb.begin(0, mine=True)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from minicache.course.finder import install, show
 from minicache.course.workspace import find_workspace
+from minicache.errors import CourseError
 from minicache.palette import color
 from minicache.plots import STYLE
 
@@ -44,17 +45,20 @@ def begin(phase: int, *, mine: bool = False) -> None:
     Raises:
         CourseError: a module of the phase is imported already. Restart the kernel.
     """
+    whose = "the reference."
+    if mine:
+        workspace = find_workspace()
+        files = workspace.lab_files(workspace.course.phase(phase))
+        try:
+            install(files)
+        except CourseError as error:
+            raise CourseError(f"{error}: restart the kernel, then run this cell first") from None
+        whose = "\n  ".join(("your files.", *(show(file) for file in files.values())))
     # Steps this small are slower on two threads, and their times noisier. It counts once torch is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
     mpl.rcParams.update(STYLE | {"font.size": 10.5, "axes.titlesize": 10.5, "figure.dpi": 120})
     mpl.rcParams.update({"figure.constrained_layout.use": True, "axes.titlelocation": "left"})
-    if not mine:
-        print(f"Phase {phase}: the reference.")
-        return
-    workspace = find_workspace()
-    files = workspace.lab_files(workspace.course.phase(phase))
-    install(files)
-    print(f"Phase {phase}: your files.", *(show(file) for file in files.values()), sep="\n  ")
+    print(f"Phase {phase}: {whose}")
 
 
 def check(answer: Any, right: Any, *, within: float = 0.0) -> None:

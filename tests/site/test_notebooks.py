@@ -60,6 +60,10 @@ def test_a_notebook_opens_with_its_question_and_a_picture(cells) -> None:
     assert "?" in question.source
     assert picture.cell_type == "code"
     assert picture.source.startswith("MINE = False")
+    before, begin, after = picture.source.partition("nb.begin(")
+    assert begin
+    assert re.findall(r"^.*minicache.*$", before, re.M) == ["from minicache import notebook as nb"]
+    assert "minicache" in after  # a learner's module is found only if it was not imported before
     assert picture.metadata["alt"]
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minicache.course.checks import call, short, that
 from minicache.errors import MemoryAccessError
@@ -59,6 +60,11 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 _check_that_tiles_load_what_they_see(log, **given)
             elif "context_lens" in given:
                 _check_that_groups_share_their_loads(log, **given)
+                if given["num_splits"] > 1:
+                    from minicache.kernels.decode import launch_options
+
+                    tile = launch_options(given["q"], given["k_cache"])["TILE"]
+                    _check_that_splits_are_even(log, tile, **given)
             return got
 
         return run
@@ -171,6 +177,18 @@ def _check_that_groups_share_their_loads(log: Log, **given: Any) -> None:
             raise MemoryAccessError(
                 f"{count:,} numbers of {name} are loaded where {enough:,} are enough: "
                 "a key or a value is loaded once for all query heads of its group"
+            )
+
+
+def _check_that_splits_are_even(log: Log, tile: int, num_splits: int, **given: Any) -> None:
+    """Raise if a split loads more rows than the longest sequence's visible tokens, cut into splits of whole tiles."""
+    visible = given["context_lens"].clamp(max=given.get("sliding_window") or 2**31 - 1)
+    most = math.ceil(math.ceil(int(visible.max()) / tile) / num_splits) * tile
+    for program, rows in log.rows("k_cache", "load").items():
+        if len(rows) > most:
+            raise MemoryAccessError(
+                f"split_kernel, program {program}, loads {len(rows)} rows of k_cache: {int(visible.max())} "
+                f"visible tokens in {num_splits} splits of whole tiles of {tile} make {most} for each"
             )
 
 
@@ -578,6 +596,33 @@ def last_of_thousands(batch, device) -> Callable[..., None]:
     return run
 
 
+class _NoValues(TorchDispatchMode):
+    """Refuses to make a Python number of a tensor's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise AssertionError("the launcher reads a tensor's value: on a GPU it waits for that")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="session")
+def reads_no_values() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`reads_no_values(launcher)`: the launcher, failing where it makes Python's numbers of a tensor's."""
+
+    def wrap(launcher: Callable[..., Any]) -> Callable[..., Any]:
+        def tolist(self: Tensor) -> Any:
+            raise AssertionError("the launcher reads a tensor's values: on a GPU it waits for them")
+
+        @functools.wraps(launcher)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _NoValues(), patch.object(Tensor, "tolist", tolist):
+                return launcher(*args, **kwargs)
+
+        return run
+
+    return wrap
+
+
 @pytest.fixture(scope="session")
 def launches_nothing(device) -> Callable[..., None]:
     """`launches_nothing(launcher, batch, **options)`: a decode launcher with no sequence; it gives an empty output."""
@@ -642,14 +687,19 @@ def attends_over(device) -> Callable[..., None]:
         keys, values = one.keys[0][start:end, 0].double(), one.values[0][start:end, 0].double()
         distance = torch.arange(start, max(start, end)) - torch.tensor(positions)[:, None]
         hidden = (distance > 0) | (distance <= -(options.get("sliding_window") or len(one.keys[0]) + 1))
-        scores = (q.cpu().double() @ keys.T * keys.shape[1] ** -0.5).masked_fill(hidden, float("-inf"))
+        scores = q.cpu().double() @ keys.T * keys.shape[1] ** -0.5
+        if (cap := options.get("softcap")) is not None:
+            scores = cap * torch.tanh(scores / cap)
+        if (slopes := options.get("slopes")) is not None:
+            scores = scores + slopes.cpu().double()[:, None] * distance
+        scores = scores.masked_fill(hidden, float("-inf"))
         row_max = scores.amax(1) if scores.numel() else torch.full((len(positions),), float("-inf")).double()
         weights = (scores - row_max.nan_to_num(neginf=0.0)[:, None]).exp()
         size = one.k_cache.shape[1]
         blocks = one.block_tables[0, : -(-len(one.keys[0]) // size)].tolist()
         where = f"attend_range, tokens {start} … {end - 1} of blocks {short(blocks)} of {size}, "
         where += f"{len(positions)} queries at positions {positions[0]} … {positions[-1]}"
-        where += "".join(f", {name}={value}" for name, value in options.items())
+        where += "".join(f", {name}={short(value)}" for name, value in options.items())
         for name, mine, right in zip(
             ("row_max", "row_sum", "acc"), got, (row_max, weights.sum(1), weights @ values), strict=True
         ):

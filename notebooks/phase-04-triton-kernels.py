@@ -384,7 +384,9 @@ for name, rows in (("normal", normal), ("one large", one_large)):
     errors[f"e4m3, {name}"] = [error(rows, to_e4m3, 448)] * len(bits)
     int8, e4m3 = (errors[f"{kind}, {name}"][-1] for kind in ("integers", "e4m3"))
     print(f"{name}: int8 {int8:.4f}, e4m3 {e4m3:.4f}")
-nb.lines(bits, errors, "bits an integer", "error / size of the numbers", yscale="log")
+nb.lines(
+    bits, errors, "bits an integer", "error / size of the numbers", yscale="log", ylim=(0.005, 20)
+)
 
 # %% [markdown]
 # **Question 7.** Llama-3-8B: 32 layers, 8 KV heads, d = 128. How many bytes does a token take in int8, with a scale in fp32

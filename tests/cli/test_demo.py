@@ -2,7 +2,9 @@
 
 import heapq
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,32 +20,55 @@ from minicache.trace import TraceStep
 
 
 @pytest.fixture
-def threads() -> None:
+def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads")
-def test_demo_shows_completions_totals_and_a_plot(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"], env={"COLUMNS": "120"})
+class Demo(NamedTuple):
+    """One run of the demo: what it printed, its plots, and the schedulers of the engines that it made."""
+
+    output: str
+    out: Path
+    schedulers: list[str]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    schedulers, num_threads = [], torch.get_num_threads()
+
+    class Watched(llm.LLM):
+        def __init__(self, *args, scheduler, **options) -> None:
+            schedulers.append(scheduler)
+            super().__init__(*args, scheduler=scheduler, **options)
+
+    out = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "LLM", Watched)
+        result = CliRunner().invoke(app, ["--out", str(out), "--max-seq-len", "24"], env={"COLUMNS": "120"})
+    torch.set_num_threads(num_threads)
     assert result.exit_code == 0, result.output
+    return Demo(result.output, out, schedulers)
+
+
+def test_demo_shows_completions_totals_and_a_plot(demo: Demo) -> None:
     for prompt in PROMPTS[:NUM_TIMED]:
-        assert prompt in result.output
+        assert prompt in demo.output
     # The prompts of P tokens, N new ones each: P·N + N(N − 1)/2 positions without the cache, P + N − 1 with it.
     lengths = [len(Tokenizer().encode(prompt)) for prompt in PROMPTS[:NUM_TIMED]]
-    assert f"{sum(sum(range(length, 24)) for length in lengths):,}" in result.output
-    assert f"{NUM_TIMED * 23:,}" in result.output
-    assert "2,048" in result.output  # bytes a token: 2 · 4 layers · 2 KV heads · 32 · 4 bytes
-    assert (tmp_path / "time_per_token.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{sum(sum(range(length, 24)) for length in lengths):,}" in demo.output
+    assert f"{NUM_TIMED * 23:,}" in demo.output
+    assert "2,048" in demo.output  # bytes a token: 2 · 4 layers · 2 KV heads · 32 · 4 bytes
+    assert (demo.out / "time_per_token.png").read_bytes().startswith(b"\x89PNG")
     # Dense: eight caches of 24 rows, 2,048 bytes a row. Paged: no text ends that early, so each takes two blocks of 16.
-    rows = {line.split("│")[1].strip(): line for line in result.output.splitlines() if line.count("│") == 7}
+    rows = {line.split("│")[1].strip(): line for line in demo.output.splitlines() if line.count("│") == 7}
     assert f" {8 * 24 * 2} " in rows["dense"]
     assert f" {8 * 2 * 16 * 2} " in rows["paged"]
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert (demo.out / "memory.png").read_bytes().startswith(b"\x89PNG")
     # A byte a number and 4 a row: 2 · 4 layers · 2 KV heads · (32 + 4).
-    assert "a token takes 576 bytes instead of 2,048" in result.output
-    assert "3.6 times as many tokens" in result.output
+    assert "a token takes 576 bytes instead of 2,048" in demo.output
+    assert "3.6 times as many tokens" in demo.output
 
 
 @pytest.mark.usefixtures("threads")
@@ -83,34 +108,20 @@ def steps_of_the_burst() -> dict[str, int]:
     return {"static": sum(map(max, batches)), "continuous": max(free)}
 
 
-@pytest.mark.usefixtures("threads")
-def test_demo_serves_a_burst_with_both_schedulers(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"], env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
+def test_demo_serves_a_burst_with_both_schedulers(demo: Demo) -> None:
     for stage, steps in steps_of_the_burst().items():
-        assert f"{stage} batching, {steps} steps" in result.output
-        row = next(line for line in result.output.splitlines() if line.startswith(f"│ {stage} "))
+        assert f"{stage} batching, {steps} steps" in demo.output
+        row = next(line for line in demo.output.splitlines() if line.startswith(f"│ {stage} "))
         busy = 100 * sum(burst.ANSWER_LENS) / (burst.MAX_NUM_SEQS * steps)
         assert [cell.strip() for cell in row.split("│")[2:4]] == [str(steps), f"{busy:.0f} %"]
-        trace = json.loads((tmp_path / f"burst-{stage}.trace.json").read_text())
+        trace = json.loads((demo.out / f"burst-{stage}.trace.json").read_text())
         slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         assert len(slices) == sum(burst.ANSWER_LENS)
-    assert (tmp_path / "burst.png").read_bytes().startswith(b"\x89PNG")
+    assert (demo.out / "burst.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("threads")
-def test_the_schedulers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = []
-
-    class Watched(llm.LLM):
-        def __init__(self, *args, scheduler, **options) -> None:
-            served.append(scheduler)
-            super().__init__(*args, scheduler=scheduler, **options)
-
-    monkeypatch.setattr(llm, "LLM", Watched)
-    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "16"])
-    assert result.exit_code == 0, result.output
-    assert served == ["static", "continuous"] * 3
+def test_the_schedulers_take_turns(demo: Demo) -> None:
+    assert demo.schedulers == ["static", "continuous"] * 3
 
 
 def a_run(num_steps: int, seconds: float) -> burst.Run:

@@ -10,9 +10,9 @@ import pytest
 
 from minicache.course.results import Outcome
 from minicache.course.server import PytestServer, preload_for
-from minicache.course.starters import RECORD, starter
+from minicache.course.starters import starter
 from minicache.course.table import Phase, Task
-from minicache.course.workspace import open_workspace
+from minicache.course.workspace import RECORD, open_workspace
 from minicache.course.wrong import Wrong, grade_solution, grade_wrong, load_wrong
 
 WORKSPACE = open_workspace(Path(__file__).parents[2])

@@ -16,10 +16,15 @@ YOURS = ["yours: labs/phase-00-toys/palette.py", "yours: labs/phase-00-toys/arit
 FILE = "import minicache.palette as p; print(p.__file__)"
 
 
-def python(*arguments: str, typed: str = "", status: int = 0, command: str = "python") -> tuple[list[str], list[str]]:
+MINICACHE = ("-c", "from minicache.cli import main; main()")
+ITSELF = ("-m", "minicache.course.interpreter")  # what the command becomes
+
+
+def python(
+    *arguments: str, typed: str = "", status: int = 0, by: tuple[str, ...] = ITSELF
+) -> tuple[list[str], list[str]]:
     """What `minicache python` prints, and what it says about whose files are loaded."""
-    code = "from minicache.cli import main; main()"
-    line = [sys.executable, "-c", code, command, *arguments]
+    line = [sys.executable, *by, *arguments]
     done = subprocess.run(line, input=typed, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     return done.stdout.splitlines(), done.stderr.splitlines()
@@ -27,7 +32,7 @@ def python(*arguments: str, typed: str = "", status: int = 0, command: str = "py
 
 def test_code_runs_on_the_learners_files(toys: Toys) -> None:
     code = f"{FILE}; import sys; print(sys.argv, __name__)"
-    printed, said = python("-c", code, "--help", "-x")
+    printed, said = python("python", "-c", code, "--help", "-x", by=MINICACHE)
     assert printed == [str(toys.color), "['-c', '--help', '-x'] __main__"]
     assert said == YOURS
 
@@ -65,7 +70,7 @@ def test_a_script_and_a_module(toys: Toys, tmp_path: Path) -> None:
 
 
 def test_a_prompt(toys: Toys) -> None:
-    printed, _ = python(typed=f"{FILE}\n[name for name in dir() if name[0] != '_']\n")
+    printed, _ = python("python", by=MINICACHE, typed=f"{FILE}\n[name for name in dir() if name[0] != '_']\n")
     assert printed == [str(toys.color), "['p']"]
 
 
@@ -77,6 +82,6 @@ def test_ipython_gets_the_arguments(toys: Toys, tmp_path: Path, monkeypatch: pyt
     fake = tmp_path / "IPython.py"
     fake.write_text(f"def start_ipython(argv):\n    print(argv)\n    {FILE}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    assert python("--pylab", "x.py", command="ipython")[0] == ["['--pylab', 'x.py']", str(toys.color)]
+    assert python("ipython", "--pylab", "x.py", by=MINICACHE)[0] == ["['--pylab', 'x.py']", str(toys.color)]
     fake.write_text("raise ModuleNotFoundError\n")
-    assert "pip install ipython" in python(status=1, command="ipython")[1][-1]
+    assert "pip install ipython" in python("ipython", status=1)[1][-1]

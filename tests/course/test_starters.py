@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.starters import drifted, is_edited, restore, starter, strip, write_all
+from minicache.course.starters import drifted, restore, starter, strip, write_all
 from minicache.course.table import Task
+from minicache.course.workspace import is_edited
 from minicache.errors import CourseError
 
 from .conftest import COLOR, Toys

@@ -14,6 +14,9 @@ from minicache.kernels.plain import gather_kv, store_kv
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
 
+NUMBERS = "keys count from 0, values from 100, and −1 is what was there"
+
+
 def caches(num_blocks, block_size, *row, dtype=torch.float32):
     """Empty keys and values: −1 everywhere, so that a row that was written shows."""
     return [torch.full((num_blocks, block_size, *row), -1.0).to(dtype) for _ in range(2)]
@@ -30,7 +33,7 @@ def test_each_row_goes_to_its_slot(numbered):
         expected = torch.full((4, 4, 1, 2), -1.0)
         for row, (block, offset) in zip(rows, ((2, 1), (0, 2), (1, 0)), strict=True):
             expected[block, offset] = row
-        that(f"{name} after rows for slots 9, 2, 4", cache).gives(expected)
+        that(f"{name} after rows for slots 9, 2, 4; {NUMBERS}", cache).gives(expected)
 
 
 def test_slot_minus_one_is_skipped(numbered):
@@ -41,7 +44,7 @@ def test_slot_minus_one_is_skipped(numbered):
     for name, cache, rows in (("k_cache", k_cache, k), ("v_cache", v_cache, v)):
         nothing = torch.full((1, 2), -1.0)
         expected = torch.stack([rows[3], nothing, rows[1], nothing]).reshape(2, 2, 1, 2)
-        that(f"{name} after rows for slots −1, 2, −1, 0", cache).gives(expected)
+        that(f"{name} after rows for slots −1, 2, −1, 0; {NUMBERS}", cache).gives(expected)
 
 
 @pytest.mark.parametrize("slots", [[], [-1, -1]], ids=["no rows", "padding only"])

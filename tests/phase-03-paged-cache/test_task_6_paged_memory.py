@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,7 +47,7 @@ def run_pass(cache, k, v=None, layers=LAYERS):
 def check_reads(cache, k, when):
     """Every layer reads as `run_pass(cache, k)` left it."""
     for layer in range(LAYERS):
-        that(f"read({layer}) {when}", cache.read(layer)).gives((k + layer, -k - layer))
+        replace(call(cache.read, layer), called=f"read({layer}) {when}").gives((k + layer, -k - layer))
 
 
 def contents(storage):
@@ -256,6 +258,7 @@ def test_truncate_ends_a_pass():
     run_pass(cache, k)
     run_pass(cache, rows(6), layers=1)
     call(cache.truncate, 3).gives(None)
+    that("num_tokens after truncate(3), in the middle of a pass of 6 tokens behind 3", cache.num_tokens).gives(3)
     that("blocks in use", pool.num_used).gives(1)
     check_reads(cache, k, "after the pass was undone")
     new = rows(1)

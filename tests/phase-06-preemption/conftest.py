@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.checks import CheckFailed, call
+from minicache.course.checks import call
+from minicache.course.follow import following, following_schedulers
 from minicache.request import Request
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import RequestQueue
-
-SCENARIO = []
-"""In words: the scheduler that the test under way has made last, and the requests that it was given."""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call():
-    """A check that fails tells the scenario, in addition to what was looked at."""
-    SCENARIO.clear()
-    try:
-        return (yield)
-    except CheckFailed as error:
-        if SCENARIO:
-            error.called += f"; {SCENARIO[-1]}"
-        raise
-
-
-def scenario_of(requests, block_size, num_blocks, **options):
-    """In words: prompts of 4, 4 tokens in 2 blocks of 4, max_num_seqs=1."""
-    prompts = f"prompts of {', '.join(str(each.num_prompt_tokens) for each in requests)} tokens in " if requests else ""
-    more = "".join(f", {name}={value!r}" for name, value in options.items())
-    return f"{prompts}{num_blocks} blocks of {block_size}{more}"
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if "phase-06-preemption" in str(item.path):
             item.add_marker(pytest.mark.timeout(10))
+
+
+@pytest.fixture(autouse=True)
+def _scenario():
+    """A failure tells the scheduler, its requests, and the steps so far."""
+    with following_schedulers(), following(PagedScheduler, "__init__"):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +40,6 @@ def paged():
     """`paged(requests, num_blocks=…)`: a PagedScheduler in whose queue they wait, with blocks of 4 by default."""
 
     def create(requests=(), *, cls=PagedScheduler, block_size=4, **options):
-        SCENARIO.append(scenario_of(requests, block_size, **options))
         scheduler = cls(block_size=block_size, **options)
         for request in requests:
             scheduler.add_request(request)

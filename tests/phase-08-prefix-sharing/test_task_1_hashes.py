@@ -47,7 +47,7 @@ def test_a_hash_is_32_bytes():
     that("its type and length", (type(digest), len(digest))).gives((bytes, 32))
 
 
-def test_the_same_again():
+def test_the_same_block_has_the_same_hash_again():
     """The same tokens after the same beginning have the same hash, as often as you ask, in a list or in a tuple."""
     root = call(root_hash, "a", None).value
     call(root_hash, "a", None).gives(root)
@@ -56,7 +56,7 @@ def test_the_same_again():
     call(block_hash, root, (5, 6, 7)).gives(digest)
 
 
-def test_equal_keys_that_are_two_objects():
+def test_equal_keys_have_one_root_though_they_are_two_objects():
     """Keys are compared by what they say. Two strings of the same letters are one key, wherever each of them came from.
 
     pickle writes a string that it has written before as "that one again", and an equal one out in full.
@@ -66,7 +66,7 @@ def test_equal_keys_that_are_two_objects():
     that("root_hash(a, a) and root_hash(a, a copy of a) are the same", same).gives(True)
 
 
-def test_the_same_in_another_process():
+def test_a_hash_is_the_same_in_another_process():
     """What one server has cached, another may look for: a hash depends on nothing but what is hashed."""
     digest = call(block_hash, call(root_hash, "tenant a", "adapter").value, [5, 6, 7]).value
     file = sys.modules[root_hash.__module__].__file__
@@ -91,7 +91,7 @@ print(prefix.block_hash(prefix.root_hash("tenant a", "adapter"), [5, 6, 7]).hex(
 """
 
 
-def test_any_token_of_any_vocabulary():
+def test_token_ids_of_any_size_have_hashes_of_their_own():
     """Token ids do not end at 255, nor at 65,535, nor at any number of bytes: each of these blocks has its own hash."""
     blocks = [[0], [255], [256], [65_535], [65_536], [VOCAB_SIZE - 1], [2**31], [2**64], [2**64 + 1]]
     that("different hashes of 9 blocks", len({call(block_hash, bytes(32), block).value for block in blocks})).gives(9)
@@ -125,7 +125,7 @@ def test_other_tokens_have_another_hash(one, other):
 
 
 @pytest.mark.parametrize("size", [16, 64])
-def test_every_token_of_a_large_block(size):
+def test_every_token_of_a_large_block_counts(size):
     """A block may have 16 tokens, or 64. Each of them counts, the last one too."""
     block = list(range(100, 100 + size))
     others = [[*block[:place], 7, *block[place + 1 :]] for place in range(size)]
@@ -135,7 +135,7 @@ def test_every_token_of_a_large_block(size):
     )
 
 
-def test_a_collision_that_somebody_looked_for():
+def test_blocks_with_one_python_hash_have_two_hashes():
     """Python's hash() takes these two blocks for the same. Who may choose the tokens may look for such pairs."""
     one, other = [0, 5], [2**61 - 1, 5]
     that(f"{one} and {other} have the same hash", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
@@ -150,7 +150,7 @@ def test_different_blocks_have_different_hashes(blocks):
     that(f"different hashes of {blocks}", len({block_hash(bytes(32), each) for each in blocks})).gives(len(blocks))
 
 
-def test_twenty_thousand_blocks():
+def test_twenty_thousand_blocks_have_as_many_hashes():
     """No two of 20,000 random blocks have one hash. Among hashes of 32 bits such a pair would be no surprise."""
     rng = random.Random(0)
     blocks = {tuple(rng.randrange(VOCAB_SIZE) for _ in range(4)) for _ in range(20_000)}
@@ -162,13 +162,13 @@ def test_twenty_thousand_blocks():
 # What it covers: all before the block
 
 
-def test_the_same_tokens_after_another_beginning():
+def test_the_same_tokens_after_another_beginning_are_another_block():
     """Keys and values of a token depend on all tokens before it: the second blocks are different blocks."""
     one, other = chain([1, 2, 3, 4, 9, 9, 9, 9]), chain([1, 2, 3, 5, 9, 9, 9, 9])
     that("blocks that they have in common", len({*one} & {*other})).gives(0)
 
 
-def test_the_same_block_twice_in_a_row():
+def test_the_same_tokens_twice_in_a_row_are_two_blocks():
     """The same four tokens, once at position 0 and once at position 4, are two blocks."""
     that("different hashes in 1 1 1 1, 1 1 1 1, 1 1 1 1", len(set(chain([1] * 12)))).gives(3)
 
@@ -185,7 +185,7 @@ def test_as_many_hashes_as_blocks_in_common(one, other):
 
 
 @pytest.mark.parametrize("place", range(32))
-def test_every_byte_of_the_parent(place):
+def test_every_byte_of_the_parent_counts(place):
     """Two parents whose hashes differ in one byte are two parents."""
     other = bytes(place) + b"x" + bytes(31 - place)
     same = block_hash(bytes(32), [1, 2]) == block_hash(other, [1, 2])
@@ -195,7 +195,7 @@ def test_every_byte_of_the_parent(place):
 # What it covers besides tokens
 
 
-def test_a_tenant_who_guesses():
+def test_a_tenant_who_guesses_finds_nothing():
     """Tenant a has sent a secret. Tenant b sends guesses: which of them is in the cache already, the clock tells him.
 
     A prompt that is found answers sooner. So whoever may look into the same cache can find out, block by block, what
@@ -211,7 +211,7 @@ def test_a_tenant_who_guesses():
     that("blocks that tenant a finds, who sends it again", found).gives(3)
 
 
-def test_weights_that_an_adapter_changes():
+def test_each_extra_key_changes_the_root():
     """The same tokens give other keys and values under other weights: each key counts, not only the first."""
     roots = [root_hash(salt, adapter) for salt in (None, "a", "b") for adapter in (None, "a", "b")]
     that("different roots of 3 salts with 3 adapters", len(set(roots))).gives(9)
@@ -247,7 +247,7 @@ def test_weights_that_an_adapter_changes():
         (("x" + "a" * 1000,), ("y" + "a" * 1000,)),
     ],
 )
-def test_keys_that_look_alike(one, other):
+def test_keys_that_look_alike_have_different_roots(one, other):
     """A salt may be any string. None is no key; "" is a key that is empty; two keys are not one with a comma in it."""
     that(f"root_hash{one} and root_hash{other} are the same", root_hash(*one) == root_hash(*other)).gives(False)
 

@@ -71,7 +71,7 @@ def test_references_are_counted(pool):
     agree(pool)
 
 
-def test_an_iterator_will_do(pool):
+def test_ids_may_come_from_an_iterator(pool):
     """Ids may come from a generator, which can be read once."""
     pool.allocate(2)
     call(pool.share, iter([0, 1])).gives(None)
@@ -107,7 +107,7 @@ def test_a_found_block_comes_back_to_life(pool):
     agree(pool)
 
 
-def test_come_back_and_gone_again(pool):
+def test_a_block_that_is_used_again_and_freed_goes_to_the_back(pool):
     """Used again and freed again, it goes to the back of the free list: it was needed a moment ago."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
@@ -156,7 +156,7 @@ def test_find_changes_nothing(pool):
     call(pool.allocate, 1).gives([0])
 
 
-def test_two_blocks_of_one_content(pool):
+def test_of_two_blocks_with_one_hash_the_first_is_found(pool):
     """Two requests computed the same side by side. The first is found; when it is handed out, the other."""
     pool.cache(pool.allocate(2), [A, A])
     call(pool.find, [A]).gives([0])
@@ -169,7 +169,7 @@ def test_two_blocks_of_one_content(pool):
     agree(pool)
 
 
-def test_a_hash_is_given_once(pool):
+def test_a_block_keeps_its_first_hash(pool):
     """A block that has a hash keeps it, whatever is given later, and its position among blocks with the same hash."""
     pool.cache(pool.allocate(2), [A, B])
     call(pool.cache, [0, 1], [C, A]).gives(None)
@@ -179,7 +179,7 @@ def test_a_hash_is_given_once(pool):
     agree(pool)
 
 
-def test_uncache(pool):
+def test_uncache_drops_the_hash_and_nothing_else(pool):
     """The hash goes, the reference stays. Another block with the same hash keeps it; one without has none to lose."""
     pool.cache(pool.allocate(3), [A, A, B])
     call(pool.uncache, [0, 3]).gives(None)
@@ -191,7 +191,7 @@ def test_uncache(pool):
     agree(pool)
 
 
-def test_uncache_a_free_block(pool):
+def test_an_uncached_free_block_stays_where_it_is(pool):
     """It stays where it is in the free list, and cannot be shared any more."""
     pool.cache(pool.allocate(2), [A, B])
     pool.free([0, 1])
@@ -226,7 +226,7 @@ def test_tails_evict_nothing(pool):
     that("evicted", pool.num_evicted).gives(0)
 
 
-def test_which_end_when_it_is_freed(pool):
+def test_the_end_is_chosen_when_the_last_reference_goes(pool):
     """A block's hash counts when it loses its last reference, not when it lost one before."""
     pool.allocate(4)
     pool.share([0])
@@ -236,7 +236,7 @@ def test_which_end_when_it_is_freed(pool):
     call(pool.allocate, 4).gives([3, 2, 1, 0])
 
 
-def test_handed_out_is_forgotten(pool):
+def test_allocate_drops_the_hash(pool):
     """allocate drops the hash: the block is written anew by its next request."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([2, 0, 1, 3])
@@ -246,7 +246,7 @@ def test_handed_out_is_forgotten(pool):
     agree(pool)
 
 
-def test_the_tail_goes_first(pool):
+def test_the_tail_of_a_prefix_is_evicted_first(pool):
     """A sequence is freed from its last block to its first, so its beginning is found longest."""
     pool.cache(pool.allocate(3), [A, B, C])
     pool.free([2, 1, 0])
@@ -267,7 +267,7 @@ def test_only_cached_blocks_are_evicted(pool):
     that("cached", pool.num_cached).gives(1)
 
 
-def test_evicted_and_cached_anew(pool):
+def test_an_evicted_block_can_be_cached_anew(pool):
     """Evicted, written anew, cached anew."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
@@ -321,7 +321,7 @@ def test_a_large_pool_costs_no_more():
 # Reset
 
 
-def test_reset_forgets_all(pool):
+def test_reset_forgets_all_hashes(pool):
     """After new weights every hash is wrong. The free list stays as it is, and nothing was evicted."""
     pool.cache(pool.allocate(2), [A, B])
     pool.free([1, 0])
@@ -405,7 +405,7 @@ def test_misuse_changes_nothing(method, arguments, error):
 
 @settings(max_examples=40)
 @given(st.integers(0, 10**6))
-def test_any_calls_against_lists(seed):
+def test_any_calls_do_what_lists_would_do(seed):
     """Sixty random calls, compared with a pool written with lists."""
     rng = random.Random(seed)
     pool, hashes = CachingBlockPool(6, 4), [A, B, C, D]

@@ -17,7 +17,7 @@ from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 # What is found
 
 
-def test_a_prompt_of_exactly_three_blocks(caching, serve, a_request):
+def test_of_exactly_three_blocks_two_are_found(caching, serve, a_request):
     """48 tokens in blocks of 16, sent again: 32 are found, for one must be computed. With one token more: all 48."""
     scheduler = caching(num_blocks=20, block_size=16)
     prompt = list(range(48))
@@ -29,7 +29,7 @@ def test_a_prompt_of_exactly_three_blocks(caching, serve, a_request):
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 14))
-def test_a_token_is_left(caching, serve, a_request, num_tokens):
+def test_a_token_is_always_left_to_compute(caching, serve, a_request, num_tokens):
     """Whatever its length, a prompt that is sent again computes at least one token, and less than a block and one."""
     scheduler = caching()
     serve(scheduler, a_request("a", num_tokens, 1))
@@ -41,7 +41,7 @@ def test_a_token_is_left(caching, serve, a_request, num_tokens):
     that("computed", serve(scheduler, request)).gives({"b": num_tokens - 4 * len(blocks)})
 
 
-def test_in_order_and_up_to_the_first_difference(caching, serve, a_request):
+def test_blocks_are_found_up_to_the_first_difference(caching, serve, a_request):
     """Three blocks are cached. A prompt that leaves them in the second finds one, however it goes on."""
     scheduler = caching()
     serve(scheduler, a_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 1))
@@ -64,7 +64,7 @@ def test_asking_changes_nothing(caching, serve, a_request):
     that("requests in the stats", scheduler.stats.num_requests).gives(1)
 
 
-def test_for_any_request(caching, a_request, a_step):
+def test_find_prefix_answers_for_a_request_of_any_status(caching, a_request, a_step):
     """A request in the batch finds its own blocks; so does one that has finished."""
     request = a_request("a", 9)
     scheduler = caching([request])
@@ -75,7 +75,7 @@ def test_for_any_request(caching, a_request, a_step):
     call(scheduler.find_prefix, request).gives([0, 1])
 
 
-def test_looking_caches_first(caching, a_request, a_step):
+def test_find_prefix_caches_what_is_noted_first(caching, a_request, a_step):
     """What decode has filled is noted and not cached yet: find_prefix calls cache_filled before it looks."""
     scheduler = caching([a_request("a", 6, 9)])
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_looking_caches_first(caching, a_request, a_step):
     that("blocks found while a, which filled them, still runs", found).gives([0, 1])
 
 
-def test_looking_again_caches_first(caching, a_request, a_step):
+def test_find_prefix_caches_what_is_noted_each_time(caching, a_request, a_step):
     """Also for a request whose hashes are known, because it was looked up before: it finds what was filled since."""
     scheduler = caching([a_request("a", 4, 9)])
     a_step(scheduler)
@@ -95,7 +95,7 @@ def test_looking_again_caches_first(caching, a_request, a_step):
     that("blocks found when a has filled two", call(scheduler.find_prefix, request).value).gives([0, 1])
 
 
-def test_leaving_caches_first(caching, serve, a_request):
+def test_release_caches_what_is_noted_first(caching, serve, a_request):
     """A request that finishes releases its blocks. What it has filled is cached before: release calls cache_filled."""
     scheduler = caching()
     serve(scheduler, a_request("a", 6, 7))  # 12 tokens are computed: three full blocks, two of them by decode
@@ -120,7 +120,7 @@ def test_the_last_token_of_an_answer_is_never_computed(caching, serve, a_request
     that("computed for the second turn", serve(scheduler, second)).gives({"b": 9 - 4})
 
 
-def test_tenants_and_adapters(caching, serve, a_request):
+def test_a_prefix_is_found_by_the_same_tenant_with_the_same_adapter_only(caching, serve, a_request):
     """Tenant a's prompt, sent by others. Only one who has the same salt and the same adapter finds it."""
     scheduler = caching(num_blocks=60)
     serve(scheduler, a_request("a", 12, 1, cache_salt="tenant a"))
@@ -140,7 +140,7 @@ def test_tenants_and_adapters(caching, serve, a_request):
 # Hashes, each once
 
 
-def test_the_hashes_of_a_request(caching, a_request):
+def test_the_hashes_of_a_request_are_a_chain_from_its_root(caching, a_request):
     """A chain from its root, with prompt and output one sequence; kept in block_hashes."""
     scheduler, request = caching(), a_request("a", [1, 2, 3, 4, 5], cache_salt="x", adapter="y")
     request.output_token_ids += [6, 7, 8]
@@ -170,7 +170,7 @@ def test_what_is_known_is_not_computed_again(caching, a_request):
     that("how many are kept", len(request.block_hashes)).gives(3)
 
 
-def test_no_hashes_yet(caching, a_request):
+def test_no_block_has_no_hashes(caching, a_request):
     """Of no block there is no hash."""
     call(caching().hashes, a_request("a", 3), 0).gives([])
 
@@ -207,7 +207,7 @@ def test_a_step_caches_what_it_fills(caching, a_request, num_computed, num_new, 
     that("num_cached of the pool", scheduler.pool.num_cached).gives(len(cached))
 
 
-def test_cached_when_scheduled(caching, a_request, a_step):
+def test_a_block_is_found_in_the_step_that_computes_it(caching, a_request, a_step):
     """Two equal prompts come at once: the second finds, in the same step, what the first is about to compute."""
     a, b = a_request("a", 9), a_request("b", 9)
     scheduler = caching([a, b])
@@ -217,7 +217,7 @@ def test_cached_when_scheduled(caching, a_request, a_step):
     that("references of block 0", scheduler.pool.ref_count(0)).gives(2)
 
 
-def test_decode_fills_blocks_too(caching, a_request, a_step):
+def test_blocks_that_decode_fills_are_found(caching, a_request, a_step):
     """Whatever the batch has filled is found: another turn of a chat, with one token more."""
     requests = [a_request("a", 6, 20), a_request("b", [2] * 5, 20)]
     scheduler = caching(requests)
@@ -229,7 +229,7 @@ def test_decode_fills_blocks_too(caching, a_request, a_step):
     that("blocks found after steps 0 … 7", found).gives([2, 2, 3, 4, 4, 4, 5, 6])
 
 
-def test_found_in_the_step_that_fills_it(caching, a_request, a_step):
+def test_a_block_is_found_in_the_decode_step_that_fills_it(caching, a_request, a_step):
     """a's second block is filled by the decode step in which the second turn of its chat arrives, and is found."""
     a = a_request("a", 6, 20)
     scheduler = caching([a])
@@ -239,7 +239,7 @@ def test_found_in_the_step_that_fills_it(caching, a_request, a_step):
     that("tokens of the step", a_step(scheduler).num_scheduled_tokens).gives({"a": 1, "turn": 1})
 
 
-def test_what_is_noted(caching, a_request, a_step):
+def test_only_requests_that_fill_a_block_are_noted(caching, a_request, a_step):
     """`_filled` gets a request, its first token of the step and the one behind its last, only when it fills a block."""
     a, b = a_request("a", 6, 20), a_request("b", [2] * 5, 20)
     scheduler = caching([a, b])
@@ -263,7 +263,7 @@ def test_a_step_of_several_tokens_is_noted(caching, a_request, a_step):
     ).gives([(6, 10)])
 
 
-def test_cached_though_the_last_one_left(caching, a_request, a_step):
+def test_a_step_that_preempts_notes_what_it_fills(caching, a_request, a_step):
     """The last of the batch is its own victim: what the others fill in this step is cached nevertheless."""
     requests = [a_request("old", 7, 20), a_request("young", [2] * 4, 20)]
     scheduler = caching(requests, num_blocks=3)
@@ -274,7 +274,7 @@ def test_cached_though_the_last_one_left(caching, a_request, a_step):
     that("blocks of the old one's eight tokens that are found", found).gives(requests[0].block_ids[:2])
 
 
-def test_without_a_prefix_cache(caching, serve, a_request, a_step):
+def test_without_a_prefix_cache_nothing_is_found_noted_or_hashed(caching, serve, a_request, a_step):
     """prefix_caching=False: it is phase 6's scheduler. Nothing is found, noted, cached or counted."""
     scheduler = caching(prefix_caching=False)
     scheduler.add_request(a_request("a", 9, 9))
@@ -297,7 +297,7 @@ class ChunkScheduler(PrefixCachingScheduler):
         output.scheduled.append(request)
 
 
-def test_admitted_with_a_part_of_its_prompt(a_request):
+def test_admission_caches_only_what_the_step_computes(a_request):
     """14 tokens, of which the admitting step computes 6 (`num_scheduled_tokens`): only the first block is full."""
     scheduler = ChunkScheduler(num_blocks=20, block_size=4, prefix_caching=True)
     scheduler.add_request(a_request("a", 14))
@@ -309,7 +309,7 @@ def test_admitted_with_a_part_of_its_prompt(a_request):
 # What it costs to admit
 
 
-def test_a_step_has_room_for_it(caching, a_request, a_step):
+def test_found_tokens_are_not_in_the_budget(caching, a_request, a_step):
     """12 tokens a step, one taken by the batch. A prompt of 12 of which 8 are found needs 4 of them, and 1 block."""
     scheduler = caching([a_request("a", 11)], num_blocks=4, max_num_batched_tokens=12)
     a_step(scheduler)
@@ -318,7 +318,7 @@ def test_a_step_has_room_for_it(caching, a_request, a_step):
     that("used blocks", scheduler.pool.num_used).gives(4)
 
 
-def test_free_and_found_is_not_free_twice(caching, serve, a_request, a_step):
+def test_a_found_block_that_is_free_counts_as_taken(caching, serve, a_request, a_step):
     """4 blocks, one of them used, three free, of which two are found. It needs these two and two more: it waits."""
     scheduler = caching(num_blocks=4)
     serve(scheduler, a_request("a", [1] * 8, 1))
@@ -329,7 +329,7 @@ def test_free_and_found_is_not_free_twice(caching, serve, a_request, a_step):
     that("the waiting queue", list(scheduler.waiting)).gives(["new"])
 
 
-def test_share_before_you_allocate(caching, serve, a_request):
+def test_found_blocks_are_shared_before_any_is_allocated(caching, serve, a_request):
     """The two blocks that it finds have been free longest of all, so they would be the next to be handed out."""
     scheduler = caching(num_blocks=4)
     serve(scheduler, a_request("a", [1] * 8, 1))
@@ -342,7 +342,7 @@ def test_share_before_you_allocate(caching, serve, a_request):
     scheduler.check()
 
 
-def test_what_an_admission_sets(caching, serve, a_request):
+def test_found_tokens_count_as_computed(caching, serve, a_request):
     """Found tokens are computed tokens; the request is in the batch, in the step, and in the stats."""
     scheduler = caching()
     serve(scheduler, a_request("a", 8, 1))
@@ -396,7 +396,7 @@ def test_a_victim_finds_its_own_blocks(caching, a_request, a_step):
     that("queried, hit", (scheduler.stats.num_queried_tokens, scheduler.stats.num_hit_tokens)).gives((241, 48))
 
 
-def test_preempted_at_the_end_of_a_block(caching, a_request, a_step):
+def test_a_victim_leaves_a_token_to_compute_too(caching, a_request, a_step):
     """A victim whose tokens fill its blocks to the last slot: it finds all but the last block, and computes that."""
     requests = [a_request(0, [5] * 4, 3), a_request(1, [6] * 7, 9)]
     scheduler = caching(requests, num_blocks=3)
@@ -423,7 +423,7 @@ def test_what_a_victim_computes_again_is_cached_again(caching, serve, a_request,
     that("blocks of its prompt that are found", len(scheduler.find_prefix(a_request("c", [6] * 9)))).gives(2)
 
 
-def test_a_victim_with_output(caching, a_request, a_step):
+def test_a_victim_computes_what_is_not_found_of_prompt_and_answer(caching, a_request, a_step):
     """It has generated tokens when it is preempted. What is found of prompt and answer is not computed, the rest is."""
     requests = [a_request("old", [5] * 4, 9), a_request("young", [6] * 4, 9)]
     scheduler = caching(requests, num_blocks=4)
@@ -449,7 +449,7 @@ def test_a_victim_finds_its_answer(caching, a_request, a_step):
     that("computed when it comes back", a_step(scheduler).num_scheduled_tokens).gives({"old": 1, "young": 2})
 
 
-def test_swapped_out(caching, a_request, a_step):
+def test_a_swapped_out_request_looks_for_nothing(caching, a_request, a_step):
     """A request that is swapped out has its blocks in CPU swap space: it looks for none, and computes one token."""
     requests = [a_request(n, [n + 1] * 8, 6) for n in range(2)]
     scheduler = caching(requests, num_blocks=4, preemption="swap", num_host_blocks=8)
@@ -466,7 +466,7 @@ def test_swapped_out(caching, a_request, a_step):
     that("requests in the stats", scheduler.stats.num_requests).gives(2)
 
 
-def test_finished_while_swapped_out(caching, a_request, a_step):
+def test_a_swapped_out_request_gives_back_its_host_blocks(caching, a_request, a_step):
     """It gives back all that it holds, which is in CPU swap space."""
     scheduler = caching([a_request(n, 8) for n in range(2)], num_blocks=4, preemption="swap", num_host_blocks=8)
     a_step(scheduler)
@@ -477,7 +477,7 @@ def test_finished_while_swapped_out(caching, a_request, a_step):
     scheduler.check()
 
 
-def test_swapped_in_at_the_end_of_a_block(caching, a_request, a_step):
+def test_a_swapped_in_request_caches_what_it_fills(caching, a_request, a_step):
     """It comes back with a token to compute that fills its second block: that block is cached, too."""
     requests = [a_request(0, [5] * 4, 3), a_request(1, [6] * 7, 9)]
     scheduler = caching(requests, num_blocks=3, preemption="swap", num_host_blocks=8)
@@ -496,7 +496,7 @@ def test_swapped_in_at_the_end_of_a_block(caching, a_request, a_step):
 # Steps that fail, and requests that do
 
 
-def test_a_failed_step_is_forgotten(caching, a_request, a_step):
+def test_recover_forgets_what_a_failed_step_was_to_write(caching, a_request, a_step):
     """Two equal prompts in one step, which fails: the second had found what was never written. Both begin anew."""
     a, b = a_request("a", 9, 3), a_request("b", 9, 3)
     scheduler = caching([a, b])
@@ -509,7 +509,7 @@ def test_a_failed_step_is_forgotten(caching, a_request, a_step):
     that("the step after it", a_step(scheduler).num_scheduled_tokens).gives({"a": 9, "b": 1})
 
 
-def test_recovery_forgets_what_was_cached_before(caching, serve, a_request, a_step):
+def test_recover_forgets_what_was_cached_before(caching, serve, a_request, a_step):
     """A failed step may have written anywhere: blocks of finished requests and of the batch are cached no longer."""
     scheduler = caching()
     pool = scheduler.pool
@@ -529,7 +529,7 @@ def test_recovery_forgets_what_was_cached_before(caching, serve, a_request, a_st
     call(scheduler.find_prefix, a_request("c", 8)).gives([scheduler.running[0].block_ids[0]])
 
 
-def test_recovery_without_a_prefix_cache(caching, a_request, a_step):
+def test_recover_without_a_prefix_cache(caching, a_request, a_step):
     """prefix_caching=False: there is nothing to forget, and the requests wait again."""
     scheduler = caching([a_request("a", 9, 3)], prefix_caching=False)
     scheduler.schedule()
@@ -538,7 +538,7 @@ def test_recovery_without_a_prefix_cache(caching, a_request, a_step):
     that("the step after it", a_step(scheduler).num_scheduled_tokens).gives({"a": 9})
 
 
-def test_a_failed_request_leaves_nothing(caching, a_request, a_step):
+def test_a_failed_request_takes_its_hashes_with_it(caching, a_request, a_step):
     """FINISHED_ERROR: what its blocks hold is not to be trusted. Blocks that it did not have stay cached."""
     a, b = a_request("a", [1] * 9, 9), a_request("b", [1, 1, 1, 1, 2, 2, 2, 2, 2], 9)
     scheduler = caching([a, b])
@@ -551,7 +551,7 @@ def test_a_failed_request_leaves_nothing(caching, a_request, a_step):
     that("b goes on", a_step(scheduler).num_scheduled_tokens).gives({"b": 1})
 
 
-def test_what_a_failed_request_has_just_filled(caching, a_request, a_step):
+def test_what_a_failed_request_has_just_filled_is_not_cached(caching, a_request, a_step):
     """The block that it filled last is noted and not cached yet when it fails: it must not be cached afterwards."""
     scheduler = caching([a_request("a", 6, 20)])
     for _ in range(3):
@@ -562,7 +562,7 @@ def test_what_a_failed_request_has_just_filled(caching, a_request, a_step):
     scheduler.check()
 
 
-def test_what_another_has_filled_when_a_request_fails(caching, a_request, a_step):
+def test_what_others_have_filled_is_cached_though_a_request_fails(caching, a_request, a_step):
     """a and b fill a block each in one step, and a fails. b's block is noted too, and nothing is wrong with it."""
     scheduler = caching([a_request("a", 6, 20), a_request("b", [2] * 6, 20)])
     for _ in range(3):

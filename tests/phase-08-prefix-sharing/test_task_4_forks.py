@@ -37,7 +37,7 @@ def decoding(sharing, a_request, a_step):
 # A fork
 
 
-def test_a_child(decoding):
+def test_a_child_goes_on_where_its_parent_stands(decoding):
     """The same prompt, options and tokens under another id, in the batch at once."""
     scheduler, a = decoding(6, num_steps=2)
     b = call(scheduler.fork_request, "a", "b").value
@@ -50,7 +50,7 @@ def test_a_child(decoding):
     scheduler.check()
 
 
-def test_a_child_does_not_wait(decoding):
+def test_a_child_is_registered_and_not_queued(decoding):
     """It is registered, and not queued: `add_request` would do both."""
     scheduler, _ = decoding(6)
     scheduler.fork_request("a", "b")
@@ -94,7 +94,7 @@ def test_the_first_write_copies(decoding, a_step):
     that("blocks_to_copy of the next step", a_step(scheduler).blocks_to_copy).gives([])
 
 
-def test_four_siblings(decoding, a_step):
+def test_of_four_siblings_three_get_copies(decoding, a_step):
     """Of four requests that share a block, three get copies, and the last writes into the old one."""
     scheduler, _ = decoding(6)
     for name in "bcd":
@@ -215,7 +215,7 @@ def test_what_the_parent_filled_stays_right(sharing, a_request, a_step):
         that(f"blocks found of 1 2 3 4, 5 6 7 {last}", len(scheduler.find_prefix(request))).gives(found)
 
 
-def test_outputs_are_copied(decoding):
+def test_the_callers_list_of_outputs_is_copied(decoding):
     """The caller's list is the caller's."""
     scheduler, _ = decoding(6)
     outputs = [7, 8]
@@ -250,7 +250,7 @@ def test_siblings_stay_together_with_priorities(a_request, a_step):
     that("the batch after the fork", ids(scheduler.running)).gives(["x", child.request_id, "y"])
 
 
-def test_a_later_arrival(decoding, a_request, a_step):
+def test_a_later_arrival_stands_behind_all_siblings(decoding, a_request, a_step):
     """The next request that is added has arrived after all of them."""
     scheduler, _ = decoding(6)
     scheduler.fork_request("a", "b")
@@ -273,7 +273,7 @@ def test_the_youngest_sibling_is_preempted_first(decoding, a_step):
     that("the head of the batch", ids(scheduler.running)[:1]).gives(["a"])
 
 
-def test_the_id_is_free_again(decoding, a_step):
+def test_the_id_of_a_finished_child_is_free_again(decoding, a_step):
     """A child that has finished is forgotten, like any request."""
     scheduler, _ = decoding(6)
     scheduler.fork_request("a", "b")
@@ -286,7 +286,7 @@ def test_the_id_is_free_again(decoding, a_step):
 
 
 @pytest.mark.parametrize("arguments", [("x", "b"), ("w", "b"), ("a", "a"), ("a", "w"), ("a", "b", [7, 7, 7])])
-def test_what_cannot_be_forked(sharing, a_request, a_step, arguments):
+def test_a_refused_fork_changes_nothing(sharing, a_request, a_step, arguments):
     """No such request, one that still waits, an id in use, an answer as long as it may be: ValueError."""
     scheduler = sharing([a_request("a", 6, 3)])
     a_step(scheduler)
@@ -298,7 +298,7 @@ def test_what_cannot_be_forked(sharing, a_request, a_step, arguments):
     that("fork_index of the next fork", scheduler.fork_request("a", "b").fork_index).gives(1)
 
 
-def test_no_room_within_max_model_len(sharing, a_request, a_step):
+def test_a_child_must_fit_into_max_model_len(sharing, a_request, a_step):
     """At 10 tokens a request finishes. A child that has them already would run on: only a new token is checked."""
     scheduler = sharing([a_request("a", 6, 40)], max_model_len=10)
     a_step(scheduler)
@@ -311,7 +311,7 @@ def test_no_room_within_max_model_len(sharing, a_request, a_step):
     that("b's status", b.status.name).gives("FINISHED_LENGTH")
 
 
-def test_in_the_batch_and_still_in_its_prompt(a_request):
+def test_a_request_still_in_its_prompt_cannot_be_forked(a_request):
     """Phase 9's scheduler computes prompts in chunks: after the first one the request has no token yet."""
     scheduler = ChunkedPrefillScheduler(num_blocks=20, block_size=4, max_num_batched_tokens=5)
     request = a_request("a", 9)
@@ -321,7 +321,7 @@ def test_in_the_batch_and_still_in_its_prompt(a_request):
     call(scheduler.fork_request, "a", "b").raises(ValueError)
 
 
-def test_after_a_failed_step(decoding):
+def test_no_fork_after_a_failed_step(decoding):
     """Every request waits again, with nothing computed: there is nothing to share."""
     scheduler, _ = decoding(6)
     scheduler.schedule()
@@ -329,7 +329,7 @@ def test_after_a_failed_step(decoding):
     call(scheduler.fork_request, "a", "b").raises(ValueError)
 
 
-def test_not_in_the_middle_of_a_step(decoding):
+def test_no_fork_in_the_middle_of_a_step(decoding):
     """Between schedule() and update_from_output() it is not known what is computed: not now, and a step later again."""
     scheduler, _ = decoding(6)
     output = scheduler.schedule()
@@ -338,7 +338,7 @@ def test_not_in_the_middle_of_a_step(decoding):
     that("after the commit", call(scheduler.fork_request, "a", "b").value.output_token_ids).gives([7, 7])
 
 
-def test_no_batch_slot_is_left(decoding):
+def test_no_fork_without_a_batch_slot(decoding):
     """A batch of at most two, and two are in it."""
     scheduler, _ = decoding(6, max_num_seqs=2)
     scheduler.fork_request("a", "b")
@@ -350,7 +350,7 @@ def test_no_batch_slot_is_left(decoding):
 # The copy is paid for
 
 
-def test_two_parents(sharing, a_request, a_step):
+def test_the_flag_outlives_a_later_fork(sharing, a_request, a_step):
     """a's last block is half full, z's is full. a is forked, then z: a's is copied, though z has nothing to copy."""
     scheduler = sharing([a_request("a", 6), a_request("z", 8)])
     a_step(scheduler)
@@ -359,7 +359,7 @@ def test_two_parents(sharing, a_request, a_step):
     that("blocks_to_copy", a_step(scheduler).blocks_to_copy).gives([(1, 4)])
 
 
-def test_when_it_is_looked_for(a_request, a_step):
+def test_shared_tails_are_looked_for_only_after_a_fork(a_request, a_step):
     """`written_and_shared` is called only while a tail may be shared: from a fork on until the batch has run empty."""
     asked = []
 
@@ -388,7 +388,7 @@ def test_when_it_is_looked_for(a_request, a_step):
     that("called for, when the batch was empty in between", asked).gives([])
 
 
-def test_what_will_be_written(decoding):
+def test_written_and_shared_are_indices_of_blocks(decoding):
     """Indices, not ids: of a's blocks the second is written next, and b has it too. The first is only read."""
     scheduler, a = decoding(6)
     call(scheduler.written_and_shared, a).gives([])
@@ -418,7 +418,7 @@ def test_a_copy_is_a_block_that_is_missing(decoding):
     that("free blocks: asking takes none", scheduler.pool.num_free).gives(18)
 
 
-def test_copy_and_growth(decoding, a_step):
+def test_a_copy_and_a_new_block_are_both_missing(decoding, a_step):
     """b has five tokens more than a, from the middle of a block on: it lacks a copy, and a block behind it."""
     scheduler, a = decoding(6)
     b = scheduler.fork_request("a", "b", [7, 8, 8, 8, 8])
@@ -448,7 +448,7 @@ def test_two_copies_are_two_blocks(decoding, a_step):
     call(scheduler.written_and_shared, b).gives([])
 
 
-def test_copy_on_write_alone(decoding):
+def test_copy_on_write_replaces_the_block_and_names_the_pair(decoding):
     """The old block loses a reference, the new one takes its position, and the pair says from where to where."""
     scheduler, a = decoding(6)
     scheduler.fork_request("a", "b")
@@ -462,7 +462,7 @@ def test_copy_on_write_alone(decoding):
     scheduler.check()
 
 
-def test_a_copy_without_a_free_block(decoding, a_step):
+def test_without_a_free_block_the_child_is_preempted(decoding, a_step):
     """Two blocks, both shared by two, and none free. The copy needs one: the child is preempted, and none is needed."""
     scheduler, _ = decoding(6, num_blocks=2, max_tokens=2)
     b = scheduler.fork_request("a", "b")
@@ -475,7 +475,7 @@ def test_a_copy_without_a_free_block(decoding, a_step):
     that("b's tokens, and its finish reason", (b.output_token_ids, b.finish_reason)).gives(([7, 7], "length"))
 
 
-def test_preempted_for_a_copy_and_found_again(decoding, a_step):
+def test_a_preempted_child_finds_what_its_parent_filled(decoding, a_step):
     """The same with a prefix cache: the block that a filled is found when b comes back."""
     scheduler, _ = decoding(6, num_blocks=3, max_tokens=2, prefix_caching=True)
     scheduler.fork_request("a", "b")
@@ -489,7 +489,7 @@ def test_preempted_for_a_copy_and_found_again(decoding, a_step):
 # The batch
 
 
-def test_it_still_grows(decoding, a_step):
+def test_without_a_fork_it_grows_as_in_phase_6(decoding, a_step):
     """Without a fork it is phase 6's batch: a block when the last one is full, not a step earlier."""
     scheduler, a = decoding(3, num_steps=0)
     blocks = []
@@ -499,7 +499,7 @@ def test_it_still_grows(decoding, a_step):
     that("blocks in steps 0 … 7, of 3 … 10 tokens", blocks).gives([1, 1, 2, 2, 2, 2, 3, 3])
 
 
-def test_a_stage_that_counts_in_another_way():
+def test_grow_allocates_what_blocks_missing_says():
     """A later stage may need more blocks, or fewer: it says so in blocks_missing, and that is what it gets."""
 
     class OneAhead(SharingScheduler):
@@ -530,7 +530,7 @@ def test_a_child_fills_blocks_too(sharing, a_request, a_step):
     that("blocks of the child's first eight tokens that are found", found).gives(child.block_ids[:2])
 
 
-def test_siblings_recover(sharing, a_request, a_step):
+def test_siblings_recover_with_their_own_tokens(sharing, a_request, a_step):
     """After a failed step each waits with its own tokens, behind its parent, and they share what they can find."""
     scheduler = sharing([a_request("a", 6), a_request("z", [2] * 4)], prefix_caching=True)
     a_step(scheduler)

@@ -46,12 +46,12 @@ def steps(outcome):
     ("penalty", "log_prob", "length", "score"),
     [(1.0, -6.0, 3, -2.0), (0.0, -6.0, 3, -6.0), (2.0, -6.0, 3, -6 / 9), (0.5, -6.0, 4, -3.0), (1, -1.0, 1, -1.0)],
 )
-def test_score(penalty, log_prob, length, score):
+def test_a_score_is_divided_by_length_to_the_penalty(penalty, log_prob, length, score):
     """The sum of the log-probabilities, over the length to the power of the penalty."""
     call(a_search(2, length_penalty=penalty).score, log_prob, length).is_close(score)
 
 
-def test_keep():
+def test_keep_leaves_the_k_best_answers():
     """The k best stay, the best first, whenever they come."""
     search = a_search(3)
     kept = []
@@ -74,7 +74,7 @@ def test_keep():
 @pytest.mark.parametrize(
     ("beam_width", "stops", "num"), [(1, 0, 2), (3, 0, 6), (3, 1, 6), (3, 2, 9), (4, 5, 24), (1, 1, 2)]
 )
-def test_num_candidates(beam_width, stops, num):
+def test_enough_candidates_are_asked_for(beam_width, stops, num):
     """(1 + stop tokens) · k, and 2 k at least."""
     that(
         f"num_candidates of {beam_width} beams, {stops} stop tokens", a_search(beam_width, range(stops)).num_candidates
@@ -88,31 +88,31 @@ def test_a_beam_with_two_continuations():
     """Both likeliest hypotheses are the first beam's, none the second's: two beams from one parent."""
     search = a_search(2)
     outcome = call(search.advance, [[(5, -1.0), (6, -2.0), (7, -3.0), (8, -9.0)]])
-    that("steps", steps(outcome)).gives([(0, 5), (0, 6)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 5), (0, 6)])
     that("beams", beams(search)).gives([([5], -1.0), ([6], -2.0)])
     outcome = call(
         search.advance, [[(1, -0.5), (2, -0.75), (3, -8.0), (4, -9.0)], [(1, -0.5), (2, -7.0), (3, -8.0), (4, -9.0)]]
     )
-    that("steps", steps(outcome)).gives([(0, 1), (0, 2)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
     that("beams", beams(search)).gives([([5, 1], -1.5), ([5, 2], -1.75)])
     that("answers", answers(search)).gives([])
     that("is it over", search.is_over).gives(False)
 
 
-def test_beams_change_places():
+def test_beams_are_ranked_by_their_sums():
     """The second becomes the first: what counts is the sum, not the last token."""
     search = a_search(2)
     search.advance([[(5, -1.0), (6, -1.5), (7, -3.0), (8, -9.0)]])
     outcome = call(
         search.advance, [[(1, -3.0), (2, -4.0), (3, -8.0), (4, -9.0)], [(1, -0.5), (2, -3.0), (3, -8.0), (4, -9.0)]]
     )
-    that("steps", steps(outcome)).gives([(1, 1), (0, 1)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(1, 1), (0, 1)])
     that("beams", beams(search)).gives([([6, 1], -2.0), ([5, 1], -4.0)])
     outcome = call(
         search.advance, [[(9, -3.0), (2, -4.0), (3, -8.0), (4, -9.0)], [(9, -0.5), (2, -3.0), (3, -8.0), (4, -9.0)]]
     )
     that("beams", beams(search)).gives([([5, 1, 9], -4.5), ([6, 1, 9], -5.0)])
-    that("steps", steps(outcome)).gives([(1, 9), (0, 9)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(1, 9), (0, 9)])
 
 
 def test_three_steps_to_the_end():
@@ -135,23 +135,23 @@ def test_three_steps_to_the_end():
     that("the best score", search.answers[0].score).is_close(-4 / 3)
 
 
-def test_an_end_that_is_not_likely_enough():
+def test_an_end_below_rank_k_is_dropped():
     """Three hypotheses end, but only the one among the first two is an answer; the beams are the best of the others."""
     search = a_search(2, [8, 9])
     outcome = call(search.advance, [[(1, -1.0), (8, -1.5), (9, -2.0), (2, -2.5), (3, -3.0), (4, -4.0)]])
     that("answers", answers(search)).gives([([8], -1.5, "stop")])
-    that("steps", steps(outcome)).gives([(0, 1), (0, 2)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
     that("beams", beams(search)).gives([([1], -1.0), ([2], -2.5)])
 
 
-def test_a_stop_token_at_the_last_place():
+def test_a_stop_token_at_max_tokens_is_a_stop():
     """The answer has all the tokens that it may have, and its last ends it: "stop", as for any request."""
     search = a_search(2, [9], max_tokens=1)
     that("steps", steps(call(search.advance, [[(9, -1.0), (3, -2.0), (4, -3.0), (5, -4.0)]]))).gives([])
     that("answers", answers(search)).gives([([9], -1.0, "stop"), ([3], -2.0, "length")])
 
 
-def test_all_hypotheses_end():
+def test_the_search_is_over_when_all_hypotheses_end():
     """Every token of a small vocabulary is a stop token: no beam is left, and that is the end."""
     search = a_search(3, [0, 1])
     that("steps", steps(call(search.advance, [[(0, -0.5), (1, -1.0)]]))).gives([])
@@ -162,11 +162,11 @@ def test_all_hypotheses_end():
 # When it is over
 
 
-def test_no_beam_can_be_better():
+def test_the_search_is_over_when_no_beam_is_better():
     """Two answers, and the best beam is not better than the worse of them: over, long before max_tokens."""
     search = a_search(2, [2, 3], length_penalty=0.0)
     outcome = call(search.advance, [[(2, -1.0), (3, -1.5), (0, -1.75), (1, -2.0), (4, -3.0), (5, -4.0)]])
-    that("steps", steps(outcome)).gives([])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([])
     that("is it over", search.is_over).gives(True)
     that("answers", [each[0] for each in answers(search)]).gives([[2], [3]])
 
@@ -177,7 +177,7 @@ def test_just_as_good_is_not_better():
     search.advance([[(0, -1.0), (2, -3.0), (1, -3.5), (4, -9.0)]])
     outcome = call(search.advance, [[(2, -0.5), (0, -2.0), (1, -6.0), (4, -7.0)], [(0, -8.0), (1, -8.5)]])
     that("scores of the answers", [each[1] for each in answers(search)]).gives([-1.5, -3.0])
-    that("steps", steps(outcome)).gives([])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([])
     that("is it over", search.is_over).gives(True)
 
 
@@ -191,15 +191,15 @@ def two_answers_and_a_beam():
     )
 
 
-def test_a_beam_may_still_be_better():
+def test_the_search_goes_on_while_a_beam_is_better():
     """k answers are there, but a beam is better than the worse of them: the search goes on."""
     search, outcome = two_answers_and_a_beam()
     that("answers", answers(search)).gives([([9], -1.0, "stop"), ([2, 9], -2.125, "stop")])
-    that("steps", steps(outcome)).gives([(0, 1), (0, 2)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
     that("is it over", search.is_over).gives(False)
 
 
-def test_judged_at_the_length_that_it_has():
+def test_a_beam_is_judged_at_the_length_that_it_has():
     """Three tokens, sum −6.75: a score of −2.25, and the answers have −0.75 and −1. Over, however long it might get.
 
     At max_tokens, here 50, the same sum would be −0.135. Whoever judges the best beam by that goes on.
@@ -213,7 +213,7 @@ def test_judged_at_the_length_that_it_has():
     that("steps and beams", (steps(outcome), beams(search))).gives(([], []))
 
 
-def test_given_up():
+def test_giving_up_keeps_the_beams_as_answers():
     """What a search has when memory runs out are answers too: `give_up` is written, and keeps them by your score."""
     search = a_search(2)
     search.advance([[(5, -1.0), (6, -2.0), (7, -3.0), (8, -9.0)]])

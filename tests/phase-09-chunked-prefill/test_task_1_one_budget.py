@@ -34,7 +34,7 @@ MOST = [
     MOST,
     ids=[f"{num_tokens} tokens, a cap of {threshold}" for threshold, num_tokens, _, _ in MOST],
 )
-def test_how_many_at_most(whole_blocks, threshold, num_tokens, largest, chunk):
+def test_a_chunk_is_bounded_by_cap_and_budget(whole_blocks, threshold, num_tokens, largest, chunk):
     """largest_chunk knows the threshold alone; chunk knows also that a step of 8 has 8 tokens. 0 is no threshold."""
     scheduler = whole_blocks(8, long_prefill_threshold=threshold)
     call(scheduler.largest_chunk, num_tokens).gives(largest)
@@ -65,7 +65,9 @@ LEFT = [(20, 0, 0, 8), (20, 0, 8, 8), (20, 0, 16, 4), (20, 0, 19, 1), (20, 3, 22
         for num_prompt, num_output, num_computed, _ in LEFT
     ],
 )
-def test_what_is_left_to_compute(whole_blocks, a_request, num_prompt, num_output, num_computed, scheduled):
+def test_schedule_tokens_schedules_what_is_left_to_compute(
+    whole_blocks, a_request, num_prompt, num_output, num_computed, scheduled
+):
     """Prompt and output are one sequence: its tokens that are not computed are scheduled, at most 8."""
     scheduler, output, request = whole_blocks(8), SchedulerOutput(), a_request("a", num_prompt)
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
@@ -85,7 +87,7 @@ def test_a_request_of_the_batch_has_no_hits(whole_blocks, serve, a_request):
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({"b": 12})
 
 
-def test_tokens_of_a_waiting_request(whole_blocks, a_request):
+def test_num_new_tokens_spends_nothing(whole_blocks, a_request):
     """num_new_tokens: what this step would compute of it; nothing is spent. A preempted request has output too."""
     scheduler, request = whole_blocks(8, long_prefill_threshold=6), a_request("a", 3)
     for _ in range(2):
@@ -124,14 +126,14 @@ def test_three_prompts_of_800(whole_blocks, serve, a_request):
     that("tokens of each step", work).gives(expected)
 
 
-def test_a_prompt_longer_than_a_step(whole_blocks, serve, a_request):
+def test_a_prompt_longer_than_a_step_takes_several(whole_blocks, serve, a_request):
     """20 tokens, 8 a step: three steps for the prompt, of which only the last gives a token."""
     request = a_request("a", 20, 2)
     that("tokens of each step", serve(whole_blocks(8), request)).gives([{"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}])
     that("its answer", request.output_token_ids).gives([7, 7])
 
 
-def test_prompts_that_fill_the_step(whole_blocks, serve, a_request):
+def test_a_prompt_that_fills_the_step_is_alone_in_it(whole_blocks, serve, a_request):
     """Exactly 8 tokens, 8 a step: no other joins. With 7 tokens two join at once."""
     work = serve(whole_blocks(8), a_request("a", 8, 2), a_request("b", 8, 1))
     that("tokens of each step", work).gives([{"a": 8}, {"a": 1, "b": 7}, {"b": 1}])
@@ -158,7 +160,7 @@ def test_a_budget_smaller_than_the_batch(whole_blocks, serve, a_request):
     that("requests of the batch", [each.request_id for each in scheduler.running]).gives([0, 1, 2])
 
 
-def test_the_batch_in_order_then_those_who_wait(whole_blocks, serve, a_request):
+def test_the_batch_comes_first_then_waiting_requests(whole_blocks, serve, a_request):
     """An urgent prompt waits for a token that is left; from then on it stands before the other, and is served first."""
     scheduler = whole_blocks(8)
     work = serve(scheduler, a_request("old", 20, 3), steps=1)
@@ -167,13 +169,13 @@ def test_the_batch_in_order_then_those_who_wait(whole_blocks, serve, a_request):
     that("tokens of each step", work).gives([*expected, {"urgent": 1, "old": 1}, {"old": 1}])
 
 
-def test_one_token_a_step(whole_blocks, serve, a_request):
+def test_a_budget_of_one_token_serves_all(whole_blocks, serve, a_request):
     """A budget of 1: one token after the other, and both finish."""
     work = serve(whole_blocks(1), a_request("a", 3, 2), a_request("b", 2, 1))
     that("tokens of each step", work).gives([{"a": 1}] * 4 + [{"b": 1}] * 2)
 
 
-def test_a_step_that_fails(whole_blocks, serve, a_request):
+def test_after_a_failed_step_the_budget_is_whole_again(whole_blocks, serve, a_request):
     """Two steps fail: the third has the whole budget again, and schedules the same work."""
     scheduler = whole_blocks(8, a_request("a", 5), a_request("b", 12))
     for _ in range(3):

@@ -44,7 +44,9 @@ MISSING = [
         for num_tokens, num_computed, held, budget, threshold, _ in MISSING
     ],
 )
-def test_blocks_missing(unprotected, a_request, num_tokens, num_computed, held, budget, threshold, missing):
+def test_blocks_missing_reach_to_the_end_of_the_chunk(
+    unprotected, a_request, num_tokens, num_computed, held, budget, threshold, missing
+):
     """Blocks of 4 up to the end of the next chunk, less those that it has."""
     scheduler, request = unprotected(budget, long_prefill_threshold=threshold), a_request("a", num_tokens - 1)
     request.output_token_ids.append(7)
@@ -120,7 +122,7 @@ TO_TAKE = [
         for num_tokens, num_computed, in_use, free, budget, cap, _, _ in TO_TAKE
     ],
 )
-def test_blocks_to_take(
+def test_blocks_to_take_are_those_of_prompt_or_first_chunk(
     unprotected, a_request, num_tokens, num_computed, in_use, free, budget, threshold, whole, chunk, reserve
 ):
     """Those of all tokens, or up to the end of the first chunk; less the found ones that another request uses."""
@@ -167,7 +169,9 @@ FREE = [
     FREE,
     ids=[f"{num_used} used, {budget} a step, watermark {watermark}" for num_used, budget, watermark, _, _ in FREE],
 )
-def test_free_blocks(unprotected, a_request, num_used, budget, watermark, whole, chunk, reserve):
+def test_admission_needs_free_blocks_and_the_watermark(
+    unprotected, a_request, num_used, budget, watermark, whole, chunk, reserve
+):
     """A prompt of 20 and 8 blocks, some used: its blocks to take must be free, and the watermark's besides."""
     scheduler = unprotected(budget, num_blocks=8, watermark=watermark, reserve_full_prompt=reserve)
     other = a_request("b", 4 * num_used or 1)
@@ -189,7 +193,7 @@ def test_a_request_that_has_outgrown_the_pool(unprotected, a_request, reserve):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 15, 16])
-def test_longer_than_a_step(unprotected, serve, a_request, num_tokens):
+def test_a_prompt_longer_than_a_step_is_admitted(unprotected, serve, a_request, num_tokens):
     """2 tokens a step, and a pool of 4 blocks of 4: what fits into the pool is served, up to its last slot."""
     scheduler, request = unprotected(2, num_blocks=4), a_request("a", num_tokens, 1)
     that("tokens computed", sum(step["a"] for step in serve(scheduler, request))).gives(num_tokens)
@@ -197,7 +201,7 @@ def test_longer_than_a_step(unprotected, serve, a_request, num_tokens):
 
 @pytest.mark.parametrize("reserve", [True, False], ids=["the whole prompt", "the first chunk"])
 @pytest.mark.parametrize("budget", [2, 8192])
-def test_larger_than_the_pool(unprotected, a_request, budget, reserve):
+def test_a_prompt_larger_than_the_pool_is_refused(unprotected, a_request, budget, reserve):
     """One token more than 4 blocks of 4: refused at once, whatever the budget, and nothing has changed."""
     scheduler = unprotected(budget, num_blocks=4, reserve_full_prompt=reserve)
     call(scheduler.add_request, a_request("a", 17)).raises(RequestTooLargeError, "num_blocks")
@@ -254,7 +258,9 @@ THRASH = [
 @pytest.mark.parametrize(
     ("reserve", "expected", "num_preemptions"), THRASH, ids=["the whole prompt", "the first chunk"]
 )
-def test_a_prompt_that_is_preempted(unprotected, serve, a_request, reserve, expected, num_preemptions):
+def test_a_prompt_preempted_in_its_middle_begins_again(
+    unprotected, serve, a_request, reserve, expected, num_preemptions
+):
     """6 blocks of 4, 6 tokens a step. "b" is preempted in the middle of its prompt, and must find its blocks again."""
     scheduler = unprotected(6, num_blocks=6, reserve_full_prompt=reserve)
     b = a_request("b", [2] * 14, 3)
@@ -266,7 +272,7 @@ def test_a_prompt_that_is_preempted(unprotected, serve, a_request, reserve, expe
     ("length", "budget", "blocks"),
     [(20, 100, 5), (21, 100, 6), (40, 8, 7), (40, 2, 6), (40, 100, 10), (8, 8, 2), (9, 8, 3)],
 )
-def test_found_blocks_are_among_them(unprotected, serve, a_request, length, budget, blocks):
+def test_found_blocks_are_among_those_of_the_chunk(unprotected, serve, a_request, length, budget, blocks):
     """20 tokens are cached. Blocks for those that are found, and for the chunk behind them."""
     scheduler = unprotected(budget, prefix_caching=True)
     serve(scheduler, a_request("a", 20, 1))
@@ -310,7 +316,7 @@ def test_no_preemption_for_a_token_that_is_not_computed(unprotected, serve, a_re
     that("preempted, and blocks of the young one", (output.preempted, len(young.block_ids))).gives(([], 3))
 
 
-def test_what_another_has_cached_since(unprotected, serve, a_request):
+def test_a_request_of_the_batch_looks_for_no_blocks(unprotected, serve, a_request):
     """Two equal prompts side by side, with a prefix cache. A request of the batch has blocks, and looks for none."""
     scheduler = unprotected(16, long_prefill_threshold=8, prefix_caching=True)
     requests = a_request("a", 20, 3), a_request("b", 20, 3)
@@ -347,7 +353,7 @@ def test_no_copy_where_no_token_is_left(unprotected, serve, a_request):
     that("used blocks", scheduler.pool.num_used).gives(3)
 
 
-def test_a_block_and_a_copy(unprotected, serve, a_request):
+def test_a_chunk_may_lack_a_block_and_a_copy(unprotected, serve, a_request):
     """A child's chunk begins in a shared block and ends in the next: it lacks two, and one is free. One must go."""
     scheduler = unprotected(8, num_blocks=4)
     serve(scheduler, a_request("a", 5, 20), steps=2)
@@ -360,7 +366,7 @@ def test_a_block_and_a_copy(unprotected, serve, a_request):
     that("blocks of the child", len(child.block_ids)).gives(3)
 
 
-def test_a_copy_for_which_there_is_no_block(unprotected, serve, a_request):
+def test_without_a_block_for_a_copy_one_is_preempted(unprotected, serve, a_request):
     """Two blocks, both used by a parent and its child: one is preempted before the other may write."""
     scheduler = unprotected(8, num_blocks=2)
     serve(scheduler, a_request("a", 5), steps=2)
@@ -458,7 +464,7 @@ def test_random_requests_against_the_model(unprotected, seed):
 
 
 @pytest.mark.parametrize("number", range(0, 100, 5))
-def test_the_schedules_of_vllm(unprotected, number):
+def test_each_step_is_the_one_that_vllm_schedules(unprotected, number):
     """Each step schedules what vLLM 0.33 schedules: `tests/scheduler/golden/README.md` says where this comes from."""
     workload = json.loads(gzip.decompress((GOLDEN / "unusual.json.gz").read_bytes()))[number]
     names = ("num_blocks", "block_size", "max_num_seqs", "prefix_caching")

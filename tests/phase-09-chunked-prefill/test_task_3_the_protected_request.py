@@ -59,7 +59,7 @@ def test_has_gained_token(chunked, a_request, num_output, at_admission, num_comp
         pytest.param(9, 5, RequestStatus.FINISHED_LENGTH, False, id="finished"),
     ],
 )
-def test_protected_no_longer(chunked, a_request, num_output, at_admission, status, stays):
+def test_protection_ends_with_a_token_or_the_end(chunked, a_request, num_output, at_admission, status, stays):
     """A request that has finished or gained a token is protected no longer, before the step admits any."""
     scheduler, request = chunked(8), a_request("a", 20)
     request.output_token_ids += [7] * num_output
@@ -91,7 +91,7 @@ def two(chunked, serve, a_request):
     return create
 
 
-def test_it_has_its_token_and_is_preempted_in_the_next_step(two):
+def test_protection_ends_with_the_token_though_preemption_follows(two):
     """Its token is what it was protected for: whether it may stay in the batch is another matter."""
     scheduler = two(12)
     scheduler.protected = scheduler.running[-1]
@@ -112,38 +112,38 @@ def preempt_last(scheduler, status=RequestStatus.WAITING):
     return scheduler.protected and scheduler.protected.request_id
 
 
-def test_bypassed_in_the_middle_of_a_prompt(two):
+def test_protected_when_bypassed_in_the_middle_of_a_prompt(two):
     """12 of 30 tokens are computed, a later arrival is ahead of it, and it is preempted: it is protected."""
     scheduler = two()
     that("the batch", [each.request_id for each in scheduler.running]).gives(["other", "old"])
     that("the protected request", preempt_last(scheduler)).gives("old")
 
 
-def test_swapped_out_in_the_middle_of_a_prompt(two):
+def test_protected_when_swapped_out_in_the_middle_of_a_prompt(two):
     """Its computed tokens are kept, but its admission has yielded no token: it is protected."""
     scheduler = two(preemption="swap", num_host_blocks=20)
     that("the protected request", preempt_last(scheduler, RequestStatus.SWAPPED)).gives("old")
 
 
-def test_bypassed_in_decode(two):
+def test_not_protected_when_preempted_in_decode(two):
     """All of its 12 tokens are computed, and it has gained a token: it is not protected."""
     that("the protected request", preempt_last(two(12))).gives(None)
 
 
-def test_not_bypassed(two):
+def test_not_protected_in_order_of_arrival(two):
     """The last of the batch arrived last: in strict order of arrival no request is ever protected."""
     scheduler = two(priority=1)
     that("the batch", [each.request_id for each in scheduler.running]).gives(["old", "other"])
     that("the protected request", preempt_last(scheduler)).gives(None)
 
 
-def test_one_token_short(two):
+def test_protected_one_token_short_of_its_prompt(two):
     """12 of 13 tokens are computed when it is preempted: it has gained no token."""
     that("the protected request", preempt_last(two(13))).gives("old")
 
 
 @pytest.mark.parametrize(("first", "late"), [(1, 0), (0, 1)], ids=["late before first", "first before late"])
-def test_one_of_two_came_later(chunked, serve, a_request, first, late):
+def test_protected_when_one_of_two_came_later(chunked, serve, a_request, first, late):
     """Two are ahead of it in the batch. One arrived before it and one later, in either order: it is protected."""
     scheduler = chunked(12, num_blocks=9, long_prefill_threshold=4)
     requests = [a_request("first", 4, 20, priority=first), a_request("old", 24, 2, priority=2)]
@@ -152,28 +152,28 @@ def test_one_of_two_came_later(chunked, serve, a_request, first, late):
     that("the protected request", preempt_last(scheduler)).gives("old")
 
 
-def test_alone_in_the_batch(chunked, serve, a_request):
+def test_not_protected_when_alone_in_the_batch(chunked, serve, a_request):
     """No other request is in the batch: none has bypassed it."""
     scheduler = chunked(8, a_request("old", 30))
     serve(scheduler, steps=1)
     that("the protected request", preempt_last(scheduler)).gives(None)
 
 
-def test_waiting_requests_have_not_bypassed_it(two, a_request):
+def test_not_protected_for_requests_that_wait(two, a_request):
     """It lost its slot to an earlier arrival. A later one waits, and has bypassed none."""
     scheduler = two(priority=1)
     scheduler.add_request(a_request("later", 4, priority=-5))
     that("the protected request", preempt_last(scheduler)).gives(None)
 
 
-def test_an_older_one_waits(two, a_request):
+def test_not_protected_while_an_older_one_waits(two, a_request):
     """An image that arrived before it waits for the batch to drain: it comes first, so none is protected."""
     scheduler = two()
     scheduler.add_request(a_request("image", 4, group="image", arrival_time=-1.0))
     that("the protected request", preempt_last(scheduler)).gives(None)
 
 
-def test_a_younger_one_waits(two, a_request):
+def test_protected_though_a_younger_one_waits(two, a_request):
     """An urgent image that arrived after it waits: that changes nothing."""
     scheduler = two()
     scheduler.add_request(a_request("image", 4, group="image", priority=-9))
@@ -187,7 +187,7 @@ def test_arrival_is_by_the_clock(two):
     that("the protected request", preempt_last(scheduler)).gives(None)
 
 
-def test_an_earlier_arrival_takes_over(two):
+def test_an_earlier_arrival_takes_over_protection(two):
     """A request is protected, and an earlier arrival is bypassed: now that one is. The next victim is not."""
     scheduler = two()
     scheduler.protected = scheduler.running[0]
@@ -198,7 +198,7 @@ def test_an_earlier_arrival_takes_over(two):
 # Which request may be admitted
 
 
-def test_none_is_protected(chunked, a_request):
+def test_without_protection_head_is_that_of_phase_7(chunked, a_request):
     """As in phase 7: the waiting request of highest priority that is compatible with the batch."""
     scheduler = chunked(8)
     call(scheduler.head).gives(None)
@@ -239,7 +239,7 @@ def test_none_joins_the_protected_request(two, a_request):
     that("the protected request", scheduler.protected).gives(scheduler.running[-1])
 
 
-def test_until_it_has_gained_a_token(two, serve, a_request):
+def test_others_join_again_once_it_has_a_token(two, serve, a_request):
     """In the step after the one that completes its prompt, others join again."""
     scheduler = two(16)
     scheduler.protected = scheduler.running[-1]
@@ -265,7 +265,7 @@ def test_the_bound_comes_before_the_protected_request(two, a_request):
     call(scheduler.head).gives(protected)
 
 
-def test_of_another_class(two, a_request):
+def test_an_incompatible_protected_request_waits_for_the_batch_to_drain(two, a_request):
     """The protected request is an image, and the batch is of texts: none is next until it has drained."""
     scheduler = two()
     image = a_request("image", 4, group="image")
@@ -278,7 +278,7 @@ def test_of_another_class(two, a_request):
     call(scheduler.head).gives(image)
 
 
-def test_the_protected_request_is_aborted(two, serve, a_request):
+def test_others_join_when_the_protected_request_is_aborted(two, serve, a_request):
     """Its client has left: others join in the next step."""
     scheduler = two()
     preempt_last(scheduler)
@@ -425,7 +425,7 @@ def test_random_runs(chunked, random_run, random_options, seed):
 
 @pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
 @pytest.mark.parametrize("seed", range(4))
-def test_late_and_urgent(chunked, serve, swap, seed):
+def test_a_prompt_of_any_length_finishes_under_late_and_urgent_requests(chunked, serve, swap, seed):
     """Each request is more urgent than those before it, and memory is short: all are served, by the rule."""
     rng, rule = random.Random(seed), Protection()
     options = {"preemption": "swap", "num_host_blocks": 8} if swap else {}

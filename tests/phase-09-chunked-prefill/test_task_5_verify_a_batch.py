@@ -160,13 +160,13 @@ def test_up_to_the_first_difference(drafts, likeliest, tokens, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_large_vocabulary(temperature):
+def test_large_token_ids_are_compared_by_value(temperature):
     """Token ids far beyond those that Python keeps only one of: equal is equal."""
     rows = rows_of(700, 31_999, 5, vocab=32_000)
     call(verify, rows, [[700, 31_999]], [drawing(temperature=temperature)]).gives([[700, 31_999, 5]])
 
 
-def test_the_lowest_of_equals():
+def test_of_equal_logits_the_lowest_token_is_picked():
     """Two tokens are equally likely: temperature 0 takes the lower id, so that is the draft token that is accepted."""
     rows = torch.zeros(2, VOCAB, device=DEVICE)
     rows[0, [3, 8]], rows[1, 5] = 2.0, 2.0
@@ -192,7 +192,7 @@ def test_each_request_has_its_own_rows():
     call(verify, rows, [[], [1, 2, 3], []], samplers).gives([[6], [1, 2, 9], [8]])
 
 
-def test_a_batch_of_nothing():
+def test_a_batch_of_nothing_gains_nothing():
     """No request: no tokens."""
     call(verify, torch.zeros(0, VOCAB, device=DEVICE), [], []).gives([])
 
@@ -206,7 +206,7 @@ def test_each_request_has_its_own_sampler():
     call(verify, rows, [[]] * 3, [Counting(each) for each in params]).gives(expected)
 
 
-def test_the_company_does_not_count():
+def test_tokens_do_not_depend_on_the_batch():
     """A request gets the same tokens alone, first and last in a batch of other requests."""
     text, drafts = (5, 5, 1), without_drafts((5, 5, 1), SamplingParams(temperature=0.8, seed=9), 2)
     mine = rows_behind(text, drafts)
@@ -218,7 +218,7 @@ def test_the_company_does_not_count():
     that("tokens, before another request", before[0]).gives(alone[0])
 
 
-def test_arguments_stay_as_they_are():
+def test_verify_changes_no_argument():
     """Tuples will do; draft tokens and logits are not changed, and what is returned is not the drafts' list."""
     rows, drafts = rows_of(1, 2, 5), [1, 2]
     before = rows.clone()
@@ -227,6 +227,29 @@ def test_arguments_stay_as_they_are():
     that("the draft tokens", drafts).gives([1, 2])
     that("the logits", rows).gives(before)
     call(verify, rows, ((1, 2),), (Counting(GREEDY),)).gives([[1, 2, 5]])
+
+
+class Counted(torch.Tensor):
+    """Logits whose operations are counted, `.item()` and comparisons included."""
+
+    num_operations = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Counted.num_operations += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_greedy_rows_are_picked_all_at_once():
+    """Two greedy requests or forty, with a draft token each: as many tensor operations, and none for each row."""
+    counted = []
+    for num_requests in (2, 40):
+        rows = rows_of(*[1, 5] * num_requests).as_subclass(Counted)
+        before = Counted.num_operations
+        outcome = call(verify, rows, [[1]] * num_requests, [TokenSampler(GREEDY)] * num_requests)
+        counted.append(Counted.num_operations - before)
+        outcome.gives([[1, 5]] * num_requests)
+    that("tensor operations for 40 greedy requests beyond those for 2", counted[1] - counted[0]).gives(0)
 
 
 # The same tokens as without draft tokens
@@ -353,9 +376,9 @@ def test_every_outcome_is_as_likely_as_without_drafts(drafts, top_k):
 
 
 @pytest.mark.parametrize("drafts", [(3,), (0, 2)], ids=str)
-def test_drawn_often(drafts):
-    """Two tokens, 2,000 times, with one sampler: how often each pair comes, by the chi-square test."""
-    counts, num_times = dict.fromkeys(joint(4), 0), 2000
+def test_a_thousand_draws_have_the_models_distribution(drafts):
+    """Two tokens, 1,000 times, with one sampler: how often each pair comes, by the chi-square test."""
+    counts, num_times = dict.fromkeys(joint(4), 0), 1000
     rows, sampler = rows_behind((1,), drafts, 4), drawing(seed=1)
     for _ in range(num_times):
         counts[in_turns(rows, drafts, sampler, 4)[:2]] += 1
@@ -370,7 +393,7 @@ def test_drawn_often(drafts):
 
 @pytest.mark.parametrize("bad", [NAN, INF], ids=["NaN", "inf"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bad_row(bad, temperature):
+def test_a_bad_row_gives_no_token(bad, temperature):
     """A row whose largest logit is NaN or infinite gives no token, nor do those behind it; the others' do."""
     rows = rows_of(1, 2, 3, 8)
     rows[1, 0] = bad
@@ -386,7 +409,7 @@ def test_a_bad_row(bad, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bad_row_behind_a_rejected_token(temperature):
+def test_a_bad_row_behind_a_rejected_token_does_not_matter(temperature):
     """The first draft token is rejected, so the row behind it is of no use: that it is NaN changes nothing."""
     rows = rows_of(6, 2, 3)
     rows[1] = NAN
@@ -394,7 +417,7 @@ def test_a_bad_row_behind_a_rejected_token(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_that_are_ruled_out(temperature):
+def test_minus_infinity_rules_a_token_out(temperature):
     """A logit of −inf rules a token out, and the row is good; all of them −inf, and there is nothing to pick."""
     rows = rows_of(1, 2, 3)
     rows[rows < 0] = -INF
@@ -418,7 +441,7 @@ def test_tokens_that_are_ruled_out(temperature):
         pytest.param(1, [], 0, id="a row, and no request"),
     ],
 )
-def test_numbers_that_do_not_fit(num_rows, drafts, num_samplers):
+def test_numbers_that_do_not_fit_are_refused_before_any_draw(num_rows, drafts, num_samplers):
     """1 + k rows and one sampler for each request; else an error, before anything is drawn."""
     samplers = [drawing() for _ in range(num_samplers)]
     rows = rows_of(*[1, 2, 5, 3, 5, 5][:num_rows])
@@ -435,7 +458,7 @@ def minigpt():
     return load_minigpt(device=DEVICE)
 
 
-def test_a_ragged_step_of_minigpt(minigpt):
+def test_ragged_steps_of_minigpt_give_the_answers_of_decoding(minigpt):
     """A prompt in chunks, a decode with draft tokens and one without, in one pass a step: each as if it were alone."""
     config, encode = minigpt.config, Tokenizer().encode
     prompts = [encode("Later my sister"), encode("Yesterday I"), encode("Did the children read the book yesterday?")]

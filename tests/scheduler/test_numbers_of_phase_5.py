@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,12 +13,15 @@ from statistics import fmean
 import pytest
 import torch
 
-from minicache.engine.sampling import SamplingParams, TokenSampler
+from minicache.cache.dense import KVCache
+from minicache.cache.selective import SelectiveStep
+from minicache.engine.llm import LLM
+from minicache.engine.sampling import SamplingParams, TokenSampler, keep_top_k, keep_top_p
 from minicache.errors import UngrammaticalError
 from minicache.grammar import Tokenizer, check_text
 from minicache.memory.blocks import blocks_for
 from minicache.request import Request
-from minicache.scheduler import create_scheduler
+from minicache.scheduler import SchedulerOutput, create_scheduler
 from minicache.scheduler.drive import drive
 from minicache.simulator.workload import ALPACA, SHAREGPT, generate
 from minicache.trace import to_json
@@ -188,3 +193,18 @@ def test_the_figure_shows_what_the_sampler_draws_from(figures, setting):
     torch.testing.assert_close(
         TokenSampler(params).probabilities(logits), figures.kept(logits, **setting).double(), rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (PAGES / "lab").glob("*.md")))
+def test_the_worked_examples_of_the_labs(name):
+    """What the labs' pages show at the prompt is what comes out."""
+    examples = "\n\n".join(
+        re.findall(r"```pycon\n(.*?)```", (PAGES / "lab" / name).read_text(encoding="utf-8"), re.DOTALL)
+    )
+    given = (create_scheduler, drive, keep_top_k, keep_top_p, KVCache, LLM, Request, SamplingParams, SchedulerOutput)
+    names = {each.__name__: each for each in (*given, SelectiveStep, TokenSampler)} | {"torch": torch}
+    case = doctest.DocTestParser().get_doctest(examples, names, name, None, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    runner.run(case)
+    assert runner.summarize() == (0, len(case.examples))
+    assert case.examples

@@ -89,8 +89,9 @@ def verify(logits: Tensor, drafts: Sequence[Sequence[int]], samplers: Sequence[T
     second row says what comes next. The first token that is not the draft token of its place is the last, as is one
     behind the last draft token: the rows after it belong to a text that is not this one.
 
-    With temperature 0 the token of a row is the likeliest (`greedy`), so the tokens are those of greedy decoding.
-    Otherwise it is drawn (`TokenSampler.draw`), once for each token: the tokens are those that the sampler would draw
+    With temperature 0 the token of a row is the likeliest (`greedy`), so the tokens are those of greedy decoding. These
+    are found for all rows at once, however many requests there are: on a GPU every look at a number waits. Otherwise
+    the token is drawn (`TokenSampler.draw`), once for each token: the tokens are those that the sampler would draw
     without draft tokens, from the same distribution. This is rejection sampling (Leviathan et al. 2023) for a draft
     distribution q with all its mass on the draft token d: d is accepted with probability p(d) / q(d) = p(d); otherwise
     the token comes from p − q where that is positive, which is p without d.

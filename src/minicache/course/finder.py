@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from minicache.course.progress import Progress
-from minicache.course.workspace import find_workspace
+from minicache.course.workspace import find_workspace, is_edited
 from minicache.errors import CourseError
 
 
@@ -157,8 +157,6 @@ def install_finished_labs(loading: Callable[[Lab], None] = lambda lab: None) -> 
     Raises:
         CourseError: there is no course, or one of the modules is already imported.
     """
-    from minicache.course.starters import is_edited  # imports libcst
-
     workspace = find_workspace()
     progress = Progress.load(workspace)
     labs = [

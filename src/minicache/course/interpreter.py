@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable
 
 from minicache.course.finder import import_labs, install, show
-from minicache.course.starters import is_edited
-from minicache.course.workspace import find_workspace, phase_imports
+from minicache.course.workspace import find_workspace, is_edited, phase_imports
 from minicache.errors import CourseError, MinicacheError, MissingExtraError
 
 

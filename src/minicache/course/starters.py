@@ -13,17 +13,22 @@ import json
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import libcst as cst
 
 from minicache.course.table import Phase, Task
-from minicache.course.workspace import Workspace, fingerprint, reference_file
+from minicache.course.workspace import (
+    RECORD,
+    Workspace,
+    is_edited,
+    label,
+    recorded,
+    reference_file,
+)
 from minicache.errors import CourseError
 
 _NO_COMMA = cst.MaybeSentinel.DEFAULT
-RECORD = "starters.sha256"
-"""In labs/: the fingerprints of the starters as generated, in the format of `sha256sum`."""
 
 
 def starter(phase: Phase, module: str, *, solved: Collection[int] = ()) -> str:
@@ -268,21 +273,15 @@ def _is_docstring(statement: object) -> bool:
 def drifted(workspace: Workspace) -> list[str]:
     """What in labs/ is not as it would be generated now, in words: a line a file."""
     found = []
-    recorded = _recorded(workspace)
+    known = recorded(workspace)
     for phase in workspace.course:
         for module, file in workspace.lab_files(phase).items():
             text = starter(phase, module)
-            if recorded.get(label(phase, module)) != _sha256(text):
+            if known.get(label(phase, module)) != _sha256(text):
                 found.append(f"{module} has changed since `minicache course starters` was last run")
             elif not file.is_file() or file.read_text(encoding="utf-8") != text:
                 found.append(f"{file} was edited: `minicache reset {phase.number}` restores it and keeps a copy")
     return found
-
-
-def is_edited(workspace: Workspace, phase: Phase, module: str) -> bool:
-    """Whether the learner's file is there and is no longer the starter that came with the course."""
-    file = workspace.lab_files(phase)[module]
-    return file.is_file() and _recorded(workspace).get(label(phase, module)) != fingerprint(file)
 
 
 def write_all(workspace: Workspace) -> dict[Path, Path | None]:
@@ -349,15 +348,3 @@ def _keep_copies(files: Sequence[Path], folder: Path) -> dict[Path, Path]:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def label(phase: Phase, module: str) -> str:
-    """The learner's file of a module, from labs/: `phase-01-dense-cache/cache/dense.py`."""
-    return str(PurePosixPath(phase.folder) / phase.files[module])
-
-
-def _recorded(workspace: Workspace) -> dict[str, str]:
-    """The fingerprints in `labs/starters.sha256`: file → sha256."""
-    record = workspace.root / "labs" / RECORD
-    lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []
-    return {label: digest for digest, _, label in (line.partition("  ") for line in lines)}

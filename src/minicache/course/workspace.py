@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import minicache
 from minicache.course.table import Course, Phase, load_course
@@ -15,6 +17,9 @@ TABLE = "labs/course.toml"
 """The table, from the course's root; a folder that has it is one."""
 INSTALLED = ".minicache/files.json"
 """What `minicache init` and `update` wrote into a folder, with fingerprints; a clone has no such file."""
+
+RECORD = "starters.sha256"
+"""In labs/: the fingerprints of the starters as generated, in the format of `sha256sum`."""
 
 CHECKOUT = Path(minicache.__file__).resolve().parents[2]
 """The clone that the package runs from, if it does."""
@@ -38,6 +43,15 @@ class Workspace:
     def state(self) -> Path:
         """The folder of saved progress and of the copies that `reset` keeps. It need not exist."""
         return self.root / ".minicache"
+
+    @property
+    def version(self) -> str:
+        """The version of minicache that `init` or `update` wrote the folder's files with; "" in a clone.
+
+        Raises:
+            CourseError: the record of what they wrote is damaged.
+        """
+        return str(read_record(self.root).get("version", ""))
 
     def tests(self, phase: Phase) -> Path:
         """The folder of the tests that grade `phase`."""
@@ -79,6 +93,24 @@ def find_workspace(labs: Path | None = None) -> Workspace:
     raise CourseError(f"{where} no {TABLE}: go into your course's folder, or make one with `minicache init my-course`")
 
 
+def read_record(root: Path) -> dict[str, Any]:
+    """What `init` or `update` wrote into `root` last: `version`, and `files`, path → SHA-256. Empty in a clone.
+
+    Raises:
+        CourseError: the record is damaged.
+    """
+    file = root / INSTALLED
+    if not file.is_file():
+        return {}
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        return {"version": read["version"], "files": dict(read["files"])}
+    except (ValueError, TypeError, KeyError) as error:
+        raise CourseError(
+            f"{file} is damaged: make a new folder with `minicache init`, copy your labs/ into it"
+        ) from error
+
+
 def fingerprint(file: Path) -> str:
     """The SHA-256 of a file, as `sha256sum` prints it; "" if there is no such file."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
@@ -98,3 +130,21 @@ def needs_torch(phase: Phase) -> bool:
 def reference_file(module: str) -> Path:
     """The file of a module of the package, found without importing it."""
     return Path(minicache.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+
+
+def label(phase: Phase, module: str) -> str:
+    """The learner's file of a module, from labs/: `phase-01-dense-cache/cache/dense.py`."""
+    return str(PurePosixPath(phase.folder) / phase.files[module])
+
+
+def recorded(workspace: Workspace) -> dict[str, str]:
+    """The fingerprints in `labs/starters.sha256`: file → sha256."""
+    record = workspace.root / "labs" / RECORD
+    lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []
+    return {label: digest for digest, _, label in (line.partition("  ") for line in lines)}
+
+
+def is_edited(workspace: Workspace, phase: Phase, module: str) -> bool:
+    """Whether the learner's file is there and is no longer the starter that came with the course."""
+    file = workspace.lab_files(phase)[module]
+    return file.is_file() and recorded(workspace).get(label(phase, module)) != fingerprint(file)

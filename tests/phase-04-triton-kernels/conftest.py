@@ -11,7 +11,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minicache.course.checks import call, short, that
 from minicache.errors import MemoryAccessError
@@ -598,26 +597,19 @@ def last_of_thousands(batch, device) -> Callable[..., None]:
     return run
 
 
-class _NoValues(TorchDispatchMode):
-    """Refuses to make a Python number of a tensor's."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise AssertionError("the launcher reads a tensor's value: on a GPU it waits for that")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture(scope="session")
 def reads_no_values() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`reads_no_values(launcher)`: the launcher, failing where it makes Python's numbers of a tensor's."""
 
     def wrap(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        def tolist(self: Tensor) -> Any:
+        def refuse(self: Tensor, *_: Any) -> Any:
             raise AssertionError("the launcher reads a tensor's values: on a GPU it waits for them")
 
         @functools.wraps(launcher)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _NoValues(), patch.object(Tensor, "tolist", tolist):
+            with ExitStack() as stack:
+                for name in ("item", "tolist", "numpy", "__int__", "__index__", "__float__", "__bool__"):
+                    stack.enter_context(patch.object(Tensor, name, refuse))
                 return launcher(*args, **kwargs)
 
         return run

@@ -23,11 +23,11 @@ demo: $(SETUP) ## a KV cache, a paged one, a scheduler: same tokens, less time, 
 test: $(SETUP) ## the code and the graders: a few minutes
 	@$(PYTEST) -m "not slow"
 
-check: lint ## everything: lint, starters, tests, author gates, notebooks, both sites, the wheel, the demo
+check: lint docs ## everything: lint, starters, tests, author gates, notebooks, both sites, the wheel, the demo
 	@$(say) "Starters"
 	@$(BIN)/minicache course starters --check
 	@$(say) "Tests, author gates, notebooks, both sites"
-	@$(PYTEST)
+	@MINICACHE_SITE=site $(PYTEST)
 	@$(say) "The wheel, in an empty environment"
 	@scripts/wheel.sh
 	@$(say) "The demo"
@@ -46,6 +46,9 @@ docs: $(SETUP) ## build the site, both languages at once, into site/
 serve: docs ## read the site on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
 
+wheel: docs ## build the wheel, pages included, into dist/
+	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
 figures: $(SETUP) ## draw every figure of the docs again
 	@$(BIN)/python -m scripts.figures
 
@@ -56,4 +59,4 @@ gpu: $(SETUP) ## measure everything on this machine's NVIDIA GPU: half an hour
 	@$(BIN)/python -m benchmarks.gpu
 
 clean: ## remove what builds made; learners' work and .venv stay
-	@rm -rf site out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf site dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

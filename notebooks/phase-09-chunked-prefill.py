@@ -302,7 +302,7 @@ def text_tokens(count, seed):
 
 
 def engine(num_drafts, *observers):
-    """An engine with at most so many draft tokens of a request in a step; 0: without speculation."""
+    """An engine with at most so many draft tokens of a request in a step; 0: none."""
     speculative = SpeculativeConfig("ngram", num_drafts) if num_drafts else None
     return LLM(model, num_blocks=256, speculative=speculative, observers=observers)
 

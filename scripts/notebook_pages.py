@@ -39,9 +39,14 @@ def render(path: Path) -> dict[str, str | bytes]:
     """
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     pictures: dict[str, str | bytes] = {}
-    body = "\n".join(part for place, cell in enumerate(cells) for part in _parts(cell, place, pictures))
-    title, _, rest = body.lstrip().partition("\n")
-    page = f"---\nrender_macros: false\n---\n{title}\n{INTRODUCTION.format(name=path.stem)}\n{rest}"
+    title, _, question = "".join(cells[0]["source"]).partition("\n")
+    # A page's first screen is the question and its picture; what drew it comes after.
+    opening = list(_parts(cells[1], 1, pictures))
+    shown = [part for part in opening if part.startswith("\n![")]
+    drawn_by = [part for part in opening if part not in shown]
+    body = [part for place, cell in enumerate(cells[2:], start=2) for part in _parts(cell, place, pictures)]
+    parts = (question, *shown, INTRODUCTION.format(name=path.stem), *drawn_by, *body)
+    page = f"---\nrender_macros: false\n---\n{title}\n" + "\n".join(parts)
     return {"notebook.md": page, **pictures}
 
 

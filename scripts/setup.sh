@@ -51,7 +51,8 @@ from minicache.kernels import cpu
 if cpu.is_available():  # else the engine computes in PyTorch
     from minicache.kernels.cpu.warming import warm_up
 
-    warm_up()
+    for dtype in cpu.NUMBERS:  # of caches: tests would wait for them otherwise
+        warm_up(dtype=dtype)
 PY
 # Even where PYTHONDONTWRITEBYTECODE is set: each `minicache` would compile its modules again.
 .venv/bin/python -m compileall -q src

@@ -20,6 +20,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from minicache.course.finder import install, show
 from minicache.course.workspace import find_workspace
+from minicache.errors import CourseError
 from minicache.palette import color
 from minicache.plots import STYLE
 
@@ -44,17 +45,20 @@ def begin(phase: int, *, mine: bool = False) -> None:
     Raises:
         CourseError: a module of the phase is imported already. Restart the kernel.
     """
+    whose = "the reference."
+    if mine:
+        workspace = find_workspace()
+        files = workspace.lab_files(workspace.course.phase(phase))
+        try:
+            install(files)
+        except CourseError as error:
+            raise CourseError(f"{error}: restart the kernel, then run this cell first") from None
+        whose = "\n  ".join(("your files.", *(show(file) for file in files.values())))
     # Steps this small are slower on two threads, and their times noisier. It counts once torch is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
     mpl.rcParams.update(STYLE | {"font.size": 10.5, "axes.titlesize": 10.5, "figure.dpi": 120})
     mpl.rcParams.update({"figure.constrained_layout.use": True, "axes.titlelocation": "left"})
-    if not mine:
-        print(f"Phase {phase}: the reference.")
-        return
-    workspace = find_workspace()
-    files = workspace.lab_files(workspace.course.phase(phase))
-    install(files)
-    print(f"Phase {phase}: your files.", *(show(file) for file in files.values()), sep="\n  ")
+    print(f"Phase {phase}: {whose}")
 
 
 def check(answer: Any, right: Any, *, within: float = 0.0) -> None:
@@ -184,6 +188,9 @@ def bars(
     drawn = ax.barh(list(values), list(values.values()), color=[color(role) for role in roles or ("generated",)])
     ax.bar_label(drawn, [text.format(each) for each in values.values()], padding=3)
     ax.set(xlabel=xlabel, xlim=(0, 1.15 * max(*values.values(), 1e-9)), **settings)
+    if "xticks" not in settings:
+        ax.locator_params(axis="x", nbins=5)
+    _plain_numbers(ax)
     ax.grid(visible=False, axis="y")
     if not ax.yaxis_inverted():  # axes that share it share the direction too
         ax.invert_yaxis()
@@ -204,6 +211,7 @@ def stack(
     ax = axes(xlabel, ylabel, xlim=(x[0], x[-1]))
     ax.stackplot(x, list(parts.values()), labels=list(parts), colors=[color(role) for role in roles])
     ax.margins(y=0)
+    _plain_numbers(ax)
     _legend_above(ax)
 
 
@@ -424,10 +432,11 @@ def _legend_above(ax: Axes) -> None:
 
 
 def _plain_numbers(ax: Axes) -> None:
-    """1,000 on an axis, and not 10³."""
+    """1,000 on an axis, and neither 10³ nor 1000."""
     for axis in (ax.xaxis, ax.yaxis):
+        low, high = axis.get_view_interval()
         if axis.get_scale() == "log":
-            low, high = axis.get_view_interval()
             axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-            axis.set_major_formatter("{x:,.12g}")
             axis.set_minor_formatter(NullFormatter())
+        if axis.get_scale() == "log" or high >= 1000:
+            axis.set_major_formatter("{x:,.12g}")

@@ -109,7 +109,7 @@ def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys, gra
 @pytest.mark.parametrize(
     ("body", "outcome", "reason"),
     [
-        ("import time; time.sleep(60)", Outcome.STALLED, "endless loop"),
+        ("import time; time.sleep(60)", Outcome.STALLED, "endless wait? No answer within 1 s"),
         ("import os; os._exit(0)", Outcome.CRASHED, "ended (exit code 0)"),
         ("import ctypes; ctypes.string_at(0)", Outcome.CRASHED, "Segmentation fault"),
     ],
@@ -180,7 +180,7 @@ def test_a_deep_stack_is_shown_in_part(toys: Toys, grade: Grade) -> None:
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [("import time; time.sleep(60)", "endless loop"), ("import os; os._exit(0)", "ended (exit code 0)")],
+    [("import time; time.sleep(60)", "endless wait?"), ("import os; os._exit(0)", "ended (exit code 0)")],
     ids=["loop", "exit"],
 )
 def test_a_file_that_takes_the_process_down_at_import(toys: Toys, grade: Grade, body: str, reason: str) -> None:
@@ -292,3 +292,26 @@ def test_what_cannot_be_graded_is_refused(toys: Toys, grade: Grade) -> None:
         grade(toys.workspace, toys.workspace.course.phase(1))
     with pytest.raises(CourseError, match="no task 7: there are 1, 2"):
         grade(toys.workspace, toys.phase, task=7)
+
+
+def test_a_check_is_told_before_an_error_on_the_way_and_with_its_scenario(toys: Toys, grade: Grade) -> None:
+    (toys.tests / "test_task_2_bytes.py").write_text(
+        "from minicache.arithmetic.arithmetic import dtype_nbytes\n"
+        "from minicache.course import scenario\n"
+        "from minicache.course.checks import call\n\n"
+        "def test_on_the_way():\n    scenario.given('lost')\n    {}[dtype_nbytes('float16')]\n\n"
+        "def test_it():\n"
+        "    scenario.given('a number')\n"
+        "    scenario.done('asked once')\n"
+        "    call(dtype_nbytes, 'float16').gives(3)\n"
+    )
+    problem = grade(toys.workspace, toys.phase, task=2).tasks[0].first_problem
+    assert problem is not None
+    assert problem.message.splitlines() == [
+        "checks    test_it",
+        "given     a number",
+        "after     asked once",
+        "called    dtype_nbytes('float16')",
+        "got       2",
+        "expected  3",
+    ]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from minicache.cli import app
+from minicache.cli import app, learn
 from minicache.course import install
 from minicache.course.install import CARRIED, PYTEST_INI, init, update
 from minicache.course.pages import address
 from minicache.course.starters import starter
-from minicache.course.workspace import CHECKOUT, is_edited, open_workspace
+from minicache.course.workspace import CHECKOUT, is_edited, open_workspace, read_record
 from minicache.errors import CourseError
 
 DENSE = "labs/phase-01-dense-cache/cache/dense.py"
@@ -288,6 +288,17 @@ def test_the_command_says_what_it_did_line_by_line(course: dict[str, bytes]) -> 
     assert lines[3].endswith(": 2 files changed.")
 
 
+def test_a_folder_of_another_version_is_told_to_update(
+    course: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course["labs/course.toml"] = (CHECKOUT / "labs/course.toml").read_bytes()
+    update(Path.cwd())
+    assert "minicache update" not in CliRunner().invoke(app, ["status"]).output
+    monkeypatch.setattr(learn, "__version__", "9.9.9")
+    assert "is of minicache" in (output := CliRunner().invoke(app, ["status"]).output)
+    assert "9.9.9 is installed: `minicache update`" in " ".join(output.split())
+
+
 def test_where_a_page_is() -> None:
     assert address(None) == ""
     assert address("1") == address("dense-cache") == "phase-01-dense-cache/"
@@ -297,6 +308,6 @@ def test_where_a_page_is() -> None:
 
 
 def test_the_record_is_what_was_written(course: dict[str, bytes]) -> None:
-    assert install.recorded(Path.cwd()) == {
+    assert read_record(Path.cwd())["files"] == {
         name: hashlib.sha256(content).hexdigest() for name, content in course.items()
     }

@@ -88,7 +88,8 @@ def test_all_points_lead_on(toys: Toys, result: PhaseResult) -> None:
     assert "Next: task 0.2, Bytes. Read docs/en/toys.md, then `minicache grade 0 --task 2`" in way_on(
         replace(result, tasks=both[:1])
     )
-    text = way_on(replace(result, tasks=both), replace(toys.phase, number=1, title="Blocks", slug="blocks"))
+    blocks = replace(toys.phase, number=1, title="Blocks", slug="blocks", page="docs/en/phase-01-blocks/index.md")
+    text = way_on(replace(result, tasks=both), blocks)
     assert "jupyter lab notebooks/phase-00-toys.ipynb" in text
     assert "Next: phase 1, Blocks. Read docs/en/phase-01-blocks/index.md" in text
 

@@ -41,6 +41,8 @@ def test_a_sleeping_process_uses_its_time_and_a_waiting_one_does_not() -> None:
         sleeping.kill()
     # This process is asked about only while it runs: of the 0.3 s it has computed for a part.
     assert its.read() > 0.2 > mine.read()
+    assert its.has_slept
+    assert not mine.has_slept
     its.restart()
     assert its.read() < 0.2
 

@@ -157,6 +157,6 @@ def test_shapes_that_do_not_fit_are_refused(q, k, v):
 
 
 @pytest.mark.parametrize(("window", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError)], ids=str)
-def test_windows_that_are_none(window, error):
+def test_a_window_that_is_no_count_is_refused(window, error):
     """A window below 1 is a ValueError, one that is no int a TypeError."""
     call(causal_attention, *(torch.randn(1, 1, 3, 4) for _ in range(3)), window=window).raises(error)

@@ -36,13 +36,13 @@ def test_twice_any_size_takes_twice_the_bytes(doubled):
     that(f"nbytes with {doubled} doubled", twice).gives(2 * once)
 
 
-def test_the_smallest_cache():
+def test_one_of_everything_takes_eight_bytes():
     """One of everything: one key and one value, 8 bytes in float32."""
     that("KVCache(1, 1, 1, 1, 1).nbytes", call(KVCache, 1, 1, 1, 1, 1).value.nbytes).gives(8)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", torch.device("cpu")], ids=str)
-def test_a_device_by_name_or_object(device):
+def test_a_device_is_given_by_name_or_object(device):
     """`device` may be a name or a torch.device; "meta" counts bytes without having any."""
     that(f"nbytes on {device}", call(KVCache, **SIZES, device=device).value.nbytes).gives(18480)
 

@@ -134,7 +134,7 @@ def test_a_full_cache_can_be_read(numbered):
         that("nbytes_used of a full cache", cache.nbytes_used).gives(cache.nbytes)
 
 
-def test_positions_of_the_next_tokens(numbered):
+def test_positions_are_those_of_the_next_tokens(numbered):
     """positions(T) is the int64 tensor num_tokens, num_tokens + 1, …; it may be empty, T below 0 is a ValueError."""
     cache = KVCache(1, 1, 1, 8, 2)
     call(cache.append, 0, numbered(1, 1, 5, 2), numbered(1, 1, 5, 2)).gives(None)

@@ -83,20 +83,20 @@ def check_refused(state, error, make_call):
         pytest.param(None, TypeError, id="None"),
     ],
 )
-def test_rows_that_do_not_fit(state, bad, error, which):
+def test_rows_that_do_not_fit_are_refused(state, bad, error, which):
     """k or v of another shape or device: ValueError; another dtype, or no tensor: TypeError. Nothing is written."""
     check_refused(state, error, lambda turn: (turn, bad, rows()) if which == "k" else (turn, rows(), bad))
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_no_rows_at_all(state):
+def test_a_pass_without_tokens_is_refused(state):
     """T = 0 is a ValueError: a pass without tokens is a mistake of the caller."""
     check_refused(state, ValueError, lambda turn: (turn, rows(0), rows(0)))
 
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("layer", [-1, -3, LAYERS, 100], ids="layer {}".format)
-def test_layers_that_do_not_exist(state, layer):
+def test_layers_that_do_not_exist_are_refused(state, layer):
     """A layer below 0 or past the last raises IndexError: −1 is not the last layer."""
     check_refused(state, IndexError, lambda turn: (layer, rows(), rows()))
     cache, _, _ = cache_in(state)
@@ -105,12 +105,12 @@ def test_layers_that_do_not_exist(state, layer):
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("off_by", [1, 2], ids="{} too far".format)
-def test_layers_out_of_turn(state, off_by):
+def test_layers_out_of_turn_are_refused(state, off_by):
     """A skipped layer, or a layer that was already served in this pass, raises ValueError."""
     check_refused(state, ValueError, lambda turn: ((turn + off_by) % LAYERS, rows(), rows()))
 
 
-def test_another_number_of_tokens_than_the_layers_before():
+def test_another_number_of_tokens_than_the_layers_before_is_refused():
     """All layers of a pass get the same T: 2 in layer 0, then 1 or 3 in layer 1, is a ValueError."""
     for bad in (rows(1), rows(3)):
         check_refused(MID_PASS, ValueError, lambda turn, bad=bad: (turn, bad, bad))

@@ -86,7 +86,7 @@ def test_a_pass_cut_short_is_forgotten(numbered):
         that("read(2)", cache.read(2)).gives((new, -new))
 
 
-def test_reset_of_an_empty_cache(numbered):
+def test_reset_of_an_empty_cache_does_no_harm(numbered):
     """reset on a new cache, or twice, does no harm."""
     cache = KVCache(2, 1, 2, 6, 3)
     call(cache.reset).gives(None)

@@ -17,7 +17,7 @@ repeatable = settings(max_examples=40, deadline=None, derandomize=True, database
     ("num_heads", "num_kv_heads"),
     [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((2, 2), (4, 2), (3, 1), (5, 1), (16, 2))],
 )
-def test_a_whole_prompt(by_hand, num_heads, num_kv_heads):
+def test_a_whole_prompt_gets_causal_attention(by_hand, num_heads, num_kv_heads):
     """Prefill: all tokens at once give causal attention over the prompt."""
     cache = KVCache(1, 2, num_kv_heads, 8, 4)
     q = torch.randn(2, num_heads, 5, 4)
@@ -27,7 +27,7 @@ def test_a_whole_prompt(by_hand, num_heads, num_kv_heads):
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids="{} kv heads".format)
-def test_one_token_after_the_prompt(by_hand, num_kv_heads):
+def test_one_new_token_sees_the_whole_prompt(by_hand, num_kv_heads):
     """Decode: one new token sees the whole prompt and itself."""
     cache = KVCache(1, 1, num_kv_heads, 8, 4)
     q, k, v = torch.randn(1, 4, 8, 4), *(torch.randn(1, num_kv_heads, 8, 4) for _ in range(2))
@@ -80,7 +80,7 @@ def test_rows_that_are_not_in_use_are_not_read(by_hand):
         call(cache.attend, layer, q).is_close(by_hand(q, k, v))
 
 
-def test_fewer_queries_than_the_pass_had_tokens(by_hand):
+def test_fewer_queries_are_those_of_the_last_tokens(by_hand):
     """The queries belong to the last T tokens: 1 query after 3 appended tokens is the last one's."""
     cache = KVCache(1, 1, 2, 8, 4)
     q, k, v = torch.randn(1, 4, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
@@ -89,7 +89,7 @@ def test_fewer_queries_than_the_pass_had_tokens(by_hand):
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 20])
-def test_through_a_window(by_hand, window):
+def test_a_window_reaches_over_earlier_passes(by_hand, window):
     """A layer's window reaches over what earlier passes left: a prompt, a chunk and single tokens see W tokens each."""
     q, k, v = torch.randn(2, 4, 12, 4), torch.randn(2, 2, 12, 4), torch.randn(2, 2, 12, 4)
     expected, cache = by_hand(q, k, v, window), KVCache(1, 2, 2, 12, 4)
@@ -109,7 +109,7 @@ def test_attending_changes_nothing():
     that("num_tokens after attend", cache.num_tokens).gives(3)
 
 
-def test_half_precision(by_hand):
+def test_a_bfloat16_cache_takes_and_gives_bfloat16(by_hand):
     """A bfloat16 cache takes and gives bfloat16."""
     cache = KVCache(1, 1, 2, 8, 4, dtype=torch.bfloat16)
     q = torch.randn(1, 4, 5, 4, dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ def test_half_precision(by_hand):
         pytest.param(0, (1, 4, 1, 8), ValueError, id="another head size"),
     ],
 )
-def test_queries_that_do_not_fit(layer, shape, error):
+def test_queries_that_do_not_fit_are_refused(layer, shape, error):
     """No such layer: IndexError. Queries that do not fit what the layer holds: ValueError."""
     cache = KVCache(1, 1, 2, 8, 4)
     k = torch.randn(1, 2, 3, 4)

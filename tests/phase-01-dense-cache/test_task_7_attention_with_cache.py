@@ -37,14 +37,14 @@ def draw_qkv(num_tokens, *, batch=2, num_heads=4, num_kv_heads=2, head_dim=8):
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids="{} kv heads".format)
-def test_without_a_cache(by_hand, num_kv_heads):
+def test_without_a_cache_it_is_causal_attention(by_hand, num_kv_heads):
     """cache=None: causal attention among the T tokens, as when it is left out."""
     q, k, v = draw_qkv(5, num_kv_heads=num_kv_heads)
     call(attention_with_cache, q, k, v, 0, None).is_close(by_hand(q, k, v))
     call(attention_with_cache, q, k, v, 3).is_close(by_hand(q, k, v))
 
 
-def test_with_a_cache_the_prompt_is_the_same(by_hand):
+def test_with_a_cache_the_prompt_gives_the_same(by_hand):
     """The first pass through an empty cache gives what no cache gives, and leaves k and v in it."""
     q, k, v = draw_qkv(5)
     cache = KVCache(1, 2, 2, 8, 8)

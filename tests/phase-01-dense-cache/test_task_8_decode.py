@@ -199,7 +199,7 @@ def test_a_full_cache_ends_in_an_error_after_good_tokens(length, max_seq_len):
     call(next, tokens).raises(CacheOverflowError)
 
 
-def test_a_prompt_that_does_not_fit():
+def test_a_prompt_that_does_not_fit_is_refused():
     """A prompt longer than the cache: CacheOverflowError, and the cache stays empty."""
     cache = a_cache(2)
     call(run, torch.tensor([[1, 2, 3]]), 1, cache=cache).raises(CacheOverflowError)

@@ -12,7 +12,7 @@ from minicache.memory.reservation import padded_rows, padding_share
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
 
-def test_three_users():
+def test_three_users_pad_to_the_longest():
     """Lengths 200, 1500 and 60: three rows of 1500, 4500 in all, and 2740 of them hold no token."""
     call(padded_rows, [200, 1500, 60]).gives(4500)
     call(padding_share, [200, 1500, 60]).is_close(2740 / 4500)
@@ -24,7 +24,7 @@ def test_equal_lengths_need_no_padding():
     call(padding_share, [7, 7, 7, 7]).gives(0.0)
 
 
-def test_a_batch_of_one():
+def test_a_batch_of_one_needs_no_padding():
     """One sequence is a rectangle already."""
     call(padded_rows, [60]).gives(60)
     call(padding_share, [60]).gives(0.0)

@@ -13,7 +13,7 @@ from minicache.memory.reservation import BuddyAllocator
 repeatable = settings(max_examples=150, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
 
-def test_all_the_way_back():
+def test_freed_runs_merge_all_the_way_back():
     """1 slot of 16, given back: the five free runs merge into one of 16 again."""
     memory = BuddyAllocator(16)
     memory.allocate(1)
@@ -73,7 +73,7 @@ def test_the_hole_of_a_departure_is_used_again():
     that("num_free", memory.num_free).gives(0)
 
 
-def test_of_equal_holes_the_lowest():
+def test_of_equal_holes_the_lowest_is_filled():
     """Holes come back in any order and are filled from left to right."""
     memory = BuddyAllocator(16)
     for _ in range(8):

@@ -12,7 +12,7 @@ from minicache.memory.reservation import reservation
 repeatable = settings(max_examples=100, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
 
-def test_the_papers_example():
+def test_the_three_policies_of_the_paper():
     """An output of 25 tokens: Pow2 reserves 32 for it, Oracle 25, Max everything, each with the prompt of 100."""
     call(reservation, "pow2", 100, 25, 2048).gives(132)
     call(reservation, "oracle", 100, 25, 2048).gives(125)
@@ -46,7 +46,7 @@ def test_max_looks_at_nothing():
 
 
 @pytest.mark.parametrize("policy", ["max", "pow2", "oracle"])
-def test_a_request_that_fills_the_limit(policy):
+def test_a_request_may_fill_the_limit(policy):
     """Prompt and output that are max_model_len together are welcome, and get just that."""
     call(reservation, policy, 99, 1, 100).gives(100)
 

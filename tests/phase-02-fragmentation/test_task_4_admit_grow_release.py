@@ -29,7 +29,7 @@ def test_a_new_memory_is_empty():
 @pytest.mark.parametrize(
     ("policy", "reserved", "taken"), [("max", 20, 32), ("pow2", 3 + 8, 16), ("oracle", 3 + 5, 8)], ids=POLICIES
 )
-def test_what_a_request_gets(policy, reserved, taken):
+def test_each_policy_reserves_and_takes_its_own_number_of_slots(policy, reserved, taken):
     """Prompt 3, output 5, limit 20: Max reserves 20 and takes 32, Pow2 11 and 16, Oracle 8 and 8."""
     memory = ContiguousReservation(64, policy, 20)
     call(memory.admit, "a", 3, 5).gives(0)

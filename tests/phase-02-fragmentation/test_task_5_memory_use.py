@@ -17,7 +17,7 @@ def use(used, reserved, internal, external, free):
     return MemoryUse(used=used, reserved=reserved, internal=internal, external=external, free=free)
 
 
-def test_an_empty_memory():
+def test_an_empty_memory_is_free_or_external():
     """All slots are free; while somebody waits for a run, those in shorter runs are external."""
     memory = ContiguousReservation(22, "max", 16)
     call(memory.memory_use).gives(use(0, 0, 0, 0, 22))
@@ -36,7 +36,7 @@ def test_an_empty_memory():
     ],
     ids=["max", "pow2", "oracle"],
 )
-def test_one_request(policy, expected):
+def test_one_request_is_used_reserved_and_internal(policy, expected):
     """Prompt 3, output 5: 3 used, 5 reserved, and what the policy and the rounding add is internal."""
     memory = ContiguousReservation(64, policy, 20)
     memory.admit("a", 3, 5)
@@ -102,7 +102,7 @@ def test_neighbours_that_are_no_buddies_are_two_runs():
     call(memory.memory_use, 4).gives(use(6, 2, 0, 0, 8))
 
 
-def test_opt_13b_under_max():
+def test_max_leaves_most_of_opt_13bs_memory_internal():
     """15,728 slots, seven requests of 161 + 338 tokens: 7 % used when they start, and 1,392 slots for nobody."""
     memory = ContiguousReservation(15_728, "max", 2048)
     for name in range(7):

@@ -58,7 +58,7 @@ def test_two_rows_of_two_heads(device, stores):
     ("num_kv_heads", "head_dim", "block_size"),
     [
         pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes))
-        for sizes in ((2, 64, 16), (4, 80, 8), (3, 5, 4))
+        for sizes in ((2, 64, 16), (4, 80, 8), (3, 5, 4), (17, 4, 4))
     ],
 )
 def test_rows_land_in_their_slots(device, stores, num_kv_heads, head_dim, block_size):

@@ -66,8 +66,8 @@ def test_a_later_tile_brings_a_larger_score(attends):
 
 
 def test_an_earlier_tile_has_the_largest_score(attends):
-    """16 scores of ln 4, then 16 of 0: the maximum stays, and the second tile counts a quarter."""
-    attends(*scored([math.log(4)] * 16 + [0.0] * 16))
+    """16 scores of ln 4, then 32 of 0: the maximum stays, and the second and the third tile count a quarter."""
+    attends(*scored([math.log(4)] * 16 + [0.0] * 32))
 
 
 @pytest.mark.parametrize("num_keys", [17, 40], ids="{} keys".format)
@@ -76,16 +76,17 @@ def test_more_than_one_tile(attends, num_keys):
     attends(*random(16, num_keys, 16))
 
 
+def test_scores_far_below_zero(attends):
+    """All scores of all 16 queries at −400: a maximum that begins at 0 would leave nothing, and 0 / 0."""
+    q, k, v = scored([-400.0, -401.0, -402.0])
+    attends(q.expand(16, -1).contiguous(), k, v)
+
+
 def test_each_query_has_its_own_maximum(attends):
     """One query's scores are near 400, the other's near −400: under one maximum for both, nothing is left of these."""
     q, k, v = random(2, 16, 16)
     q[:, 0], k[:, 0] = torch.tensor([40.0, -40.0]), 40.0
     attends(q, k, v)
-
-
-def test_scores_far_below_zero(attends):
-    """All scores at −400: a maximum that begins at 0 would leave nothing, and 0 / 0."""
-    attends(*scored([-400.0, -401.0, -402.0]))
 
 
 def test_large_scores_do_not_overflow(attends):

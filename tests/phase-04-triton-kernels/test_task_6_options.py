@@ -28,6 +28,11 @@ def test_a_slope_for_each_query_head(batch, decode, device, num_heads, num_kv_he
     decode(batch([21], num_kv_heads, 16, 8), num_heads, alibi_slopes=slopes(num_heads, device))
 
 
+def test_alibi_counts_from_each_rows_position(batch, attends_over, device):
+    """attend_range with a slope for each row, and rows at different positions: row_max tells them apart."""
+    attends_over(batch([30], 1, 16, 8), 5, 25, [9, 20, 29], slopes=torch.tensor([0.5, 0.25, 1.0], device=device))
+
+
 def test_slopes_with_gaps(batch, decode, device, apart):
     """The slopes may be every second number of a wider tensor: the launcher makes them contiguous."""
     decode(batch([21], 2, 16, 8), 4, alibi_slopes=apart(slopes(4, device)))

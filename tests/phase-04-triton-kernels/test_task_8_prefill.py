@@ -25,6 +25,11 @@ def test_two_prompts(batch, prefill):
     prefill(batch([13, 6], 1, 16, 8), [13, 6], 1)
 
 
+def test_three_sequences_in_many_tiles(batch, prefill):
+    """Three starts are padded to four: the fourth belongs to no sequence. 16 query heads leave two tokens to a tile."""
+    prefill(batch([9, 5, 6], 1, 16, 8), [9, 3, 4], 16)
+
+
 def test_more_queries_than_a_program_has(batch, prefill):
     """Tiles of queries: the rows after a sequence's last query are the next sequence's."""
     prefill(batch([40, 9], 1, 16, 8), [37, 9], 2)
@@ -56,8 +61,8 @@ def test_decodes_between_prefills(batch, prefill):
 
 
 def test_a_sequence_that_rests(batch, prefill):
-    """No new tokens (n = 0) at the beginning, in the middle and at the end: its neighbours keep their rows."""
-    prefill(batch([9, 12, 5, 17, 4], 1, 16, 8), [0, 4, 0, 3, 0], 4)
+    """No new tokens (n = 0) at the beginning and in the middle: its neighbours keep their rows."""
+    prefill(batch([9, 12, 5, 17, 4, 6], 1, 16, 8), [0, 4, 0, 3, 0, 2], 4)
 
 
 def test_no_token_sees_a_later_one(batch, watched, device):
@@ -94,6 +99,17 @@ def test_tables_lengths_and_starts_with_gaps(batch, prefill, apart, index):
     some = batch([20, 9], 1, 16, 8, index=index)
     some.block_tables, some.context_lens = apart(some.block_tables), apart(some.context_lens)
     prefill(some, [6, 9], 2, spread=apart)
+
+
+def test_the_launcher_does_not_read_lengths(batch, device, reads_no_values):
+    """Tables, lengths and starts lie on the GPU: a launcher that looks at their values waits until it has caught up."""
+    from minicache.kernels import prefill
+
+    some = batch([9, 5], 1, 16, 8)
+    starts = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+    q = torch.randn(6, 2, 16, device=device)
+    got = call(reads_no_values(prefill.paged_prefill_attention), q, *some.paged, starts, scale=1.0).value
+    that("the output's shape", list(got.shape)).gives([6, 2, 16])
 
 
 def test_no_queries(batch, device):

@@ -96,7 +96,10 @@ def test_the_row_worked_by_hand(device, stores):
 @both
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
-    [pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes)) for sizes in ((3, 5, 4), (2, 64, 16))],
+    [
+        pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes))
+        for sizes in ((3, 5, 4), (2, 64, 16), (17, 4, 4))
+    ],
 )
 def test_each_row_has_its_own_scale(device, quantizes, num_kv_heads, head_dim, block_size, dtype):
     """Each token and head: scale = largest / 127 (448), numbers = row / scale, rounded. Nothing else has changed."""

@@ -345,7 +345,7 @@ def test_what_was_generated_is_computed_again(plain, request_of, budget):
     that("token_budget", scheduler.token_budget).gives(budget - 7)
 
 
-def test_admit(plain, request_of):
+def test_admit_moves_a_request_into_the_batch(plain, request_of):
     """An admitted request has left the queue, is RUNNING in the batch, has its blocks, and computes its prompt."""
     scheduler, output = plain(max_num_batched_tokens=20), SchedulerOutput()
     requests = [request_of("a", 5, 3), request_of("b", 1, 1)]

@@ -129,7 +129,7 @@ def test_a_stop_token_in_the_middle_of_a_prompt_is_ignored(plain, request_of):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
-def test_max_tokens(plain, request_of, max_tokens):
+def test_the_max_tokens_th_token_finishes_a_request(plain, request_of, max_tokens):
     """A request finishes with its max_tokens-th token, not before and not after: FINISHED_LENGTH, "length"."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=max_tokens)
@@ -141,7 +141,7 @@ def test_max_tokens(plain, request_of, max_tokens):
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_output_tokens"), [(9, 1), (8, 2), (3, 7)])
-def test_max_model_len(plain, request_of, num_prompt_tokens, num_output_tokens):
+def test_prompt_and_output_stay_within_max_model_len(plain, request_of, num_prompt_tokens, num_output_tokens):
     """With max_model_len 10, prompt and output together are 10 tokens at most: FINISHED_LENGTH."""
     scheduler = plain(max_model_len=10)
     request = request_of("a", num_prompt_tokens, max_tokens=50)
@@ -161,7 +161,7 @@ def test_a_stop_token_finishes_a_request_and_stays(plain, request_of):
     that("finish_reason", request.finish_reason).gives("stop")
 
 
-def test_a_stop_token_as_the_last_token(plain, request_of):
+def test_a_stop_token_as_the_last_token_has_stopped(plain, request_of):
     """A request whose max_tokens-th token is a stop token has stopped: "stop", not "length"."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=2, stop_token_ids=[50])
@@ -170,7 +170,7 @@ def test_a_stop_token_as_the_last_token(plain, request_of):
     that("finish_reason", request.finish_reason).gives("stop")
 
 
-def test_ignore_eos(plain, request_of):
+def test_ignore_eos_ignores_stop_tokens(plain, request_of):
     """With ignore_eos, stop tokens mean nothing: the request goes on to max_tokens."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=4, stop_token_ids=[50], ignore_eos=True)
@@ -269,7 +269,7 @@ def test_blocks_go_back_in_one_call(plain, request_of):
     that("what pool.free was called with", freed).gives([[2, 1, 0]])
 
 
-def test_nothing_to_release(plain, request_of):
+def test_a_request_without_blocks_releases_nothing(plain, request_of):
     """A request without blocks is left as it is, however often."""
     scheduler = plain(num_blocks=5)
     request = request_of("a")
@@ -362,7 +362,7 @@ def test_a_commit_takes_time_in_proportion_to_the_batch(plain, request_of):
 
 
 @pytest.mark.parametrize("status", FINISHED, ids=lambda status: status.name)
-def test_finish_a_request_that_runs(plain, request_of, status):
+def test_a_running_request_can_be_finished(plain, request_of, status):
     """It leaves the batch with that status and keeps its tokens; the others keep their order."""
     scheduler = plain()
     requests = [request_of(request_id) for request_id in "abcd"]
@@ -375,7 +375,7 @@ def test_finish_a_request_that_runs(plain, request_of, status):
     call(scheduler.check).gives(None)
 
 
-def test_finish_a_request_that_waits(plain, request_of):
+def test_a_waiting_request_can_be_finished(plain, request_of):
     """It leaves the queue, from the middle too; the others keep their positions."""
     scheduler = plain()
     for request_id in "abc":
@@ -387,7 +387,7 @@ def test_finish_a_request_that_waits(plain, request_of):
     call(scheduler.check).gives(None)
 
 
-def test_finish_an_unknown_request(plain, request_of, state_of):
+def test_an_unknown_request_cannot_be_finished(plain, request_of, state_of):
     """An id that no request has, or whose request has finished before: False, and nothing changes."""
     scheduler = plain()
     scheduler.update_from_output(batch_of(scheduler, request_of("a"), request_of("b", max_tokens=1)), {"a": 1, "b": 1})
@@ -399,7 +399,7 @@ def test_finish_an_unknown_request(plain, request_of, state_of):
 
 
 @pytest.mark.parametrize("status", [each for each in RequestStatus if not each.is_finished], ids=lambda each: each.name)
-def test_finish_with_a_status_that_is_no_end(plain, request_of, state_of, status):
+def test_a_status_that_is_no_end_is_refused(plain, request_of, state_of, status):
     """WAITING, RUNNING and SWAPPED are not FINISHED ones: ValueError, and nothing changes."""
     scheduler = plain()
     batch_of(scheduler, request_of("a"))
@@ -410,7 +410,7 @@ def test_finish_with_a_status_that_is_no_end(plain, request_of, state_of, status
     that("what is to be seen afterwards", state_of(scheduler)).gives(before)
 
 
-def test_abort(plain, request_of):
+def test_abort_finishes_a_request_once(plain, request_of):
     """A client leaves: FINISHED_ABORTED, "abort", True the first time and False the second; the id is free again."""
     scheduler = plain()
     running, waiting = request_of("a"), request_of("b")
@@ -435,7 +435,7 @@ def test_an_abort_is_a_finish(plain, request_of):
     that("what finish_request was called with", seen).gives([("a", "FINISHED_ABORTED")])
 
 
-def test_an_abort_between_schedule_and_commit(plain, request_of):
+def test_an_abort_between_schedule_and_commit_is_passed_over(plain, request_of):
     """A request that was finished while the model ran is passed over: it needs no token, and takes none."""
     for tokens in ({"a": 1, "c": 3}, {"a": 1, "b": 2, "c": 3}):
         scheduler = plain()
@@ -490,7 +490,7 @@ def test_an_empty_step_is_committed_once_too(plain, state_of):
     refuses(scheduler, state_of, output, {}, ValueError)
 
 
-def test_a_later_schedule_takes_its_place(plain, request_of, state_of):
+def test_only_the_last_schedule_can_be_committed(plain, request_of, state_of):
     """schedule() twice, because the model failed: only the second output can be committed."""
     scheduler = plain()
     first = batch_of(scheduler, request_of("a"))
@@ -499,7 +499,7 @@ def test_a_later_schedule_takes_its_place(plain, request_of, state_of):
     call(scheduler.update_from_output, second, {"a": 1}).gives([])
 
 
-def test_the_output_of_another_scheduler(plain, request_of, state_of):
+def test_the_output_of_another_scheduler_is_refused(plain, request_of, state_of):
     """What another scheduler has returned: ValueError, even if it looks the same."""
     scheduler, other = plain(), plain()
     batch_of(scheduler, request_of("a"))
@@ -544,7 +544,7 @@ def test_a_token_for_a_request_that_waits(plain, request_of, state_of):
 # A step that failed
 
 
-def test_restart(plain, request_of):
+def test_restart_takes_back_all_but_the_output(plain, request_of):
     """restart(request): its blocks are free, none of its tokens is computed, it is WAITING; its output stays."""
     scheduler = plain()
     request = request_of("a", 5)
@@ -559,7 +559,7 @@ def test_restart(plain, request_of):
     that("released, through release()", scheduler.released).gives(["a"])
 
 
-def test_recover(plain, request_of):
+def test_recover_puts_the_whole_batch_back_into_the_queue(plain, request_of):
     """The whole batch waits again, with nothing computed and no block; what was generated stays."""
     scheduler = plain()
     requests = [request_of(request_id) for request_id in "abc"]
@@ -663,7 +663,7 @@ def test_a_step_that_was_never_committed_has_failed(plain, request_of):
     that("tokens of the next step", output.num_scheduled_tokens).gives({"a": 4})
 
 
-def test_nothing_to_recover(plain):
+def test_recover_of_nothing_does_no_harm(plain):
     """recover() without a request, or between two steps, does no harm."""
     scheduler = plain()
     call(scheduler.recover).gives(None)

@@ -42,7 +42,7 @@ def test_a_prompt_then_token_by_token(request_of):
     that("tokens of each step", steps_of(static(), [request_of("a", 5, 3)])).gives([{"a": 5}, {"a": 1}, {"a": 1}])
 
 
-def test_all_prompts_in_one_step(request_of):
+def test_all_prompts_are_computed_in_one_step(request_of):
     """Every admitted request computes its prompt in that step, in the order of arrival."""
     scheduler = static()
     for request in (request_of("b", 5), request_of("a", 2), request_of(0, 9)):
@@ -81,7 +81,7 @@ def test_what_is_computed_changes_with_the_commit(request_of):
     that("num_computed_tokens after the commit", request.num_computed_tokens).gives(5)
 
 
-def test_nothing_to_do():
+def test_without_requests_nothing_is_done():
     """Without a request the step is empty, and can be committed."""
     scheduler = static()
     output = call(scheduler.schedule).value
@@ -113,7 +113,7 @@ def test_later_arrivals_wait(request_of):
     that("the batch after a has finished", list(scheduler.schedule().num_scheduled_tokens)).gives([0, 1, 2])
 
 
-def test_may_admit(request_of):
+def test_only_an_empty_batch_may_be_joined(request_of):
     """While c waits: requests may join an empty batch only; it is empty again when a and b have finished."""
     scheduler, output = static(max_num_seqs=2), SchedulerOutput()
     for request in (request_of("a", 3, 1), request_of("b", 3, 2), request_of("c", 3, 1)):
@@ -140,7 +140,7 @@ def test_an_aborted_batch_has_drained_too(request_of):
 # Batch slots
 
 
-def test_one_at_a_time(request_of):
+def test_one_slot_serves_one_at_a_time(request_of):
     """max_num_seqs 1, three requests of 10 tokens, 3 new each: 9 steps, 0 0 0 1 1 1 2 2 2."""
     scheduler = static(max_num_seqs=1)
     tally = call(drive, scheduler, [request_of(request_id, 10, 3) for request_id in range(3)]).value
@@ -212,7 +212,7 @@ def test_a_long_prompt_is_not_bypassed(request_of):
         pytest.param(4, 3, 12, 2, id="the model takes more than it may have"),
     ],
 )
-def test_blocks_for_the_longest_answer(request_of, num_prompt_tokens, max_tokens, max_model_len, blocks):
+def test_blocks_are_reserved_for_the_longest_answer(request_of, num_prompt_tokens, max_tokens, max_model_len, blocks):
     """Prompt and max_tokens, or max_model_len if that is less, in blocks of 4, rounded up."""
     scheduler = static(max_model_len=max_model_len)
     request = request_of("a", num_prompt_tokens, max_tokens)
@@ -244,7 +244,7 @@ def test_memory_is_reserved_once(request_of):
 
 
 @pytest.mark.parametrize(("num_blocks", "admitted"), [(5, "a"), (6, "ab"), (7, "ab")])
-def test_memory_for_both(request_of, num_blocks, admitted):
+def test_a_request_waits_for_all_of_its_blocks(request_of, num_blocks, admitted):
     """Two requests of 4 + 8 tokens take 3 blocks of 4 each: with 5 blocks, the second waits for the next batch."""
     scheduler = static(num_blocks=num_blocks)
     for request_id in "ab":
@@ -273,7 +273,7 @@ def test_a_request_that_can_never_be_admitted_is_refused(request_of):
 # After a step that failed
 
 
-def test_a_step_that_failed(request_of):
+def test_a_step_that_failed_is_scheduled_again(request_of):
     """schedule() again, because the model failed: the batch is filled anew, with the same requests and tokens."""
     scheduler = static(max_num_seqs=2)
     requests = [request_of(request_id, 5) for request_id in "abc"]
@@ -314,7 +314,7 @@ def test_what_was_generated_is_computed_again(request_of, budget, joined):
     )
 
 
-def test_a_request_that_has_outgrown_the_budget(request_of):
+def test_a_request_that_has_outgrown_the_budget_has_a_step_of_its_own(request_of):
     """After a failed step, 5 + 2 tokens are more than a budget of 6. They are computed, in a step of their own."""
     scheduler = static(max_num_batched_tokens=6)
     recovered(scheduler, request_of("back", 5), 2)

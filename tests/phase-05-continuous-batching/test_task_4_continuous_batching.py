@@ -83,7 +83,7 @@ def test_every_slot_is_used_at_every_step(request_of, max_num_seqs):
     that("requests of each step", tally.batch_sizes[:8]).gives([max_num_seqs] * 8)
 
 
-def test_one_at_a_time(request_of):
+def test_one_slot_serves_one_at_a_time(request_of):
     """max_num_seqs 1, three requests of 10 tokens, 3 new each: 9 steps, 0 0 0 1 1 1 2 2 2."""
     scheduler = continuous(max_num_seqs=1)
     tally = call(drive, scheduler, [request_of(request_id, 10, 3) for request_id in range(3)]).value

@@ -206,7 +206,7 @@ def test_no_room_is_found_before_anything_is_written():
 
 
 @pytest.mark.parametrize("how", ["none", "too few counts", "twice", "count 0", "batch of 2", "other heads"])
-def test_steps_that_cannot_be_made(how):
+def test_steps_that_cannot_be_made_are_refused(how):
     """No cache, not one count for each, a cache given twice, a count of 0, caches that are not alike: ValueError."""
     one, two = a_cache(), a_cache()
     wide, other = KVCache(LAYERS, 2, HEADS, 9, HEAD_DIM), KVCache(LAYERS, 1, 1, 9, HEAD_DIM)
@@ -235,7 +235,7 @@ def test_steps_that_cannot_be_made(how):
         pytest.param(-1, rows(4), IndexError, id="layer −1"),
     ],
 )
-def test_rows_that_do_not_fit(layer, bad, error):
+def test_rows_that_do_not_fit_are_refused(layer, bad, error):
     """What is not the step's N rows for the layer whose turn it is, is refused, and no cache was written to."""
     caches = [a_cache(), a_cache()]
     step, good = SelectiveStep(caches, [3, 1]), rows(4)
@@ -268,7 +268,7 @@ def test_a_layer_without_rows_cannot_attend():
     call(step.attend, 1, q).raises(ValueError)
 
 
-def test_queries_that_do_not_fit():
+def test_queries_that_do_not_fit_are_refused():
     """Attending with 1 or 3 queries in a step of 2 tokens, or without all four dimensions, is a ValueError."""
     caches, _ = filled([3, 5])
     step, k = SelectiveStep(caches, [1, 1]), rows(2)

@@ -138,7 +138,7 @@ def test_rows_do_not_mix():
     that("the rows afterwards", rows).gives(kept)
 
 
-def test_bounds():
+def test_k_and_p_out_of_bounds_are_refused():
     """A negative k, a k that is no int, a p of 0, below or above 1: refused."""
     call(keep_top_k, LOGITS, -1).raises(ValueError)
     call(keep_top_k, LOGITS, 2.0).raises(TypeError)
@@ -182,7 +182,7 @@ def test_what_is_left_sums_to_one():
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-9], ids="temperature {}".format)
-def test_temperatures_next_to_zero(temperature):
+def test_temperatures_next_to_zero_take_the_likeliest(temperature):
     """Next to 0 a draw is the likeliest token: no infinity, no NaN."""
     sampler = TokenSampler(SamplingParams(temperature=temperature, seed=0))
     for _ in range(5):
@@ -294,20 +294,20 @@ def test_tokens_may_be_ruled_out_beforehand():
     call(pick_tokens, rows, samplers).gives([1, 2])
 
 
-def test_an_empty_batch():
+def test_an_empty_batch_has_no_tokens():
     """No rows and no samplers: no tokens."""
     call(pick_tokens, torch.empty(0, 30), []).gives([])
 
 
 @pytest.mark.parametrize("count", [0, 2, 4], ids="{} samplers for 3 rows".format)
-def test_one_sampler_for_each_row(count):
+def test_each_row_needs_a_sampler(count):
     """Three rows and another number of samplers: ValueError."""
     call(pick_tokens, random_rows(3, 30), [TokenSampler(SamplingParams())] * count).raises(ValueError)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
-def test_a_row_from_which_nothing_can_be_picked(bad, temperature):
+def test_a_row_from_which_nothing_can_be_picked_gets_none(bad, temperature):
     """A row whose largest logit is NaN or infinite: None. The others get tokens, and its sampler draws nothing."""
     params = [SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=temperature, seed=2)]
     samplers, fresh = ([TokenSampler(each) for each in params] for _ in range(2))
@@ -319,7 +319,7 @@ def test_a_row_from_which_nothing_can_be_picked(bad, temperature):
         call(pick_tokens, rows, samplers).gives(pick_tokens(rows, fresh))
 
 
-def test_one_bad_logit_in_a_row():
+def test_one_bad_logit_spoils_a_row():
     """NaN anywhere in a row, or one infinite logit, leaves nothing to pick; tokens that are ruled out (−inf) do."""
     rows = random_rows(3, 30)
     rows[0, 7], rows[1, 29], rows[2, 1:] = math.nan, math.inf, -math.inf

@@ -217,7 +217,7 @@ def test_a_decode_reads_no_prompt(model):
     that("prompt tokens that they have read", request.prompt_token_ids.num_read).gives(0)
 
 
-def test_nothing_to_do(model):
+def test_without_requests_nothing_is_done(model):
     """Without requests a step moves no block and gives no chunks, and the model is not run."""
     watched = Watched(model)
     llm = LLM(watched)
@@ -447,7 +447,7 @@ def test_what_is_held_back_comes_with_the_end(model):
     that("the last reason", chunks[-1].finish_reason).gives("length")
 
 
-def test_capacity(model):
+def test_a_request_that_outgrows_the_memory_ends_without_a_token(model):
     """One that outgrows the whole memory ends without a token: a chunk with token_id None and the reason "capacity"."""
     (prompt,) = prompts_of(3)
     llm = LLM(model, scheduler="paged", num_blocks=3, block_size=2)
@@ -458,7 +458,7 @@ def test_capacity(model):
     that("answers that are still kept", list(llm.answers)).gives([])
 
 
-def test_capacity_with_a_text(model):
+def test_an_end_without_a_token_shows_what_was_held_back(model):
     """One that ends without a token has no new text; what might have begun a stop string is shown."""
     (prompt,) = prompts_of(3)
     text = Letters().decode(alone(model, prompt, 4))

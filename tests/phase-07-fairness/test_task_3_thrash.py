@@ -36,7 +36,7 @@ def test_four_lengths_one_of_them_first(room, request_of):
     that("the largest batch", max(tally.batch_sizes)).gives(4)
 
 
-def test_lengths_far_apart(room, request_of):
+def test_lengths_far_apart_share_every_step(room, request_of):
     """Fixed: prompts of 10 and 400 tokens are one batch too: none is preempted, nothing is computed twice."""
     create = room.fixed(expose, FixedThrashScheduler)
     tally = room.run(create(num_blocks=64), [request_of(0, 10, 40), request_of(1, 400, 40)])
@@ -45,7 +45,7 @@ def test_lengths_far_apart(room, request_of):
     that("steps", tally.num_steps).gives(40)
 
 
-def test_twelve_lengths(room, request_of):
+def test_twelve_lengths_share_every_step(room, request_of):
     """Fixed: twelve requests of twelve lengths share every step."""
     create = room.fixed(expose, FixedThrashScheduler)
     tally = room.run(create(num_blocks=64), [request_of(number, 10 + number, 40) for number in range(12)])

@@ -41,7 +41,7 @@ def test_the_deferred_is_first_when_the_batch_has_drained(room, request_of):
     that("each step's batch", tally.order).gives([[0, 2]] * 5 + [[1]] * 5 + [[3]] * 5)
 
 
-def test_one_group_only(room, request_of):
+def test_one_group_alone_is_first_come_first_served(room, request_of):
     """Fixed: requests of one group are admitted as ever: until slots, tokens or blocks run out, in order."""
     create = room.fixed(expose, FixedLivelockScheduler)
     requests = [request_of(number, 30, 2) for number in range(5)]

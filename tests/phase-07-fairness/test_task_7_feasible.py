@@ -28,7 +28,7 @@ def test_as_many_victims_as_it_takes(room, request_of):
     that("the order in which they finish", list(tally.finished)).gives(["large", 0, 1])
 
 
-def test_three_victims(room, request_of):
+def test_three_victims_are_evicted_where_it_takes_three(room, request_of):
     """Fixed: three requests hold 5 of 15 blocks each, and one needs all 15: all three are evicted, and come back."""
     create = room.fixed(expose, FixedFeasibleScheduler)
     requests = [*(request_of(number, 10, 70) for number in range(3)), request_of("large", 230, 1)]

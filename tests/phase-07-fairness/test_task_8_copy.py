@@ -28,7 +28,7 @@ def test_expose_passes_on_right_ones(room):
     room.passes(expose, 8)
 
 
-def test_what_is_missing(room, request_of):
+def test_blocks_missing_counts_growth_and_copies(room, request_of):
     """Fixed: a request lacks a block when its last one is full, and a copy's block when its last one is shared."""
     scheduler = room.fixed(expose, FixedCopyScheduler)(num_blocks=10, block_size=4)
     parent = request_of("parent", 5, 20)

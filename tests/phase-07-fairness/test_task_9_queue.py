@@ -89,7 +89,7 @@ def test_what_is_not_in_a_heap_cannot_leave():
 # --- RequestQueue ---------------------------------------------------------------------------------------------------
 
 
-def test_the_three_questions():
+def test_a_queue_knows_first_first_of_a_group_and_oldest():
     """Four requests of two groups: the first of all, the first of each group, the oldest, and iteration in order."""
     queue = RequestQueue(by_priority)
     that("first() and oldest() of an empty queue", [queue.first(), queue.first("text"), queue.oldest()]).gives(

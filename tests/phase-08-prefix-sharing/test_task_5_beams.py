@@ -88,12 +88,12 @@ def test_a_beam_with_two_continuations():
     """Both likeliest hypotheses are the first beam's, none the second's: two beams from one parent."""
     search = a_search(2)
     outcome = call(search.advance, [[(5, -1.0), (6, -2.0), (7, -3.0), (8, -9.0)]])
-    that("steps", steps(outcome)).gives([(0, 5), (0, 6)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 5), (0, 6)])
     that("beams", beams(search)).gives([([5], -1.0), ([6], -2.0)])
     outcome = call(
         search.advance, [[(1, -0.5), (2, -0.75), (3, -8.0), (4, -9.0)], [(1, -0.5), (2, -7.0), (3, -8.0), (4, -9.0)]]
     )
-    that("steps", steps(outcome)).gives([(0, 1), (0, 2)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
     that("beams", beams(search)).gives([([5, 1], -1.5), ([5, 2], -1.75)])
     that("answers", answers(search)).gives([])
     that("is it over", search.is_over).gives(False)
@@ -106,13 +106,13 @@ def test_beams_are_ranked_by_their_sums():
     outcome = call(
         search.advance, [[(1, -3.0), (2, -4.0), (3, -8.0), (4, -9.0)], [(1, -0.5), (2, -3.0), (3, -8.0), (4, -9.0)]]
     )
-    that("steps", steps(outcome)).gives([(1, 1), (0, 1)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(1, 1), (0, 1)])
     that("beams", beams(search)).gives([([6, 1], -2.0), ([5, 1], -4.0)])
     outcome = call(
         search.advance, [[(9, -3.0), (2, -4.0), (3, -8.0), (4, -9.0)], [(9, -0.5), (2, -3.0), (3, -8.0), (4, -9.0)]]
     )
     that("beams", beams(search)).gives([([5, 1, 9], -4.5), ([6, 1, 9], -5.0)])
-    that("steps", steps(outcome)).gives([(1, 9), (0, 9)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(1, 9), (0, 9)])
 
 
 def test_three_steps_to_the_end():
@@ -140,7 +140,7 @@ def test_an_end_below_rank_k_is_dropped():
     search = a_search(2, [8, 9])
     outcome = call(search.advance, [[(1, -1.0), (8, -1.5), (9, -2.0), (2, -2.5), (3, -3.0), (4, -4.0)]])
     that("answers", answers(search)).gives([([8], -1.5, "stop")])
-    that("steps", steps(outcome)).gives([(0, 1), (0, 2)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
     that("beams", beams(search)).gives([([1], -1.0), ([2], -2.5)])
 
 
@@ -166,7 +166,7 @@ def test_the_search_is_over_when_no_beam_is_better():
     """Two answers, and the best beam is not better than the worse of them: over, long before max_tokens."""
     search = a_search(2, [2, 3], length_penalty=0.0)
     outcome = call(search.advance, [[(2, -1.0), (3, -1.5), (0, -1.75), (1, -2.0), (4, -3.0), (5, -4.0)]])
-    that("steps", steps(outcome)).gives([])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([])
     that("is it over", search.is_over).gives(True)
     that("answers", [each[0] for each in answers(search)]).gives([[2], [3]])
 
@@ -177,7 +177,7 @@ def test_just_as_good_is_not_better():
     search.advance([[(0, -1.0), (2, -3.0), (1, -3.5), (4, -9.0)]])
     outcome = call(search.advance, [[(2, -0.5), (0, -2.0), (1, -6.0), (4, -7.0)], [(0, -8.0), (1, -8.5)]])
     that("scores of the answers", [each[1] for each in answers(search)]).gives([-1.5, -3.0])
-    that("steps", steps(outcome)).gives([])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([])
     that("is it over", search.is_over).gives(True)
 
 
@@ -195,7 +195,7 @@ def test_the_search_goes_on_while_a_beam_is_better():
     """k answers are there, but a beam is better than the worse of them: the search goes on."""
     search, outcome = two_answers_and_a_beam()
     that("answers", answers(search)).gives([([9], -1.0, "stop"), ([2, 9], -2.125, "stop")])
-    that("steps", steps(outcome)).gives([(0, 1), (0, 2)])
+    that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
     that("is it over", search.is_over).gives(False)
 
 

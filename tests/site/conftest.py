@@ -82,7 +82,9 @@ def _leaves(item: object) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """The built site. With several workers the first one builds it and the others wait for it."""
+    """The built site: $MINICACHE_SITE, or else the first worker builds it and the others wait for it."""
+    if given := os.environ.get("MINICACHE_SITE"):
+        return Site((ROOT / given).absolute())
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # what the workers of one run have in common

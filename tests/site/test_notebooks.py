@@ -34,6 +34,55 @@ def test_notebook_is_current_and_runs(notebooks: ModuleType, name: str) -> None:
     assert all(cell.execution_count for cell in executed.cells if cell.cell_type == "code" and cell.source)
 
 
+@pytest.fixture(params=NOTEBOOKS)
+def cells(notebooks: ModuleType, request: pytest.FixtureRequest) -> list:
+    return notebooks.read(ROOT / "notebooks" / f"{request.param}.py").cells
+
+
+LINES, COLUMNS = 35, 100
+"""A screen, of a notebook and of the page that is made of it."""
+
+
+def test_no_cell_is_longer_than_a_screen(cells) -> None:
+    for cell in cells:
+        lines = cell.source.splitlines()
+        if cell.cell_type == "code":
+            too_wide = [line for line in lines if len(line) > COLUMNS]
+            assert not too_wide, f"more than {COLUMNS} columns: {too_wide}"
+        shown = sum(max(1, -(-len(line) // COLUMNS)) for line in lines)  # text is wrapped
+        assert shown <= LINES, f"{shown} lines, from {lines[0]!r}"
+
+
+def test_a_notebook_opens_with_its_question_and_a_picture(cells) -> None:
+    question, picture = cells[:2]
+    assert question.cell_type == "markdown"
+    assert question.source.startswith("# Phase ")
+    assert "?" in question.source
+    assert picture.cell_type == "code"
+    assert picture.source.startswith("MINE = False")
+    before, begin, after = picture.source.partition("nb.begin(")
+    assert begin
+    assert re.findall(r"^.*minicache.*$", before, re.M) == ["from minicache import notebook as nb"]
+    assert "minicache" in after  # a learner's module is found only if it was not imported before
+    assert picture.metadata["alt"]
+
+
+def test_a_notebook_ends_with_an_experiment_of_the_learners_own(cells) -> None:
+    headings = [number for number, cell in enumerate(cells) if re.search(r"^## ", cell.source, re.M)]
+    instructions, experiment, outcome = cells[headings[-1] :]
+    assert "## Your experiment: " in instructions.source
+    assert "write down" in " ".join(instructions.source.lower().split())
+    assert "YOUR_PREDICTION" in experiment.source
+    assert experiment.metadata["alt"]
+    assert outcome.source.startswith("**What to look for.**")
+
+
+def test_plotting_is_not_in_the_notebooks() -> None:
+    """It is in minicache.notebook, once."""
+    for name in NOTEBOOKS:
+        assert "matplotlib" not in (ROOT / "notebooks" / f"{name}.py").read_text(encoding="utf-8"), name
+
+
 def test_the_notebook_for_a_borrowed_gpu_is_clean_and_current() -> None:
     """Nobody runs it here: no outputs, code that compiles, and the script that it starts is there."""
     notebook = json.loads((ROOT / "notebooks" / "colab" / "gpu.ipynb").read_text(encoding="utf-8"))
@@ -82,6 +131,12 @@ def test_rendered_page_has_text_output_and_a_described_picture(pages: ModuleType
     assert f"![one pixel]({picture})" in page
     assert "\nhello\n```" in page  # without the terminal's colours
     assert "# A title\n" in page
+
+
+def test_a_pages_first_screen_is_the_question_and_the_picture(pages: ModuleType, notebooks: ModuleType) -> None:
+    page = pages.render(ROOT / "notebooks" / f"{NOTEBOOKS[0]}.ipynb")["notebook.md"]
+    places = [page.index(part) for part in ("\n# Phase 0", "\n![", "This page is a notebook", "```python\nMINE")]
+    assert places == sorted(places)
 
 
 def test_a_picture_without_words_is_refused(pages: ModuleType, write) -> None:

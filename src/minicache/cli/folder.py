@@ -38,8 +38,8 @@ def update() -> None:
     from minicache.course.workspace import find_workspace
 
     install = _course()
-    root = find_workspace().root
-    before = install.version_of(root)
+    workspace = find_workspace()
+    root, before = workspace.root, workspace.version
     changes = install.update(root)
     for change in changes:
         console.print(f"{change.file}: {change.what}", soft_wrap=True, highlight=False)

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from minicache import __version__
 from minicache.course import grading, report
 from minicache.course.finder import show
 from minicache.course.journal import Event
@@ -240,6 +241,9 @@ def _progress(console: Console) -> Progress:
 
 
 def _load(workspace: Workspace) -> Saved:
+    if workspace.version not in ("", __version__):
+        told = f"This folder is of minicache {workspace.version}, and {__version__} is installed: `minicache update`"
+        console.print(f"[yellow]{told} brings new starters and tests, and keeps what you wrote.[/]", soft_wrap=True)
     saved = Saved.load(workspace)
     if saved.warning:
         console.print(f"[yellow]{escape(saved.warning)}[/]", soft_wrap=True)

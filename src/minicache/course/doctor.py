@@ -14,10 +14,12 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from minicache.course.workspace import Workspace, find_workspace
+import minicache
+from minicache.course.workspace import CHECKOUT, TABLE, Workspace, find_workspace
 from minicache.errors import CourseError, KernelUnavailableError
 
-_INSTALL = 'pip install -c constraints.txt -e ".[course]"'
+_IN_A_CLONE = (CHECKOUT / TABLE).is_file()
+_INSTALL = 'pip install -c constraints.txt -e ".[course]"' if _IN_A_CLONE else 'pip install "minicache[course]"'
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -57,15 +59,17 @@ def examine() -> Iterator[Finding]:
     yield Finding("pytest plugin", active, "active" if active else "not found by pytest", f"{_INSTALL} again")
     yield _tried(trying, "triton", "phase 4 will not be graded; all else works", required=False)
     trying.wait()
-    browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
-    needed = "only the tests of the site need it: install chromium"
-    yield Finding("browser", browser is not None, browser or "no chromium", needed, required=False)
+    if _IN_A_CLONE:
+        browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+        needed = "only the tests of the site need it: install chromium"
+        yield Finding("browser", browser is not None, browser or "no chromium", needed, required=False)
     try:
         workspace = find_workspace()
     except CourseError as error:
-        yield Finding("course", False, str(error), "git clone the course, and work inside it")
+        yield Finding("course", False, str(error), "go into your course, or make one: minicache init my-course")
         return
-    yield Finding("course", True, str(workspace.root))
+    old = workspace.version not in ("", minicache.__version__)
+    yield Finding("course", not old, str(workspace.root), f"it is of minicache {workspace.version}: minicache update")
     yield _labs(workspace)
     yield _state(workspace.state)
 

@@ -69,14 +69,14 @@ def _followed(method: Callable[..., Any], teller: Teller | None) -> Callable[...
         global _inside
         if _inside:
             return method(self, *args, **kwargs)
-        arguments = _arguments(args, kwargs)
+        arguments = "" if teller else _arguments(args, kwargs)  # before the call, which may change them
         _remember(method, name, args, kwargs)
         _inside = True
         try:
             result = method(self, *args, **kwargs)
         except Exception as error:
             if not is_new:
-                scenario.done(f"{name}({arguments}), which raised {type(error).__name__}")
+                scenario.done(f"{name}({arguments or _arguments(args, kwargs)}), which raised {type(error).__name__}")
             raise
         finally:
             _inside = False
@@ -95,7 +95,12 @@ def _followed(method: Callable[..., Any], teller: Teller | None) -> Callable[...
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return ", ".join([*map(short, args), *(f"{name}={short(value)}" for name, value in kwargs.items())])
+    return ", ".join([*map(_brief, args), *(f"{name}={_brief(value)}" for name, value in kwargs.items())])
+
+
+def _brief(value: Any) -> str:
+    """A tensor by its shape: its numbers are told where they turn up in the wrong place."""
+    return f"tensor{list(value.shape)}" if is_tensor(value) else short(value)
 
 
 def _remember(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -124,5 +129,6 @@ def _step(output: Any) -> tuple[str, str]:
 
 
 def _commit(finished: Any, output: Any, token_ids: Any) -> tuple[str, str]:
-    ids = [request.request_id for request in finished or ()]
-    return f"update_from_output(…, {short(token_ids)})" + (f" finishes {ids}" if ids else ""), ""
+    # What a learner's method returns may be anything.
+    ids = [getattr(each, "request_id", each) for each in finished] if isinstance(finished, list) else finished
+    return f"update_from_output(…, {token_ids})" + (f" finishes {ids}" if ids else ""), ""

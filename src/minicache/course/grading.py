@@ -100,6 +100,7 @@ class _Run:
     doing: Event | None = None
     last: Event | None = None
     finished: bool = False
+    waiting: bool = False
     patience: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,12 +122,14 @@ class _Run:
         if culprit is None or culprit.kind not in ("import", "file", "test", "result"):
             raise CourseError(f"pytest could not grade {self.workspace.labs}:\n{_tail(log)}")
         if stalled:
-            outcome, reason = Outcome.STALLED, f"endless loop? No answer within {self.patience:.0f} s"
+            kind = "endless wait?" if self.waiting else "endless loop?"
+            outcome, reason = Outcome.STALLED, f"{kind} No answer within {self.patience:g} s"
             self.patience = self.timeout / 2
         else:
             outcome = Outcome.CRASHED
             reason = "pytest was made to stop" if self.finished else _how_it_ended(returncode)
-        journal.write(self._lose(culprit, outcome, "\n".join([reason, *where(log, self.files.values(), self.tests)])))
+        places = where(log, self.files.values(), self.tests, waiting=self.waiting)
+        journal.write(self._lose(culprit, outcome, "\n".join([reason, *places])))
         return False
 
     def results_of(self, tasks: tuple[Task, ...]) -> dict[str, list[TestResult]]:
@@ -150,6 +153,7 @@ class _Run:
             if ended or self.finished:  # a finished child has nothing more to say; a learner's thread may keep it alive
                 return False
             if clock.read() > (self.patience if self.last else _START):
+                self.waiting = clock.has_slept
                 return True
             time.sleep(_POLL)
 

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from minicache import __version__
 from minicache.course.starters import starter
 from minicache.course.table import load_course
-from minicache.course.workspace import CHECKOUT, INSTALLED, RECORD, TABLE, fingerprint, label
+from minicache.course.workspace import CHECKOUT, INSTALLED, RECORD, TABLE, fingerprint, label, read_record
 from minicache.errors import CourseError
 
 CARRIED = (
@@ -138,7 +138,7 @@ def update(root: Path) -> list[Change]:
     Raises:
         CourseError: `init` did not make `root`, or a file cannot be written. Then no file has changed.
     """
-    old = recorded(root)
+    old: dict[str, str] = read_record(root).get("files", {})
     if not old:
         raise CourseError(
             f"`minicache init` did not make {root}, so an update cannot tell what you wrote: in a clone, `git pull` "
@@ -178,29 +178,6 @@ def update(root: Path) -> list[Change]:
         for each in changes
         if each.file != _RECORD  # which says nothing to a reader
     ]
-
-
-def recorded(root: Path) -> dict[str, str]:
-    """What `init` or `update` wrote last: path → SHA-256. Empty for a folder that they did not make."""
-    return dict(_read(root).get("files", {}))
-
-
-def version_of(root: Path) -> str:
-    """The version of minicache that the folder's files are of; "" for a folder that `init` did not make."""
-    return str(_read(root).get("version", ""))
-
-
-def _read(root: Path) -> dict[str, dict[str, str]]:
-    file = root / INSTALLED
-    if not file.is_file():
-        return {}
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(read["version"], str) or not isinstance(read["files"], dict):
-            raise TypeError("no version, or no files")
-    except (ValueError, TypeError, KeyError) as error:
-        raise CourseError(f"{file} is damaged ({error}): make a new folder and copy your files of labs/") from error
-    return dict(read)
 
 
 def _written(files: Mapping[str, bytes]) -> str:

@@ -61,11 +61,11 @@ def print_result(result: PhaseResult, console: Console) -> None:
         tasks = [graded.task for graded in result.tasks if graded.task.module == module]
         text = Text("\n".join([problem, *map(pointers, tasks[:1])]))
         console.print(Panel(text, title="cannot be used", title_align="left", border_style="red"))
-    for graded in result.tasks:
-        wrong = graded.outcome is Outcome.FAILED or graded.outcome.is_lost
-        begun = graded.outcome is Outcome.NOT_WRITTEN and graded.num_passed
-        if (wrong or begun) and graded.task.module not in result.problems:
-            console.print(_problem(graded, result.goes_on_with(graded)))
+    told = [graded for graded in result.tasks if _is_told(graded) and graded.task.module not in result.problems]
+    for graded in told:
+        console.print(_problem(graded, result.goes_on_with(graded), in_full=graded is told[0]))
+    if len(told) > 1:
+        console.print(f"Begin with task {told[0].task.id}: what is wrong there may fail the tasks after it.")
     idle = [graded.first_problem for graded in result.tasks if graded.outcome is Outcome.NOT_GRADED]
     for reason in dict.fromkeys(test.message.removeprefix("skipped: ") for test in idle if test):
         console.print(Text(f"Not graded: {reason}"), soft_wrap=True)
@@ -82,18 +82,15 @@ def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
     if not result.passed:
         return
     if len(result.tasks) < len(phase.tasks):
-        later = [task for task in phase.tasks if task.number > result.tasks[-1].task.number]
-        todo = (
-            f"task {later[0].id}, {later[0].title}[/]. Read {later[0].page}, then" if later else "the whole phase[/]:"
-        )
-        lines = [
-            f"Next: [bold]{todo} `minicache grade {phase.number}" + (f" --task {later[0].number}`" if later else "`")
-        ]
+        later = next((task for task in phase.tasks if task.number > result.tasks[-1].task.number), None)
+        command = f"minicache grade {phase.number}" + (f" --task {later.number}" if later else "")
+        todo = f"task {later.id}, {later.title}[/]. Read {later.page}, then" if later else "the whole phase[/]:"
+        lines = [f"Next: [bold]{todo} `{command}`"]
     else:
         lines = [f"Phase {phase.number} is finished. Its experiments: jupyter lab notebooks/{phase.folder}.ipynb"]
         if following := [each for each in course if each.tasks and each.number > phase.number]:
             to = following[0]
-            lines.append(f"Next: [bold]phase {to.number}, {to.title}[/]. Read docs/en/{to.folder}/index.md")
+            lines.append(f"Next: [bold]phase {to.number}, {to.title}[/]. Read {to.page}")
             lines.append(f"Its tasks: `minicache grade {to.number}`")
         else:
             lines.append("It is the last phase. The engine on your own files: `minicache serve --mine`")
@@ -102,14 +99,23 @@ def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _problem(graded: TaskResult, goes_on_with: Task) -> Panel:
-    """The first failure of a task in full, a line for each of the others, and where to read on."""
+def _is_told(graded: TaskResult) -> bool:
+    """Whether there is more to say of a task than the table does: it has failed, or is written in part."""
+    begun = graded.outcome is Outcome.NOT_WRITTEN and graded.num_passed > 0
+    return begun or graded.outcome is Outcome.FAILED or graded.outcome.is_lost
+
+
+def _problem(graded: TaskResult, goes_on_with: Task, *, in_full: bool) -> Panel:
+    """The most telling failure of a task, where to read on, and, in full, a line for each of the other failures."""
     test = graded.first_problem
-    message: list[Text | Table] = [Text(test.message if test else "no tests were collected, so nothing was graded")]
+    message: list[Text | Table] = _hanging(test.message if test else "no tests were collected, so nothing was graded")
     if test and test.printed.strip():
         message.append(Text(f"your code printed:\n{test.printed.rstrip()}", style="dim"))
-    message.append(Text(pointers(goes_on_with)))
-    if others := graded.other_problems:
+    message += _hanging(pointers(goes_on_with))
+    others = graded.other_problems
+    if others and not in_full:
+        message += [Text(), Text(f"{len(others)} more did not pass", style="dim")]
+    elif others:
         groups: dict[tuple[Outcome, str], list[TestResult]] = {}
         for other in others:
             groups.setdefault((other.outcome, _check(other)), []).append(other)
@@ -128,6 +134,21 @@ def _problem(graded: TaskResult, goes_on_with: Task) -> Panel:
         message.append(Text("The rest of this task's tests were not run.", style="dim"))
     title = f"{graded.task.id} {graded.task.title}"
     return Panel(Group(*message), title=title, title_align="left", border_style=STYLES[graded.outcome])
+
+
+def _hanging(message: str) -> list[Text | Table]:
+    """A message whose lines begin with a label of ten characters: what wraps stays behind the label."""
+    parts: list[Text | Table] = []
+    for line in message.splitlines():
+        label, text = line[:10], line[10:]
+        if not label.endswith("  ") or not text:
+            parts.append(Text(line))
+            continue
+        row = Table.grid()
+        row.add_column(width=10, no_wrap=True)
+        row.add_row(Text(label), Text(text))
+        parts.append(row)
+    return parts
 
 
 def _check(test: TestResult) -> str:

@@ -148,8 +148,9 @@ def load(preload: Sequence[str]) -> dict[str, str]:
                 runtime.interpret_without_gpu()
                 runtime.require_triton(runtime.usual_device())  # its canary runs once, here
             import_module(name)
-        if name == "torch":  # whose first tensor on "meta" imports half of it again
-            sys.modules["torch"].arange(1, device="meta")
+        if name == "torch":  # whose first tensor on "meta", or first dispatch mode, imports as much again
+            torch = sys.modules["torch"]
+            torch.stack([torch.arange(1, device="meta")])
     gc.collect()
     gc.freeze()  # what is loaded stays: no run need look through it for garbage, and pytest looks five times at its end
     return {name: value for name, value in os.environ.items() if before.get(name) != value}

@@ -186,7 +186,8 @@ class GradingSession:
         task = self._task_of(item.path)
         if task:
             self._tell(Event("test", item.nodeid, task.id, _title(item)))
-        done = yield
+        with scenario.telling():  # what fixtures note is told of this test only
+            done = yield
         if task and (result := self._results.get(task.id, {}).get(item.nodeid)):
             self._keep(task, result)
         return done

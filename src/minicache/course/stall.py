@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -43,7 +44,7 @@ class Stopwatch:
 
     def restart(self) -> None:
         """Start again at 0."""
-        self._seconds = 0.0
+        self._seconds = self._computing = 0.0
         self._now = time.monotonic()
         self._computed = _computed(self._pid)
 
@@ -52,8 +53,14 @@ class Stopwatch:
         now, computed = time.monotonic(), _computed(self._pid)
         slept = 0.0 if _is_runnable(self._pid) else now - self._now
         self._seconds += max(slept, computed - self._computed)
+        self._computing += computed - self._computed
         self._now, self._computed = now, computed
         return self._seconds
+
+    @property
+    def has_slept(self) -> bool:
+        """Whether it has hardly computed: it waits for something, and perhaps looks again now and then."""
+        return sys.platform == "linux" and self._computing < 0.1 * self._seconds
 
 
 def _computed(pid: int) -> float:
@@ -87,13 +94,14 @@ def stacks(log: Path) -> dict[str, list[Stack]]:
     return found
 
 
-def where(log: Path, files: Collection[Path], tests: Path) -> list[str]:
+def where(log: Path, files: Collection[Path], tests: Path, *, waiting: bool = False) -> list[str]:
     """Where in the learner's files a process was that crashed or had to be stopped, from the fault handler's stacks.
 
     Args:
         log: the process's log.
         files: the learner's files.
         tests: the folder of the tests that called them.
+        waiting: whether it slept rather than computed: then no loop is to blame, but what it waits for.
 
     Returns:
         Lines to tell: the loop that does not end, if there are several stacks to compare; the learner's frames, the
@@ -101,14 +109,16 @@ def where(log: Path, files: Collection[Path], tests: Path) -> list[str]:
     """
     theirs = {str(file) for file in files}
     for samples in stacks(log).values():
-        now = samples[-1]
-        places = [place for place, (file, _, _) in enumerate(now) if file in theirs]
-        if not places:
+        inside = [stack for stack in samples if any(file in theirs for file, _, _ in stack)]
+        if not inside:  # now or when it was asked before: a loop of the test's may call them again and again
             continue
-        loop = _endless(samples, theirs.__contains__) or _endless(samples, partial(_is_ours, tests))
-        told = [f"loop      `{loop.code}` at {loop.place} does not end"] if loop and len(samples) > 1 else []
-        shown = [now[place] for place in places]
-        shown += [frame for frame in now[places[-1] :] if tests in Path(frame[0]).parents][:1]
+        now, loop = inside[-1], None
+        if len(samples) > 1 and not waiting:
+            loop = _endless(samples, theirs.__contains__) or _endless(samples, partial(_is_ours, tests))
+        told = [f"loop      `{loop.code}` at {loop.place} does not end"] if loop else []
+        outermost = max(place for place, frame in enumerate(now) if frame[0] in theirs)
+        shown = [frame for frame in now if frame[0] in theirs]
+        shown += [frame for frame in now[outermost:] if tests in Path(frame[0]).parents][:1]
         lines = [str(line_of(file, lineno)) for file, lineno, _ in shown]
         if (num_left_out := len(lines) - _MAX_LINES) > 0:
             half = _MAX_LINES // 2

@@ -53,7 +53,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of the course. Without tasks it is planned."""
+    """One phase of the course. Without tasks it is planned.
+
+    Attributes:
+        page: its first page, from the course's root; in a folder that has no pages, the command that shows it.
+    """
 
     number: int
     slug: str
@@ -61,6 +65,7 @@ class Phase:
     builds: str
     theory: str
     tasks: tuple[Task, ...]
+    page: str
 
     @property
     def folder(self) -> str:
@@ -104,13 +109,12 @@ class Course:
         return iter(self.phases)
 
     def reading_by_command(self) -> Course:
-        """This course for a folder without docs/: each task's page is the command that shows it."""
-        return Course(
-            tuple(
-                replace(phase, tasks=tuple(replace(task, page=f"minicache docs {task.id}") for task in phase.tasks))
-                for phase in self.phases
-            )
-        )
+        """This course for a folder without docs/: the page of a phase or task is the command that shows it."""
+        phases = []
+        for phase in self.phases:
+            tasks = tuple(replace(task, page=f"minicache docs {task.id}") for task in phase.tasks)
+            phases.append(replace(phase, tasks=tasks, page=f"minicache docs {phase.number}"))
+        return Course(tuple(phases))
 
     def phase(self, name: str | int) -> Phase:
         """A phase by number (`1`, `"01"`), slug (`"dense-cache"`) or folder (`"phase-01-dense-cache"`).
@@ -166,7 +170,7 @@ def _phase(entry: Entry) -> Phase:
     entry.done()
     _check_unique([task.number for task in tasks], f"{entry.where}: task numbers")
     _check_unique([(task.module, name) for task in tasks for name in task.targets], f"{entry.where}: targets")
-    return Phase(number, slug, title, builds, theory, tasks)
+    return Phase(number, slug, title, builds, theory, tasks, f"docs/en/phase-{number:02d}-{slug}/index.md")
 
 
 def _task(entry: Entry, phase: int) -> Task:

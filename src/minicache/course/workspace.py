@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import minicache
 from minicache.course.table import Course, Phase, load_course
@@ -41,6 +43,15 @@ class Workspace:
     def state(self) -> Path:
         """The folder of saved progress and of the copies that `reset` keeps. It need not exist."""
         return self.root / ".minicache"
+
+    @property
+    def version(self) -> str:
+        """The version of minicache that `init` or `update` wrote the folder's files with; "" in a clone.
+
+        Raises:
+            CourseError: the record of what they wrote is damaged.
+        """
+        return str(read_record(self.root).get("version", ""))
 
     def tests(self, phase: Phase) -> Path:
         """The folder of the tests that grade `phase`."""
@@ -80,6 +91,24 @@ def find_workspace(labs: Path | None = None) -> Workspace:
             return open_workspace(root, labs)
     where = f"MINICACHE_ROOT={given} has" if given else "there is"
     raise CourseError(f"{where} no {TABLE}: go into your course's folder, or make one with `minicache init my-course`")
+
+
+def read_record(root: Path) -> dict[str, Any]:
+    """What `init` or `update` wrote into `root` last: `version`, and `files`, path → SHA-256. Empty in a clone.
+
+    Raises:
+        CourseError: the record is damaged.
+    """
+    file = root / INSTALLED
+    if not file.is_file():
+        return {}
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        return {"version": read["version"], "files": dict(read["files"])}
+    except (ValueError, TypeError, KeyError) as error:
+        raise CourseError(
+            f"{file} is damaged: make a new folder with `minicache init`, copy your labs/ into it"
+        ) from error
 
 
 def fingerprint(file: Path) -> str:

@@ -18,6 +18,7 @@ from minicache.kernels.decode import attend_range
 def one_head_kernel(
     q_ptr,
     positions_ptr,
+    slopes_ptr,
     k_cache_ptr,
     v_cache_ptr,
     block_table_ptr,
@@ -29,6 +30,7 @@ def one_head_kernel(
     end,
     scale,
     sliding_window,
+    softcap,
     stride_k_block,
     stride_k_slot,
     stride_k_dim,
@@ -46,10 +48,13 @@ def one_head_kernel(
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
     mask = (rows < num_queries)[:, None] & (dims < HEAD_DIM)
     numbers = rows[:, None] * HEAD_DIM + dims
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + rows, mask=rows < num_queries, other=0.0)
     row_max, row_sum, acc = attend_range(
         tl.load(q_ptr + numbers, mask=mask, other=0.0),
         tl.load(positions_ptr + rows, mask=rows < num_queries, other=-1),
-        None,
+        slopes,
         k_cache_ptr,
         v_cache_ptr,
         None,
@@ -61,7 +66,7 @@ def one_head_kernel(
         end,
         scale,
         sliding_window,
-        None,
+        softcap,
         stride_k_block,
         stride_k_slot,
         stride_k_dim,
@@ -87,7 +92,9 @@ def attend_one_head(
     end: int,
     *,
     scale: float | None = None,
+    slopes: Tensor | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     tile: int = 16,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `attend_range` returns for some queries of one head.
@@ -101,7 +108,9 @@ def attend_one_head(
         start: the range's first token.
         end: the token after its last one.
         scale: what the scores are multiplied by; 1 / √d by default.
+        slopes: `[N]` fp32, ALiBi's slope for each query, contiguous, or None.
         sliding_window: W ≥ 1, or None.
+        softcap: c > 0, or None.
         tile: tokens of a tile, a power of two: 16 or more on a GPU, any in the interpreter.
 
     Returns:
@@ -113,6 +122,7 @@ def attend_one_head(
     one_head_kernel[(1,)](
         q,
         query_positions,
+        slopes,
         k_cache,
         v_cache,
         block_table,
@@ -124,6 +134,7 @@ def attend_one_head(
         end,
         head_dim**-0.5 if scale is None else float(scale),
         sliding_window,
+        softcap,
         *k_cache.stride(),
         *v_cache.stride(),
         ROWS=max(16, triton.next_power_of_2(num_queries)),

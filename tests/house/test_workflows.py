@@ -1,0 +1,34 @@
+"""What `.github/workflows` runs is there: targets, scripts, and every Python that the package says it supports."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def steps(workflow: Path) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values()
+    return [step for job in jobs for step in job["steps"]]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda each: each.stem)
+def test_what_a_workflow_runs_is_there(workflow: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    commands = [step["run"].split() for step in steps(workflow) if "run" in step]
+    for command in commands:
+        assert command[1] in targets if command[0] == "make" else (ROOT / command[0]).is_file(), command
+    assert commands
+
+
+def test_the_oldest_python_is_tested() -> None:
+    tests = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+    tested = tests["jobs"]["tests"]["strategy"]["matrix"]["python"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == f">={tested[0]}"
+    assert tested == sorted(tested, key=lambda each: int(each.split(".")[1]))

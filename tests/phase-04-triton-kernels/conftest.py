@@ -659,8 +659,8 @@ def _storing_fp32() -> Iterator[None]:
     def refuse(self: Any, pointer: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if value.type.scalar.is_floating() and not value.type.scalar.is_fp32():
             raise AssertionError(
-                f"attend_range returns a result in {value.type.scalar}, not fp32: row_max, row_sum and acc begin in fp32, "
-                "the dtype that the loop gives them, or a GPU's compiler refuses the loop"
+                f"attend_range returns a result in {value.type.scalar}, not fp32: row_max, row_sum and acc begin in "
+                "fp32, the dtype that the loop gives them, or a GPU's compiler refuses the loop"
             )
         return store(self, pointer, value, *args, **kwargs)
 

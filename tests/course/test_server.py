@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from minicache.course.server import Child, PytestServer
+from minicache.kernels import runtime
 
 ARGUMENTS = ["-q", "-p", "no:cacheprovider"]
 
@@ -112,3 +113,19 @@ def test_no_process_outlives_an_owner_that_is_killed(tests: Path) -> None:
         owner.kill()
     wait_for_the_end(run_pid)
     wait_for_the_end(server_pid)
+
+
+def test_the_interpreter_is_asked_for_before_anything_imports_triton(
+    tests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton is built for the interpreter or not when it is imported, and torch's first dispatch mode imports it."""
+    pytest.importorskip("triton")
+    if runtime.has_gpu():
+        pytest.skip("with a GPU nothing is interpreted")
+    monkeypatch.delenv(runtime.INTERPRET, raising=False)
+    code = "from minicache.kernels import runtime\n\ndef test_interpreting():\n    assert runtime.interpreting()\n"
+    (tests / "test_interpreting.py").write_text(code)
+    with PytestServer(["torch"]) as server:
+        child = run(server, tests, "test_interpreting.py")
+        wait_for_the_end(child.pid)
+        assert child.stop() == 0, (tests / "log").read_text()

@@ -74,16 +74,27 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @contextmanager
 def _watching(forbid: Mapping[str, Forbidden], given: Mapping[str, Any]) -> Iterator[Log]:
     """Trace what runs inside, and check afterwards who stores and loads what."""
+    from triton.language.semantic import TritonSemantic
     from triton.runtime.interpreter import interpreter_builder
 
-    multiply = interpreter_builder.create_dot
+    multiply, convert = interpreter_builder.create_dot, TritonSemantic.cast
+
+    def cast(self: Any, given: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        if given.type.scalar.is_int() and dtype.scalar.is_fp8():
+            raise AssertionError(
+                "an integer is converted to fp8, which a GPU's compiler refuses: is it other=0 in a load?"
+            )
+        return convert(self, given, dtype, *args, **kwargs)
 
     def create_dot(a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         if a.dtype.is_fp32() and input_precision.name != "IEEE":
             raise AssertionError('tl.dot of fp32 tiles without input_precision="ieee": a GPU rounds them to 10 bits')
         return multiply(a, b, d, input_precision, max_num_imprecise_acc)
 
-    with patch.object(interpreter_builder, "create_dot", create_dot), trace(forbid=forbid, **given) as log:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(interpreter_builder, "create_dot", create_dot))
+        stack.enter_context(patch.object(TritonSemantic, "cast", cast))
+        log = stack.enter_context(trace(forbid=forbid, **given))
         yield log
     _check_stores(log, given)
     _check_that_a_program_loads_once(log)
@@ -638,6 +649,25 @@ def launches_nothing(device) -> Callable[..., None]:
     return run
 
 
+@contextmanager
+def _storing_fp32() -> Iterator[None]:
+    """Refuse a store that converts from half precision: what `attend_range` returns is fp32, whatever q is."""
+    from triton.language.semantic import TritonSemantic
+
+    store = TritonSemantic.store
+
+    def refuse(self: Any, pointer: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if value.type.scalar.is_floating() and not value.type.scalar.is_fp32():
+            raise AssertionError(
+                f"attend_range returns a result in {value.type.scalar}, not fp32: row_max, row_sum and acc begin in "
+                "fp32, the dtype that the loop gives them, or a GPU's compiler refuses the loop"
+            )
+        return store(self, pointer, value, *args, **kwargs)
+
+    with patch.object(TritonSemantic, "store", refuse):
+        yield
+
+
 @pytest.fixture(scope="session")
 def attends_over(device) -> Callable[..., None]:
     """`attends_over(one, start, end, positions)`: run `attend_range` for queries at those positions; check its results.
@@ -674,7 +704,7 @@ def attends_over(device) -> Callable[..., None]:
             beside = (entries < start // size) | (entries * size >= max(start, end))
             entry = Forbidden(beside, f"an entry for no token of {start} … {end - 1}")
             named = {"k_cache": one.k_cache, "v_cache": one.v_cache, "block_table": table}
-            with _watching({"k_cache": row, "v_cache": row, "block_table": entry}, named):
+            with _storing_fp32(), _watching({"k_cache": row, "v_cache": row, "block_table": entry}, named):
                 return attend_one_head(*given, **options)
 
         got = call(attend_range, q, torch.tensor(positions, dtype=torch.int32), start=start, end=end, **options).value

@@ -93,7 +93,7 @@ def test_any_negative_slot_is_skipped(device, store_rows, launched):
     that("v_cache afterwards", v_cache).gives(expected[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_every_number_arrives_bit_for_bit(device, stores, dtype):
     """Storing copies: no number changes, in any dtype."""
     k, v = ((each * 30).to(dtype) for each in rows(device, 3, 2, 16))

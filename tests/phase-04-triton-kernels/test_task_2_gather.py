@@ -62,7 +62,7 @@ def test_a_table_without_a_tail(device, watched):
     that("gather_kv of 7 tokens in blocks 3 and 1", got).gives(torch.cat([cache[3], cache[1, :3]]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_every_number_arrives_bit_for_bit(batch, gathers, dtype):
     """Gathering copies: no number changes, in any dtype."""
     gathers(batch([11], 2, 16, 8, dtype=dtype))

@@ -20,8 +20,8 @@ def scored(batch, scores, block_size=16):
 
 
 def test_one_block(batch, attends_over):
-    """16 tokens in one block of 16 are one tile, all of it real: the block's id comes from the table."""
-    attends_over(batch([16], 1, 16, 16), 0, 16, [15])
+    """32 tokens in one block of 32 are one tile, all of it real: the block's id comes from the table."""
+    attends_over(batch([32], 1, 64, 32), 0, 32, [31], tile=32)  # 16 rows, 32 tokens, 64 numbers: no axis fits another
 
 
 def test_two_blocks(batch, attends_over):
@@ -119,6 +119,12 @@ def test_sums_of_halves_are_fp32(batch, attends_over):
     one.values[0].fill_(1000.0)
     one = one.moved(0)
     attends_over(one, 0, 70, [69], q=torch.randn(1, 16).to(one.k_cache))
+
+
+def test_results_of_halves_are_fp32_without_a_tile(batch, attends_over):
+    """q in fp16, an empty range: what is summed is fp32 before the loop, and no name changes its dtype in it."""
+    one = batch([16], 1, 16, 8, dtype=torch.float16)
+    attends_over(one, 8, 8, [15], q=torch.randn(1, 16).to(one.k_cache))
 
 
 def test_small_weights_of_halves_count(batch, attends_over):

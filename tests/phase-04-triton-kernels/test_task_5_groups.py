@@ -11,7 +11,7 @@ from minicache.kernels import paged_decode_attention
 
 def test_one_head(batch, decode):
     """One sequence of 16 tokens, one query head, one KV head: what attend_range returns, divided."""
-    decode(batch([16], 1, 16, 8), 1)
+    decode(batch([16], 1, 32, 8), 1)
 
 
 def test_a_query_head_for_each_kv_head(batch, decode):

@@ -143,12 +143,13 @@ def load(preload: Sequence[str]) -> dict[str, str]:
         import_module(name)
     for name in preload:
         with suppress(ImportError, KernelUnavailableError):  # the run that needs it will say so
-            if name == "triton":  # built for the GPU or for the interpreter when it is imported, here and for all runs
+            if name in ("torch", "triton"):  # whichever imports Triton: built for the interpreter or not, for all runs
                 runtime = import_module("minicache.kernels.runtime")
                 runtime.interpret_without_gpu()
-                runtime.require_triton(runtime.usual_device())  # its canary runs once, here
+                if name == "triton":
+                    runtime.require_triton(runtime.usual_device())  # its canary runs once, here
             import_module(name)
-        if name == "torch":  # whose first tensor on "meta", or first dispatch mode, imports as much again
+        if name == "torch":  # whose first tensor on "meta", or first dispatch mode, imports as much again, Triton too
             torch = sys.modules["torch"]
             torch.stack([torch.arange(1, device="meta")])
     gc.collect()

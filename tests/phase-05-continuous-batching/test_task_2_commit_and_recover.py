@@ -200,6 +200,16 @@ def test_finished_requests_leave_and_the_others_keep_their_order(plain, request_
     call(scheduler.check).gives(None)
 
 
+def test_finished_requests_are_returned_in_batch_order(plain, request_of):
+    """However they finish: a has its max_tokens, b its stop token, c its max_tokens again; a, b, c are returned."""
+    scheduler = plain()
+    requests = [request_of(request_id, max_tokens=1, stop_token_ids=[9]) for request_id in "abc"]
+    finished = call(scheduler.update_from_output, batch_of(scheduler, *requests), {"a": 1, "b": 9, "c": 3}).value
+    that("those that have finished", [(each.request_id, each.status.name) for each in finished]).gives(
+        [("a", "FINISHED_LENGTH"), ("b", "FINISHED_STOPPED"), ("c", "FINISHED_LENGTH")]
+    )
+
+
 def test_when_all_have_finished_nothing_is_left(plain, request_of):
     """After the last one: nothing runs, nothing is unfinished, all blocks are free."""
     scheduler = plain()
@@ -596,14 +606,17 @@ def test_everything_is_computed_again(plain, request_of):
 
 
 def test_recovered_requests_wait_before_later_arrivals(plain, request_of):
-    """a and b run, c arrives while the model fails: the queue is a, b, c, and nothing is counted for c."""
+    """a and b run, c arrives while the model fails: the queue is a, b, c. a and b are preempted, c is not.
+
+    It was their first step: nothing of them was computed. They have lost their batch slots.
+    """
     scheduler = plain()
-    batch_of(scheduler, request_of("a"), request_of("b"))
-    late = request_of("c")
+    requests = first, second, late = [request_of(request_id) for request_id in "abc"]
+    batch_of(scheduler, first, second)
     scheduler.add_request(late)
     scheduler.recover()
     that("the waiting queue", list(scheduler.waiting)).gives(["a", "b", "c"])
-    that("num_preemptions of c", late.num_preemptions).gives(0)
+    that("num_preemptions of a, b, c", [request.num_preemptions for request in requests]).gives([1, 1, 0])
 
 
 def test_a_failed_step_cannot_be_committed(plain, request_of, state_of):
@@ -621,8 +634,10 @@ def test_what_a_waiting_request_holds_is_taken_back(plain, request_of):
     scheduler.add_request(request)
     request.status = RequestStatus.SWAPPED
     request.num_computed_tokens = 5
+    request.num_preemptions = 1
     scheduler.recover()
     that("its status", request.status.name).gives("WAITING")
+    that("its num_preemptions: it was not in the batch", request.num_preemptions).gives(1)
     that("its num_computed_tokens", request.num_computed_tokens).gives(0)
     that("released, through release()", scheduler.released).gives(["a"])
     that("the waiting queue", list(scheduler.waiting)).gives(["a"])

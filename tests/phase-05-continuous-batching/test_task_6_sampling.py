@@ -50,6 +50,8 @@ def test_each_row_has_its_own_k():
 def test_k_that_rules_nothing_out(top_k):
     """0 means all tokens, and so does a k as large as the vocabulary or larger."""
     call(keep_top_k, LOGITS, top_k).gives(LOGITS)
+    rows = torch.stack([LOGITS, -LOGITS])
+    call(keep_top_k, rows, top_k).gives(rows)
 
 
 def test_equals_of_the_kth_are_left_too():

@@ -229,6 +229,25 @@ def test_without_requests_nothing_is_done(model):
     that("passes", len(watched.passes)).gives(2)
 
 
+class Moves(ContinuousBatchScheduler):
+    """Has a block of a request that is no longer there copied in each step, as one that preempts and ends another."""
+
+    def schedule(self):
+        output = super().schedule()
+        output.swapped_out["gone"] = [(0, 0)]
+        return output
+
+
+def test_blocks_are_moved_though_nothing_is_scheduled(model):
+    """A step swaps a request out and has no tokens to compute: the blocks are moved, and the model is not run."""
+    watched, moved = Watched(model), []
+    llm = LLM(watched, scheduler=Moves(num_blocks=4))
+    llm.memory.move_blocks = lambda output: moved.append(dict(output.swapped_out))
+    call(llm.step).gives([])
+    that("swapped_out, in the calls of memory.move_blocks", moved).gives([{"gone": [(0, 0)]}])
+    that("passes", len(watched.passes)).gives(0)
+
+
 # Tokens
 
 LENGTHS, NUM_TOKENS = (5, 1, 9, 3, 7), (8, 3, 1, 6, 10)
@@ -451,10 +470,13 @@ def test_a_request_that_outgrows_the_memory_ends_without_a_token(model):
     """One that outgrows the whole memory ends without a token: a chunk with token_id None and the reason "capacity"."""
     (prompt,) = prompts_of(3)
     llm = LLM(model, scheduler="paged", num_blocks=3, block_size=2)
+    forget, forgotten = llm.memory.forget, []
+    llm.memory.forget = lambda request_id: (forgotten.append(request_id), forget(request_id))
     llm.add_request(prompt, greedy(20))
     chunks = serve(llm)[0]
     that("tokens", tokens_of(chunks)).gives([*alone(model, prompt, 4), None])
     that("reasons", [chunk.finish_reason for chunk in chunks]).gives([None] * 4 + ["capacity"])
+    that("what memory.forget was called with", forgotten).gives([0])
     that("answers that are still kept", list(llm.answers)).gives([])
 
 
@@ -548,6 +570,30 @@ def test_ends_without_a_token_are_emitted_first(model):
         call(llm.step)
     told = [(chunk.request_id, chunk.token_id, chunk.finish_reason) for chunk in call(llm.step).value]
     that("chunks of step 2", told).gives([(0, None, "capacity"), (1, alone(model, prompts[1], 3)[2], None)])
+
+
+@pytest.mark.parametrize("part", ["schedule", "move_blocks", "pick", "update_from_output"])
+def test_any_part_of_a_step_may_fail(model, part):
+    """It raises in the second step, once: the error comes out of step(), and stepping again gives the same tokens."""
+    prompts = prompts_of(5, 2)
+    llm = LLM(model)
+    for prompt in prompts:
+        llm.add_request(prompt, greedy(4))
+    got = {chunk.request_id: [chunk.token_id] for chunk in call(llm.step).value}
+    owner = next(each for each in (llm, llm.memory, llm.scheduler) if hasattr(each, part))
+    original = getattr(owner, part)
+
+    def fails(*arguments):
+        setattr(owner, part, original)
+        raise OSError("the device is gone")
+
+    setattr(owner, part, fails)
+    call(llm.step).raises(OSError)
+    told = f"the batch after {part} has raised: recover() was called"
+    that(told, [each.request_id for each in llm.scheduler.running]).gives([])
+    for request_id, chunks in serve(llm).items():
+        got[request_id] += tokens_of(chunks)
+    that("tokens", got).gives({number: alone(model, prompt, 4) for number, prompt in enumerate(prompts)})
 
 
 def test_ctrl_c_in_a_step(model):
@@ -644,6 +690,7 @@ def test_a_token_that_cannot_be_decoded_fails_its_request_alone(model, num_token
     requests = [answer.request for answer in llm.answers.values()]
     chunks = serve(llm)
     that("reasons of the one", [chunk.finish_reason for chunk in chunks[0]]).gives([None, None, "error"])
+    that("its tokens: they were generated", tokens_of(chunks[0])).gives(first[:3])
     that("its status", requests[0].status.name).gives("FINISHED_ERROR")
     that("text of the other", "".join(chunk.text for chunk in chunks[1])).gives(Letters().decode(second))
     that("used blocks", llm.scheduler.pool.num_used).gives(0)

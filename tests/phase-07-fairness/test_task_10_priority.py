@@ -61,6 +61,12 @@ def test_priority_then_arrival_time_then_arrival_index(request_of):
     that("the order in which they are served", one_at_a_time(requests)).gives(list("dcebfa"))
 
 
+def test_arrival_times_are_seconds_with_all_their_digits(request_of):
+    """Of two that arrive within a millisecond, the earlier is served first, though it was added last."""
+    requests = [request_of("late", arrival_time=7.0002), request_of("early", arrival_time=7.0001)]
+    that("the order in which they are served", one_at_a_time(requests)).gives(["early", "late"])
+
+
 def test_no_two_keys_are_equal(request_of):
     """priority_key() orders any two requests of a scheduler, children of one parent (phase 8) included."""
     scheduler = PriorityScheduler(num_blocks=64)

@@ -13,7 +13,7 @@ from minicache.request import Request
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import LazyHeap, RequestQueue
 
-SMALL, LARGE = 250, 4000
+SMALL, LARGE = 30, 480
 """Two lengths of a queue. A cost that doubles with the length is 16 times as high at the second."""
 
 
@@ -241,7 +241,7 @@ def costs_no_more(description, prepare, calls=lambda length: 1):
 
 @pytest.mark.parametrize("question", ["first", "first of a group", "oldest"])
 def test_a_question_costs_the_same_at_any_length(question):
-    """With 4,000 requests in the queue, a question takes no more than three times what it takes with 250."""
+    """With 480 requests in the queue, a question takes no more than three times what it takes with 30."""
 
     def ask(length):
         queue, _ = a_queue_of(length)
@@ -251,20 +251,20 @@ def test_a_question_costs_the_same_at_any_length(question):
 
 
 def test_joining_and_leaving_cost_the_same_at_any_length():
-    """200 leave from anywhere and come back: with 4,000 in the queue no more than three times what it is with 250."""
+    """30 leave from anywhere and come back: with 480 in the queue no more than three times what it is with 30."""
 
     def churn(length):
         queue, requests = a_queue_of(length)
 
         def leave_and_come_back():
-            for request in requests[:200]:
+            for request in requests[:SMALL]:
                 queue.remove(request)
                 queue.first()
                 queue.add(request)
 
         return leave_and_come_back
 
-    costs_no_more("200 requests that leave and come back", churn)
+    costs_no_more(f"{SMALL} requests that leave and come back", churn)
 
 
 def test_emptying_a_queue_costs_the_same_a_request():

@@ -108,7 +108,8 @@ def test_a_drafter_remembers_no_text():
     that("max_ngram after a text of two tokens", drafter.max_ngram).gives(3)
     call(drafter.draft, [1, 2, 3, 1, 2], 1).gives([3])
     call(drafter.draft, [1, 2, 4, 1, 2], 1).gives([4])
-    call(drafter.draft, [1, 2], 1).gives([])
+    told = "draft([1, 2], 1) of a drafter that was given [1, 2, 4, 1, 2] and other texts before"
+    that(told, drafter.draft([1, 2], 1)).gives([])
 
 
 def by_the_rule(tokens, max_ngram, num_tokens):

@@ -225,7 +225,7 @@ def test_verify_changes_no_argument():
     found = call(verify, rows, [drafts], [Counting(GREEDY)]).value
     found[0].append(6)
     that("the draft tokens", drafts).gives([1, 2])
-    that("the logits", rows).gives(before)
+    that("the logits that verify was given, after the call", rows).gives(before)
     call(verify, rows, ((1, 2),), (Counting(GREEDY),)).gives([[1, 2, 5]])
 
 
@@ -394,7 +394,10 @@ def test_a_thousand_draws_have_the_models_distribution(drafts):
 @pytest.mark.parametrize("bad", [NAN, INF], ids=["NaN", "inf"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_bad_row_gives_no_token(bad, temperature):
-    """A row whose largest logit is NaN or infinite gives no token, nor do those behind it; the others' do."""
+    """Of a request's three rows the second has a NaN or an inf, and then the first too: no token from there on.
+
+    The other request gets its own.
+    """
     rows = rows_of(1, 2, 3, 8)
     rows[1, 0] = bad
     samplers = [drawing(temperature=temperature) for _ in range(2)]
@@ -446,7 +449,7 @@ def test_numbers_that_do_not_fit_are_refused_before_any_draw(num_rows, drafts, n
     samplers = [drawing() for _ in range(num_samplers)]
     rows = rows_of(*[1, 2, 5, 3, 5, 5][:num_rows])
     call(verify, rows, drafts, samplers).raises(ValueError)
-    that("draws", sum(len(sampler.drawn) for sampler in samplers)).gives(0)
+    that("draws before verify refused", sum(len(sampler.drawn) for sampler in samplers)).gives(0)
 
 
 # In a step of the model

@@ -335,8 +335,11 @@ def test_dispatch_gives_chunks_to_their_streams(scenario, tiny_llm, a_chunk):
         that("engine.streams, when all answers of both have ended", list(engine.streams)).gives([])
         times = list(engine.finished_at)
         that("how many times finished_at has", len(times)).gives(3)
-        times = [before, *times, time.monotonic()]
-        that("whether they are of time.monotonic(), in order", times == sorted(times)).gives(True)
+        seconds = [round(each - before, 6) for each in (*times, time.monotonic())]
+        told = f"finished_at is {seconds[:-1]}, in seconds of time.monotonic() since the test began {seconds[-1]} s ago"
+        that(
+            f"{told}: whether the newest is last, and all lie in between", [0, *seconds] == sorted([0, *seconds])
+        ).gives(True)
 
     scenario.run(main)
 
@@ -363,7 +366,9 @@ def test_dispatch_drops_a_chunk_without_a_stream(scenario, tiny_llm, a_chunk):
         engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
         engine.num_unfinished = 1
         call(engine.dispatch, [a_chunk("gone", "stop", request_id="z"), a_chunk("here")]).gives(None)
-        (await scenario.ask("take() of the stream that is there", stream.take())).gives([a_chunk("here")])
+        (await scenario.ask("take() of a stream whose chunk was behind the dropped one", stream.take())).gives(
+            [a_chunk("here")]
+        )
         that("engine.num_unfinished, after the end of a request without a stream", engine.num_unfinished).gives(1)
 
     scenario.run(main)

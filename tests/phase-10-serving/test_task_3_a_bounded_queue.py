@@ -217,7 +217,8 @@ def test_n_answers_take_n_slots(scenario, tiny_llm, params, all_tokens):
         llm.hold()
         three = asyncio.ensure_future(engine.add_request([1], params(n=3)))
         await asyncio.sleep(0)
-        outcome = await scenario.ask("add_request(n=2) with 3 of 4 slots taken", engine.add_request([2], params(n=2)))
+        told = "add_request(n=2) with 3 of 4 slots taken by one request, n = 3: a QueueFullError at once"
+        outcome = await scenario.ask(told, engine.add_request([2], params(n=2)))
         outcome.raises(QueueFullError)
         one = asyncio.ensure_future(engine.add_request([3], params()))
         await asyncio.sleep(0)

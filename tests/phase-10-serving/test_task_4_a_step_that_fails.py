@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 
 import pytest
@@ -449,11 +450,17 @@ def test_a_request_that_fails_alone(scenario, tiny_llm, params, all_tokens, righ
 
 
 def test_one_failed_answer_ends_its_request(scenario, tiny_llm, params, all_tokens):
-    """A request is one client's: if one of its answers fails, the others are aborted."""
+    """A request is one client's: if one of its answers fails, the others are aborted, by the engine's thread."""
 
     async def main():
         llm = tiny_llm()
-        pick = llm.pick
+        pick, abort, aborting = llm.pick, llm.abort_request, set()
+
+        def abort_request(request_id):
+            aborting.add(threading.current_thread().name)
+            return abort(request_id)
+
+        llm.abort_request = abort_request
 
         def spoil(output, logits):
             bad = [
@@ -469,6 +476,7 @@ def test_one_failed_answer_ends_its_request(scenario, tiny_llm, params, all_toke
         outcome.raises(StepFailedError)
         await check_clean(scenario, engine)
         that("steps", len(llm.steps) < 20).gives(True)
+        that("threads that call llm.abort_request: the LLM is its thread's", aborting).gives({"minicache-engine"})
 
     scenario.run(main)
 

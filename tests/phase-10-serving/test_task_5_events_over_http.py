@@ -68,7 +68,7 @@ class Channel:
 
     async def send(self, message):
         if len(self.sent) == self.breaks_at:
-            raise BrokenPipeError("the connection is broken")
+            raise OSError("the connection is broken")  # no ConnectionError: uvicorn's is an OSError of its own
         self.sent.append(message)
         await self.has_room.wait()
 
@@ -100,6 +100,22 @@ def test_the_result_of_the_work_is_returned(scenario):
             return 42
 
         (await scenario.ask("unless_client_leaves", unless_client_leaves(channel.receive, work()))).gives(42)
+        check_no_task_is_left(before)
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("kind", ["a task", "a future"])
+def test_the_work_may_be_anything_that_can_be_awaited(scenario, kind):
+    """A caller may have begun the work already, or somebody else sets the result: its result comes back."""
+
+    async def main():
+        channel, before = Channel(), asyncio.all_tasks()
+        work = asyncio.get_running_loop().create_future()
+        work.set_result(42)
+        if kind == "a task":
+            work = asyncio.ensure_future(asyncio.sleep(0, 42))
+        (await scenario.ask(f"unless_client_leaves, of {kind}", unless_client_leaves(channel.receive, work))).gives(42)
         check_no_task_is_left(before)
 
     scenario.run(main)

@@ -397,6 +397,8 @@ for limit, report in zip(YOUR_LIMITS, found):
 print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
-# **What to look for.** Every limit gives about the same answers a second: the batch is full either way. A longer queue only
-# postpones the first refusal, by as many requests as it holds, and everything admitted after that waits for all of it. A
-# queue is there for bursts that end. What is the longest wait that your users would accept, and which limit follows?
+# **What to look for.** The run is a burst, 160 requests within some two seconds. A longer queue takes more of it in: fewer
+# refusals, and a longer wait for everything that is admitted behind it. If the same load lasted for an hour, the longest
+# queue would be full after seconds too. From then on it would refuse half of the requests, as every other limit does, and
+# only the wait would remain. A queue is there for bursts that end. What is the longest wait that your users would accept,
+# and which limit follows?

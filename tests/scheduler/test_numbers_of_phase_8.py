@@ -50,8 +50,8 @@ def missing_on(name: str, *stated: str) -> list[str]:
 
 
 def table(name: str, heading: str) -> list[list[str]]:
-    """The cells of the table whose heading row is given, row by row."""
-    lines = (PAGES / name).read_text(encoding="utf-8").splitlines()
+    """The cells of the table whose heading row is given, row by row; it may stand in a fold."""
+    lines = [line.strip() for line in (PAGES / name).read_text(encoding="utf-8").splitlines()]
     rows: list[list[str]] = []
     for line in lines[lines.index(heading) + 2 :]:
         if not line.startswith("|"):

@@ -31,17 +31,19 @@ from typing import Any, Final
 from rich.progress import track
 
 from benchmarks._record import record
-from minicache.arithmetic.arithmetic import cache_bytes_per_token, cache_capacity_tokens, weight_bytes
+from minicache.arithmetic.arithmetic import cache_bytes_per_token, cache_capacity_tokens
 from minicache.arithmetic.specs import A100_40GB, GIB, LLAMA_3_8B, OPT_13B
 from minicache.memory.prefix import block_hash, root_hash
 from minicache.request import Request
 from minicache.scheduler import Scheduler, create_scheduler
 from minicache.simulator.costs import RooflineCost
+from minicache.simulator.machine import published_machine
 from minicache.simulator.orca import OrcaScheduler
-from minicache.simulator.prompts import ChatWorkload, behind_system_prompt, chats
+from minicache.simulator.prompts import behind_system_prompt, chats
 from minicache.simulator.report import ServingReport
 from minicache.simulator.serving import ServingSimulation
-from minicache.simulator.workload import SHAREGPT, LengthDistribution, Workload
+from minicache.simulator.traffic import CHATS
+from minicache.simulator.workload import LengthDistribution, Workload
 
 BLOCK_SIZE: Final = 16
 WAYS: Final = {"without": False, "with": True}
@@ -55,26 +57,10 @@ SENTENCE, ANSWERS, ANSWER = 30, (20, 40, 80), 40
 SPREAD: Final = 0.5
 """Coefficient of variation of both. Assumed."""
 
-CHATS: Final = ChatWorkload(
-    message=SHAREGPT.prompt,
-    answer=SHAREGPT.output,
-    rate=0.3,
-    mean_turns=5.0,
-    pause=20.0,
-    seconds_per_token=0.03,
-    max_model_len=4096,
-)
 CHAT_RATES: Final = (0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
 """Chats that begin a second."""
 CHAT_SECONDS: Final = 400.0
-CHAT_BLOCKS: Final = (
-    cache_capacity_tokens(
-        int(0.9 * A100_40GB.memory_bytes),
-        weight_bytes(LLAMA_3_8B.num_parameters),
-        cache_bytes_per_token(LLAMA_3_8B),
-    )
-    // BLOCK_SIZE
-)
+CHAT_BLOCKS: Final = published_machine("llama-3-8b", "a100-40gb", block_size=BLOCK_SIZE).num_blocks
 """What 90 % of the memory has room for beside the weights."""
 LATENCY: Final = 1.0
 """Seconds to the first token, on average, at which rates are compared."""

@@ -131,7 +131,8 @@ def scheduler() -> Scheduler:
 @contextmanager
 def a_server(max_waiting: int) -> Iterator[Endpoint]:
     """`minicache serve` on a free port, until it is not needed any more."""
-    options = {"port": 0, "max-num-seqs": MAX_NUM_SEQS, "max-waiting": max_waiting, "block-size": BLOCK_SIZE}
+    sizes = {"max-num-seqs": MAX_NUM_SEQS, "max-waiting": max_waiting, "block-size": BLOCK_SIZE}
+    options = {"port": 0, **sizes, "log-level": "warning"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-u", "-c", "from minicache.cli import app; app()", "serve", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -22,6 +22,8 @@ from mkdocs.structure.nav import Link, Navigation, Section
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
+from minicache.course.table import Task, load_course
+from minicache.course.workspace import TABLE
 from minicache.palette import GRID, INK, PALETTE, Scheme
 
 DOCS = Path(__file__).resolve().parent
@@ -30,6 +32,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from scripts import notebook_pages  # noqa: E402
+from scripts.browser.course import is_pure  # noqa: E402
 
 # This plugin lists all its variables at every build; its warnings are enough.
 logging.getLogger("mkdocs.plugins.mkdocs_macros.util").setLevel(logging.WARNING)
@@ -166,9 +169,62 @@ def _elsewhere(source: str, lang: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Tell screen readers that a summary box is Spanish, and that a table's cell without words is no heading."""
+    """Tell screen readers that a summary box is Spanish, and that a table's cell without words is no heading.
+
+    And put the button that opens the lab in the browser in front of the first section of a handout.
+    """
     html = html.replace('<div class="admonition resumen">', '<div class="admonition resumen" lang="es">')
+    if config.theme["language"] == "en" and (tasks := tasks_by_page().get(page.file.src_uri)):
+        html = html.replace("<h2", f"{lab_opener(tasks, page.url)}<h2", 1)
     return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+
+
+@cache
+def tasks_by_page() -> dict[str, list[Task]]:
+    """The tasks that each page of docs/en asks for."""
+    found: dict[str, list[Task]] = {}
+    for phase in load_course(ROOT / TABLE):
+        for task in phase.tasks:
+            found.setdefault(task.page.removeprefix("docs/en/"), []).append(task)
+    return found
+
+
+def lab_opener(tasks: list[Task], here: str) -> str:
+    """The button that opens the page's tasks in the browser, and what to do about those that need PyTorch.
+
+    Nothing is loaded before the click.
+    """
+    pure, others = [task for task in tasks if is_pure(task)], [task for task in tasks if not is_pure(task)]
+    parts = []
+    if pure:
+        module, about = (get_relative_url(url, here) for url in ("assets/browser/lab.js", "in-the-browser/"))
+        folder = load_course(ROOT / TABLE).phase(pure[0].phase).folder
+        missing = "The lab could not be loaded: reload the page."
+        load = f"import('{module}').then((lab) => lab.open(this.parentNode))"
+        parts.append(
+            f'<div class="mc-open" data-phase="{folder}" data-tasks="{" ".join(task.id for task in pure)}">'
+            f"<button class='md-button' type='button' onclick=\"{load}"
+            f".catch(() => (this.nextElementSibling.textContent = '{missing}'))\">Open in the browser</button> "
+            f'<span>Edit and grade {_listed(pure)} here, <a href="{about}">without an installation</a>.</span></div>'
+        )
+    if others:
+        commands = ", ".join(f"<code>minicache grade {task.phase} --task {task.number}</code>" for task in others)
+        needs = "need" if len(others) > 1 else "needs"
+        name = _listed(others)
+        setup = get_relative_url("setup/", here)
+        parts.append(
+            f"<p>{name[0].upper()}{name[1:]} {needs} more than Python, such as PyTorch: "
+            f'<a href="{setup}">set up</a>, then {commands}.</p>'
+        )
+    return "".join(parts)
+
+
+def _listed(tasks: list[Task]) -> str:
+    """`task 5.1`, `tasks 5.3 and 5.4`, `tasks 0.2 to 0.6`."""
+    first, last = tasks[0].id, tasks[-1].id
+    if len(tasks) == 1:
+        return f"task {first}"
+    return f"tasks {first} {'and' if len(tasks) == 2 else 'to'} {last}"
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

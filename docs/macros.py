@@ -9,6 +9,7 @@
     {$ tasks(0) $}  {$ phases() $}                    tables from labs/course.toml
     {$ commands() $}                                  every `minicache` command, from its own help
     {$ roles() $}                                     the rows of the colour code's legend
+    {$ play("the burst", "workload=burst&a=continuous&b=paged") $}   a link to the playground, as its address bar has it
     {$ english("course-map.md", "mapa") $}            on a Spanish page: a link to an English one
     {$ spanish("setup.md", "instalación") $}          on an English page: a link to a Spanish one
 
@@ -22,10 +23,14 @@ import ast
 import importlib
 import json
 import posixpath
+import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import fields
+from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import typer
 from mkdocs.structure.files import File
@@ -36,6 +41,13 @@ from minicache.course.table import Phase, load_course
 from minicache.palette import PALETTE
 
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from scripts.browser import course  # noqa: E402
+from scripts.browser.playground.schedulers import SCHEDULERS  # noqa: E402
+from scripts.browser.playground.workloads import WORKLOADS, Settings  # noqa: E402
+
 FIGURES = ROOT / "docs" / "shared" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 COURSE = ROOT / "labs" / "course.toml"
@@ -61,6 +73,12 @@ def define_env(env: Any) -> None:
     def phases() -> str:
         return phase_table(relative("."))
 
+    def pure_tasks() -> str:
+        return pure_task_table(relative("."))
+
+    def play(text: str, link: str) -> str:
+        return playground_link(text, link, here=env.page.url)
+
     def english(page: str, text: str) -> str:
         return other_language("en", page, text, here=f"es/{env.page.url}")
 
@@ -68,7 +86,8 @@ def define_env(env: Any) -> None:
         return other_language("es", page, text, here=env.page.url)
 
     results = (result, result_table, gpus, machine)
-    for function in (source, figure, *results, tasks, phases, commands, roles, english, spanish):
+    pages = (tasks, phases, pure_tasks, commands, roles, play, english, spanish)
+    for function in (source, figure, *results, *pages):
         env.macro(function)
 
 
@@ -183,6 +202,26 @@ def other_language(lang: str, page: str, text: str, *, here: str) -> str:
     return f'<a href="{get_relative_url(url, here)}" hreflang="{lang}">{text}</a>'
 
 
+# --- the playground -------------------------------------------------------------------------------------------------
+
+
+def playground_link(text: str, link: str, *, here: str) -> str:
+    """A link to a picture of the playground.
+
+    Args:
+        text: the words of the link.
+        link: the picture, as the playground's address has it after the "#": "workload=thrash&a=thrash&b=fair".
+        here: URL of the page that links, from the site's root.
+    """
+    said = dict(parse_qsl(link.replace("+", "%2B"), strict_parsing=True))
+    known = said.get("workload") in WORKLOADS and all(
+        said[pane] in {*SCHEDULERS, "none"} for pane in "ab" if pane in said
+    )
+    if not known or said.keys() - {"workload", "a", "b", "step", *(field.name for field in fields(Settings))}:
+        raise PageError(f'play("{text}", "{link}"): the playground has no such workload, scheduler or setting')
+    return f'<a href="{get_relative_url("playground/", here)}#{escape(link)}">{text}</a>'
+
+
 # --- measurements ---------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +306,16 @@ def task_table(number: int, root: str) -> str:
     ]
     head = ["| task | what you write | your file | points |", "|---|---|---|--:|"]
     return "\n".join([*head, *rows, f"| | | | **{phase.points}** |"])
+
+
+def pure_task_table(root: str) -> str:
+    """The tasks that open in the browser, a row for each phase that has any: their ids, links to their handouts."""
+    rows = []
+    for phase, pure in course.pure_tasks().items():
+        links = ", ".join(f"[{task.id}]({root}/{task.page.removeprefix('docs/en/')})" for task in pure)
+        share = "all" if len(pure) == len(phase.tasks) else f"{len(pure)} of {len(phase.tasks)}"
+        rows.append(f"| {phase.number}, {phase.title} | {links} | {share} |")
+    return "\n".join(["| phase | tasks | |", "|---|---|---|", *rows])
 
 
 def _path(path: str) -> str:

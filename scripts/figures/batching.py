@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from minicache.palette import INK, PALETTE, Scheme, color
 from minicache.trace import TraceStep
-from scripts.figures.phase_05 import SIX, SLOTS, role_of, run_six, slots_of, utilisation
+from scripts.browser.playground.workloads import SIX
+from scripts.figures.phase_05 import SLOTS, role_of, run_six, slots_of, utilisation
 from scripts.figures.style import FIGURES, SCHEMES
 
 SECONDS, PAUSE = 0.7, 6

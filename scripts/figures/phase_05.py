@@ -22,11 +22,10 @@ from minicache.scheduler.drive import Tally, drive
 from minicache.scheduler.observe import Recorder, observe
 from minicache.simulator.workload import ALPACA, Arrival, LengthDistribution, generate
 from minicache.trace import TraceStep
+from scripts.browser.playground.workloads import SIX
 from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot
 
 SMALL = TYPE_SIZE * 0.85
-SIX = {"A": (4, 3), "B": (3, 8), "C": (2, 5), "D": (5, 2), "E": (3, 4), "F": (2, 6)}
-"""The six requests of the grids: prompt tokens, and tokens that they will generate."""
 SLOTS = 3
 BURST = replace(
     ALPACA,

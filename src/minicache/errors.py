@@ -66,6 +66,14 @@ class RankDiedError(MinicacheError):
     """A rank of a model on several processes has ended or does not answer: the engine cannot run any more."""
 
 
+class NoReplicaError(MinicacheError):
+    """No replica of the fleet can take a request: there is none, or all are full. Nothing has changed."""
+
+
+class BrokenStreamError(MinicacheError):
+    """What a replica sends does not continue what it sent before: tokens are missing, or differ. Nothing changed."""
+
+
 class LivelockError(MinicacheError):
     """A loop that would never end was stopped: every turn of it undoes the turn before."""
 
@@ -106,12 +114,28 @@ class MissingExtraError(MinicacheError):
     """Something was asked for that needs packages which are not installed. The message says what to install."""
 
 
+class PluginError(MinicacheError):
+    """The engine around a plug-in is set up, or behaves, in a way that the plug-in cannot serve."""
+
+
 class LoadClientError(MinicacheError):
     """The load client cannot begin: nobody answers at the address that it was given, or not as OpenAI's API does."""
 
 
+class ResultsError(MinicacheError):
+    """A file that is to be gone on with holds other results."""
+
+
+class WorkerDiedError(MinicacheError):
+    """A process that computed results has died; the results that it had told of are kept."""
+
+
 class CourseError(MinicacheError):
     """The course's table, files or a learner's request do not fit together."""
+
+
+class TamperingError(CourseError):
+    """A submission meddles with its grader: what it has earned cannot be known."""
 
 
 def require_count(name: str, value: object, *, at_least: int = 1) -> None:

@@ -1,16 +1,20 @@
-"""`minicache serve` where it cannot: the user is told in one line why."""
+"""`minicache serve` where it cannot, or not well: the user is told in one line why."""
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from minicache.cli import app
+from minicache.cli.advice import advice
 from minicache.errors import CheckpointError
+from minicache.replica.messages import CacheInfo, EngineInfo, EngineOptions
 
 
 @pytest.mark.parametrize("module", ["fastapi", "prometheus_client"])
@@ -36,3 +40,99 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded() -> None:
     assert result.exit_code == 2
     assert str(port) in result.output
     assert "--port" in result.output
+
+
+NOWHERE = ("--port", "0", "--in-process", "--model", "/nowhere/at/all")
+
+
+def test_why_it_does_not_serve_is_in_a_log_of_json_too() -> None:
+    result = CliRunner().invoke(app, ["serve", *NOWHERE, "--log-format", "json"])
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()
+    told = json.loads(line)
+    assert told["level"] == "critical"
+    assert "/nowhere/at/all" in told["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--api-keys", "none.toml"], "none.toml"),
+        (["--api-keys", "none.toml", "--api-key", "key"], "leave out"),
+        (["--api-key", ""], "empty"),
+        (["--allow-origin", "https://lab.example/"], "origin"),
+    ],
+)
+def test_bad_keys_and_origins_are_told_before_the_model_is_loaded(options: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *NOWHERE, *options])
+    assert result.exit_code == 2
+    assert told in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        (["--host", "0.0.0.0"], True),
+        (["--host", "::"], True),
+        (["--host", "0.0.0.0", "--api-key", "key"], False),
+        (["--host", "127.0.0.1"], False),
+        (["--host", "localhost"], False),
+        (["--host", "[::1]"], False),
+    ],
+)
+def test_whoever_lets_other_machines_in_without_a_key_is_warned(options: list[str], is_warned: bool) -> None:
+    result = CliRunner().invoke(app, ["serve", *NOWHERE, *options])
+    assert isinstance(result.exception, CheckpointError), result.output
+    assert ("set --api-key" in result.output) == is_warned
+
+
+# Options that will disappoint
+
+
+def made(num_blocks: int = 1024, max_num_seqs: int = 256, max_model_len: int = 512, block_size: int = 16) -> EngineInfo:
+    cache = CacheInfo(block_size, num_blocks, 0, True, max_model_len)
+    return EngineInfo(max_model_len, 100, max_num_seqs, cache)
+
+
+@pytest.mark.parametrize(
+    ("info", "options", "others", "words"),
+    [
+        (made(num_blocks=1), {}, {}, "room for 16 tokens (1 block of 16)"),
+        (made(num_blocks=1), {}, {}, "--num-blocks 32 or more, or --max-model-len 16"),
+        (made(num_blocks=31), {}, {}, "--num-blocks 32 or more"),
+        (made(num_blocks=1, block_size=1), {}, {}, "--max-model-len 2"),
+        (made(num_blocks=32), {}, {}, "--max-num-seqs 32 or less"),
+        (made(num_blocks=255), {}, {}, "256 requests cannot run together in 255 blocks"),
+        (made(block_size=1024), {}, {}, "--block-size 16"),
+        (made(), {"max_num_batched_tokens": 255}, {}, "--max-num-batched-tokens 256 or more"),
+        (made(), {"scheduler": "paged", "max_num_batched_tokens": 256}, {}, "refuses those of more than 256 tokens"),
+        (made(), {"num_host_blocks": 8}, {}, "--preemption swap too"),
+        (made(), {"scheduler": "static", "num_host_blocks": 8, "preemption": "swap"}, {}, "static never preempts"),
+        (made(), {}, {"replicas": 5}, "5 engine processes of 1 thread each share 4 cores"),
+        (made(), {"num_threads": 8}, {}, "1 engine process of 8 threads each"),
+        (made(), {"enforce_eager": True}, {}, "--enforce-eager changes nothing"),
+        (made(), {}, {"drain_seconds": 0.0}, "--drain-seconds 0"),
+    ],
+)
+def test_what_will_disappoint_is_told_with_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, info: EngineInfo, options: dict[str, Any], others: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    (sentence,) = advice(info, EngineOptions(**options), **{"replicas": 1, "drain_seconds": 30.0, **others})
+    assert words in sentence
+
+
+@pytest.mark.parametrize(
+    ("info", "options"),
+    [
+        (made(), {}),
+        (made(num_blocks=32, max_num_seqs=32), {"max_num_batched_tokens": 32}),
+        (made(), {"scheduler": "paged", "max_num_batched_tokens": 511, "preemption": "swap", "num_host_blocks": 1}),
+        (made(), {"enforce_eager": True, "device": "cuda", "num_threads": 64}),
+    ],
+)
+def test_what_serves_well_is_not_talked_about(
+    monkeypatch: pytest.MonkeyPatch, info: EngineInfo, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert advice(info, EngineOptions(**options), replicas=1, drain_seconds=1.0) == []

@@ -107,20 +107,25 @@ def runtime_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture
-def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toys:
-    """A course in a new folder, both tasks solved."""
-    root = tmp_path / "course"
+def make_course(root: Path) -> Workspace:
+    """A course of one phase of two tasks in a new folder, its lab files not written."""
     tests = root / "tests" / "phase-00-toys"
     tests.mkdir(parents=True)
     (root / "labs").mkdir()
     (root / "labs" / "course.toml").write_text(TABLE, encoding="utf-8")
     (tests / "test_task_1_colours.py").write_text(TEST_TASK_1, encoding="utf-8")
     (tests / "test_task_2_bytes.py").write_text(TEST_TASK_2, encoding="utf-8")
+    return open_workspace(root)
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toys:
+    """A course in a new folder, both tasks solved."""
+    root = tmp_path / "course"
+    workspace = make_course(root)
     monkeypatch.setenv("MINICACHE_ROOT", str(root))
     monkeypatch.chdir(root)
-    workspace = open_workspace(root)
-    labs = root / "labs" / "phase-00-toys"
+    labs, tests = root / "labs" / "phase-00-toys", root / "tests" / "phase-00-toys"
     made = Toys(workspace, workspace.course.phase(0), labs / "palette.py", labs / "arithmetic" / "arithmetic.py", tests)
     made.write()
     return made

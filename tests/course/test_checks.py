@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from fractions import Fraction
+from typing import Any, NamedTuple
+from unittest.mock import ANY, MagicMock
 
+import numpy
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minicache.course.checks import CheckFailed, Outcome, call, short, that, told
 from minicache.errors import MemoryAccessError
@@ -227,3 +237,299 @@ def test_an_infinity_that_is_expected_is_near_to_nothing_else() -> None:
     that("x", torch.tensor([infinite])).is_close(torch.tensor([infinite]))
     failure(that("x", torch.tensor([-1e30])).is_close, torch.tensor([infinite]))
     failure(that("x", -1e30).is_close, infinite)
+
+
+# What is returned may be made to pass: nothing that it says of itself counts.
+
+
+class Always:
+    """Equal to everything, of any class, and any number."""
+
+    __class__ = int  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __sub__(self, other: object) -> Always:
+        return self
+
+    __rsub__ = __abs__ = __sub__  # type: ignore[assignment]
+
+    def __le__(self, other: object) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 2
+
+
+class AnyKind(type):
+    """A metaclass that claims every class for a base."""
+
+    def __eq__(cls, other: object) -> bool:
+        return True
+
+    __hash__ = type.__hash__
+
+    @property
+    def __mro__(cls) -> tuple[type, ...]:  # type: ignore[override]
+        return (bool, int, str, list, tuple, dict, torch.Tensor, object)
+
+
+class OfAnyKind(Always, metaclass=AnyKind):
+    pass
+
+
+class AlwaysInt(int):
+    __eq__ = Always.__eq__
+    __hash__ = Always.__hash__
+    __sub__ = __rsub__ = __abs__ = lambda self, *_: 0
+    __int__ = __index__ = lambda self: 819_200
+    __le__ = __lt__ = lambda self, other: True
+
+
+class AlwaysFloat(float):
+    __eq__ = Always.__eq__
+    __hash__ = Always.__hash__
+    __sub__ = __rsub__ = __abs__ = lambda self, *_: 0.0
+
+
+class AlwaysStr(str):
+    __eq__ = Always.__eq__
+    __hash__ = str.__hash__
+    __contains__ = lambda self, other: True  # noqa: E731
+    lower = __str__ = lambda self: self  # type: ignore[assignment]
+
+
+class AlwaysList(list[Any]):
+    __eq__ = Always.__eq__  # type: ignore[assignment]
+    __iter__ = lambda self: iter([1, 2])  # noqa: E731  # type: ignore[assignment]
+    __len__ = lambda self: 2  # noqa: E731
+
+
+class AlwaysDict(dict[Any, Any]):
+    __eq__ = Always.__eq__  # type: ignore[assignment]
+    items = lambda self: {"a": 1}.items()  # noqa: E731  # type: ignore[assignment]
+
+
+class AlwaysSet(set[Any]):
+    __eq__ = Always.__eq__  # type: ignore[assignment]
+
+
+class AlwaysTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return EYE
+
+
+HOSTILE = [Always(), OfAnyKind(), MagicMock(spec=int), MagicMock(), ANY]
+
+
+@pytest.mark.parametrize("got", HOSTILE, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "expected",
+    [3, 2.5, True, None, "text", b"bytes", [1, 2], (1, 2), {"a": 1}, {1}, EYE, Model(1, "a"), torch.float32, Box],
+    ids=str,
+)
+def test_an_object_that_is_equal_to_everything_equals_nothing(got: object, expected: object) -> None:
+    failure(that("it", got).gives, expected)
+    failure(that("it", [got, 2]).gives, [expected, 2])
+    failure(that("it", {"a": got}).gives, {"a": expected})
+    failure(that("it", got).is_close, expected)
+    if isinstance(expected, float):
+        failure(that("it", got).is_near, expected, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (AlwaysInt(7), 819_200),
+        (AlwaysInt(7), 819_200.0),
+        (AlwaysFloat(7), 2.5),
+        (AlwaysFloat("nan"), 2.5),
+        (AlwaysStr("a"), "b"),
+        (AlwaysList([3]), [1, 2]),
+        (AlwaysDict(), {"a": 1}),
+        (AlwaysSet([3]), {1}),
+        ({Always()}, {1}),
+        ({Always(): 1}, {0: 1}),
+        ({(Always(), 1): 1}, {(0, 1): 1}),
+        (frozenset([(Always(),)]), {(0,)}),
+        (torch.zeros(3, 3).as_subclass(AlwaysTensor), EYE),
+    ],
+)
+def test_a_subclass_is_the_value_that_it_has(got: object, expected: object) -> None:
+    failure(that("it", got).gives, expected)
+    failure(that("it", [got]).gives, [expected])
+
+
+class Computes:
+    def __mul__(self, other: object) -> Computes:
+        return self
+
+    def __le__(self, other: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "got",
+    [Always(), OfAnyKind(), MagicMock(spec=int), AlwaysInt(3), AlwaysFloat(3), Computes()],
+    ids=map(str, range(6)),
+)
+def test_a_test_does_not_compute_with_what_computes_as_it_likes(got: object) -> None:
+    failure(lambda: call(lambda: got).value)
+
+
+@pytest.mark.parametrize(
+    "got",
+    [3, 2.5, Fraction(1, 2), EYE, torch.nn.Parameter(EYE), [Always()], Box(), Model(1, "a"), Box, numpy.float64(2)],
+)
+def test_a_test_computes_with_anything_else(got: object) -> None:
+    assert call(lambda: got).value is got
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Pair(NamedTuple):
+    one: int
+    other: int
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (AlwaysInt(3), 3),
+        (Level.HIGH, 3),
+        (Level.HIGH, Level.HIGH),
+        (Fraction(1, 2), 0.5),
+        (numpy.float32(0.5), 0.5),
+        (numpy.int64(3), 3),
+        (Pair(1, 2), (1, 2)),
+        (OrderedDict(a=1), {"a": 1}),
+        (defaultdict(list, a=[1]), {"a": [1]}),
+        (frozenset([1]), {1}),
+        ({"a": 1}.keys(), {"a"}),
+        (deque([1, 2]), deque([1, 2])),
+        (range(3), range(0, 3)),
+        ({Level.HIGH: 1, torch.float32: 2}, {torch.float32: 2, Level.HIGH: 1}),
+        (torch.nn.Parameter(EYE), EYE),
+        (Box, Box),
+    ],
+)
+def test_what_is_equal_in_earnest_is_accepted(got: object, expected: object) -> None:
+    that("it", got).gives(expected)
+
+
+def test_a_mapping_tells_the_key_at_which_it_differs() -> None:
+    assert failure(that("it", {"a": [1, 2]}).gives, {"a": [1, 3]}).first_difference == "at ['a'][1]: got 2, expected 3"
+
+
+def test_an_error_is_of_the_class_that_it_is() -> None:
+    class ClaimsError(Exception):
+        __class__ = ValueError  # type: ignore[assignment]
+
+    class MatchesError(ValueError):
+        def __str__(self) -> str:
+            return AlwaysStr("no")
+
+    class RecitesError(ValueError):
+        def __str__(self) -> str:
+            return "x" * 10_000 + "shape"
+
+    def raising(error: BaseException) -> None:
+        raise error
+
+    failure(call(raising, ClaimsError()).raises, ValueError)
+    failure(call(raising, MatchesError()).raises, ValueError, saying="shape")
+    failure(call(raising, RecitesError()).raises, ValueError, saying="shape")
+
+
+class KVRows:
+    @staticmethod
+    def store(rows: torch.Tensor) -> None:
+        rows.zero_()
+
+
+def test_an_argument_may_not_be_overwritten_by_what_gives_a_tensor() -> None:
+    """Or an expectation that is computed from the arguments after the call would be what the call has made of them."""
+
+    def doubles(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x.fill_(0)
+
+    def through_data(x: torch.Tensor) -> torch.Tensor:
+        x.data.zero_()
+        return torch.zeros(2)
+
+    for cheat in (doubles, through_data):
+        x = torch.ones(2)
+        assert "and another argument 1" in failure(call(cheat, x).gives, 2 * x).got
+        assert "and another x" in failure(lambda cheat=cheat: call(cheat, x=torch.ones(2)).value).got
+    x = torch.tensor([1.0, float("nan")])
+    call(lambda x: x + 1, x).value  # noqa: B018
+    call(torch.Tensor.add_, x, 1).value  # noqa: B018  its result is its argument
+    call(KVRows.store, x).gives(None)  # what writes gives nothing
+
+
+def test_functions_that_a_learners_file_replaces_have_no_part_in_a_check() -> None:
+    checks = [
+        failure_of(that("x", torch.zeros(3, 3)), EYE),
+        failure_of(that("x", 1.0), 2.0),
+        failure_of(that("x", [1]), [2, 3]),
+    ]
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        *((builtins, name, lambda *_: 0) for name in ("isinstance", "len", "all", "any", "abs")),
+        *((math, name, lambda *_, **__: True) for name in ("isclose", "isfinite")),
+        *((torch, name, lambda *_, **__: True) for name in ("equal", "allclose", "isclose", "eq")),
+        *(
+            (torch.Tensor, name, lambda *_, **__: EYE)
+            for name in ("double", "sub", "__le__", "__eq__", "sum", "detach")
+        ),
+        *((torch.Tensor, name, EYE) for name in ("shape", "dtype")),
+    ]
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        held = [check() for check in checks]
+    finally:  # pytest's own way of replacing asks isinstance
+        for owner, name, was in before:
+            setattr(owner, name, was) if was is not None else delattr(owner, name)
+    assert held == [True] * 3
+
+
+def failure_of(outcome: Outcome, expected: object) -> Callable[[], bool]:
+    """A function that says whether the check fails as it should: pytest is not asked while `isinstance` is replaced."""
+
+    def fails() -> bool:
+        try:
+            outcome.gives(expected)
+        except CheckFailed:
+            return True
+        return False
+
+    return fails
+
+
+class Everything(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return EYE
+
+
+class EveryOperation(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.ops.aten.zeros_like(args[0])
+
+
+@pytest.mark.parametrize("mode", [Everything, EveryOperation])
+def test_a_mode_that_is_left_behind_has_no_part_in_a_check(mode: Any) -> None:
+    got = torch.zeros(3, 3)
+    with mode():
+        fails = failure_of(that("x", got), EYE)()
+    assert fails

@@ -40,7 +40,7 @@ def test_all_commands_are_there() -> None:
 
 
 def test_a_learners_command_imports_no_other(toys: Toys) -> None:
-    learners = {"status", "grade", "hint", "watch", "reset", "python", "ipython", "doctor", "grade-class"}
+    learners = {"status", "grade", "hint", "watch", "reset", "python", "ipython", "doctor"}
     assert names() == learners
     code = """if True:
         import sys
@@ -157,19 +157,6 @@ def test_an_error_is_one_line_on_stderr(toys: Toys) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "minicache: no phase '9': there are 0 (toys), 1 (later)\n"
-
-
-def test_a_class(toys: Toys, tmp_path: Path) -> None:
-    (tmp_path / "class" / "ada").mkdir(parents=True)
-    (tmp_path / "class" / "ada" / "palette.py").write_text(COLOR)
-    grades, reports = tmp_path / "grades.csv", tmp_path / "reports"
-    arguments = ["--phase", "0", "--csv", str(grades), "--reports", str(reports), "--jobs", "1"]
-    assert "ada: 30/100" in run("grade-class", str(tmp_path / "class"), *arguments)
-    assert grades.read_text().splitlines() == [
-        "student,0.1,0.2,total,max,note",
-        "ada,30,0,30,100,not handed in: arithmetic/arithmetic.py",
-    ]
-    assert (reports / "ada" / "report.txt").is_file()
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_a_stall_names_the_loop_and_shows_the_whole_stack(toys: Toys, grade: Gra
     assert frames[-3].split(": ")[0] in {f"{label:<10}labs/phase-00-toys/palette.py:{n}" for label, n in LINES}
 
 
-LINES = [("at", 6), ("at", 7), ("from", 7)]  # of `drain`, whatever it is about when it is stopped
+LINES = [("at", 5), ("at", 6), ("at", 7), ("from", 7)]  # of `drain`, whatever it is about when it is stopped
 
 
 def test_a_loop_of_the_test_that_a_learner_never_lets_end(toys: Toys, grade: Grade) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from minicache.course.journal import Job
 from minicache.course.server import PytestServer
 
 from .conftest import COLOR, NBYTES, Toys
@@ -28,7 +29,7 @@ def run(toys: Toys, *arguments: str, folder: str = "tests/phase-00-toys") -> tup
     """Exit status and output of pytest in the small course, without the plugins that are nothing to it."""
     given = ["-p", "no:cacheprovider", "--import-mode=importlib", *arguments, folder]
     log = toys.workspace.root / "log"
-    child = SERVERS["it"].start(given, toys.workspace.root, log)
+    child = SERVERS["it"].start(Job(given, str(toys.workspace.root), log=str(log)))
     while child.poll() is None:
         time.sleep(0.01)
     return child.stop(), log.read_text()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from minicache.course import resident
+from minicache.course.journal import Job
 from minicache.course.resident import ResidentServer
 from minicache.course.server import Child
 
@@ -56,7 +57,9 @@ def tests(tmp_path: Path) -> Path:
 
 
 def start(server: ResidentServer, folder: Path, test: str) -> Child:
-    return server.start(["-q", "-p", "no:cacheprovider", f"test_tell.py::{test}"], folder, folder / "log")
+    return server.start(
+        Job(["-q", "-p", "no:cacheprovider", f"test_tell.py::{test}"], str(folder), log=str(folder / "log"))
+    )
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from minicache.course.journal import Job
 from minicache.course.server import Child, PytestServer
 from minicache.kernels import runtime
 
@@ -40,7 +41,7 @@ def wait_for_the_end(pid: int) -> None:
 
 
 def run(server: PytestServer, folder: Path, name: str) -> Child:
-    return server.start([*ARGUMENTS, name], folder, folder / "log")
+    return server.start(Job([*ARGUMENTS, name], str(folder), log=str(folder / "log")))
 
 
 def test_a_run_that_ends_between_the_look_and_the_signal(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def test_a_run_that_nobody_waited_for(tests: Path) -> None:
 
 def test_what_a_run_has_started_ends_with_it(tests: Path) -> None:
     with PytestServer() as server:
-        child = server.start([*ARGUMENTS, "-s", "test_start.py"], tests, tests / "log")
+        child = server.start(Job([*ARGUMENTS, "-s", "test_start.py"], str(tests), log=str(tests / "log")))
         wait_for_the_end(child.pid)
         assert child.stop() == 0
         started = int((tests / "log").read_text().split("started")[1].split()[0])
@@ -93,11 +94,12 @@ def test_a_signal_goes_to_the_run_alone(tests: Path) -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
+from minicache.course.journal import Job
 from minicache.course.server import PytestServer
 
 with PytestServer() as server:
     folder = Path(sys.argv[1])
-    child = server.start(["-q", "-p", "no:cacheprovider", "test_spin.py"], folder, folder / "log")
+    child = server.start(Job(["test_spin.py"], str(folder), log=str(folder / "log")))
     print(child.pid, flush=True)
     time.sleep(60)
 """
@@ -115,6 +117,7 @@ def test_no_process_outlives_an_owner_that_is_killed(tests: Path) -> None:
     wait_for_the_end(server_pid)
 
 
+@pytest.mark.slow
 def test_the_interpreter_is_asked_for_before_anything_imports_triton(
     tests: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.stall import Stopwatch, where
+from minicache.course.stall import Stopwatch, stacks, where
 
 CODE = """async def serve(queue):
     for item in queue:
@@ -77,7 +77,7 @@ def test_the_loop_around_all_lines(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(CODE, encoding="utf-8")
     log = log_of(tmp_path, *[[("mine.py", lineno, "f"), ("test.py", 1, "test")] for lineno in linenos])
-    told = where(log, [tmp_path / "mine.py"], tmp_path / "tests")
+    told = where(stacks(log), [tmp_path / "mine.py"], tmp_path / "tests")
     named = [line for line in told if line.startswith("loop")]
     assert named == ([] if loop is None else [f"loop      {loop.format('mine.py')} does not end"])
 
@@ -87,11 +87,13 @@ def test_what_a_loop_calls_is_not_blamed(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine.py").write_text(CODE, encoding="utf-8")
     called = [("mine.py", 3, "called"), ("mine.py", 11, "serve")]
     log = log_of(tmp_path, called, called, [("mine.py", 11, "serve")])
-    assert where(log, [tmp_path / "mine.py"], tmp_path / "tests")[0].startswith("loop      `while True:` at mine.py:8")
+    assert where(stacks(log), [tmp_path / "mine.py"], tmp_path / "tests")[0].startswith(
+        "loop      `while True:` at mine.py:8"
+    )
 
 
 def test_one_stack_of_a_crash_names_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(CODE, encoding="utf-8")
-    told = where(log_of(tmp_path, [("mine.py", 15, "grow")]), [tmp_path / "mine.py"], tmp_path / "tests")
+    told = where(stacks(log_of(tmp_path, [("mine.py", 15, "grow")])), [tmp_path / "mine.py"], tmp_path / "tests")
     assert told == ["at        mine.py:15: queue.append(item)"]

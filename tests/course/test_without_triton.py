@@ -30,6 +30,7 @@ def no_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
+@pytest.mark.slow
 def test_phase_4_is_not_graded_and_the_reason_is_told(no_triton: None) -> None:
     workspace = open_workspace(ROOT)
     result = grade(workspace, workspace.course.phase(4), task=1)
@@ -42,6 +43,7 @@ def test_phase_4_is_not_graded_and_the_reason_is_told(no_triton: None) -> None:
     assert stream.getvalue().count("Not graded: Triton is not installed") == 1
 
 
+@pytest.mark.slow
 def test_the_reference_is_not_graded_either_and_other_phases_are(no_triton: None) -> None:
     tests = ["tests/phase-04-triton-kernels/test_task_2_gather.py", "tests/phase-01-dense-cache/test_task_5_reset.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
@@ -52,6 +54,7 @@ def test_the_reference_is_not_graded_either_and_other_phases_are(no_triton: None
     assert "failed" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_doctor_says_how_to_get_it(no_triton: None) -> None:
     (finding,) = (found for found in examine() if found.name == "triton")
     assert not finding.ok

@@ -40,6 +40,7 @@ def test_lower_floor_is_pure_standard_library(module: str) -> None:
     assert not foreign, f"import {module} brings in {sorted(foreign)}"
 
 
+@pytest.mark.slow
 def test_without_the_extra_for_real_models_all_else_works() -> None:
     """`minicache[hf]` is asked for when a folder's tokenizer or a hub name is, and not before."""
     code = """

@@ -11,6 +11,7 @@ NAMES = {
     "minicache.arithmetic": "kv_bytes_per_token step_flops Transformer Accelerator",
     "minicache.memory": "BlockPool BlockTable CachingBlockPool ContiguousReservation",
     "minicache.cache": "KVCache PagedKVCache PagedStorage RaggedStep SelectiveStep HostStorage causal_attention",
+    "minicache.fleet": "PowerOfTwoRouter PrefixAffinityRouter Membership ReplicaView RoutedRequest create_router",
     "minicache.engine": "LLM AsyncEngine SamplingParams Chunk Completion beam_search NgramDrafter",
 }
 

@@ -340,15 +340,6 @@ def test_progress_is_told() -> None:
     assert len(told) > 2
 
 
-def test_kernels_name_the_vectors_that_are_compiled_into_them() -> None:
-    """Numba looks at a kernel's own file only: where `vectors` changes and that does not, old code would run."""
-    digest = hashlib.sha256(Path(vectors.__file__).read_bytes()).hexdigest()[:16]
-    for module in (attention, rows):
-        assert f"sha256: {digest}" in Path(module.__file__).read_text(encoding="utf-8"), (
-            f"write {digest} into {module.__file__}"
-        )
-
-
 COMPUTE = """
 import torch
 from minicache import kernels
@@ -358,6 +349,45 @@ tables, lengths = torch.randperm(9)[:8].view(2, 4), torch.tensor([50, 64])
 got = kernels.paged_decode_attention(torch.randn(2, 8, 32), k, v, tables, lengths, backend="numba")
 print(round(got.double().sum().item(), 4))
 """
+
+WARM_UP_WHILE_ATTENDING = (
+    COMPUTE
+    + """
+import threading
+from minicache.kernels.cpu import warming
+stopped, errors = threading.Event(), []
+def attend():
+    while not stopped.is_set():
+        try:
+            kernels.paged_decode_attention(torch.randn(2, 8, 32), k, v, tables, lengths, backend="numba")
+        except Exception as error:
+            errors.append(repr(error))
+thread = threading.Thread(target=attend)
+thread.start()
+for dtype in (torch.float32, torch.int8, torch.float8_e4m3fn):
+    warming.warm_up(dtype=dtype)
+stopped.set()
+thread.join()
+print(errors[:1])
+"""
+)
+
+
+def test_an_engine_computes_while_another_is_warmed_up() -> None:
+    """Two engines in one process: no kernel of the first may be open for another layout while the second's load."""
+    done = subprocess.run(
+        [sys.executable, "-c", WARM_UP_WHILE_ATTENDING], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_kernels_name_the_vectors_that_are_compiled_into_them() -> None:
+    """Numba looks at a kernel's own file only: where `vectors` changes and that does not, old code would run."""
+    digest = hashlib.sha256(Path(vectors.__file__).read_bytes()).hexdigest()[:16]
+    for module in (attention, rows):
+        assert f"sha256: {digest}" in Path(module.__file__).read_text(encoding="utf-8"), (
+            f"write {digest} into {module.__file__}"
+        )
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from minicache.grammar import Tokenizer, check_text, split_words
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
 
 
+@pytest.mark.slow
 def test_the_shipped_model_speaks_grammatically() -> None:
     report = measure_grammaticality(load_minigpt(), 64, max_new_tokens=128, seed=1)
     assert len(report.completions) == 64
@@ -53,6 +54,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         measure_grammaticality(model, 1, prompts=["Gestern ich"])
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_grammatical_far_beyond_a_sentence() -> None:
     """What the demo shows: 200 likeliest words in a row, every text of them grammatical."""
     model, tokenizer = load_minigpt(), Tokenizer()

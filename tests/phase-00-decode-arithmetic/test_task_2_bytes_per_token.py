@@ -1,5 +1,7 @@
 """Phase 0, task 2: bytes per token, for heads and for latents."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,11 +9,14 @@ from hypothesis import strategies as st
 from minicache.arithmetic import specs
 from minicache.arithmetic.arithmetic import cache_bytes_per_token, dtype_nbytes, kv_bytes_per_token, mla_bytes_per_token
 from minicache.course.checks import call
+from minicache.course.seeds import one_of
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 
 counts = st.integers(1, 200)
 dtypes = st.sampled_from(sorted(NBYTES))
+
+TIMES = one_of(1, range(2, 10))  # under a secret seed, the published models have so many times their layers
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), NBYTES.items())
@@ -42,7 +47,8 @@ def test_an_unknown_dtype_is_refused_and_the_known_ones_listed(dtype: str) -> No
 )
 def test_published_models_in_float16(model: str, heads: tuple[int, int, int], nbytes: int) -> None:
     """A key and a value a layer and KV head, of head_dim numbers each, in two bytes."""
-    call(kv_bytes_per_token, *heads).gives(nbytes)
+    num_layers, num_kv_heads, head_dim = heads
+    call(kv_bytes_per_token, TIMES * num_layers, num_kv_heads, head_dim).gives(TIMES * nbytes)
 
 
 @given(num_layers=st.integers(1, 5), num_kv_heads=st.integers(1, 5), head_dim=st.integers(1, 9), dtype=dtypes)
@@ -81,7 +87,7 @@ def test_it_grows_in_proportion_to_each_count(num_layers: int, num_kv_heads: int
 )
 def test_latent_attention(case: str, layers: int, rank: int, rope: int, dtype: str, nbytes: int) -> None:
     """A latent and a RoPE key a layer, once for keys and values together, in the dtype's bytes."""
-    call(mla_bytes_per_token, layers, rank, rope, dtype).gives(nbytes)
+    call(mla_bytes_per_token, TIMES * layers, rank, rope, dtype).gives(TIMES * nbytes)
 
 
 @given(num_layers=counts, rank=counts, rope=st.integers(0, 200), dtype=dtypes)
@@ -95,8 +101,8 @@ def test_a_latent_row_is_latent_and_rope_key_side_by_side(num_layers: int, rank:
 
 def test_the_default_is_float16() -> None:
     """Without a dtype, a number takes two bytes."""
-    call(kv_bytes_per_token, 3, 5, 7).gives(420)
-    call(mla_bytes_per_token, 3, 5, 7).gives(72)
+    call(kv_bytes_per_token, 3 * TIMES, 5, 7).gives(420 * TIMES)
+    call(mla_bytes_per_token, 3 * TIMES, 5, 7).gives(72 * TIMES)
     call(cache_bytes_per_token, specs.LLAMA_3_8B).gives(131_072)
 
 
@@ -114,15 +120,15 @@ def test_the_default_is_float16() -> None:
 )
 def test_a_model_has_one_cache_or_the_other(model: specs.Transformer, dtype: str, nbytes: int) -> None:
     """A model with a latent stores that; any other stores keys and values of its KV heads."""
-    call(cache_bytes_per_token, model, dtype).gives(nbytes)
+    call(cache_bytes_per_token, replace(model, num_layers=TIMES * model.num_layers), dtype).gives(TIMES * nbytes)
 
 
 def test_query_heads_leave_nothing_in_the_cache() -> None:
     """Query heads leave nothing in the cache: only the KV heads count."""
-    few = specs.Transformer(4, 128, 2, 2, 32, num_parameters=1000)
-    many = specs.Transformer(4, 128, 16, 2, 32, num_parameters=1000)
-    call(cache_bytes_per_token, few).gives(1024)
-    call(cache_bytes_per_token, many).gives(1024)
+    few = specs.Transformer(4 * TIMES, 128, 2, 2, 32, num_parameters=1000)
+    many = specs.Transformer(4 * TIMES, 128, 16, 2, 32, num_parameters=1000)
+    call(cache_bytes_per_token, few).gives(1024 * TIMES)
+    call(cache_bytes_per_token, many).gives(1024 * TIMES)
 
 
 @pytest.mark.parametrize("wrong", [0, -1])

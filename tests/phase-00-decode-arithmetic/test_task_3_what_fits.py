@@ -8,15 +8,18 @@ from minicache.arithmetic import specs
 from minicache.arithmetic.arithmetic import cache_capacity_tokens, max_concurrent_sequences, weight_bytes
 from minicache.arithmetic.specs import GIB
 from minicache.course.checks import call, that
+from minicache.course.seeds import one_of
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+
+TIMES = one_of(1, range(2, 10))  # under a secret seed, everything is so many times as large
 
 
 def test_weights_of_published_models() -> None:
     """Parameters times the bytes of the dtype they are in."""
-    call(weight_bytes, specs.LLAMA_3_8B.num_parameters, "bfloat16").gives(16_060_522_496)
-    call(weight_bytes, specs.OPT_13B.num_parameters).gives(25_706_946_560)
-    call(weight_bytes, specs.LLAMA_3_70B.num_parameters, "int8").gives(70_553_706_496)
+    call(weight_bytes, TIMES * specs.LLAMA_3_8B.num_parameters, "bfloat16").gives(TIMES * 16_060_522_496)
+    call(weight_bytes, TIMES * specs.OPT_13B.num_parameters).gives(TIMES * 25_706_946_560)
+    call(weight_bytes, TIMES * specs.LLAMA_3_70B.num_parameters, "int8").gives(TIMES * 70_553_706_496)
 
 
 @given(num_parameters=st.integers(1, 10**13), dtype=st.sampled_from(sorted(NBYTES)))
@@ -33,14 +36,14 @@ def test_weights_take_their_dtype_each(num_parameters: int, dtype: str) -> None:
 )
 def test_slots_of_the_pagedattention_paper(model: str, cache_gib: int, bytes_per_token: int, slots: int) -> None:
     """12 GiB for OPT-13B and 264 GiB for OPT-175B: the slots of the paper's table, rounded down."""
-    call(cache_capacity_tokens, cache_gib * GIB, 0, bytes_per_token).gives(slots)
+    call(cache_capacity_tokens, TIMES * cache_gib * GIB, 0, TIMES * bytes_per_token).gives(slots)
 
 
 def test_opt_13b_on_an_a100() -> None:
     """OPT-13B on an A100-40GB: weights and reserve both take their part of the memory."""
-    memory, weights = 40 * GIB, 25_706_946_560
-    call(cache_capacity_tokens, memory, weights, 819_200).gives(21_048)
-    call(cache_capacity_tokens, memory, weights, 819_200, reserved_bytes=4 * GIB).gives(15_805)
+    memory, weights, row = TIMES * 40 * GIB, TIMES * 25_706_946_560, TIMES * 819_200
+    call(cache_capacity_tokens, memory, weights, row).gives(21_048)
+    call(cache_capacity_tokens, memory, weights, row, reserved_bytes=TIMES * 4 * GIB).gives(15_805)
 
 
 @given(
@@ -68,9 +71,9 @@ def test_big_numbers_are_exact() -> None:
 
 def test_a_memory_full_of_weights_holds_no_token() -> None:
     """Weights and reserve that fit to the last byte leave 0 tokens, and are no error."""
-    call(cache_capacity_tokens, 1000, 1000, 10).gives(0)
-    call(cache_capacity_tokens, 1000, 600, 10, reserved_bytes=400).gives(0)
-    call(cache_capacity_tokens, 1000, 991, 10).gives(0)
+    call(cache_capacity_tokens, 1000 * TIMES, 1000 * TIMES, 10).gives(0)
+    call(cache_capacity_tokens, 1000 * TIMES, 600 * TIMES, 10, reserved_bytes=400 * TIMES).gives(0)
+    call(cache_capacity_tokens, 1000 * TIMES, 1000 * TIMES - 9, 10).gives(0)
 
 
 def test_weights_that_do_not_fit_are_an_error() -> None:
@@ -95,7 +98,7 @@ def test_reserved_bytes_goes_by_name_only() -> None:
 )
 def test_concurrent_sequences(capacity: int, each: int, sequences: int) -> None:
     """As many whole sequences as the tokens allow, rounded down."""
-    call(max_concurrent_sequences, capacity, each).gives(sequences)
+    call(max_concurrent_sequences, TIMES * capacity, TIMES * each).gives(sequences)
 
 
 @given(capacity=st.integers(0, 10**6), each=st.integers(1, 3000))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minicache.cache.dense import KVCache
 from minicache.course.follow import following
+from minicache.course.seeds import fresh
 
 Rows = Callable[..., Tensor]
 Attention = Callable[..., Tensor]
@@ -19,7 +20,7 @@ Attention = Callable[..., Tensor]
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
-    torch.default_generator.manual_seed(0)  # torch.manual_seed looks for GPUs too, longer than most tests take
+    torch.default_generator.manual_seed(fresh(0))  # torch.manual_seed looks for GPUs too, longer than most tests take
 
 
 @pytest.fixture(autouse=True)

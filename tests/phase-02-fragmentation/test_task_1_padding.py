@@ -7,33 +7,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call
+from minicache.course.seeds import one_of
 from minicache.memory.reservation import padded_rows, padding_share
 
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
+TIMES = one_of(1, range(2, 10))  # under a secret seed, sequences are so many times as long
+
 
 def test_three_users_pad_to_the_longest():
     """Lengths 200, 1500 and 60: three rows of 1500, 4500 in all, and 2740 of them hold no token."""
-    call(padded_rows, [200, 1500, 60]).gives(4500)
-    call(padding_share, [200, 1500, 60]).is_close(2740 / 4500)
+    lengths = [200 * TIMES, 1500 * TIMES, 60 * TIMES]
+    call(padded_rows, lengths).gives(4500 * TIMES)
+    call(padding_share, lengths).is_close(2740 / 4500)
 
 
 def test_equal_lengths_need_no_padding():
     """Four sequences of 7 tokens take 28 rows, and none is padding."""
-    call(padded_rows, [7, 7, 7, 7]).gives(28)
-    call(padding_share, [7, 7, 7, 7]).gives(0.0)
+    call(padded_rows, [7 * TIMES] * 4).gives(28 * TIMES)
+    call(padding_share, [7 * TIMES] * 4).gives(0.0)
 
 
 def test_a_batch_of_one_needs_no_padding():
     """One sequence is a rectangle already."""
-    call(padded_rows, [60]).gives(60)
-    call(padding_share, [60]).gives(0.0)
+    call(padded_rows, [60 * TIMES]).gives(60 * TIMES)
+    call(padding_share, [60 * TIMES]).gives(0.0)
 
 
 def test_one_long_sequence_is_paid_for_by_all():
     """31 sequences of 1 token and one of 1000: 32,000 rows, 1,031 tokens, 97 % padding."""
-    lengths = [1] * 31 + [1000]
-    call(padded_rows, lengths).gives(32_000)
+    lengths = [TIMES] * 31 + [1000 * TIMES]
+    call(padded_rows, lengths).gives(32_000 * TIMES)
     call(padding_share, lengths).is_close(30_969 / 32_000)
 
 

@@ -7,10 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import one_of
 from minicache.errors import OutOfSlotsError
 from minicache.memory.reservation import BuddyAllocator
 
 repeatable = settings(max_examples=80, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
+
+TIMES = one_of(1, [2, 4, 8, 16])  # under a secret seed, memory and runs are so many times as long
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,7 @@ repeatable = settings(max_examples=80, deadline=None, derandomize=True, database
 )
 def test_a_new_memory_is_the_powers_of_two_that_it_is_made_of(num_slots, runs):
     """22 slots are runs of 16, 4 and 2, longest first, side by side; any number of slots is made this way."""
+    num_slots, runs = TIMES * num_slots, [(TIMES * start, TIMES * size) for start, size in runs]
     memory = call(BuddyAllocator, num_slots).value
     call(memory.free_runs).gives(runs)
     call(memory.allocations).gives([])
@@ -52,19 +56,19 @@ def test_a_new_memory_is_the_powers_of_two_that_it_is_made_of(num_slots, runs):
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16), (16, 16)])
 def test_a_count_is_rounded_up_to_a_power_of_two(count, size):
     """Of 16 slots, a run of the next power of two: 3 slots get 4, and 4 get 4."""
-    memory = BuddyAllocator(16)
+    memory, count, size = BuddyAllocator(16 * TIMES), count * TIMES, size * TIMES
     call(memory.allocate, count).gives(0)
     call(memory.allocated, 0).gives(size)
     that(f"num_used after allocate({count})", memory.num_used).gives(size)
-    that(f"num_free after allocate({count})", memory.num_free).gives(16 - size)
+    that(f"num_free after allocate({count})", memory.num_free).gives(16 * TIMES - size)
 
 
 def test_a_run_is_halved_until_it_fits():
     """1 slot of 16: halves of 8, 4, 2 and 1 stay free, at 8, 4, 2 and 1."""
-    memory = BuddyAllocator(16)
-    call(memory.allocate, 1).gives(0)
-    call(memory.free_runs).gives([(1, 1), (2, 2), (4, 4), (8, 8)])
-    that("largest_free", memory.largest_free).gives(8)
+    memory = BuddyAllocator(16 * TIMES)
+    call(memory.allocate, TIMES).gives(0)
+    call(memory.free_runs).gives([(TIMES * size, TIMES * size) for size in (1, 2, 4, 8)])
+    that("largest_free", memory.largest_free).gives(8 * TIMES)
 
 
 def test_a_small_memory_filled_step_by_step():
@@ -91,20 +95,20 @@ def test_the_shortest_run_that_fits_is_cut():
 
 def test_runs_are_handed_out_from_left_to_right():
     """Eight runs of 2 fill 16 slots from 0 upwards: the lower half is used, the upper half waits."""
-    memory = BuddyAllocator(16)
-    for start in range(0, 16, 2):
-        call(memory.allocate, 2).gives(start)
+    memory = BuddyAllocator(16 * TIMES)
+    for start in range(0, 16 * TIMES, 2 * TIMES):
+        call(memory.allocate, 2 * TIMES).gives(start)
 
 
 def test_seven_requests_of_2048_fit_in_opt_13b():
     """15,728 slots hold seven runs of 2,048. 1,392 slots are left, and no run of 2,048 among them."""
-    memory = BuddyAllocator(15_728)
-    starts = [call(memory.allocate, 2048).value for _ in range(7)]
+    memory = BuddyAllocator(15_728 * TIMES)
+    starts = [call(memory.allocate, 2048 * TIMES).value for _ in range(7)]
     # The run of 2,048 is the shortest that fits, then the one of 4,096, then the one of 8,192.
-    that("where they begin", starts).gives([12288, 8192, 10240, 0, 2048, 4096, 6144])
-    that("num_free", memory.num_free).gives(1392)
-    that("largest_free", memory.largest_free).gives(1024)
-    call(memory.allocate, 2048).raises(OutOfSlotsError)
+    that("where they begin", starts).gives([TIMES * each for each in (12288, 8192, 10240, 0, 2048, 4096, 6144)])
+    that("num_free", memory.num_free).gives(1392 * TIMES)
+    that("largest_free", memory.largest_free).gives(1024 * TIMES)
+    call(memory.allocate, 2048 * TIMES).raises(OutOfSlotsError)
 
 
 def test_enough_slots_in_all_are_not_enough():

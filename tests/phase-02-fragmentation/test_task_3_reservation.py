@@ -7,16 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import one_of
 from minicache.memory.reservation import reservation
 
 repeatable = settings(max_examples=100, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 
+MORE = one_of(0, range(1, 100))  # under a secret seed, prompts have so many tokens more
+
 
 def test_the_three_policies_of_the_paper():
     """An output of 25 tokens: Pow2 reserves 32 for it, Oracle 25, Max everything, each with the prompt of 100."""
-    call(reservation, "pow2", 100, 25, 2048).gives(132)
-    call(reservation, "oracle", 100, 25, 2048).gives(125)
-    call(reservation, "max", 100, 25, 2048).gives(2048)
+    call(reservation, "pow2", 100 + MORE, 25, 2048).gives(132 + MORE)
+    call(reservation, "oracle", 100 + MORE, 25, 2048).gives(125 + MORE)
+    call(reservation, "max", 100 + MORE, 25, 2048).gives(2048)
 
 
 @pytest.mark.parametrize(
@@ -24,12 +27,12 @@ def test_the_three_policies_of_the_paper():
 )
 def test_pow2_is_exact_for_a_power_of_two(output, reserved):
     """The smallest power of two that is no less than the output: 32 for 32, and 64 for 33."""
-    call(reservation, "pow2", 7, output, 2048).gives(7 + reserved)
+    call(reservation, "pow2", 7 + MORE, output, 2048).gives(7 + MORE + reserved)
 
 
 def test_pow2_leaves_the_prompt_as_it_is():
     """Only the output is rounded: its length alone is unknown."""
-    call(reservation, "pow2", 33, 33, 2048).gives(33 + 64)
+    call(reservation, "pow2", 33 + MORE, 33, 2048).gives(33 + MORE + 64)
 
 
 def test_pow2_stops_at_the_models_limit():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from minicache.cache.paged import PagedKVCache, PagedStorage
+from minicache.course.seeds import fresh
 from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 
 PHASE_1 = Path(__file__).parents[1] / "phase-01-dense-cache"
@@ -33,7 +34,7 @@ def over_a_shared_storage():
     def construct(self, num_layers, batch_size, num_kv_heads, max_seq_len, head_dim, dtype=torch.float32):
         pool = BlockPool(2 * batch_size * blocks_for(max_seq_len, 3), 3)
         BlockTable(pool).append(pool.num_blocks * pool.block_size)
-        pool.free(torch.randperm(pool.num_blocks, generator=torch.Generator().manual_seed(3))[::2].tolist())
+        pool.free(torch.randperm(pool.num_blocks, generator=torch.Generator().manual_seed(fresh(3)))[::2].tolist())
         storage = PagedStorage(pool, num_layers, num_kv_heads, head_dim, dtype=dtype)
         for layer in range(num_layers):
             storage.k(layer).fill_(float("nan"))

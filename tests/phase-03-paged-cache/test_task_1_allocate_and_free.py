@@ -7,10 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import one_of
 from minicache.errors import OutOfBlocksError
 from minicache.memory.blocks import BlockPool, blocks_for
 
 NO_INTS = [2.0, "2", None, True]
+SIZE = one_of(16, range(17, 40))  # of a block; the pool counts blocks only
+MORE = one_of(0, range(1, 100))  # blocks, under a secret seed
 
 
 def check_pool(pool, owners, when):
@@ -36,7 +39,7 @@ def check_line(pool, line, when):
 )
 def test_blocks_for_some_tokens(num_tokens, block_size, blocks):
     """An unfinished block is a block; no tokens take none."""
-    call(blocks_for, num_tokens, block_size).gives(blocks)
+    call(blocks_for, num_tokens + MORE * block_size, block_size).gives(blocks + MORE)
 
 
 @given(st.integers(0, 400), st.integers(1, 50))
@@ -89,7 +92,7 @@ def test_sizes_of_a_pool_are_refused():
 
 def test_a_new_pool_counts_from_0():
     """A new pool hands out 0, 1, 2, …, however many are asked for at a time."""
-    pool = BlockPool(6, 16)
+    pool = BlockPool(6, SIZE)
     call(pool.allocate, 1).gives([0])
     call(pool.allocate, 3).gives([1, 2, 3])
     check_pool(pool, [1, 1, 1, 1, 0, 0], "after allocate(1) and allocate(3)")
@@ -99,7 +102,7 @@ def test_a_new_pool_counts_from_0():
 
 def test_allocating_nothing():
     """allocate(0) gives an empty list, from a full pool too."""
-    pool = BlockPool(2, 16)
+    pool = BlockPool(2, SIZE)
     call(pool.allocate, 0).gives([])
     check_pool(pool, [0, 0], "after allocate(0)")
     call(pool.allocate, 2).gives([0, 1])
@@ -109,7 +112,7 @@ def test_allocating_nothing():
 @pytest.mark.parametrize("count", [3, 4, 100])
 def test_out_of_blocks(count):
     """More blocks than are free: OutOfBlocksError. None is taken, and the next call gets what it would have got."""
-    pool = BlockPool(5, 16)
+    pool = BlockPool(5, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.allocate, count).raises(OutOfBlocksError)
     check_pool(pool, [1, 1, 1, 0, 0], f"after allocate({count}) was refused")
@@ -119,7 +122,7 @@ def test_out_of_blocks(count):
 
 def test_counts_that_are_refused():
     """A negative count raises ValueError, one that is no int TypeError, and nothing is taken."""
-    pool = BlockPool(5, 16)
+    pool = BlockPool(5, SIZE)
     call(pool.allocate, -1).raises(ValueError)
     for bad in NO_INTS:
         call(pool.allocate, bad).raises(TypeError)
@@ -129,7 +132,7 @@ def test_counts_that_are_refused():
 
 def test_the_list_that_comes_back_is_the_callers():
     """What a caller does with the list of ids changes nothing in the pool."""
-    pool = BlockPool(4, 16)
+    pool = BlockPool(4, SIZE)
     taken = call(pool.allocate, 2).value
     taken.clear()
     check_pool(pool, [1, 1, 0, 0], "after the caller cleared the list")
@@ -144,7 +147,7 @@ def test_the_list_that_comes_back_is_the_callers():
 
 def test_a_freed_block_waits_behind_the_others():
     """First in, first out: freed blocks go to the end of the line, in the order in which free was given them."""
-    pool = BlockPool(5, 16)
+    pool = BlockPool(5, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.free, [2, 0]).gives(None)
     check_pool(pool, [0, 1, 0, 0, 0], "after free([2, 0])")
@@ -156,7 +159,7 @@ def test_a_freed_block_waits_behind_the_others():
 
 def test_a_pool_of_one_block():
     """A pool of one block hands the same one out again and again."""
-    pool = BlockPool(1, 16)
+    pool = BlockPool(1, SIZE)
     for _ in range(3):
         call(pool.allocate, 1).gives([0])
         call(pool.allocate, 1).raises(OutOfBlocksError)
@@ -165,7 +168,7 @@ def test_a_pool_of_one_block():
 
 def test_ids_from_a_generator():
     """Any iterable of ids will do, one that can be gone through only once too."""
-    pool = BlockPool(4, 16)
+    pool = BlockPool(4, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.free, (block_id for block_id in (2, 0))).gives(None)
     that("owners of blocks 0 … 3, after a generator of 2 and 0 was freed", [pool.ref_count(n) for n in range(4)]).gives(
@@ -176,7 +179,7 @@ def test_ids_from_a_generator():
 
 def test_freeing_nothing():
     """free([]) does nothing."""
-    pool = BlockPool(3, 16)
+    pool = BlockPool(3, SIZE)
     call(pool.free, []).gives(None)
     check_line(pool, [0, 1, 2], "after free([])")
 
@@ -202,7 +205,7 @@ BAD_IDS = [
 @pytest.mark.parametrize(("block_ids", "error"), BAD_IDS)
 def test_free_is_all_or_nothing(block_ids, error):
     """A free block or one given too often: ValueError. No such block: IndexError. No int: TypeError. None is freed."""
-    pool = BlockPool(5, 16)
+    pool = BlockPool(5, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.free, [1]).gives(None)  # used: 0 and 2; in line: 3, 4, 1
     call(pool.free, block_ids).raises(error)
@@ -214,7 +217,7 @@ def test_free_is_all_or_nothing(block_ids, error):
 @pytest.mark.parametrize("block_id", [2, -2], ids=str)
 def test_free_refuses_ids_outside_the_pool(block_id):
     """Where every block is used, −2 and the first id past the last are still no blocks."""
-    pool = BlockPool(2, 16)
+    pool = BlockPool(2, SIZE)
     call(pool.allocate, 2).gives([0, 1])
     call(pool.free, [block_id]).raises(IndexError)
     call(pool.free, [0, block_id]).raises(IndexError)
@@ -223,7 +226,7 @@ def test_free_refuses_ids_outside_the_pool(block_id):
 
 def test_ref_count_refuses_ids_outside_the_pool():
     """ref_count of an id outside the pool raises IndexError, of what is no int TypeError."""
-    pool = BlockPool(3, 16)
+    pool = BlockPool(3, SIZE)
     for bad in (3, -1, 100):
         call(pool.ref_count, bad).raises(IndexError)
     for bad in (1.0, "1", None):

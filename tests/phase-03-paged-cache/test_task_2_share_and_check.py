@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minicache.course.checks import CheckFailed, call, that, told
+from minicache.course.seeds import one_of
 from minicache.errors import InvariantError, OutOfBlocksError
 from minicache.memory.blocks import BlockPool
+
+SIZE = one_of(16, range(17, 40))  # of a block; the pool counts blocks only
 
 
 def check_pool(pool, owners, when):
@@ -26,7 +29,7 @@ def check_pool(pool, owners, when):
 
 def test_a_shared_block_is_freed_by_its_last_owner():
     """Two owners: the first free leaves the block in use, the second sends it to the end of the line."""
-    pool = BlockPool(4, 16)
+    pool = BlockPool(4, SIZE)
     call(pool.allocate, 2).gives([0, 1])
     call(pool.share, [1]).gives(None)
     check_pool(pool, [1, 2, 0, 0], "after share([1])")
@@ -39,7 +42,7 @@ def test_a_shared_block_is_freed_by_its_last_owner():
 
 def test_a_block_in_use_is_never_handed_out():
     """A block that one of two owners freed stays out of the line: the pool runs out before it hands it out."""
-    pool = BlockPool(2, 16)
+    pool = BlockPool(2, SIZE)
     call(pool.allocate, 1).gives([0])
     call(pool.share, [0]).gives(None)
     call(pool.free, [0]).gives(None)
@@ -50,7 +53,7 @@ def test_a_block_in_use_is_never_handed_out():
 
 def test_sharing_takes_no_block():
     """Sharing needs no free block: it works in a full pool, and num_used counts a shared block once."""
-    pool = BlockPool(3, 16)
+    pool = BlockPool(3, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.share, [2, 0]).gives(None)
     call(pool.share, [0]).gives(None)
@@ -60,7 +63,7 @@ def test_sharing_takes_no_block():
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_an_id_given_more_than_once(times):
     """share([0, 0]) gives block 0 two more owners, and free([0, 0]) takes two away."""
-    pool = BlockPool(2, 16)
+    pool = BlockPool(2, SIZE)
     call(pool.allocate, 1).gives([0])
     call(pool.share, [0] * times).gives(None)
     check_pool(pool, [1 + times, 0], f"after share({[0] * times})")
@@ -74,7 +77,7 @@ def test_an_id_given_more_than_once(times):
 
 def test_a_block_stands_in_line_when_its_last_owner_has_gone():
     """free([0, 1, 0]) with two owners of block 0: block 1 loses its last owner first, and is before 0 in the line."""
-    pool = BlockPool(3, 16)
+    pool = BlockPool(3, SIZE)
     call(pool.allocate, 2).gives([0, 1])
     call(pool.share, [0]).gives(None)
     call(pool.free, [0, 1, 0]).gives(None)
@@ -84,7 +87,7 @@ def test_a_block_stands_in_line_when_its_last_owner_has_gone():
 
 def test_sharing_nothing():
     """share([]) does nothing."""
-    pool = BlockPool(2, 16)
+    pool = BlockPool(2, SIZE)
     call(pool.allocate, 1).gives([0])
     call(pool.share, []).gives(None)
     check_pool(pool, [1, 0], "after share([])")
@@ -106,7 +109,7 @@ def test_sharing_nothing():
 )
 def test_share_is_all_or_nothing(block_ids, error):
     """A free block: ValueError. No such block: IndexError. No int: TypeError. Not even the good ones are shared."""
-    pool = BlockPool(4, 16)
+    pool = BlockPool(4, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.free, [1]).gives(None)
     call(pool.share, [2]).gives(None)
@@ -120,7 +123,7 @@ def test_share_is_all_or_nothing(block_ids, error):
 )
 def test_freed_more_often_than_owned(block_ids):
     """Block 0 has two owners, block 1 has one. Freed once more than that in a call: ValueError, and none is freed."""
-    pool = BlockPool(3, 16)
+    pool = BlockPool(3, SIZE)
     call(pool.allocate, 2).gives([0, 1])
     call(pool.share, [0]).gives(None)
     call(pool.free, block_ids).raises(ValueError)
@@ -170,7 +173,7 @@ def pool_in_use(cls=BlockPool):
 
 def test_check_accepts_what_calls_can_lead_to():
     """A pool that was only ever called is in order, and check leaves it as it is."""
-    for pool in (BlockPool(1, 1), BlockPool(8, 16), pool_in_use()):
+    for pool in (BlockPool(1, 1), BlockPool(8, SIZE), pool_in_use()):
         call(pool.check).gives(None)
     pool = pool_in_use()
     call(pool.check).gives(None)

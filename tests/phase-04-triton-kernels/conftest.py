@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from minicache.course.checks import call, short, that
+from minicache.course.seeds import fresh
 from minicache.errors import MemoryAccessError
 from minicache.kernels import paged_decode_attention, paged_prefill_attention, runtime
 from minicache.kernels.tracer import Access, Forbidden, Log, Program, trace, unused_entries, unused_rows
@@ -33,7 +34,7 @@ NOBODY = 2**31 - 1
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(fresh(0))
 
 
 @pytest.fixture(scope="session")
@@ -375,7 +376,8 @@ def batch(device) -> Callable[..., Batch]:
         at: float = 1.0,
         seed: int = 0,
     ) -> Batch:
-        random = torch.Generator().manual_seed(1000 + seed)  # with that of the queries, they would be the first keys
+        # With that of the queries, they would be the first keys.
+        random = torch.Generator().manual_seed(fresh(1000 + seed))
 
         def rows(length: int) -> Tensor:
             drawn = torch.randn(length, num_kv_heads, head_dim, generator=random) * at
@@ -438,7 +440,7 @@ def _lay_out(
     lengths = [len(rows) for rows in keys]
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 2
-    ids = (torch.randperm(num_blocks - 2, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    ids = (torch.randperm(num_blocks - 2, generator=torch.Generator().manual_seed(fresh(seed))) + 1).tolist()
     tables = torch.full((len(lengths), max(counts) + 2), NOBODY)
     caches = []
     for dense in (keys, values):

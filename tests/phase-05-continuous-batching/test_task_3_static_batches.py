@@ -7,6 +7,7 @@ import random
 import pytest
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.errors import RequestTooLargeError
 from minicache.memory.blocks import blocks_for
 from minicache.scheduler.drive import drive
@@ -372,7 +373,7 @@ def by_hand(requests, slots, budget, num_blocks):
 @pytest.mark.parametrize("seed", range(20))
 def test_many_requests(request_of, seed):
     """For any requests, the steps are those of batches that are filled in order and run until they have drained."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     requests = [request_of(each, rng.randint(1, 12), rng.randint(1, 9)) for each in range(rng.randint(1, 30))]
     slots, budget, num_blocks = rng.randint(1, 6), rng.randint(12, 40), rng.randint(6, 24)
     scheduler = static(max_num_seqs=slots, max_num_batched_tokens=budget, num_blocks=num_blocks)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.engine.sampling import SamplingParams, TokenSampler, keep_top_k, keep_top_p, pick_tokens
 
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
@@ -29,7 +30,7 @@ def left(logits):
 
 
 def random_rows(num_rows, vocab):
-    return 2 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(1))
+    return 2 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(fresh(1)))
 
 
 # Top-k

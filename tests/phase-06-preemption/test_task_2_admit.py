@@ -24,6 +24,23 @@ def come_back(request, generated):
 # What an admission is
 
 
+@pytest.mark.parametrize("status", ["WAITING", "SWAPPED"])
+def test_admit_copies_the_blocks_of_a_swapped_request_back(paged, a_request, status):
+    """Only for a request that was SWAPPED `swap_in` is called, once, when it is RUNNING and has its new blocks."""
+    seen = []
+
+    class Noting(PagedScheduler):
+        def swap_in(self, request, output):
+            seen.append((request.request_id, request.status.name, list(request.block_ids)))
+
+    request = a_request("r", 6)
+    scheduler = paged([request], cls=Noting, num_blocks=10)
+    request.status = RequestStatus[status]
+    call(scheduler.admit, request, SchedulerOutput()).gives(None)
+    expected = [("r", "RUNNING", [0, 1])] if status == "SWAPPED" else []
+    that(f"calls of swap_in for a request that is {status}: (id, status, blocks)", seen).gives(expected)
+
+
 def test_all_that_fit_are_admitted(paged, a_request, admit):
     """Three prompts of 4, 5 and 9 tokens: each gets its blocks, a batch slot, and its prompt to compute."""
     requests = [a_request("a", 4), a_request("b", 5), a_request("c", 9)]
@@ -39,18 +56,6 @@ def test_all_that_fit_are_admitted(paged, a_request, admit):
     that("computed tokens, before the step is committed", [each.num_computed_tokens for each in requests]).gives(
         [0] * 3
     )
-
-
-@pytest.mark.parametrize("num_waiting", [10, 400])
-def test_an_admission_costs_no_look_at_the_queue(paged, a_request, admit, counting_queue, num_waiting):
-    """Room for three of 10 or of 400: what an admission costs depends on who is admitted, not on who waits."""
-    scheduler = paged(num_blocks=3)
-    queue = counting_queue(scheduler)
-    for n in range(num_waiting):
-        scheduler.add_request(a_request(n, 4))
-    output = admit(scheduler)
-    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 4, 1: 4, 2: 4})
-    that(f"of {num_waiting} requests, those met by going through `waiting`", queue.num_seen).gives(0)
 
 
 def test_an_empty_queue_admits_nothing(paged, admit):
@@ -78,23 +83,6 @@ def test_admit_allocates_and_charges(paged, a_request):
     seen = request.block_ids, request.status.name, ids(scheduler.running), output.num_scheduled_tokens
     that("blocks, status, batch and step", seen).gives(([0, 1], "RUNNING", ["r"], {"r": 6}))
     that("the queue", list(scheduler.waiting)).gives([])
-
-
-@pytest.mark.parametrize("status", ["WAITING", "SWAPPED"])
-def test_admit_copies_the_blocks_of_a_swapped_request_back(paged, a_request, status):
-    """Only for a request that was SWAPPED `swap_in` is called, once, when it is RUNNING and has its new blocks."""
-    seen = []
-
-    class Noting(PagedScheduler):
-        def swap_in(self, request, output):
-            seen.append((request.request_id, request.status.name, list(request.block_ids)))
-
-    request = a_request("r", 6)
-    scheduler = paged([request], cls=Noting, num_blocks=10)
-    request.status = RequestStatus[status]
-    call(scheduler.admit, request, SchedulerOutput()).gives(None)
-    expected = [("r", "RUNNING", [0, 1])] if status == "SWAPPED" else []
-    that(f"calls of swap_in for a request that is {status}: (id, status, blocks)", seen).gives(expected)
 
 
 # Which have to wait
@@ -125,7 +113,9 @@ def test_without_a_batch_slot_the_head_waits(paged, a_request, admit):
         that("admitted into a full batch", admit(scheduler).num_scheduled_tokens).gives({})
 
 
-@pytest.mark.parametrize(("others", "admitted"), [(0, [0, 1]), (2, [0, 1]), (3, [0]), (11, [0]), (12, []), (20, [])])
+@pytest.mark.parametrize(
+    ("others", "admitted"), [(0, [0, 1]), (2, [0, 1]), (3, [0]), (11, [0]), (12, []), (20, [])], ids=str
+)
 def test_without_tokens_the_head_waits(paged, a_request, admit, others, admitted):
     """20 tokens a step, prompts of 9, 9 and 9: what the step has already counts, and none is bypassed."""
     scheduler = paged([a_request(0, 9), a_request(1, 9), a_request(2, 9)], num_blocks=50, max_num_batched_tokens=20)
@@ -411,3 +401,18 @@ def test_blocks_that_it_has_already_stay_in_front(paged, a_request):
     call(scheduler.admit, request, SchedulerOutput()).gives(None)
     that("its blocks", request.block_ids).gives([0, 1, 2])
     that("free blocks", scheduler.pool.num_free).gives(7)
+
+
+# What an admission costs
+
+
+@pytest.mark.parametrize("num_waiting", [10, 400])
+def test_an_admission_costs_no_look_at_the_queue(paged, a_request, admit, counting_queue, num_waiting):
+    """Room for three of 10 or of 400: what an admission costs depends on who is admitted, not on who waits."""
+    scheduler = paged(num_blocks=3)
+    queue = counting_queue(scheduler)
+    for n in range(num_waiting):
+        scheduler.add_request(a_request(n, 4))
+    output = admit(scheduler)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 4, 1: 4, 2: 4})
+    that(f"of {num_waiting} requests, those met by going through `waiting`", queue.num_seen).gives(0)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minicache.course import scenario
 from minicache.course.checks import call, that
 from minicache.request import RequestStatus
 from minicache.scheduler.output import SchedulerOutput
@@ -32,9 +33,22 @@ def test_grow_appends_the_missing_blocks(paged, a_request, num_tokens, has, miss
     scheduler, request = paged(num_blocks=10), a_request("r", 1)
     request.output_token_ids += [7] * (num_tokens - 1)
     request.block_ids = scheduler.pool.allocate(has)
+    scenario.given(f"the request has {num_tokens} tokens and {has} blocks of 4")
     call(scheduler.grow, request, SchedulerOutput()).gives(None)
     that("its blocks", request.block_ids).gives(list(range(has + missing)))
     that("free blocks", scheduler.pool.num_free).gives(10 - has - missing)
+
+
+def test_every_request_gets_a_token(paged, a_request, a_step):
+    """Requests of the batch compute one token each, in batch order; behind them stand those just admitted."""
+    scheduler = paged([a_request("a", 3), a_request("b", 6)], num_blocks=20)
+    that("step 0", list(a_step(scheduler).num_scheduled_tokens.items())).gives([("a", 3), ("b", 6)])
+    scheduler.add_request(a_request("c", 5))
+    output = a_step(scheduler)
+    that("step 1", list(output.num_scheduled_tokens.items())).gives([("a", 1), ("b", 1), ("c", 5)])
+    that("scheduled", ids(output.scheduled)).gives(["a", "b", "c"])
+    that("the batch", ids(scheduler.running)).gives(["a", "b", "c"])
+    that("preempted and finished", (output.preempted, output.finished)).gives(([], []))
 
 
 def test_a_block_comes_with_the_token_that_begins_it(paged, a_request, a_step):
@@ -82,18 +96,6 @@ def test_new_blocks_go_behind_the_old(paged, a_request, a_step):
     for _ in range(5):
         a_step(scheduler)
     that("their blocks", [request.block_ids for request in requests]).gives([[0, 2, 4], [1, 3, 5]])
-
-
-def test_every_request_gets_a_token(paged, a_request, a_step):
-    """Requests of the batch compute one token each, in batch order; behind them stand those just admitted."""
-    scheduler = paged([a_request("a", 3), a_request("b", 6)], num_blocks=20)
-    that("step 0", list(a_step(scheduler).num_scheduled_tokens.items())).gives([("a", 3), ("b", 6)])
-    scheduler.add_request(a_request("c", 5))
-    output = a_step(scheduler)
-    that("step 1", list(output.num_scheduled_tokens.items())).gives([("a", 1), ("b", 1), ("c", 5)])
-    that("scheduled", ids(output.scheduled)).gives(["a", "b", "c"])
-    that("the batch", ids(scheduler.running)).gives(["a", "b", "c"])
-    that("preempted and finished", (output.preempted, output.finished)).gives(([], []))
 
 
 def test_schedule_running_adds_to_the_step(paged, a_request, a_step):

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.request import RequestStatus
 from minicache.scheduler.drive import drive
 from minicache.scheduler.output import SchedulerOutput
@@ -262,7 +263,7 @@ def test_the_policy_changes_no_batch(paged, a_request, seed):
     """Where tokens are no limit, swap and recompute run the same requests in the same steps; only the costs differ."""
     runs = []
     for preemption in ("swap", "recompute"):
-        rng = random.Random(seed)
+        rng = random.Random(fresh(seed))
         requests = [a_request(n, rng.randint(1, 12), rng.randint(1, 16)) for n in range(8)]
         scheduler = paged(requests, num_blocks=rng.randint(4, 8), preemption=preemption, num_host_blocks=99)
         runs.append(drive(scheduler, max_steps=500))
@@ -323,7 +324,7 @@ def test_a_step_that_failed_empties_the_swap_space(paged, a_request, a_step):
 @pytest.mark.parametrize("seed", range(25))
 def test_no_block_is_lost_in_small_pools(paged, a_request, a_step, seed):
     """Preempted, aborted, swapped, recomputed: no block is lost on either side, and what was computed stays so."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     block_size = rng.choice([1, 2, 4])
     requests = [a_request(n, rng.randint(1, 12), rng.randint(1, 16)) for n in range(8)]
     largest = max(-(-each.num_prompt_tokens // block_size) for each in requests)

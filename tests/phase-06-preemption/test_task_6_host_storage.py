@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from minicache.cache.paged import PagedStorage
 from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.memory.blocks import BlockPool
 
 LAYERS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 4, 2, 5
@@ -20,7 +21,7 @@ LAYERS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 4, 2, 5
 def a_storage(num_blocks, dtype=torch.float32):
     """A storage whose every number is another, with all digits that `dtype` holds, and a second one like it."""
     pair = [PagedStorage(BlockPool(num_blocks, BLOCK_SIZE), LAYERS, HEADS, HEAD_DIM, dtype=dtype) for _ in range(2)]
-    generator = torch.Generator().manual_seed(num_blocks)
+    generator = torch.Generator().manual_seed(fresh(num_blocks))
     for layer in range(LAYERS):
         for part in ("k", "v"):
             rows = torch.randn(num_blocks, BLOCK_SIZE, HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
@@ -169,7 +170,7 @@ def test_out_and_in_within_one_step():
 @pytest.mark.parametrize("seed", range(8))
 def test_any_blocks_to_any_blocks(seed):
     """Random blocks to random host blocks and back to other ones: a model of dicts says what must be where."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     storage, original = a_storage(9)
     host = HostStorage(storage, 7)
     device = {block: contents(original, block) for block in range(9)}

@@ -7,11 +7,12 @@ import random
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import zip_longest
+from pathlib import Path
 
 import pytest
 
 from minicache.course.checks import CheckFailed, call, that, told
-from minicache.course.workspace import reference_file
+from minicache.course.seeds import fresh
 from minicache.errors import InvariantError
 from minicache.memory.blocks import BlockPool
 from minicache.request import Request, RequestStatus
@@ -21,6 +22,10 @@ from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+
+_spec = spec_from_file_location("right_steps", Path(__file__).with_name("right_steps.py"))
+right_steps = module_from_spec(_spec)
+_spec.loader.exec_module(right_steps)
 
 
 class Broken(PagedScheduler):
@@ -67,49 +72,17 @@ SWAP = {"preemption": "swap", "num_host_blocks": 8}
 # What the schedulers of this task are made of
 
 
-def reference_of(module):
-    """The reference's module, loaded under another name, where a learner's file stands in for it."""
-    spec = spec_from_file_location("reference_" + module.replace(".", "_"), reference_file(module))
-    loaded = module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-def steps_of(cls, sizes, options):
-    """What a scheduler says and does in each step of a run: as text, so that two runs can be compared."""
-    scheduler, requests = cls(**options), requests_of(*sizes)
-    for request in requests:
-        scheduler.add_request(request)
-    steps = []
-    while scheduler.has_unfinished and len(steps) < 200:
-        if len(steps) == 12:
-            scheduler.abort_request(1)
-        output = scheduler.schedule()
-        says = f"scheduled {output.num_scheduled_tokens}, preempted {output.preempted}, finished {output.finished}"
-        copies = f"swapped out {output.swapped_out}, in {output.swapped_in}"
-        holds = [(each.request_id, each.status.name, each.num_computed_tokens, each.block_ids) for each in requests]
-        steps.append(f"{says}, {copies}; of each request id, status, computed tokens, blocks: {holds}")
-        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
-    return steps
-
-
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize(
-    ("sizes", "num_blocks"),
-    [([(4, 9)] * 2, 3), (FOUR, 4), ([(6, 12), (9, 6), (3, 9), (1, 20)], 6)],
-    ids=["2 requests", "4 requests", "4 of other sizes"],
-)
-def test_the_scheduler_that_they_are_made_of(sizes, num_blocks, preemption):
+@pytest.mark.parametrize("run", right_steps.RUNS)
+def test_the_scheduler_that_they_are_made_of(run):
     """This task's schedulers are made from your PagedScheduler, which must take the steps that tasks 1 to 5 ask for."""
-    options = {"num_blocks": num_blocks, "block_size": 4, "preemption": preemption, "num_host_blocks": 2}
-    run = f"requests of (prompt, max_tokens) {sizes}, {num_blocks} blocks of 4, preemption {preemption!r}"
-    outcome = call(steps_of, PagedScheduler, sizes, options)
+    sizes, options = right_steps.RUNS[run]
+    outcome = call(right_steps.steps_of, PagedScheduler, sizes, options)
     hint = "not audit.py: the mistake is in scheduler/paged.py. Mend tasks 6.1 to 6.5 first"
-    called = f"your PagedScheduler, without an auditor: {run}"
+    told_run = f"requests of (prompt, max_tokens) {sizes}, {options['num_blocks']} blocks of 4, {options['preemption']}"
+    called = f"your PagedScheduler, without an auditor: {told_run}"
     if outcome.error is not None:
         raise CheckFailed(called, told(outcome.error), "no error", hint) from outcome.error
-    right = steps_of(reference_of("minicache.scheduler.paged").PagedScheduler, sizes, options)
-    for number, (got, expected) in enumerate(zip_longest(outcome.value, right)):
+    for number, (got, expected) in enumerate(zip_longest(outcome.value, right_steps.recorded()[run])):
         if got != expected:
             raise CheckFailed(f"step {number} of {called}", str(got), str(expected), hint)
 
@@ -119,7 +92,7 @@ def test_the_scheduler_that_they_are_made_of(sizes, num_blocks, preemption):
 
 def a_setup(seed):
     """A stage, its options, requests for it, and the random numbers for what comes."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     name = rng.choice(["static", "continuous", "paged", "paged", "paged", "fair"])
     block_size = rng.choice([1, 2, 4])
     extra = {"fair": {"priority": 1, "group": "image"}}.get(name, {})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minicache.course.checks import CheckFailed, is_not_written, that, told
+from minicache.course.seeds import fresh
 from minicache.errors import InvariantError, MinicacheError
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.audit import Auditor
@@ -164,7 +165,7 @@ def pytest_runtest_call(item):
 
 def queue_fault():
     """What a RequestQueue does wrong in 300 random moves, in words; None: nothing."""
-    rng, queue, inside = random.Random(0), RequestQueue(lambda each: (each.priority, each.arrival_index)), []
+    rng, queue, inside = random.Random(fresh(0)), RequestQueue(lambda each: (each.priority, each.arrival_index)), []
     for number in range(300):
         if inside and rng.random() < 0.5:
             request = inside.pop(rng.randrange(len(inside)))
@@ -245,7 +246,7 @@ class Room:
         """Random load, in pools down to one request's size: every request gets all tokens, and the books agree."""
         __tracebackhide__ = True
         for seed in range(num_runs):
-            rng = random.Random(seed)
+            rng = random.Random(fresh(seed))
             num_blocks = rng.randint(4, 12)
             options = {"num_blocks": num_blocks, "block_size": 4, "max_num_seqs": rng.randint(1, 5)}
             options |= {"max_num_batched_tokens": rng.choice([24, 64])}

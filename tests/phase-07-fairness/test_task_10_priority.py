@@ -8,6 +8,7 @@ import pytest
 
 from minicache.course.checks import call, that
 from minicache.course.follow import following_schedulers
+from minicache.course.seeds import fresh
 from minicache.scheduler.fair import PriorityScheduler
 
 
@@ -164,7 +165,7 @@ def test_one_that_has_left_is_not_next(request_of, preemption):
 def test_random_requests_are_admitted_by_priority(request_of):
     """Any priorities and arrivals, preemptions in between: each admitted one comes before all that still wait."""
     for seed in range(20):
-        rng = random.Random(seed)
+        rng = random.Random(fresh(seed))
         scheduler = PriorityScheduler(num_blocks=rng.randint(6, 12), block_size=4, max_num_seqs=4)
         number = 0
         for turn in range(500):
@@ -289,7 +290,7 @@ def test_a_preempted_request_is_deferred_like_others(room, request_of):
 def test_no_batch_ever_mixes(request_of):
     """Random requests of three groups, with preemptions and aborts: in no step do two groups share the batch."""
     for seed in range(10):
-        rng = random.Random(seed)
+        rng = random.Random(fresh(seed))
         scheduler = PriorityScheduler(num_blocks=8, block_size=4, max_num_seqs=4)
         number = 0
         for turn in range(200):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from minicache.course.checks import call, that
 from minicache.course.follow import following_schedulers
+from minicache.course.seeds import fresh
 from minicache.request import Request
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.fair import STARVATION_BOUND, FairScheduler, PriorityScheduler
@@ -257,7 +258,7 @@ def test_seventy_admissions_in_one_step(request_of):
 )
 def test_of_any_65_admissions_one_is_of_the_oldest(seed, num_blocks, max_num_seqs, swap, groups):
     """Any load that favours the late: of any 65 admissions in a row, at least one is of the oldest request."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     options = {"preemption": "swap", "num_host_blocks": 6} if swap else {}
     scheduler = FairScheduler(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs, **options)
     admissions = Admissions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from minicache.course.checks import that
+from minicache.course.seeds import fresh
 from minicache.request import RequestStatus
 from minicache.scheduler.incidents.broken import UnbudgetedCopyScheduler
 from minicache.scheduler.incidents.case_8_copy import FixedCopyScheduler, expose
@@ -79,7 +80,7 @@ def test_random_forks(room, request_of):
     """Fixed: requests forked at random in small pools: no step runs out of blocks, and every request is served."""
     create = room.fixed(expose, FixedCopyScheduler)
     for seed in range(25):
-        rng = random.Random(seed)
+        rng = random.Random(fresh(seed))
         scheduler = create(num_blocks=rng.randint(6, 14), block_size=4, max_num_seqs=6)
         requests = [request_of(number, rng.randint(1, 10), rng.randint(2, 12)) for number in range(4)]
         for request in requests:

@@ -9,6 +9,7 @@ import tracemalloc
 import pytest
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.request import Request
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import LazyHeap, RequestQueue
@@ -136,10 +137,26 @@ def test_what_is_not_in_a_queue_cannot_leave():
     that("len", len(queue)).gives(0)
 
 
+@pytest.mark.parametrize("group", ["a", "b"], ids=["the same group", "another group"])
+@pytest.mark.parametrize("number", [9, 0], ids=["another key", "the same key"])
+def test_another_request_of_the_same_id_cannot_leave(number, group):
+    """Another request has the id of one that waits: remove raises KeyError, and the one that waits is still there."""
+    queue, waits, another = RequestQueue(by_priority), numbered(0, group="a"), numbered(number, group=group)
+    another.request_id = 0
+    queue.add(waits)
+    call(queue.remove, another).raises(KeyError)
+    that("whether the id waits, after that", 0 in queue).gives(True)
+    that(
+        "ids of first(), first('a') and oldest(), after that", ids([queue.first(), queue.first("a"), queue.oldest()])
+    ).gives([0, 0, 0])
+    call(queue.remove, waits).gives(None)
+    that("len, once the one that waited has left", len(queue)).gives(0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_moves(seed):
     """1,000 requests join, leave from anywhere and come back: at every move the queue answers as a sorted list does."""
-    rng, queue, inside = random.Random(seed), RequestQueue(by_priority), []
+    rng, queue, inside = random.Random(fresh(seed)), RequestQueue(by_priority), []
     outside = [
         numbered(number, rng.randint(0, 5), group=rng.choice("abc"), arrival_time=float(rng.randint(0, 9)))
         for number in range(200)
@@ -216,7 +233,7 @@ def operations(fn, limit=float("inf")):
 
 def a_queue_of(length):
     """A queue of so many requests of three groups, with any priorities and arrival times, and the requests."""
-    rng, queue, requests = random.Random(length), RequestQueue(by_priority), []
+    rng, queue, requests = random.Random(fresh(length)), RequestQueue(by_priority), []
     for number in range(length):
         request = Waiting(number, [1], 1, group="abc"[number % 3], arrival_time=Number(rng.random()))
         request.priority, request.arrival_index = Number(rng.random()), number

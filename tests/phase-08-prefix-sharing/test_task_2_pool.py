@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from minicache.course import scenario
 from minicache.course.checks import call, that
 from minicache.course.effort import effort
+from minicache.course.seeds import fresh
 from minicache.errors import InvariantError, OutOfBlocksError
 from minicache.memory.prefix import CachingBlockPool
 
@@ -407,7 +408,7 @@ def test_misuse_changes_nothing(method, arguments, error):
 @given(st.integers(0, 10**6))
 def test_any_calls_do_what_lists_would_do(seed):
     """Sixty random calls, compared with a pool written with lists."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     pool, hashes = CachingBlockPool(6, 4), [A, B, C, D]
     free, references, cached, evicted = list(range(6)), [0] * 6, [], 0  # cached: (hash, block), in that order
     for _ in range(60):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.memory.prefix import block_hash, root_hash
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
@@ -709,7 +710,7 @@ def a_workload(rng, budget, num_blocks):
 @pytest.mark.parametrize("seed", range(25))
 def test_a_production_scheduler_does_the_same(caching, seed):
     """The same blocks, hits and victims, in the same order, in every step of a random run."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     num_blocks, slots, budget = rng.randint(8, 20), rng.randint(1, 6), rng.choice([24, 40, 200])
     model = Model(num_blocks, slots, budget)
     scheduler = caching(num_blocks=num_blocks, max_num_seqs=slots, max_num_batched_tokens=budget)
@@ -741,7 +742,7 @@ def test_a_production_scheduler_does_the_same(caching, seed):
 @pytest.mark.parametrize("seed", range(12))
 def test_all_read_their_own_tokens(caching, memory, preemption, seed):
     """Random runs in which clients leave and steps fail, on a memory that knows what every slot really holds."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     scheduler = caching(
         num_blocks=rng.randint(6, 20),
         max_num_seqs=rng.randint(1, 6),

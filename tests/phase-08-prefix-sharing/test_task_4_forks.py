@@ -7,6 +7,7 @@ import random
 import pytest
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.errors import InvariantError
 from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
@@ -576,7 +577,7 @@ def test_siblings_recover_with_their_own_tokens(sharing, a_request, a_step):
 @pytest.mark.parametrize("seed", range(6))
 def test_random_forks_ends_and_failures(sharing, memory, preemption, prefix_caching, seed):
     """Random runs under the auditor, on a memory that knows what every slot holds: forks, aborts, steps that fail."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     options = {"preemption": preemption, "num_host_blocks": 6 if preemption == "swap" else 0}
     options |= {"num_blocks": rng.randint(6, 24), "max_num_seqs": rng.randint(2, 8), "prefix_caching": prefix_caching}
     scheduler = observe(sharing(**options), SharingAuditor())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.engine.beam import Beam, BeamSearch, BeamSearchParams
 from minicache.engine.beam_requests import beam_search
 from minicache.engine.llm import LLM
@@ -265,7 +266,7 @@ def all_texts(log_probs, vocab_size, length):
 def test_wide_enough_to_miss_nothing(vocab_size, length):
     """With as many beams as there are texts, the answers are all texts, the likeliest first."""
     for seed in range(4):
-        log_probs = a_language(seed, vocab_size)
+        log_probs = a_language(fresh(seed), vocab_size)
         search = a_search(vocab_size**length, max_tokens=length)
         run(search, log_probs)
         wanted = all_texts(log_probs, vocab_size, length)
@@ -276,7 +277,7 @@ def test_wide_enough_to_miss_nothing(vocab_size, length):
 @pytest.mark.parametrize("seed", range(5))
 def test_one_beam_is_greedy(seed):
     """One beam takes the likeliest token each time, to its end."""
-    log_probs, wanted = a_language(seed, 12), []
+    log_probs, wanted = a_language(fresh(seed), 12), []
     while 0 not in wanted and len(wanted) < 9:
         ranked = log_probs(wanted)
         wanted.append(ranked.index(max(ranked)))
@@ -308,7 +309,7 @@ def naive(log_probs, k, stops, max_tokens, penalty):
 def test_the_rules_written_differently(beam_width, max_tokens, penalty, stops):
     """A vocabulary of 20; widths, lengths, penalties and numbers of stop tokens."""
     for seed in range(6):
-        log_probs = a_language(seed, 20)
+        log_probs = a_language(fresh(seed), 20)
         search = a_search(beam_width, stops, max_tokens, penalty)
         run(search, log_probs)
         wanted = naive(log_probs, beam_width, stops, max_tokens, penalty)
@@ -372,7 +373,7 @@ def model():
     """A small MiniGPT with random weights, in float64; its logits are spread, so that none tie."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.manual_seed(3)
+    torch.manual_seed(fresh(3))
     config = MiniGPTConfig(
         vocab_size=40,
         hidden_size=16,

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
 
@@ -270,7 +271,7 @@ def by_the_rule(arrivals, budget, threshold, num_slots):
 @pytest.mark.parametrize("seed", range(10))
 def test_budgets_of_random_requests(whole_blocks, a_step, seed):
     """Random prompts, priorities, slots, budgets and thresholds, with blocks for all: the rule, written with lists."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     budget, threshold, num_slots = rng.choice([1, 2, 5, 16, 50]), rng.choice([0, 0, 1, 4, 20]), rng.randint(1, 6)
     scheduler = whole_blocks(budget, long_prefill_threshold=threshold, max_num_seqs=num_slots)
     arrivals, requests = {}, {}
@@ -295,5 +296,5 @@ def test_budgets_of_random_requests(whole_blocks, a_step, seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_random_runs(whole_blocks, random_run, random_options, seed):
     """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor passes every step."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     random_run(whole_blocks(rng.choice([2, 4, 9, 30]), **random_options(rng)), rng)

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from minicache.course import scenario
 from minicache.course.checks import call, that
+from minicache.course.seeds import fresh, in_use
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.fair import STARVATION_BOUND
@@ -105,6 +107,7 @@ def preempt_last(scheduler, status=RequestStatus.WAITING):
     __tracebackhide__ = True
     victim, output = scheduler.running[-1], SchedulerOutput()
     call(scheduler.preempt, victim, output).gives(None)
+    scenario.done("the test preempts", repr(victim.request_id))
     that("preempted", output.preempted).gives([victim.request_id])
     seen = victim.status, victim.num_preemptions, len(victim.block_ids), victim.request_id in scheduler.waiting
     that("status, preemptions, blocks of the victim, and whether it waits", seen).gives((status, 1, 0, True))
@@ -419,7 +422,7 @@ def test_the_protected_request_does_not_bypass_for_ever(chunked, serve, a_reques
 @pytest.mark.parametrize("seed", range(12))
 def test_random_runs(chunked, random_run, random_options, seed):
     """Small pools, preemption, priorities, classes, forks, aborts: the auditor passes every step, the rule holds."""
-    rng = random.Random(seed)
+    rng = random.Random(fresh(seed))
     random_run(chunked(rng.choice([2, 4, 9, 30]), **random_options(rng)), rng, Protection())
 
 
@@ -427,7 +430,7 @@ def test_random_runs(chunked, random_run, random_options, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_prompt_of_any_length_finishes_under_late_and_urgent_requests(chunked, serve, swap, seed):
     """Each request is more urgent than those before it, and memory is short: all are served, by the rule."""
-    rng, rule = random.Random(seed), Protection()
+    rng, rule = random.Random(fresh(seed)), Protection()
     options = {"preemption": "swap", "num_host_blocks": 8} if swap else {}
     options |= {"num_blocks": rng.randint(10, 16), "long_prefill_threshold": 4, "reserve_full_prompt": False}
     scheduler = observe(chunked(10, **options), rule, SharingAuditor())
@@ -436,13 +439,14 @@ def test_a_prompt_of_any_length_finishes_under_late_and_urgent_requests(chunked,
         scheduler.add_request(Request(number, [1] * prompt, rng.randint(1, 9), priority=-number))
         serve(scheduler, steps=rng.randint(0, 6))
     serve(scheduler)
-    that("whether any request was ever protected", rule.num_protected > 0).gives(True)
+    if in_use() is None:  # other draws may protect none
+        that("whether any request was ever protected", rule.num_protected > 0).gives(True)
 
 
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_of_any_65_admissions_one_is_of_the_oldest(chunked, serve, num_slots):
     """Phase 7's bound: more urgent requests at every step, and never more than 64 bypass the first arrival."""
-    rng, rule = random.Random(num_slots), Protection()
+    rng, rule = random.Random(fresh(num_slots)), Protection()
     scheduler = observe(chunked(10, num_blocks=12, max_num_seqs=num_slots, long_prefill_threshold=4), rule)
     for number in range(220):
         prompt = rng.choice([1, 2, 12])

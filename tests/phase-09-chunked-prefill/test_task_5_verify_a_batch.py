@@ -11,7 +11,9 @@ import torch
 
 from minicache.cache.paged import PagedKVCache
 from minicache.cache.selective import SelectiveStep
+from minicache.course import scenario
 from minicache.course.checks import call, short, that
+from minicache.course.seeds import fresh
 from minicache.engine.decoding import decode
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.speculative import rows_to_verify, verify
@@ -53,6 +55,7 @@ def drawing(seed=0, temperature=1.0, **params):
 
 def rows_of(*tokens, vocab=VOCAB):
     """Rows of logits, of which the given tokens are the likeliest by far: softmax is 1 for them."""
+    scenario.given(f"rows of logits in which the likeliest tokens are {list(tokens)}, by far")
     rows = torch.full((len(tokens), vocab), -1000.0, device=DEVICE)
     for row, token in enumerate(tokens):
         rows[row, token] = 1000.0
@@ -65,7 +68,7 @@ def row_after(text, vocab=VOCAB):
     state = 1
     for token in text:
         state = (31 * state + token + 7) % 1_000_003
-    return 1.5 * torch.randn(vocab, generator=torch.Generator().manual_seed(state))
+    return 1.5 * torch.randn(vocab, generator=torch.Generator().manual_seed(fresh(state)))
 
 
 def rows_behind(text, drafts, vocab=VOCAB):
@@ -88,9 +91,10 @@ def without_drafts(text, params, num_tokens):
 @pytest.mark.parametrize(
     ("num_new_tokens", "num_drafts", "rows"),
     [
-        ([4, 4, 1], [0, 3, 0], [3, 4, 5, 6, 7, 8]),  # a chunk of a prompt, a decode with three draft tokens, a decode
         ([1, 1, 1], [0, 0, 0], [0, 1, 2]),
-        ([5], [4], [0, 1, 2, 3, 4]),
+        ([3], [0], [2]),  # a chunk of a prompt
+        ([3], [2], [0, 1, 2]),  # a decode with two draft tokens
+        ([4, 4, 1], [0, 3, 0], [3, 4, 5, 6, 7, 8]),  # a chunk of a prompt, a decode with three draft tokens, a decode
         ([300], [0], [299]),
         ([7], [2], [4, 5, 6]),
         ([3, 2, 6, 1], [2, 1, 0, 0], [0, 1, 2, 3, 4, 10, 11]),
@@ -106,7 +110,7 @@ def test_the_last_rows_of_each_request(num_new_tokens, num_drafts, rows):
 
 def test_rows_of_random_steps():
     """Against the definition: a token's row is wanted if at most k tokens of its request come after it."""
-    rng = random.Random(0)
+    rng = random.Random(fresh(0))
     for _ in range(100):
         num_drafts = [rng.choice([0, 0, 1, 2, 5]) for _ in range(rng.randint(0, 6))]
         counts = [1 + k + rng.choice([0, 0, 0, 1, 7]) for k in num_drafts]
@@ -149,17 +153,17 @@ def test_one_number_of_drafts_for_each_request(num_new_tokens, num_drafts):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_up_to_the_first_difference(drafts, likeliest, tokens, temperature):
     """Rows that leave no choice: the draft tokens up to the first that is not picked, and then what is picked."""
     sampler = drawing(temperature=temperature)
     outcome = call(verify, rows_of(*likeliest), [drafts], [sampler])
     outcome.gives([tokens])
     if temperature:
-        that("what the sampler drew", sampler.drawn).gives(tokens)
+        that(f"what {sampler} drew for the draft tokens {drafts}", sampler.drawn).gives(tokens)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_large_token_ids_are_compared_by_value(temperature):
     """Token ids far beyond those that Python keeps only one of: equal is equal."""
     rows = rows_of(700, 31_999, 5, vocab=32_000)
@@ -295,7 +299,7 @@ def served(texts, params, answers, most, part_right, rng):
 @pytest.mark.parametrize("most", [1, 4])
 def test_the_tokens_are_those_of_decoding_without_drafts(part_right, most):
     """Greedy requests, and sampled ones with seeds, temperatures, top-k and top-p, in one batch: the same tokens."""
-    rng = random.Random(most)
+    rng = random.Random(fresh(most))
     texts = [tuple(rng.randrange(VOCAB) for _ in range(4)) for _ in SETTINGS]
     params = [SamplingParams(**each) for each in SETTINGS]
     answers = [without_drafts(text, each, 15 + 2 * n) for n, (text, each) in enumerate(zip(texts, params, strict=True))]
@@ -392,7 +396,7 @@ def test_a_thousand_draws_have_the_models_distribution(drafts):
 
 
 @pytest.mark.parametrize("bad", [NAN, INF], ids=["NaN", "inf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_a_bad_row_gives_no_token(bad, temperature):
     """Of a request's three rows the second has a NaN or an inf, and then the first too: no token from there on.
 
@@ -400,6 +404,7 @@ def test_a_bad_row_gives_no_token(bad, temperature):
     """
     rows = rows_of(1, 2, 3, 8)
     rows[1, 0] = bad
+    scenario.given(f"a logit of row 1 is {bad}")
     samplers = [drawing(temperature=temperature) for _ in range(2)]
     call(verify, rows, [[1, 2], []], samplers).gives([[1], [8]])
     if temperature:
@@ -411,7 +416,7 @@ def test_a_bad_row_gives_no_token(bad, temperature):
         that("draws", [len(sampler.drawn) for sampler in samplers]).gives([0, 1])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_a_bad_row_behind_a_rejected_token_does_not_matter(temperature):
     """The first draft token is rejected, so the row behind it is of no use: that it is NaN changes nothing."""
     rows = rows_of(6, 2, 3)
@@ -419,7 +424,7 @@ def test_a_bad_row_behind_a_rejected_token_does_not_matter(temperature):
     call(verify, rows, [[1, 2]], [drawing(temperature=temperature)]).gives([[6]])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_minus_infinity_rules_a_token_out(temperature):
     """A logit of −inf rules a token out, and the row is good; all of them −inf, and there is nothing to pick."""
     rows = rows_of(1, 2, 3)

@@ -369,6 +369,26 @@ def test_all_answers_of_a_request_end_together(scenario, tiny_llm, params, all_t
     scenario.run(main)
 
 
+def test_an_answer_fails_when_the_first_one_has_ended(scenario, tiny_llm, params, all_tokens, right_answers):
+    """One batch slot, n = 2: the first answer has all its tokens when a step of the second fails: the request ends."""
+
+    async def main():
+        llm = tiny_llm(max_num_seqs=1)
+        failed = breaks_if(
+            llm, lambda step: len(failed) < 3 and any(request_of(each.request_id) != each.request_id for each in step)
+        )
+        engine = scenario.engine(llm)
+        stream = await scenario.result("add_request(n=2)", engine.add_request([1], params(n=2)))
+        what = "a request whose first answer has ended when a step of its second fails"
+        await check_failed(scenario, what, stream)
+        await check_clean(scenario, engine)
+        that("steps that failed: the request is ended after the first", len(failed)).gives(1)
+        stream = await scenario.result("add_request afterwards", engine.add_request([4], params()))
+        (await scenario.ask("its tokens", all_tokens(stream))).gives(right_answers([4], params()))
+
+    scenario.run(main)
+
+
 def test_failed_requests_are_named_once(scenario, tiny_llm, params, caplog):
     """Two requests, of 2 answers and of 1, fail: one call of `fail`, each id once; and the log has the error."""
 

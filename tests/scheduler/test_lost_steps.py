@@ -290,6 +290,7 @@ def test_no_request_reads_what_was_not_computed_for_it(seed: int) -> None:
     run.check()
 
 
+@pytest.mark.slow
 def test_the_runs_are_worth_their_name() -> None:
     """What they are meant to try is tried: otherwise a change of the generator could make them harmless."""
     seen: Counter[str] = Counter()

@@ -137,6 +137,7 @@ def test_a_random_workload(seed: int, tmp_path: Path) -> None:
     assert num_steps == len(work.steps) > 0
 
 
+@pytest.mark.slow
 def test_the_workloads_are_worth_their_name() -> None:
     """What they are meant to try is tried: else a change of the generator could make them harmless."""
     kinds: Counter[str | None] = Counter()

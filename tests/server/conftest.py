@@ -30,8 +30,11 @@ from minicache.replica.messages import Ready, encode
 from minicache.server.app import Served, create_app
 from minicache.server.running import Server
 
-OF_APP = ("served_model_name", "api_key", "max_body_nbytes")
+OF_APP = ("served_model_name", "api_key", "api_keys", "allow_origins", "max_body_nbytes")
 """Options of `create_app`."""
+
+OF_SERVER = ("drain_seconds", "tls", "root_path")
+"""Options of `Server`."""
 
 SECONDS = 60
 """So long a test waits for what has to happen; then it has failed. Nothing that goes well takes this long."""
@@ -140,6 +143,7 @@ class Running:
         tokenizer: of the API.
         cores: the engines of kind "process".
         cut: requests that were unfinished when the server stopped.
+        of_server: options of `Server`.
         kind: "thread": an `AsyncEngine`; "process": an `EngineClient` and an `EngineCore`, which runs in a thread.
     """
 
@@ -147,7 +151,7 @@ class Running:
     kind: str
     tokenizer: Any
     options: dict[str, Any]
-    drain_seconds: float = 10.0
+    of_server: dict[str, Any]
     max_waiting: int = 256
     server: Server = field(init=False)
     port: int = field(init=False, default=0)
@@ -176,13 +180,13 @@ class Running:
             self.port = port
             listening.set()
 
-        self.server = Server(app, port=0, drain_seconds=self.drain_seconds, on_listening=on_listening)
+        self.server = Server(app, port=0, on_listening=on_listening, **{"drain_seconds": 10.0, **self.of_server})
         self.thread = threading.Thread(target=self.server.run, name="server under test")
         self.thread.start()
         assert listening.wait(SECONDS), "the server does not listen"
         return self
 
-    async def _start_core(self, address: str) -> CoreInThread:
+    async def _start_core(self, number: int, address: str) -> CoreInThread:
         self.cores.append(CoreInThread(self.llm, address))
         return self.cores[-1]
 
@@ -325,9 +329,10 @@ def serve_for_module(minigpt: MiniGPT, engine_kind: str) -> Serve:
 
 
 def running(model: Breakable, kind: str, **options: Any) -> Running:
-    of_server = {name: options.pop(name) for name in ("drain_seconds", "max_waiting") if name in options}
+    of_server = {name: options.pop(name) for name in OF_SERVER if name in options}
+    max_waiting = options.pop("max_waiting", 256)
     of_app = {name: options.pop(name) for name in OF_APP if name in options}
     tokenizer = options.pop("tokenizer", None) or Tokenizer()
     settings: dict[str, Any] = {"num_blocks": 256, "prefix_caching": True, **options}
     llm = ServedLLM(model, tokenizer=tokenizer if kind == "thread" else None, **settings)
-    return Running(llm, kind, tokenizer, of_app, **of_server)
+    return Running(llm, kind, tokenizer, of_app, of_server, max_waiting)

@@ -27,7 +27,7 @@ from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import SCHEDULERS, Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Observer, Recorder, observe
-from minicache.server.metrics import METRICS, Metrics
+from minicache.server.metrics import KEY_METRICS, METRICS, Metrics
 from minicache.trace import TraceStep
 
 ROOT = Path(__file__).parents[2]
@@ -579,7 +579,7 @@ def test_the_page_lists_every_metric() -> None:
     listed = {row[0].strip("`"): (row[1], row[2]) for row in rows if row[0].startswith(("`vllm:", "`minicache:"))}
     exported = {
         each.name + ("_total" if each.kind == "counter" else ""): (each.kind, each.meaning.rstrip("."))
-        for each in METRICS
+        for each in (*METRICS, *KEY_METRICS)
     }
     assert listed == exported
     assert all(len(row) == 4 and row[3] for row in rows)
@@ -595,6 +595,7 @@ def expressions() -> list[str]:
 
 def test_the_dashboard_asks_for_what_is_exported() -> None:
     exported = {key.split("{")[0] for key in Sample(watched()[1])}
+    exported |= {each.name + ("_total" if each.kind == "counter" else "") for each in KEY_METRICS}
     named: Callable[[str], list[str]] = re.compile(r"\b(?:vllm|minicache):\w+").findall
     used = {name for expression in expressions() for name in named(expression)}
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}

@@ -120,7 +120,8 @@ def test_log_probabilities_of_a_completion(client: Any) -> None:
     ):
         assert logprob == max(top.values()) <= 0
         assert len(top) == 3
-        assert choice.text[offset:].lstrip().startswith(token)
+        assert choice.text[offset:].startswith(token)
+    assert "".join(told.tokens) == choice.text
     events = [event.choices[0].logprobs for event in client.completions.create(stream=True, **wish)]
     assert [each.tokens[0] for each in events] == told.tokens
     assert [each.text_offset[0] for each in events] == told.text_offset

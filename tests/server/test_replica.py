@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -134,7 +135,10 @@ def test_signals_of_a_terminal_or_a_service_manager_are_not_for_the_engine(serve
     assert served.client.replicas[0].num_starts == 1
 
 
-def test_an_engine_that_is_killed_fails_its_requests_by_name_and_is_started_again(served: Served) -> None:
+def test_an_engine_that_is_killed_fails_its_requests_by_name_and_is_started_again(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "minicache")
     streams = [served.begin() for _ in range(3)]
     whole: list[tuple[int, bytes]] = []
     waiting = threading.Thread(
@@ -165,6 +169,19 @@ def test_an_engine_that_is_killed_fails_its_requests_by_name_and_is_started_agai
     assert served.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 4
     assert served.metric("vllm:num_requests_running") == 0
     assert served.metric("vllm:e2e_request_latency_seconds_count") == served.metric("vllm:request_success_total")
+    lines = [each.getMessage() for each in caplog.records if each.name == "minicache"]
+    assert lines[0] == "engine 0: the engine's process was killed by SIGKILL; requests lost: 4"
+    assert lines[-1] == f"engine 0 is ready, process {served.pid()}"
+
+
+@pytest.mark.slow
+def test_the_stack_of_an_engine_that_crashes_is_in_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    os.kill(served.pid(), signal.SIGSEGV)
+    served.until(lambda: "SIGSEGV" in caplog.text)
+    lines = [each.getMessage() for each in caplog.records if each.name == "minicache.engine.0"]
+    assert lines[0] == "Fatal Python error: Segmentation fault"
+    assert any("minicache/replica/core.py" in line for line in lines)
+    served.until_healthy()
 
 
 @pytest.mark.slow
@@ -232,7 +249,7 @@ def test_an_engine_that_dies_at_its_start_is_started_more_and_more_seldom(monkey
     monkeypatch.setattr(replica_client, "RESTART_SECONDS", 0.01)
     starts: list[float] = []
 
-    async def stillborn(address: str) -> Stillborn:
+    async def stillborn(number: int, address: str) -> Stillborn:
         starts.append(time.monotonic())
         return Stillborn()
 

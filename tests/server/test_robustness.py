@@ -19,6 +19,7 @@ from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +185,54 @@ def test_a_long_word_is_not_sent_back(server: Any) -> None:
 def test_a_body_of_another_type_is_refused(server: Any, kind: str) -> None:
     """A web page can have a browser send these to 127.0.0.1 without asking; it cannot send application/json."""
     answer = server.ask("POST", "/v1/completions", b'{"prompt": "I", "max_tokens": 1}', {"Content-Type": kind})
-    assert answer.status == 400
-    assert "JSON" in answer.json["error"]["message"]
+    assert answer.status == 415
+    assert answer.json["error"]["code"] == "unsupported_media_type"
+    message = answer.json["error"]["message"]
+    assert message.startswith(
+        "the body must be JSON in UTF-8, sent with the header Content-Type: application/json; it is"
+    )
+
+
+@pytest.mark.parametrize("charset", ["latin-1", "utf-16", '"x'])
+def test_a_body_in_another_charset_is_refused(server: Any, charset: str) -> None:
+    kind = f"application/json; charset={charset}"
+    answer = server.ask("POST", "/v1/completions", b'{"prompt": "I", "max_tokens": 1}', {"Content-Type": kind})
+    assert (answer.status, answer.json["error"]["code"]) == (415, "unsupported_media_type")
+    assert kind.replace('"', "") in answer.json["error"]["message"].replace('"', "")
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=UTF-8", 'Application/JSON;charset="utf-8"'])
+def test_json_is_read_however_it_is_written(server: Any, kind: str) -> None:
+    answer = server.ask("POST", "/v1/completions", b'{"prompt": "I", "max_tokens": 1}', {"Content-Type": kind})
+    assert answer.status == 200
+
+
+def test_a_body_without_a_type_is_refused_in_one_sentence(server: Any) -> None:
+    body = b'{"prompt": "I", "max_tokens": 1}'
+    with server.connect() as connection:
+        head = HEAD.replace(b"Content-Type: application/json\r\n", b"Connection: close\r\n")
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 415 ")
+    assert b"Content-Type: application/json; it is missing" in answer
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/models/minigpt", "/static/live.js"])
+def test_head_is_get_without_a_body(server: Any, path: str) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"HEAD %b HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n" % path.encode())
+        head = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert head.endswith(b"\r\n\r\n")
+    assert b"content-type: " + server.ask("GET", path).headers["content-type"].encode() in head
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("PUT", "/v1/models", 405), ("GET", "/v1/completions", 405)])
+def test_a_method_or_path_that_is_none(server: Any, method: str, path: str, status: int) -> None:
+    answer = server.ask(method, path)
+    assert answer.status == status
+    assert answer.headers["allow"]
+    assert answer.json["error"].keys() == {"message", "type", "param", "code"}
 
 
 # Sizes
@@ -494,9 +541,9 @@ def test_who_stays_gets_the_tokens_that_it_would_get_alone(server: Any, alone: A
             with server.connect() as connection:
                 connection.sendall(streaming(**wishes[number], ignore_eos=False))
                 if number in leavers:
-                    received = 0
-                    while received < moments[number] and (piece := connection.recv(500)):
-                        received += len(piece)
+                    received = b""
+                    while len(received) < moments[number] and not received.endswith(LAST_CHUNK):
+                        received += connection.recv(500) or pytest.fail("the server has closed the connection")
                     reset(connection)
                 else:
                     texts[number] = collect_texts(connection, wishes[number]["n"], random.Random(number))
@@ -772,7 +819,7 @@ def test_a_tokenizer_that_raises_for_log_probabilities_ends_the_stream_with_an_e
     decode = tokenizer.decode
 
     def raise_for_one(ids: Any) -> str:
-        if sys._getframe(1).f_code.co_name == "_token_text":
+        if sys._getframe(1).f_code.co_name == "_decode":
             raise RuntimeError("cannot be written")
         return str(decode(ids))
 

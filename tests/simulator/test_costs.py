@@ -10,7 +10,15 @@ import pytest
 
 from minicache.arithmetic.arithmetic import cache_bytes_per_token, step_bytes, step_flops, step_seconds
 from minicache.arithmetic.specs import A100_40GB, DEEPSEEK_V3, H100, LLAMA_3_8B, OPT_13B
-from minicache.simulator.costs import PCIE_BANDWIDTH, FixedCost, HostCost, RooflineCost, StepLoad, kv_token_bytes
+from minicache.simulator.costs import (
+    PCIE_BANDWIDTH,
+    FixedCost,
+    HostCost,
+    RooflineCost,
+    StepLoad,
+    decode_ends,
+    kv_token_bytes,
+)
 
 HOST = HostCost(
     machine="a laptop",
@@ -104,6 +112,18 @@ def test_what_no_machine_can_do_is_refused(option):
     if option != "overhead_seconds":
         with pytest.raises(ValueError, match=option):
             RooflineCost(OPT_13B, A100_40GB, **{option: 1.1})
+
+
+@pytest.mark.parametrize("cost", [RooflineCost(LLAMA_3_8B, A100_40GB), RooflineCost(LLAMA_3_8B, H100), FixedCost(0.5)])
+@pytest.mark.parametrize(("num", "cached"), [(1, 0), (24, 9000), (700, 100_000)])
+def test_the_ends_of_many_decode_steps_to_the_last_bit(cost, num, cached):
+    now, ends = 3.7, []
+    for step in range(40):
+        before = cached + step * num
+        now += cost.step_seconds(StepLoad(num, num, before, before + num, 0))
+        ends.append(now)
+    assert decode_ends(cost, 3.7, num, cached, 40) == ends
+    assert decode_ends(cost, 3.7, num, cached, 0) == []
 
 
 def test_a_clock_that_counts_steps():

@@ -332,6 +332,60 @@ def test_skipping_quiet_steps_changes_nothing(name, rate, options):
         assert num_asked[1] < 0.7 * num_asked[0]
 
 
+@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 6])
+def test_skipping_quiet_steps_changes_nothing_where_prompts_come_in_chunks(seed):
+    """Small memories and small budgets: a request that is computed again, in chunks, is in no quiet step."""
+    rng, reports = Random(seed), []
+    options = {
+        "num_blocks": rng.choice((26, 30)),
+        "max_num_batched_tokens": rng.choice((3, 5, 17)),
+        "long_prefill_threshold": rng.choice((0, 3)),
+        "max_num_seqs": rng.choice((2, 5, 64)),
+        "max_model_len": 100,
+    }
+    rate = rng.choice((0.5, 5.0, 20.0))
+    for skip_quiet in (False, True):
+        asked = scheduler("chunked", **options)
+        arrivals = stream(small_workload(rate), 60, seed=seed)
+        reports.append(ServingSimulation(asked, COST, arrivals, skip_quiet=skip_quiet).run())
+        asked.check()
+    assert reports[0].num_preemptions
+    assert reports[0].to_json() == reports[1].to_json()
+
+
+def test_quiet_steps_are_skipped_as_soon_as_a_request_has_left_or_has_its_prompt():
+    steps = scheduler("chunked")
+    schedule, calls = steps.schedule, []
+    steps.schedule = lambda: calls.append(1) or schedule()
+    report = ServingSimulation(steps, COST, burst((4, 20), (4, 40)), skip_quiet=True).run()
+    assert report.num_steps == 40
+    assert len(calls) == 3  # both prompts; the last token of the one; the last token of the other
+
+
+def test_the_load_counts_a_request_that_had_no_budget_left():
+    """A long prompt of higher priority takes the whole budget of three steps: another request is in none of them."""
+    loads = []
+
+    class Cost(FixedCost):
+        def step_seconds(self, load):
+            loads.append(load)
+            return 1.0
+
+    first = Request("first", [1] * 4, 12, ignore_eos=True, priority=1)
+    long = Request("long", [1] * 31, 3, ignore_eos=True, arrival_time=0.5)  # 7 tokens beside a decode, and 3 × 8
+    steps = scheduler("chunked", max_num_batched_tokens=8)
+    ServingSimulation(steps, Cost(), [first, long]).run()
+    assert [(load.num_sequences, load.num_new_tokens, load.num_cached_tokens) for load in loads[:7]] == [
+        (1, 4, 0),
+        (2, 8, 4),
+        (1, 8, 7),
+        (1, 8, 15),
+        (1, 8, 23),
+        (2, 2, 5 + 31),
+        (2, 2, 6 + 32),
+    ]
+
+
 def test_whoever_decides_otherwise_is_asked_at_every_step():
     """A scheduler that is not one of the four, and one that is watched, are never skipped over."""
 

@@ -76,6 +76,25 @@ def test_a_quantized_cache_has_more_blocks(tmp_path):
     assert blocks[1] == pytest.approx(blocks[0] * 256 / 132, rel=0.002)
 
 
+def test_a_fleet(tmp_path):
+    """The same chats on one server and on three, and routed in two ways."""
+    arguments = ("--workload", "chats", "--scheduler", "chunked", "--model", "llama-3-8b", "--rate", "20")
+    reports = []
+    for policy in ("round_robin", "prefix_affinity"):
+        text = run(*arguments, "--count", "150", "--replicas", "3", "--policy", policy, "--out", str(tmp_path))
+        assert f"chunked · llama-3-8b on A100-40GB · 3 replicas, {policy}" in " ".join(text.split())
+        reports.append(json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["report"])
+    assert all(report["num_finished"] == 150 and len(report["replicas"]) == 3 for report in reports)
+    assert reports[1]["hit_rate"] > reports[0]["hit_rate"] + 0.1
+    assert (tmp_path / "replicas.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_prefix_cache_is_used_where_prompts_have_tokens():
+    arguments = ("--workload", "system-prompt", "--scheduler", "fair", "--count", "60", "--replicas", "1")
+    assert "prompt tokens found in a prefix cache 0.0%" in " ".join(run(*arguments, "--no-prefix-caching").split())
+    assert "prompt tokens found in a prefix cache 0.0%" not in " ".join(run(*arguments).split())
+
+
 def test_requests_that_never_fit_are_told_of():
     text = run("--count", "40", "--num-blocks", "20")
     assert "4 requests were refused. The first: request 6 needs 28 blocks" in text
@@ -103,6 +122,9 @@ def test_a_server_that_serves_nobody_is_an_error():
         (("--count", "0"), "--count"),
         (("--host", "/nowhere/calibration.json"), "No such file"),
         (("--trace", "/nowhere/trace.jsonl"), "No such file"),
+        (("--policy", "round_robin"), "--policy is a fleet's: give --replicas too"),
+        (("--replicas", "2", "--audit"), "look at one server: leave out --replicas"),
+        (("--replicas", "2", "--num-blocks", "2"), "too large for a replica"),
     ],
 )
 def test_bad_input_is_an_error_of_usage(arguments, saying):

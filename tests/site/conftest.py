@@ -1,8 +1,11 @@
 """Builds the site once, both languages, strictly, and hands the tests its pages."""
 
+import functools
+import http.server
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,3 +103,22 @@ def _build(root: Path) -> Path:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, f"the site does not build:\n{done.stdout[-4000:]}"
     return root
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves the site and says nothing."""
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def address(site: Site) -> Iterator[str]:
+    """Where the built site is served, on this machine."""
+    handler = functools.partial(Quiet, directory=str(site.root))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()

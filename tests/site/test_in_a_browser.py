@@ -6,8 +6,6 @@ axe-core 4.14.1 (Deque, MPL-2.0) lies in `axe/` as it was published.
 import functools
 import http.server
 import json
-import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
+from tests.site.chromium import FLAGS, chromium
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the site may have to be built first
 
@@ -76,29 +75,9 @@ def address(site) -> Iterator[str]:
         thread.join()
 
 
-def chromium() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
-        if path := shutil.which(name):
-            return path
-    if os.environ.get("MINICACHE_REQUIRE_CHROMIUM") == "1":
-        pytest.fail("no browser: install the package `chromium`")
-    pytest.skip("no browser: install the package `chromium` to have the pages looked at")
-
-
 def opened(address: str, folder: Path, *flags: str) -> BeautifulSoup:
     """The page as it is once its scripts have run."""
-    usual = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        f"--user-data-dir={folder}",
-        "--virtual-time-budget=15000",
-    ]
+    usual = [*FLAGS, f"--user-data-dir={folder}", "--virtual-time-budget=15000"]
     command = [chromium(), *usual, *flags, "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

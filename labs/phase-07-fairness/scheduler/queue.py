@@ -111,10 +111,12 @@ class RequestQueue(Mapping[RequestId, Request]):
         """Take a request out, wherever it stands.
 
         Raises:
-            KeyError: it is not in the queue.
+            KeyError: it is not in the queue, though another with its id may be.
         """
         # phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md. This is the
         # bug: mend it.
+        if self._requests.get(request.request_id) is not request:
+            raise KeyError(request.request_id)
         del self._requests[request.request_id]
 
     def first(self, group: str | None = None) -> Request | None:

@@ -12,15 +12,17 @@ __getattr__, __dir__ = lazily(__name__, commands="app")
 
 def main() -> None:
     """Run the command line. What the package refuses on purpose is one line on stderr and exit status 1."""
-    from minicache.cli import learn
-
     try:
+        from minicache.cli import learn
+
         if sys.argv[1:] and sys.argv[1] in learn.names():
             learn.app()  # typed dozens of times a day: none of them waits for the other commands to be imported
         else:
             from minicache.cli.commands import app
 
             app()
+    except KeyboardInterrupt:  # before or after the command's own work
+        sys.exit(130)
     except MinicacheError as error:
         from rich.console import Console
         from rich.markup import escape

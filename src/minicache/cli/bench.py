@@ -62,7 +62,11 @@ def serve(
     seed: Annotated[int, typer.Option(help="The same seed makes the same load.")] = 0,
     workload: Annotated[
         WorkloadName | None,
-        typer.Option(help="Lengths and bursts of a published workload, scaled down to the model's context."),
+        typer.Option(
+            metavar="WORKLOAD",
+            help="Lengths and bursts of a published workload, scaled down to the model's context: sharegpt, alpaca, "
+            "azure-code or azure-conversation.",
+        ),
     ] = None,
     num_prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help=f"Of every prompt; default: {NUM_PROMPT_TOKENS}. Not with a workload.")
@@ -97,7 +101,12 @@ def serve(
         Path, typer.Option(help="A file of `minicache calibrate`.", rich_help_panel=PREDICTION)
     ] = Path("out/calibration.json"),
     scheduler: Annotated[
-        SchedulerName, typer.Option(help="The server's, as all options here.", rich_help_panel=PREDICTION)
+        SchedulerName,
+        typer.Option(
+            metavar="STAGE",
+            help="The server's, as all options here: static, continuous, paged, fair or chunked.",
+            rich_help_panel=PREDICTION,
+        ),
     ] = "chunked",
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the cache; default: the engine's.", rich_help_panel=PREDICTION)
@@ -107,9 +116,12 @@ def serve(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="The most tokens of a step.", rich_help_panel=PREDICTION)
     ] = 8192,
-    prefix_caching: Annotated[
-        bool, typer.Option(help="Whether it finds beginnings of prompts again.", rich_help_panel=PREDICTION)
-    ] = True,
+    no_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-caching", help="It does not find beginnings of prompts again.", rich_help_panel=PREDICTION
+        ),
+    ] = False,
 ) -> None:
     """Send requests that come whether or not the server keeps up, and report latencies and throughput.
 
@@ -149,7 +161,7 @@ def serve(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=max_model_len,
-                prefix_caching=prefix_caching and scheduler in ("paged", "fair", "chunked"),
+                prefix_caching=not no_prefix_caching and scheduler in ("paged", "fair", "chunked"),
             )
         run = LoadRun(endpoint, requests, timeout=timeout, max_in_flight=max_in_flight)
     title = f"{num_requests:,} × {load.name} · {model} · {url}"

@@ -7,10 +7,24 @@ from typing import Annotated
 import typer
 
 from minicache import __version__
-from minicache.cli import author, bench, calibrate, demo, folder, learn, model, serve, simulate
+from minicache.cli import (
+    author,
+    bench,
+    calibrate,
+    demo,
+    fleet,
+    folder,
+    learn,
+    model,
+    route,
+    serve,
+    simulate,
+    sweep,
+    teach,
+)
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
-for group in (folder, learn, model, serve, simulate, calibrate, demo):
+for group in (folder, learn, model, serve, route, fleet, simulate, sweep, calibrate, demo, teach):
     app.add_typer(group.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(author.app, name="course", rich_help_panel="For teachers and authors")

@@ -1,4 +1,4 @@
-"""What a learner and a teacher type: status, grade, hint, watch, reset, python, doctor, grade-class."""
+"""What a learner types: status, grade, hint, watch, reset, python, doctor."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from minicache.course import grading, report
 from minicache.course.finder import show
 from minicache.course.journal import Event
 from minicache.course.progress import Progress as Saved
+from minicache.course.record import TIMEOUT
 from minicache.course.results import PhaseResult
 from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, find_workspace
@@ -29,6 +30,7 @@ app = typer.Typer(pretty_exceptions_show_locals=False)
 console = Console()
 
 PhaseName = Annotated[str, typer.Argument(metavar="N", help="The phase: 1, 01 or dense-cache.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Draw the random cases of the tests anew.")]
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds of computing or sleeping that count as an endless loop.")]
 
 
@@ -63,11 +65,12 @@ def grade(
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here.")] = None,
     gradescope: Annotated[Path | None, typer.Option(help="Write Gradescope's results.json here.")] = None,
     labs: Annotated[Path | None, typer.Option(help="Grade the files in this folder instead of labs/.")] = None,
-    timeout: Timeout = grading.TIMEOUT,
+    timeout: Timeout = TIMEOUT,
+    seed: Seed = None,
 ) -> None:
     """Grade your files of a phase. The exit status is 1 if anything did not pass."""
     workspace = find_workspace(labs)
-    result = _grade(workspace, workspace.course.phase(phase), task, timeout, save=labs is None)
+    result = _grade(workspace, workspace.course.phase(phase), task, timeout, save=labs is None, seed=seed)
     if junit:
         report.write_junit(result, junit)
     if gradescope:
@@ -108,7 +111,7 @@ def watch(
     console.print(f"Watching {show(workspace.labs)}. Save a file and it is graded; Ctrl-C ends it.", soft_wrap=True)
     for changed in changes(workspace.labs, watch_filter=PythonFilter(), raise_interrupt=False):
         for each in phases_of(workspace, watched, {Path(path) for _, path in changed}):
-            _grade(workspace, each, None, grading.TIMEOUT, save=True)
+            _grade(workspace, each, None, TIMEOUT, save=True)
 
 
 def phases_of(workspace: Workspace, phases: Iterable[Phase], changed: set[Path]) -> list[Phase]:
@@ -171,40 +174,11 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-@app.command(rich_help_panel="For teachers and authors")
-def grade_class(
-    folder: Annotated[Path, typer.Argument(help="A folder with a sub-folder for each student.")],
-    phase: Annotated[str, typer.Option(help="The phase: 1, 01 or dense-cache.")],
-    csv: Annotated[Path, typer.Option(help="Write the grades here.")] = Path("grades.csv"),
-    jobs: Annotated[int, typer.Option(min=1, help="Submissions graded at the same time.")] = 2,
-    reports: Annotated[Path | None, typer.Option(help="Write each student's report into this folder.")] = None,
-    timeout: Timeout = grading.TIMEOUT,
-) -> None:
-    """Grade a class into one CSV. This runs the students' code: use a machine that you can do without."""
-    from minicache.course import classroom
-
-    workspace = find_workspace()
-    graded_phase = workspace.course.phase(phase)
-    if not folder.is_dir():
-        raise CourseError(f"{folder} is not a folder")
-    submissions = classroom.find_submissions(folder, graded_phase)
-    grades = []
-    with _progress(console) as progress:
-        bar = progress.add_task("submissions", total=len(submissions))
-        for done in classroom.grade_class(workspace, graded_phase, submissions, jobs=jobs, timeout=timeout):
-            grades.append(done)
-            progress.advance(bar)
-            earned = f"{done.result.earned}/{done.result.points}" if done.result else "not graded"
-            progress.console.print(f"{escape(done.student)}: {earned}  [dim]{escape(done.note)}[/]", highlight=False)
-            if reports:
-                classroom.write_report(done, reports)
-    classroom.write_csv(grades, graded_phase, csv)
-    console.print(f"{len(grades)} submissions in {csv}", soft_wrap=True)
-
-
-def _grade(workspace: Workspace, phase: Phase, task: int | None, timeout: float, *, save: bool) -> PhaseResult:
+def _grade(
+    workspace: Workspace, phase: Phase, task: int | None, timeout: float, *, save: bool, seed: int | None = None
+) -> PhaseResult:
     """Grade with a progress bar, print the report, remember the result."""
-    with _progress(Console(stderr=True)) as progress:  # to be seen even if the report goes into a file
+    with progress_bar(Console(stderr=True)) as progress:  # to be seen even if the report goes into a file
         bar = progress.add_task("starting", total=None)
 
         def on_event(event: Event) -> None:
@@ -215,7 +189,7 @@ def _grade(workspace: Workspace, phase: Phase, task: int | None, timeout: float,
             elif event.kind in ("result", "lost"):
                 progress.advance(bar)
 
-        result = grading.grade(workspace, phase, task=task, timeout=timeout, on_event=on_event)
+        result = grading.grade(workspace, phase, task=task, timeout=timeout, seed=seed, on_event=on_event)
     report.print_result(result, console)
     report.print_way_on(result, workspace.course, console)
     if save:
@@ -235,7 +209,8 @@ def _copy_command(source: Path, target: Path) -> str:
     return shlex.join(["cp", os.path.relpath(source), os.path.relpath(target)])
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """How far the work is, in one line that goes when it is done."""
     columns = (SpinnerColumn(), TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
 

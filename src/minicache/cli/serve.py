@@ -2,89 +2,273 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import logging
+import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from minicache.cli.advice import advice
 from minicache.cli.labs import Mine, use_labs
-from minicache.errors import MissingExtraError
+from minicache.errors import MinicacheError, MissingExtraError
 
 if TYPE_CHECKING:
     from minicache.replica.messages import EngineInfo
 
 app = typer.Typer()
 
+GAVE_UP = 4
+"""The exit status if answers were not complete when the server ended. (0: all were. uvicorn has 3.)"""
+
 Stage = Literal["static", "continuous", "paged", "fair", "chunked"]
 DType = Literal["float32", "float16", "bfloat16"]
 KVCacheDType = Literal["int8", "fp8_e4m3"]
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+
+NETWORK, BATCH, MODEL = "Network", "Cache and batch", "Model and device"
+PROCESSES, LOGS, TLS_FILES = "Processes", "Logs", "TLS"
+
+logger = logging.getLogger("minicache.server")
 
 
 @app.command()
 def serve(
     model: Annotated[
-        str, typer.Option(help='"minigpt", a checkpoint, a Hugging Face folder, or a hub name ("org/name").')
+        str, typer.Option(metavar="MODEL", help='"minigpt", a checkpoint, a Hugging Face folder, or "org/name".')
     ] = "minigpt",
     host: Annotated[
-        str, typer.Option(help="The address to listen on. 0.0.0.0 lets other machines in: set an API key then.")
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call it; default: the model's.")] = None,
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0: any that is free.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="MINICACHE_API_KEY", help="What clients of /v1 have to show.", show_default=False),
+        typer.Option(
+            metavar="KEY",
+            envvar="MINICACHE_API_KEY",
+            help="What clients and the page have to show.",
+            show_default=False,
+        ),
     ] = None,
-    scheduler: Annotated[Stage, typer.Option(help="The stage of the course that schedules.")] = "chunked",
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Blocks of the cache; default: 64 MiB.")] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="The most requests in a batch.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a step.")] = 8192,
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="The most tokens of a request.")] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Answers that may wait; beyond, 429.")] = 256,
-    prefix_caching: Annotated[bool, typer.Option(help="Find beginnings of prompts again.")] = True,
-    preemption: Annotated[Literal["recompute", "swap"], typer.Option(help="When blocks run out.")] = "recompute",
-    num_host_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the host pool, for swap.")] = 0,
-    kv_cache_dtype: Annotated[
-        KVCacheDType | None, typer.Option(help="Keys and values in one byte a number; default: as the weights.")
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead: keys with names and limits, TOML; SIGHUP reads it again.",
+            rich_help_panel=NETWORK,
+        ),
     ] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Of the weights; default: the model's, 16 bits on a GPU.")] = None,
-    device: Annotated[str | None, typer.Option(help='"cpu", "cuda"; default: cpu.')] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help='Let web pages of this origin ask from browsers; "*": of all. Several times for several.',
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    mine: Mine = False,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What clients call it; default: the model's.", rich_help_panel=MODEL),
+    ] = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Of the weights: float32, float16 or bfloat16; default: the model's, 16 bits on a GPU.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help='"cpu" or "cuda"; default: cpu.', rich_help_panel=MODEL)
+    ] = None,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="What part of a GPU's free memory the cache takes.")
+        float,
+        typer.Option(
+            metavar="X",
+            help="What part of a GPU's free memory the cache takes.",
+            rich_help_panel=MODEL,
+        ),
     ] = 0.9,
-    enforce_eager: Annotated[bool, typer.Option(help="On a GPU: decode without CUDA graphs.")] = False,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="On a GPU: decode without CUDA graphs.", rich_help_panel=MODEL)
+    ] = False,
     speculative: Annotated[
         str | None,
-        typer.Option(help='Draft tokens: "ngram", "minigpt-draft", or another draft model; default: none.'),
+        typer.Option(
+            metavar="MODEL",
+            help='Draft tokens: "ngram", "minigpt-draft", or another draft model; default: none.',
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     num_speculative_tokens: Annotated[
-        int, typer.Option(min=1, help="The most draft tokens of a request in one step.")
+        int,
+        typer.Option(metavar="N", min=1, help="The most draft tokens of a request in one step.", rich_help_panel=MODEL),
     ] = 4,
-    num_threads: Annotated[
-        int | None, typer.Option(min=1, help="Of the CPU; default: 1 for a small model, else all.")
+    scheduler: Annotated[
+        Stage,
+        typer.Option(
+            metavar="STAGE",
+            help="The stage of the course that schedules: static, continuous, paged, fair or chunked.",
+            rich_help_panel=BATCH,
+        ),
+    ] = "chunked",
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Blocks of the cache; default: 64 MiB.", rich_help_panel=BATCH),
     ] = None,
-    drain_seconds: Annotated[float, typer.Option(min=0.0, help="How long SIGTERM waits for answers.")] = 30.0,
+    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a block.", rich_help_panel=BATCH)] = 16,
+    max_num_seqs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="The most requests in a batch.", rich_help_panel=BATCH)
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="The most tokens of a step.", rich_help_panel=BATCH)
+    ] = 8192,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="The most tokens of a request; default: the model's.", rich_help_panel=BATCH
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Answers that may wait; beyond, 429.", rich_help_panel=BATCH)
+    ] = 256,
+    no_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-caching", help="Compute beginnings of prompts again that are cached.", rich_help_panel=BATCH
+        ),
+    ] = False,
+    kv_cache_dtype: Annotated[
+        KVCacheDType | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Keys and values in one byte a number: int8 or fp8_e4m3; default: as the weights.",
+            rich_help_panel=BATCH,
+        ),
+    ] = None,
+    preemption: Annotated[
+        Literal["recompute", "swap"],
+        typer.Option(metavar="HOW", help="When blocks run out: recompute or swap.", rich_help_panel=BATCH),
+    ] = "recompute",
+    num_host_blocks: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Blocks of the host pool, for swap.", rich_help_panel=BATCH)
+    ] = 0,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Engines, each in a process of its own; requests go to the least loaded.")
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Engines, each in a process of its own; requests go to the least loaded.",
+            rich_help_panel=PROCESSES,
+        ),
     ] = 1,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Processes over which each engine divides the model; on GPUs, one GPU each.")
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Processes over which each engine divides the model; on GPUs, one GPU each.",
+            rich_help_panel=PROCESSES,
+        ),
     ] = 1,
     in_process: Annotated[
         bool,
-        typer.Option("--in-process", help="The engine in a thread of the server's process, as phase 10 builds it."),
+        typer.Option(
+            "--in-process",
+            help="The engine in a thread of the server's process, as phase 10 builds it.",
+            rich_help_panel=PROCESSES,
+        ),
     ] = False,
-    mine: Mine = False,
+    num_threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Of the CPU, for each engine; default: 1 for a small model, else all.",
+            rich_help_panel=PROCESSES,
+        ),
+    ] = None,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="How long SIGTERM waits for answers.", rich_help_panel=PROCESSES),
+    ] = 30.0,
+    root_path: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH",
+            help='A prefix that a proxy takes from paths before it asks here, such as "/minicache".',
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = "",
+    forwarded_allow_ips: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESSES",
+            help="Proxies whose X-Forwarded-For is believed, with commas; default: this machine.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Serve HTTPS: the certificate, PEM.", rich_help_panel=TLS_FILES)
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its private key; default: in the same file.", rich_help_panel=TLS_FILES),
+    ] = None,
+    ssl_keyfile_password: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            envvar="MINICACHE_SSL_KEYFILE_PASSWORD",
+            show_envvar=False,
+            help="Of an encrypted key; or in $MINICACHE_SSL_KEYFILE_PASSWORD.",
+            rich_help_panel=TLS_FILES,
+        ),
+    ] = None,
+    ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Ask clients for a certificate signed by one of these.", rich_help_panel=TLS_FILES
+        ),
+    ] = None,
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(
+            metavar="LEVEL",
+            help="The lowest that is written: critical, error, warning, info, debug or trace.",
+            rich_help_panel=LOGS,
+        ),
+    ] = "info",
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(metavar="FORMAT", help="text, or json: one object a line.", rich_help_panel=LOGS),
+    ] = "text",
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page that shows the engine at work.
 
-    The engine runs in a process of its own, which is started again if it dies. With --mine it runs in a thread of the
-    server's, --in-process: that thread is yours.
+    The engine runs in a process of its own, which is started again if it
+    dies. With --mine it runs in a thread of the server's, --in-process:
+    that thread is yours.
     """
-    console = Console(highlight=False)
+    if api_keys is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, lambda *_: None)  # until the application takes it, it must not end the process
+    has_json = log_format == "json"
+    if has_json:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they are drawn on stderr
+    console = Console(highlight=False, quiet=has_json)  # the log has it all then
     if mine:
         use_labs(console)
         in_process = True
@@ -101,11 +285,12 @@ def serve(
         from minicache.replica.llm import make_llm
         from minicache.replica.messages import EngineOptions
         from minicache.replica.process import starter
-        from minicache.server.app import create_app
-        from minicache.server.running import Server
+        from minicache.server.app import check_origin, create_app
+        from minicache.server.keys import ApiKeys
+        from minicache.server.logs import logging_to_stderr
+        from minicache.server.running import TLS, Server
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"serving needs {error.name}: pip install 'minicache[serve]'") from error
-    listener = _bind(host, port)
     options = EngineOptions(
         model=model,
         scheduler=scheduler,
@@ -116,7 +301,7 @@ def serve(
         max_model_len=max_model_len,
         preemption=preemption,
         num_host_blocks=num_host_blocks,
-        prefix_caching=prefix_caching,
+        prefix_caching=not no_prefix_caching,
         kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
         device=device,
@@ -128,37 +313,91 @@ def serve(
         num_threads=num_threads,
     )
     name = served_model_name or model
-    with console.status(f"Starting {name}") as status:
+    with logging_to_stderr(log_level, log_format), refusals(has_json):
+        tls = None
+        if ssl_certfile is not None:
+            tls = TLS(certfile=ssl_certfile, keyfile=ssl_keyfile, password=ssl_keyfile_password, ca_certs=ssl_ca_certs)
+            tls.check()
+        elif ssl_keyfile is not None or ssl_ca_certs is not None:
+            raise ValueError("HTTPS needs a certificate: --ssl-certfile")
+        if api_key is not None and api_keys is not None:
+            raise ValueError("--api-key (or MINICACHE_API_KEY) is one key, --api-keys a file of them: leave out one")
+        keys = None if api_keys is None else ApiKeys.of_file(api_keys)
+        if api_key is not None:
+            keys = ApiKeys.of_single(api_key)
+        for origin in allow_origin or ():
+            check_origin(origin)
+        listener = bind(host.removeprefix("[").removesuffix("]"), port)
+        if keys is None and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+            logger.warning("whoever reaches %s can use the model: set --api-key, MINICACHE_API_KEY or --api-keys", host)
+        with nullcontext() if has_json else Console(stderr=True).status(f"Starting {name}") as status:
 
-        def on_listening(at: int) -> None:
-            status.stop()
-            gc.collect()
-            gc.freeze()  # what lives as long as the process is not looked at again by each collection
-            what = name + (f", {replicas} engines" if replicas > 1 else "")
-            what += f", {tensor_parallel} processes an engine" if tensor_parallel > 1 else ""
-            _say(console, api.state.served.backend.info, what, f"http://{host}:{at}", api_key is not None)
+            def on_progress(doing: str) -> None:
+                if status is not None:
+                    status.update(f"Starting {name}: {doing}")
 
-        try:
+            def on_listening(at: int) -> None:
+                if status is not None:
+                    status.stop()
+                gc.collect()
+                gc.freeze()  # what lives as long as the process is not looked at again by each collection
+                info = api.state.served.backend.info
+                url = _url(listener, at, is_encrypted=tls is not None)
+                told = {"url": url, "model": name, "scheduler": scheduler, "num_blocks": info.cache.num_blocks}
+                told |= {"block_size": info.cache.block_size, "max_num_seqs": info.max_num_seqs, "engines": replicas}
+                logger.info("listening", extra={"fields": told})
+                for sentence in advice(info, options, replicas=replicas, drain_seconds=drain_seconds):
+                    logger.warning(sentence)
+                what = name + (f", {replicas} engines" if replicas > 1 else "")
+                what += f", {tensor_parallel} processes an engine" if tensor_parallel > 1 else ""
+                _say(console, info, what, url, keys is not None)
+
             tokenizer = load_tokenizer(find_model(model))
             engine: AsyncEngine | EngineClient
             if in_process:
                 engine = AsyncEngine(make_llm(options, tokenizer), max_waiting=max_waiting)
             else:
                 engine = EngineClient(starter(options), tokenizer, num_replicas=replicas, max_waiting=max_waiting)
-                engine.on_progress = lambda doing: status.update(f"Starting {name}: {doing}")
-            api = create_app(engine, served_model_name=name, api_key=api_key)
-            server = Server(api, host, port, drain_seconds=drain_seconds, on_listening=on_listening)
+                engine.on_progress = on_progress
+            api = create_app(
+                engine,
+                served_model_name=name,
+                api_keys=keys,
+                allow_origins=allow_origin or (),
+            )
+            server = Server(
+                api,
+                drain_seconds=drain_seconds,
+                on_listening=on_listening,
+                tls=tls,
+                root_path=root_path,
+                forwarded_allow_ips=forwarded_allow_ips,
+            )
             try:
                 server.run(sockets=[listener])
             finally:
                 gc.unfreeze()  # libraries look at the end for objects that nobody has freed
             if server.start_error is not None:
                 raise server.start_error
-        except ValueError as error:
+            if server.num_given_up:
+                raise typer.Exit(GAVE_UP)
+
+
+@contextmanager
+def refusals(has_json: bool) -> Iterator[None]:
+    """Say why it does not serve: as a command does, or in a log that programs read."""
+    try:
+        yield
+    except (MinicacheError, ValueError) as error:
+        if has_json:
+            logger.critical("%s", error)
+            raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+        if isinstance(error, ValueError):
             raise typer.BadParameter(str(error)) from error
+        raise
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Take the port before the model is loaded: that it is not to be had is better known at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -166,10 +405,16 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise typer.BadParameter(
-            f"cannot listen on {host}, port {port}: {error.strerror}. Try another --port"
-        ) from error
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror}. Try another {option}") from error
     return listener
+
+
+def _url(listener: socket.socket, port: int, *, is_encrypted: bool) -> str:
+    """Where the server is, for a browser: an IPv6 address stands in brackets."""
+    host = listener.getsockname()[0]
+    scheme = "https" if is_encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _say(console: Console, info: EngineInfo, what: str, url: str, has_key: bool) -> None:

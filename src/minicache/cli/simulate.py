@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,52 +24,63 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from minicache.scheduler import Scheduler
-    from minicache.simulator.costs import StepCost
-    from minicache.simulator.report import ServingReport
-    from minicache.simulator.workload import Workload
+    from minicache.simulator.fleet import FleetReport
+    from minicache.simulator.machine import Machine
+    from minicache.simulator.report import RequestTimes, ServingReport
+    from minicache.simulator.traffic import Traffic
     from minicache.trace import TraceStep
 
 app = typer.Typer()
 
-WorkloadName = Literal["sharegpt", "alpaca", "azure-code", "azure-conversation"]
-SchedulerName = Literal["static", "continuous", "paged", "fair", "orca-max", "orca-pow2", "orca-oracle"]
+WorkloadName = Literal["sharegpt", "alpaca", "azure-code", "azure-conversation", "chats", "system-prompt"]
+SchedulerName = Literal["static", "continuous", "paged", "fair", "chunked", "orca-max", "orca-pow2", "orca-oracle"]
 ModelName = Literal["opt-13b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "qwen3-32b"]
 AcceleratorName = Literal["a100-40gb", "a100-80gb", "h100", "h200", "l4", "laptop-cpu"]
+PolicyName = Literal["round_robin", "power_of_two", "prefix_affinity"]
 PreemptionName = Literal["recompute", "swap"]
 KVCacheDType = Literal["int8", "fp8_e4m3"]
 
-MEMORY_SHARE = 0.9
-"""The part of an accelerator's memory that weights and cache may take, vLLM's default: the rest is for activations."""
 HOST_BLOCKS = 1024
 """Blocks of the cache on a calibrated host, if not given."""
 NUM_POINTS = 5000
 """The most requests that a plot shows one by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What serves: its speed, its memory, and how it is called.
-
-    Attributes:
-        name: for people.
-        cost: how long a step takes.
-        num_blocks: blocks of its cache.
-    """
-
-    name: str
-    cost: StepCost
-    num_blocks: int
-
-
 @app.command()
 def simulate(
-    workload: Annotated[WorkloadName, typer.Option(help="The requests: lengths, and how they arrive.")] = "sharegpt",
+    workload: Annotated[
+        WorkloadName,
+        typer.Option(
+            metavar="WORKLOAD",
+            help="Lengths of requests, and how they arrive: sharegpt, alpaca, azure-code or azure-conversation; or "
+            "prompts with tokens: chats or system-prompt.",
+        ),
+    ] = "sharegpt",
     rate: Annotated[float | None, typer.Option(help="Requests per second; default: the workload's own.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="Requests.")] = 1000,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Requests.")] = 1000,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
-    scheduler: Annotated[SchedulerName, typer.Option(help="The stage; orca-… reserve contiguous memory.")] = "fair",
-    model: Annotated[ModelName | None, typer.Option(help="A published model; default: opt-13b.")] = None,
-    accelerator: Annotated[AcceleratorName | None, typer.Option(help="What runs it; default: a100-40gb.")] = None,
+    scheduler: Annotated[
+        SchedulerName,
+        typer.Option(
+            metavar="STAGE",
+            help="The stage: static, continuous, paged, fair or chunked; or one that reserves contiguous memory: "
+            "orca-max, orca-pow2 or orca-oracle.",
+        ),
+    ] = "fair",
+    model: Annotated[
+        ModelName | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A published model: opt-13b, llama-3-8b, llama-3-70b, qwen3-8b or qwen3-32b; default: opt-13b.",
+        ),
+    ] = None,
+    accelerator: Annotated[
+        AcceleratorName | None,
+        typer.Option(
+            metavar="NAME",
+            help="What runs it: a100-40gb, a100-80gb, h100, h200, l4 or laptop-cpu; default: a100-40gb.",
+        ),
+    ] = None,
     host: Annotated[
         Path | None, typer.Option(help="A file of `minicache calibrate`: MiniGPT on that machine instead.")
     ] = None,
@@ -80,17 +90,38 @@ def simulate(
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     kv_cache_dtype: Annotated[
         KVCacheDType | None,
-        typer.Option(help="Keys and values in one byte a number; default: 16 bits, as the weights."),
+        typer.Option(
+            metavar="DTYPE",
+            help="Keys and values in one byte a number: int8 or fp8_e4m3; default: 16 bits, as the weights.",
+        ),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Batch slots: the most requests in a batch.")] = 256,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="The most tokens of a step; default: 8192, or the longest prompt.")
     ] = None,
-    preemption: Annotated[PreemptionName, typer.Option(help="What happens to a victim's blocks.")] = "recompute",
+    preemption: Annotated[
+        PreemptionName, typer.Option(metavar="HOW", help="What happens to a victim's blocks: recompute or swap.")
+    ] = "recompute",
     num_host_blocks: Annotated[
         int | None, typer.Option(help="Blocks of CPU swap space; default: as many as on the device.")
     ] = None,
     watermark: Annotated[float, typer.Option(help="The part of the blocks that an admission must leave free.")] = 0.0,
+    no_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-caching",
+            help="Compute every prompt whole. Else, where prompts have tokens, beginnings that are computed are found.",
+        ),
+    ] = False,
+    replicas: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="A fleet of N such servers behind a router.")
+    ] = None,
+    policy: Annotated[
+        PolicyName | None,
+        typer.Option(
+            metavar="POLICY", help="Of the router: round_robin, power_of_two or prefix_affinity, the default."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for report.json and the plots.")] = None,
     trace: Annotated[Path | None, typer.Option(help="A file for the trace, JSON lines, a step a line.")] = None,
     audit: Annotated[bool, typer.Option("--audit", help="Check the scheduler's invariants after every step.")] = False,
@@ -101,36 +132,48 @@ def simulate(
     if mine:
         use_labs(console)
     with _usage_errors():
-        requests = _workload(workload, rate)
+        traffic = _traffic(workload, rate, count, seed)
         machine = _machine(model, accelerator, host, num_blocks, block_size, kv_cache_dtype)
-        longest_step = max(8192, requests.max_model_len) if max_num_batched_tokens is None else max_num_batched_tokens
+        longest_step = max(8192, traffic.max_model_len) if max_num_batched_tokens is None else max_num_batched_tokens
         if num_host_blocks is None:
             num_host_blocks = machine.num_blocks if preemption == "swap" else 0
-        chosen = _scheduler(
+        prefix_caching = traffic.has_tokens and scheduler in ("paged", "fair", "chunked") and not no_prefix_caching
+        make_scheduler = partial(
+            _scheduler,
             scheduler,
             num_blocks=machine.num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=longest_step,
-            max_model_len=requests.max_model_len,
+            max_model_len=traffic.max_model_len,
             preemption=preemption,
             num_host_blocks=num_host_blocks,
             watermark=watermark,
+            prefix_caching=prefix_caching,
         )
+        _require_one_kind(replicas, policy, trace, audit)
         if out is not None:
             make_folder(out)
-        report = _run(chosen, machine, requests, count, seed, trace, audit, mine, console)
+        report: ServingReport | FleetReport
+        if replicas is None:
+            report = _run(make_scheduler(), machine, traffic, trace, audit, mine, console)
+            refusal = f". The first: {report.refusal}"
+        else:
+            policy = policy or "prefix_affinity"
+            report = _run_fleet(make_scheduler, machine, traffic, replicas, policy, console)
+            refusal = ": they were too large for a replica"
         if report.num_refused == count:
-            raise ValueError(f"all {count:,} requests were refused. The first: {report.refusal}")
-    title = f"{count:,} × {requests.name} at {requests.rate:g}/s · {scheduler} · {machine.name}"
+            raise ValueError(f"all {count:,} requests were refused{refusal}")
+    fleet = "" if replicas is None else f" · {replicas} replicas, {policy}"
+    title = f"{count:,} × {traffic.title} at {traffic.rate:g}/s · {scheduler} · {machine.name}{fleet}"
     console.print(_latencies(report, title))
     console.print(_totals(report))
     if report.num_refused:
-        console.print(f"{report.num_refused:,} requests were refused. The first: {report.refusal}", soft_wrap=True)
+        console.print(f"{report.num_refused:,} requests were refused{refusal}", soft_wrap=True)
     if out is not None:
         settings = {
             "workload": workload,
-            "rate": requests.rate,
+            "rate": traffic.rate,
             "count": count,
             "seed": seed,
             "scheduler": scheduler,
@@ -142,6 +185,9 @@ def simulate(
             "max_num_batched_tokens": longest_step,
             "preemption": preemption,
             "watermark": watermark,
+            "prefix_caching": prefix_caching,
+            "replicas": replicas,
+            "policy": policy,
         }
         for file in _save(report, settings, title, out):
             console.print(f"[bold]{file}[/]", soft_wrap=True)
@@ -159,16 +205,22 @@ def _usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def _workload(name: WorkloadName, rate: float | None) -> Workload:
-    from minicache.simulator import workload
+def _traffic(name: WorkloadName, rate: float | None, count: int, seed: int) -> Traffic:
+    from minicache.simulator.traffic import Traffic, usual_rate
 
-    published = {
-        "sharegpt": workload.SHAREGPT,
-        "alpaca": workload.ALPACA,
-        "azure-code": workload.AZURE_CODE,
-        "azure-conversation": workload.AZURE_CONVERSATION,
-    }[name]
-    return published if rate is None else replace(published, rate=rate)
+    return Traffic(name, usual_rate(name) if rate is None else rate, count, seed)
+
+
+def _require_one_kind(replicas: int | None, policy: str | None, trace: Path | None, audit: bool) -> None:
+    """Refuse options of a fleet for one server, and of one server for a fleet.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if replicas is None and policy is not None:
+        raise ValueError("--policy is a fleet's: give --replicas too")
+    if replicas is not None and (trace is not None or audit):
+        raise ValueError("--trace and --audit look at one server: leave out --replicas")
 
 
 def _machine(
@@ -185,31 +237,24 @@ def _machine(
         ValueError: both were asked for, or a quantized cache on a calibrated host; or the weights leave no room for a
             cache.
     """
-    from minicache.arithmetic import cache_capacity_tokens, specs, weight_bytes
-    from minicache.errors import require_count
-    from minicache.simulator.costs import HostCost, RooflineCost, kv_token_bytes
+    from minicache.simulator.costs import HostCost
+    from minicache.simulator.machine import Machine, published_machine
 
-    if host is not None:
-        if model or accelerator:
-            raise ValueError("--host is a machine and a model already: leave out --model and --accelerator")
-        if kv_cache_dtype is not None:
-            raise ValueError("--host was measured with a cache that is not quantized: leave out --kv-cache-dtype")
-        calibrated = HostCost.load(host)
-        num_blocks = HOST_BLOCKS if num_blocks is None else num_blocks
-        return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks)
-    model, accelerator = model or "opt-13b", accelerator or "a100-40gb"
-    transformer: specs.Transformer = getattr(specs, model.upper().replace("-", "_"))
-    device: specs.Accelerator = getattr(specs, accelerator.upper().replace("-", "_"))
-    if num_blocks is None:
-        require_count("block_size", block_size)
-        tokens = cache_capacity_tokens(
-            int(device.memory_bytes * MEMORY_SHARE),
-            weight_bytes(transformer.num_parameters),
-            kv_token_bytes(transformer, kv_cache_dtype=kv_cache_dtype),
+    if host is None:
+        return published_machine(
+            model or "opt-13b",
+            accelerator or "a100-40gb",
+            num_blocks=num_blocks,
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
         )
-        num_blocks = tokens // block_size
-    name = f"{model} on {device.name}" + (f", {kv_cache_dtype} KV cache" if kv_cache_dtype else "")
-    return Machine(name, RooflineCost(transformer, device, kv_cache_dtype=kv_cache_dtype), num_blocks)
+    if model or accelerator:
+        raise ValueError("--host is a machine and a model already: leave out --model and --accelerator")
+    if kv_cache_dtype is not None:
+        raise ValueError("--host was measured with a cache that is not quantized: leave out --kv-cache-dtype")
+    calibrated = HostCost.load(host)
+    num_blocks = HOST_BLOCKS if num_blocks is None else num_blocks
+    return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks)
 
 
 def _scheduler(name: SchedulerName, **options: Any) -> Scheduler:
@@ -236,9 +281,7 @@ def _scheduler(name: SchedulerName, **options: Any) -> Scheduler:
 def _run(
     scheduler: Scheduler,
     machine: Machine,
-    workload: Workload,
-    count: int,
-    seed: int,
+    traffic: Traffic,
     trace: Path | None,
     audit: bool,
     mine: bool,
@@ -247,7 +290,6 @@ def _run(
     """Serve all requests, with a progress bar; the trace is written as it grows."""
     from minicache.scheduler.audit import Auditor
     from minicache.simulator.serving import ServingSimulation
-    from minicache.simulator.workload import stream
     from minicache.trace import to_json
 
     with ExitStack() as stack:
@@ -258,31 +300,60 @@ def _run(
             def sink(step: TraceStep) -> object:
                 return lines.write(to_json(step) + "\n")
 
-        columns = (TextColumn("Serving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = stack.enter_context(Progress(*columns, console=console, transient=True))
-        task = bar.add_task("Serving", total=count)
+        tell = stack.enter_context(_progress(console, traffic.count))
         simulation = ServingSimulation(
             scheduler,
             machine.cost,
-            stream(workload, count, seed),
+            traffic,
             observers=[Auditor()] if audit else [],
             trace=sink,
             skip_quiet=not mine,  # a learner's scheduler is called at every step
         )
-        return simulation.run(lambda num_done: bar.update(task, completed=num_done))
+        return simulation.run(tell)
 
 
-def _latencies(report: ServingReport, title: str) -> Table:
+def _run_fleet(
+    make_scheduler: Callable[[], Scheduler],
+    machine: Machine,
+    traffic: Traffic,
+    num_replicas: int,
+    policy: PolicyName,
+    console: Console,
+) -> FleetReport:
+    """Serve all requests with a fleet, with a progress bar."""
+    from minicache.fleet import create_router
+    from minicache.simulator.fleet import FleetSimulation
+
+    router = create_router(policy, seed=traffic.seed, capacity_blocks=machine.num_blocks)
+    simulation = FleetSimulation(router, make_scheduler, machine.cost, traffic, num_replicas=num_replicas)
+    with _progress(console, traffic.count) as tell:
+        return simulation.run(tell)
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar, and what moves it."""
+    columns = (TextColumn("Serving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("Serving", total=total)
+        yield lambda num_done: bar.update(task, completed=num_done)
+
+
+def _latencies(report: ServingReport | FleetReport, title: str) -> Table:
     """The latencies of the requests."""
+    from minicache.simulator.report import ServingReport
+
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
     for heading in ("", "mean", "p50", "p90", "p99", "max"):
         table.add_column(heading, justify="right" if heading else "left")
-    for name, summary, scale in (
+    rows = [
         ("time to first token, s", report.ttft, 1.0),
         ("time per output token, ms", report.tpot, 1e3),
-        ("normalised latency, ms/token", report.normalized_latency, 1e3),
         ("end-to-end latency, s", report.latency, 1.0),
-    ):
+    ]
+    if isinstance(report, ServingReport):
+        rows.insert(2, ("normalised latency, ms/token", report.normalized_latency, 1e3))
+    for name, summary, scale in rows:
         told = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
         table.add_row(name, *[_digits(value * scale) for value in told])
     return table
@@ -293,13 +364,21 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _totals(report: ServingReport) -> Table:
-    """What the server did."""
+def _totals(report: ServingReport | FleetReport) -> Table:
+    """What the server, or the fleet, did."""
+    from minicache.simulator.report import ServingReport
+
     table = Table(box=None, show_header=False)
     done = f"{report.num_finished:,} / {report.num_refused:,} / {report.num_outgrown:,}"
+    rows = _of_server(report) if isinstance(report, ServingReport) else _of_fleet(report)
+    for name, value in (("finished / refused / outgrown", done), *rows):
+        table.add_row(name, value)
+    return table
+
+
+def _of_server(report: ServingReport) -> tuple[tuple[str, str], ...]:
     throughput = f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"
-    for name, value in (
-        ("finished / refused / outgrown", done),
+    return (
         ("throughput", throughput),
         ("batch size, mean / most", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
         ("memory in use, mean / most", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
@@ -307,44 +386,66 @@ def _totals(report: ServingReport) -> Table:
         ("tokens computed again", f"{report.num_recomputed_tokens:,}"),
         ("blocks swapped", f"{report.num_swapped_blocks:,}"),
         ("makespan", f"{report.makespan:,.1f} s in {report.num_steps:,} steps"),
-    ):
-        table.add_row(name, value)
-    return table
+    )
+
+
+def _of_fleet(report: FleetReport) -> tuple[tuple[str, str], ...]:
+    seconds = report.makespan or 1.0
+    sent = sorted(each.num_sent for each in report.replicas)
+    busy = sum(each.busy_seconds for each in report.replicas) / (report.replica_seconds or 1.0)
+    rates = f"{report.num_finished / seconds:.3g} requests/s, {report.num_output_tokens / seconds:,.0f} tokens/s"
+    return (
+        ("throughput", rates),
+        ("prompt tokens found in a prefix cache", f"{report.hit_rate:.1%}"),
+        ("requests of a replica, least / most", f"{sent[0]:,} / {sent[-1]:,}"),
+        ("replicas busy, mean", f"{busy:.1%}"),
+        ("makespan", f"{report.makespan:,.1f} s, {report.replica_seconds / 3600:.3g} replica-hours"),
+    )
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def _save(report: ServingReport, settings: dict[str, Any], title: str, out: Path) -> list[Path]:
+def _save(report: ServingReport | FleetReport, settings: dict[str, Any], title: str, out: Path) -> list[Path]:
     """Write the report and its plots into `out`.
 
     Returns:
         The files.
     """
+    from minicache.simulator.report import ServingReport
+
     files = [out / "report.json"]
     told = {"settings": settings, "report": report.to_json()}
     files[0].write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    for name, paint in (("latency", _latency), ("distributions", _distributions), ("batch-and-memory", _over_time)):
+    plots = {
+        "latency": partial(_latency, times=report.times),
+        "distributions": partial(_distributions, times=report.times),
+    }
+    if isinstance(report, ServingReport):
+        plots["batch-and-memory"] = partial(_over_time, report=report)
+    else:
+        plots["replicas"] = partial(_by_replica, report=report)
+    for name, paint in plots.items():
         files.append(out / f"{name}.png")
-        save_plot(partial(paint, report=report), title, files[-1])
+        save_plot(paint, title, files[-1])
     return files
 
 
-def _latency(figure: Figure, report: ServingReport) -> None:
+def _latency(figure: Figure, times: RequestTimes) -> None:
     """Of each request its normalised latency, against its arrival."""
     axes = figure.subplots()
-    every = len(report.times) // NUM_POINTS + 1
-    arrivals, latencies = list(report.times.arrival)[::every], list(report.times.normalized())[::every]
+    every = len(times) // NUM_POINTS + 1
+    arrivals, latencies = list(times.arrival)[::every], list(times.normalized())[::every]
     axes.scatter(arrivals, latencies, s=6, color=color("generated"), linewidths=0)
     axes.set(xlabel="arrival in s", ylabel="latency per output token in s", ylim=(0, None))
 
 
-def _distributions(figure: Figure, report: ServingReport) -> None:
+def _distributions(figure: Figure, times: RequestTimes) -> None:
     """The share of the requests that waited no longer, for the first token and for each one after it."""
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, values, label in (
-        (left, sorted(report.times.first_token), "time to first token in s"),
-        (right, sorted(1e3 * value for value in report.times.per_output_token()), "time per output token in ms"),
+        (left, sorted(times.first_token), "time to first token in s"),
+        (right, sorted(1e3 * value for value in times.per_output_token()), "time per output token in ms"),
     ):
         every = len(values) // NUM_POINTS + 1
         shares = [(place + 1) / len(values) for place in range(len(values))]
@@ -363,3 +464,14 @@ def _over_time(figure: Figure, report: ServingReport) -> None:
     above.legend(loc="upper right")
     below.plot(series.time, [100 * share for share in series.memory], color=color("shared"))
     below.set(xlabel="time in s", ylabel="memory in use in %", ylim=(0, 102))
+
+
+def _by_replica(figure: Figure, report: FleetReport) -> None:
+    """The requests that the fleet has, and what each replica was sent."""
+    above, below = figure.subplots(2, 1)
+    above.plot(report.series.time, report.series.num_unfinished, color=color("generated"))
+    above.set(xlabel="time in s", ylabel="unfinished requests", ylim=(0, None))
+    sent = [each.num_sent for each in report.replicas]
+    below.bar(range(len(sent)), sent, color=color("shared"))
+    below.set(xlabel="replica", ylabel="requests sent to it", xlim=(-0.6, len(sent) - 0.4))
+    below.xaxis.get_major_locator().set_params(integer=True)

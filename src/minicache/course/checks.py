@@ -1,25 +1,31 @@
 """What the tests of the phases say: `call(f, …).gives(x)`, `.is_close(t)`, `.raises(E)`, `that("what", got).gives(x)`.
 
 A bare `assert` shows a learner the grader's variables. A check shows what was called, what came back, what was
-expected and the first place where the two differ. Pure standard library; a tensor is only met where torch is loaded.
+expected and the first place where the two differ. What came back may be an object that claims to be equal to anything:
+`values.py` and `tensors.py` judge it. Pure standard library; a tensor is only met where torch is loaded.
 """
 
 from __future__ import annotations
 
 import ast
-import math
 import re
 import sys
 import traceback
+
+# Bound here, before a learner's file is loaded, which may replace them.
+from builtins import abs, float, getattr, int, isinstance, len, list, max, min, repr, str, tuple, type  # noqa: UP029
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
-from numbers import Integral, Real
+from functools import cache
+from math import inf, isclose, isfinite, isnan, prod
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
 from minicache.course import scenario
 from minicache.course.finder import learners_line
+from minicache.course.values import are_data, equal, is_a, is_number, plain, poses
 
 _STARTER = re.compile(r"phase (\d+), task (\d+): ")
 """How the message of a starter's NotImplementedError begins."""
@@ -27,6 +33,7 @@ _STARTER = re.compile(r"phase (\d+), task (\d+): ")
 PLACES = ("at ", "called at ")
 """How the tracer's notes on where an error was raised begin."""
 
+_MAX_MESSAGE = 1000  # of an error's message, the characters in which `saying` is looked for
 _MAX_NUMBERS = 16  # of a tensor that is told with its values
 _MIN_SIZE = 100  # of an integer that is an amount: smaller ones are ids, positions, counts
 
@@ -65,12 +72,14 @@ class Outcome:
         returned: its result, None if it raised.
         error: what it raised, or None.
         num_done: notes of what the test has done (`scenario.done`), without one of the call itself.
+        overwritten: of a call that gave a tensor, which tensor among its arguments it has changed; "" for none.
     """
 
     called: str
     returned: Any = None
     error: BaseException | None = None
     num_done: int | None = None
+    overwritten: str = ""
 
     def _failed(self, got: str, expected: str, first_difference: str = "") -> CheckFailed:
         return CheckFailed(self.called, got, expected, first_difference, self.num_done)
@@ -79,7 +88,10 @@ class Outcome:
     def value(self) -> Any:
         """The result. A call that raised fails the test, saying what was raised and where."""
         __tracebackhide__ = True
-        return self._result("a result")
+        got = self._result("a result")
+        if not is_tensor(got) and poses(got):
+            raise self._failed(short(got), "a result", f"{_kind(got)} decides itself what it is equal to")
+        return got
 
     def gives(self, expected: object) -> None:
         """Exactly `expected`: numbers, strings, lists, tuples, or tensors of the same shape, dtype and values."""
@@ -107,13 +119,13 @@ class Outcome:
         __tracebackhide__ = True
         right = short(expected) if reveal else "the right number"
         wanted = f"{right}, within {100 * rel:.3g} %" if rel else f"{right}, exactly"
-        got = self._result(wanted)
-        if not _is_number(got):
+        got = plain(self._result(wanted))
+        if not is_number(got):
             raise self._failed(short(got), wanted, f"{_kind(got)} is not a number")
         if abs(got - expected) <= rel * abs(expected):
             return
-        hints = [hint for factor, hint in (factors or {}).items() if math.isclose(got / expected, factor, rel_tol=rel)]
-        close = "your answer is close, but not close enough" if math.isclose(got, expected, rel_tol=0.01) else ""
+        hints = [hint for factor, hint in (factors or {}).items() if isclose(got / expected, factor, rel_tol=rel)]
+        close = "your answer is close, but not close enough" if isclose(got, expected, rel_tol=0.01) else ""
         parts = [_ratio(got, expected, "your answer is", "the right one") or close, *hints[:1]]
         raise self._failed(short(got), wanted, ": ".join(filter(None, parts)))
 
@@ -124,15 +136,17 @@ class Outcome:
         wanted = " or ".join(each.__name__ for each in types) + (f" saying {saying!r}" if saying else "")
         if self.error is None:
             raise self._failed(f"{short(self.returned)}, and no error", wanted)
-        if not isinstance(self.error, types):
+        if not is_a(self.error, *types):
             raise self._failed(told(self.error), wanted) from self.error
-        if saying and saying.lower() not in str(self.error).lower():
+        if saying and saying.lower() not in plain(str(self.error))[:_MAX_MESSAGE].lower():
             raise self._failed(told(self.error), wanted, "the message does not say it") from self.error
 
     def _result(self, wanted: str) -> Any:
         __tracebackhide__ = True
         if self.error is not None:
             raise self._failed(told(self.error), wanted) from self.error
+        if self.overwritten:  # what is expected may be computed from the arguments
+            raise self._failed(f"{short(self.returned)}, and another {self.overwritten}", "arguments left as they are")
         return self.returned
 
 
@@ -140,7 +154,7 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Call `fn` and keep what came of it. What a starter raises ("not written yet") goes straight through."""
     arguments = [short(arg) for arg in args] + [f"{name}={short(arg)}" for name, arg in kwargs.items()]
     called = f"{_name(fn)}({', '.join(arguments)})"  # before the call, which may change its arguments
-    before = scenario.num_done()
+    before, given = scenario.num_done(), _Given(args, kwargs)
     try:
         returned, error = fn(*args, **kwargs), None
     except (Exception, SystemExit) as raised:
@@ -149,7 +163,28 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
         returned, error = None, unwrapped(raised)
     # What is done inside is told too, but not the call itself: that is the next line.
     num_done = before if hasattr(fn, "is_followed") else scenario.num_done()
-    return Outcome(called, returned, error, num_done)
+    return Outcome(called, returned, error, num_done, given.overwritten(returned))
+
+
+class _Given:
+    """The tensors among a call's arguments, with copies."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        named_args = [*((f"argument {number}", arg) for number, arg in enumerate(args, start=1)), *kwargs.items()]
+        self._tensors = [(name, arg) for name, arg in named_args if is_tensor(arg) and arg.device.type == "cpu"]
+        if self._tensors:
+            with tensors().alone():
+                self._copies = [tensors().bytes_of(arg) for _, arg in self._tensors]
+
+    def overwritten(self, returned: Any) -> str:
+        """The name of one that is no longer as it was; "" where the result is no tensor, or is one of them."""
+        if not self._tensors or not is_tensor(returned) or any(returned is arg for _, arg in self._tensors):
+            return ""
+        with tensors().alone():
+            for (name, arg), copy in zip(self._tensors, self._copies, strict=True):
+                if not tensors().same_bytes(tensors().bytes_of(arg), copy):
+                    return name
+        return ""
 
 
 def that(description: str, got: object) -> Outcome:
@@ -219,16 +254,10 @@ def short(value: Any) -> str:
     Of a dataclass, the fields that have not their defaults.
     """
     if is_tensor(value):
-        dtype = str(value.dtype).removeprefix("torch.")
-        told_shape = f"tensor{list(value.shape)} {dtype}"
-        if value.numel() > _MAX_NUMBERS or value.device.type == "meta":
-            return told_shape
-        if value.ndim <= 1:
-            return f"tensor({_numbers(value.tolist())}) {dtype}"
-        return f"{told_shape} {_numbers(value.tolist())}" if value.numel() else told_shape
+        return _short_tensor(value)
     if isinstance(value, list | tuple):
         leaves = _leaves(value)
-        if len(leaves) > 8 and all(map(_is_number, leaves)) and len(repr(value)) > 80:
+        if len(leaves) > 8 and all(map(is_number, leaves)) and len(repr(value)) > 80:
             kinds = {type(leaf).__name__ for leaf in leaves}
             return f"a {type(value).__name__} of {len(leaves)} {kinds.pop() if len(kinds) == 1 else 'number'}s"
     if isinstance(value, list | tuple) and 0 < len(value) <= 8:
@@ -246,6 +275,18 @@ def short(value: Any) -> str:
     if " object at 0x" in text:  # Python's own repr: an address tells nothing
         return _kind(value)
     return _cut(text, 80)
+
+
+def _short_tensor(value: Any) -> str:
+    with tensors().alone():
+        shape, dtype = tensors().shape_of(value), str(tensors().dtype_of(value)).removeprefix("torch.")
+        told_shape = f"tensor{shape} {dtype}"
+        if prod(shape) > _MAX_NUMBERS or tensors().device_of(value).type == "meta":
+            return told_shape
+        numbers = _numbers(tensors().numbers_of(value))
+    if len(shape) <= 1:
+        return f"tensor({numbers}) {dtype}"
+    return f"{told_shape} {numbers}" if prod(shape) else told_shape
 
 
 def _default(field: Field[Any]) -> str:
@@ -275,34 +316,54 @@ def _difference(got: Any, expected: Any, rtol: float, atol: float, at: str = "")
     """Where and how `got` first differs from `expected`, "" if the two alone tell it, or None if they are the same."""
     prefix = f"at {at}: " if at else ""
     if is_tensor(expected):
-        return _tensor_difference(got, expected, rtol, atol, prefix)
+        with tensors().alone():
+            return _tensor_difference(got, expected, rtol, atol, prefix)
     if isinstance(expected, list | tuple):
         kind = list if isinstance(expected, list) else tuple
-        if not isinstance(got, kind):
+        if not is_a(got, kind):
             return f"{prefix}{_kind(got)}, expected a {kind.__name__}"
+        got = plain(got)
         for index, (one, other) in enumerate(zip(got, expected, strict=False)):
             if (difference := _difference(one, other, rtol, atol, f"{at}[{index}]")) is not None:
                 return difference
         return None if len(got) == len(expected) else f"{prefix}{_items(len(got))}, expected {len(expected)}"
     if not at and (got is None or expected is None):  # "None" and the other one tell it all
         return None if got is expected else ""
-    if _is_number(expected) and got is not None:
+    if is_number(expected) and got is not None:
         # A bool is no number here, and a count of things is an integer.
-        if not _is_number(got) or (isinstance(expected, Integral) and not isinstance(got, Integral)):
+        number = plain(got)
+        if not is_number(number) or (isinstance(expected, Integral) and not isinstance(number, Integral)):
             return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
-        if got == expected or abs(got - expected) <= atol + rtol * abs(expected) < math.inf:
+        got = number
+        if got == expected or abs(got - expected) <= atol + rtol * abs(expected) < inf:
             return None
         return f"{prefix}got {short(got)}, expected {short(expected)}" if at else _factor(got, expected)
     if type(got) is not type(expected) and isinstance(expected, bool | str | None):
         return f"{prefix}{short(got)} is {_kind(got)}, expected {_kind(expected)}"
-    if got == expected:
-        return None
-    if is_dataclass(expected) and type(got) is type(expected):
-        for each in fields(expected):
+    if isinstance(expected, dict) and is_a(got, dict):
+        return _dict_difference(plain(got), expected, rtol, atol, at)
+    if isinstance(expected, set | frozenset) and is_a(got, set, frozenset):
+        items = plain(got)
+        same = are_data(items, expected) and items == expected
+    elif is_dataclass(expected) and not isinstance(expected, type) and type(expected).__dataclass_params__.eq:  # type: ignore[attr-defined]
+        same = type(got) is type(expected)
+        for each in fields(expected) if same else ():
             one, other, place = getattr(got, each.name), getattr(expected, each.name), f"{at}.{each.name}".lstrip(".")
             if each.compare and (difference := _difference(one, other, rtol, atol, place)) is not None:
                 return difference
-    return f"{prefix}got {short(got)}, expected {short(expected)}" if at else ""
+    else:
+        same = equal(got, expected)
+    return None if same else f"{prefix}got {short(got)}, expected {short(expected)}" if at else ""
+
+
+def _dict_difference(got: dict[Any, Any], expected: dict[Any, Any], rtol: float, atol: float, at: str) -> str | None:
+    prefix = f"at {at}: " if at else ""
+    if not are_data(got, expected) or got.keys() != expected.keys():
+        return f"{prefix}got {short(got)}, expected {short(expected)}" if at else ""
+    for key, other in expected.items():
+        if (difference := _difference(got[key], other, rtol, atol, f"{at}[{key!r}]")) is not None:
+            return difference
+    return None
 
 
 def _ratio(got: Any, expected: Any, subject: str = "yours is", other: str = "the expected") -> str:
@@ -311,7 +372,7 @@ def _ratio(got: Any, expected: Any, subject: str = "yours is", other: str = "the
         ratio = got / expected
     except (OverflowError, ZeroDivisionError):
         return ""
-    if not math.isfinite(ratio) or ratio <= 0 or f"{ratio:.3g}" == "1":
+    if not isfinite(ratio) or ratio <= 0 or f"{ratio:.3g}" == "1":
         return ""
     if 0.01 <= ratio <= 100:
         return f"{subject} {ratio:.3g} times {other}"
@@ -327,45 +388,44 @@ def _factor(got: Any, expected: Any) -> str:
     if not told_ratio:
         return ""
     factor = larger / smaller
-    return told_ratio if factor > 100 or math.isclose(factor, round(factor), rel_tol=1e-3) else ""
+    return told_ratio if factor > 100 or isclose(factor, round(factor), rel_tol=1e-3) else ""
 
 
 def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix: str) -> str | None:
     if not is_tensor(got):
         return f"{prefix}{_kind(got)}, expected a tensor"
-    if got.shape != expected.shape:
-        return f"{prefix}shape {list(got.shape)}, expected {list(expected.shape)}"
-    if got.dtype != expected.dtype:
-        return f"{prefix}dtype {got.dtype}, expected {expected.dtype}"
-    if got.device.type != expected.device.type:
-        return f"{prefix}on {got.device}, expected on {expected.device}"
-    one, other = got.detach().cpu().double(), expected.detach().cpu().double()
-    error = (one - other).abs()
-    # Written so that a NaN, which compares false with everything, counts as a difference; equal infinities do not. An
-    # infinity that is expected allows nothing else, though a part of it is infinite too.
-    wrong = ~(((error <= atol + rtol * other.abs()) & other.isfinite()) | (one == other))
-    count = int(wrong.sum())
-    if not count:
+    torch = tensors()
+    if not any(type(got) is each for each in torch.TYPES):
+        return f"{prefix}{_kind(got)}, a subclass of Tensor, expected a tensor"
+    if (shape := torch.shape_of(got)) != (expected_shape := torch.shape_of(expected)):
+        return f"{prefix}shape {shape}, expected {expected_shape}"
+    if (dtype := torch.dtype_of(got)) != (expected_dtype := torch.dtype_of(expected)):
+        return f"{prefix}dtype {dtype}, expected {expected_dtype}"
+    if (device := torch.device_of(got)).type != (expected_device := torch.device_of(expected)).type:
+        return f"{prefix}on {device}, expected on {expected_device}"
+    compared = torch.Comparison(got, expected, rtol, atol)
+    if not compared.count:
         return None
-    index = wrong.nonzero()[0].tolist()
-    first, right = one[tuple(index)].item(), other[tuple(index)].item()
-    here = f"first at {index}: got {first:.6g}, expected {right:.6g}"
-    largest = error[wrong].max().item()  # NaN if one of them is
-    how = ", contains NaN" if math.isnan(largest) else f", largest error {largest:.3g}"
-    if not expected.is_floating_point():  # ids and positions: how far off says nothing
+    first, right, largest = compared.first, compared.right, compared.largest
+    here = f"first at {compared.index}: got {first:.6g}, expected {right:.6g}"
+    how = ", contains NaN" if isnan(largest) else f", largest error {largest:.3g}"
+    if not expected_dtype.is_floating_point:  # ids and positions: how far off says nothing
         how = ""
     known = [f"{number:.6g} is {where}" for number in (first, right) if (where := scenario.origin(number))]
-    return "; ".join([f"{prefix}{here}", *known, f"{count} of {wrong.numel()} differ{how}"])
+    return "; ".join([f"{prefix}{here}", *known, f"{compared.count} of {prod(shape)} differ{how}"])
+
+
+@cache
+def tensors() -> Any:
+    """The functions on tensors, where torch is loaded. The session asks for them before it loads a learner's file."""
+    from minicache.course import tensors as functions
+
+    return functions
 
 
 def is_tensor(value: object) -> bool:
     """Whether `value` is a tensor; torch is not loaded to find out."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return "torch" in sys.modules and is_a(value, tensors().Tensor)
 
 
 def _items(count: int) -> str:

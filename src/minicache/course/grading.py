@@ -1,39 +1,71 @@
-"""Grading one phase: pytest in a child process, followed through its journal.
+"""Grading one phase: pytest in a child process, followed through what it tells.
 
-A learner's file may end the process, crash it or never return. The child writes down what it is about to do, so the
-parent knows which test (or import) it was lost in. That task is failed, and a new child goes on with the others.
+A learner's file may end the process, crash it or never return. The child tells what it is about to do, so the parent
+knows which test (or import) it was lost in. That task is failed, and a new child goes on with the others.
+
+Of somebody else's submission nothing is believed that need not be: see `Audit`.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
-from minicache.course.journal import Event, Journal
+from minicache.course.journal import Event, Events, Job
+from minicache.course.record import TIMEOUT, Audit, Record
 from minicache.course.resident import ResidentServer
-from minicache.course.results import Outcome, PhaseResult, TestResult, by_task
-from minicache.course.server import Child, PytestServer, preload_for
-from minicache.course.stall import Stopwatch, where
-from minicache.course.table import Phase, Task
-from minicache.course.workspace import Workspace, fingerprint
+from minicache.course.results import Outcome, PhaseResult
+from minicache.course.server import preload_for
+from minicache.course.stall import Stopwatch, held, stacks, where
+from minicache.course.table import Phase
+from minicache.course.workspace import Workspace
 from minicache.errors import CourseError
 
-TIMEOUT = 10.0
-"""Seconds of computing or sleeping without a sign of life, after which a child is stopped. A test may use all of them.
-
-The reference takes less than one in any test. A function that never returns is called in several tasks. So that nobody
-waits for each as long as for the first, half of it is enough once a child had to be stopped.
-"""
+MAX_MEMORY = 4 * 2**30
+"""Bytes that a run may hold, not counting what is reserved and never touched; the reference needs a tenth of it."""
 
 _START = 60.0  # seconds that a child has before its first sign of life: it may import torch, and runs no learner's code
 _POLL = 0.01  # seconds between two looks at the journal
 _NUM_STACKS = 5  # of a child that is stopped, to see which of its frames stay
 _GRACE = 0.4  # seconds that it has to write each
+
+
+class Child(Protocol):
+    """One run, to the one who follows it."""
+
+    @property
+    def pid(self) -> int:
+        """Of its process, as this process sees it."""
+
+    def poll(self) -> int | None:
+        """The exit code, −N if signal N ended it, or None while it runs."""
+
+    def ask(self) -> None:
+        """Have it write to the log where it is."""
+
+    def stop(self) -> int:
+        """End it, and whatever it has started, if it still runs; the exit code."""
+
+
+class Runner(Protocol):
+    """Starts runs: `PytestServer`, or a `Sandbox`.
+
+    Attributes:
+        hides_reference: whether the reference of a module that has the learner's file cannot be read in a run. Where
+            that file cannot be imported, another run is started, which can read it.
+    """
+
+    hides_reference: bool
+
+    def start(self, job: Job) -> Child:
+        """Begin a run, its output going to `job.log`."""
 
 
 def grade(
@@ -42,8 +74,10 @@ def grade(
     *,
     task: int | None = None,
     timeout: float = TIMEOUT,
+    seed: int | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
-    server: PytestServer | None = None,
+    server: Runner | None = None,
+    audit: Audit | None = None,
     until_failure: bool = False,
 ) -> PhaseResult:
     """Grade the learner's files of a phase.
@@ -53,8 +87,10 @@ def grade(
         phase: the phase.
         task: one task of it; all of them by default.
         timeout: seconds without progress after which a test counts as an endless loop.
+        seed: draws the random cases of the tests anew; the usual ones by default.
         on_event: called with each event of the run, for showing progress.
         server: starts the runs; by default the user's resident server.
+        audit: of somebody else's submission.
         until_failure: stop at the first test that fails: whether there is one is all that is asked.
 
     Returns:
@@ -62,97 +98,93 @@ def grade(
 
     Raises:
         CourseError: the phase has no tasks, there is no such task, or pytest could not be run at all.
+        TamperingError: the learner's code has changed the grader.
     """
-    if not phase.tasks:
-        raise CourseError(f"phase {phase.number} ({phase.slug}) is planned: it has no tasks yet")
-    tasks = phase.tasks if task is None else (phase.task(task),)
-    tests = workspace.tests(phase)
-    if not tests.is_dir():
-        raise CourseError(f"phase {phase.number} has no tests: {tests} is not there")
-    files = workspace.lab_files(phase)
-    fingerprints = {module: fingerprint(file) for module, file in files.items()}
-    run = _Run(workspace, files, tests, timeout, on_event)
+    record = Record(workspace, phase, task, timeout, seed, audit)
+    if not record.tests.is_dir():
+        raise CourseError(f"phase {phase.number} has no tests: {record.tests} is not there")
+    run = _Run(record, on_event)
     with ExitStack() as stack:
         server = server or stack.enter_context(ResidentServer(preload_for(phase)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minicache-")))
-        journal, log = Journal(folder / "journal.jsonl"), folder / "pytest.log"
-        arguments = _arguments(workspace, tests, task, journal.file)
-        arguments += ["--maxfail=1"] if until_failure else []
-        while not run.follow(server.start(arguments, workspace.root, log), journal, log):
+        arguments = record.arguments() + (["--maxfail=1"] if until_failure else [])
+        job = Job(arguments, str(workspace.root), log=str(folder / "pytest.log"), has_controls=audit is not None)
+        while not run.follow(server, job):
             pass
-    return PhaseResult(
-        phase, by_task(tasks, run.results_of(tasks), run.num_collected), files, fingerprints, run.unimportable
-    )
+    return record.result()
 
 
 @dataclass
 class _Run:
-    """One grading: its children, one after the other, and what their journal has told so far."""
+    """One grading's children, one after the other."""
 
-    workspace: Workspace
-    files: dict[str, Path]
-    tests: Path
-    timeout: float
+    record: Record
     on_event: Callable[[Event], None]
-    results: dict[str, tuple[str, TestResult]] = field(default_factory=dict)  # node id → task id, result
-    num_collected: dict[str, int] = field(default_factory=dict)  # task id → its tests
-    unimportable: dict[str, str] = field(default_factory=dict)
-    doing: Event | None = None
-    last: Event | None = None
-    finished: bool = False
     waiting: bool = False
-    patience: float = field(init=False)
+    num_bytes: int = 0  # that the child held when it was given up
+    deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.patience = self.timeout
+        audit = self.record.audit
+        self.deadline = time.monotonic() + (audit.seconds if audit else float("inf"))
 
-    def follow(self, child: Child, journal: Journal, log: Path) -> bool:
+    def follow(self, server: Runner, job: Job) -> bool:
         """Follow one child to its end, or until it is lost; True if the grading is complete."""
-        self.finished = False
-        try:
-            stalled = self._watch(child, journal)
-            if stalled:
-                self._take_stacks(child, log)
-        finally:
-            returncode = child.stop()
-        if self.finished and self.doing is None:
+        record = self.record
+        log, key = Path(job.log), os.urandom(32)
+        pipe = log.with_name("events")
+        pipe.unlink(missing_ok=True)
+        self.num_bytes = 0
+        unusable = dict(record.unusable)
+        with closing(Events(pipe, key)) as events:
+            child = server.start(replace(record.begin(job), events=str(pipe), key=key.hex()))
+            try:
+                stalled = self._watch(child, events, hides_reference=server.hides_reference)
+                if stalled and self.num_bytes <= MAX_MEMORY:  # it would only hold more
+                    self._take_stacks(child, log)
+            finally:
+                returncode = child.stop()
+        if unusable != record.unusable and server.hides_reference:
+            return False
+        if record.is_complete:
             return True
-        # A thread can end the process between two tests: then the last one is to blame.
-        culprit = self.doing or self.last
-        if culprit is None or culprit.kind not in ("import", "file", "test", "result"):
-            raise CourseError(f"pytest could not grade {self.workspace.labs}:\n{_tail(log)}")
-        if stalled:
-            kind = "endless wait?" if self.waiting else "endless loop?"
-            outcome, reason = Outcome.STALLED, f"{kind} No answer within {self.patience:g} s"
-            self.patience = self.timeout / 2
+        if record.culprit is None:
+            raise CourseError(f"pytest could not grade {record.workspace.labs}:\n{_tail(log)}")
+        if self.num_bytes > MAX_MEMORY:
+            outcome, reason = Outcome.CRASHED, f"it used more than {MAX_MEMORY >> 30} GiB of memory, and was stopped"
+        elif stalled:
+            outcome, reason = Outcome.STALLED, record.no_answer(waiting=self.waiting)
+            if self.num_bytes > MAX_MEMORY // 4:
+                used = f"{self.num_bytes / 2**30:.1f} GiB of memory"
+                reason = f"No answer within {record.patience:g} s, and by then it used {used}"
         else:
             outcome = Outcome.CRASHED
-            reason = "pytest was made to stop" if self.finished else _how_it_ended(returncode)
-        places = where(log, self.files.values(), self.tests, waiting=self.waiting)
-        journal.write(self._lose(culprit, outcome, "\n".join([reason, *places])))
-        return False
+            reason = "pytest was made to stop" if record.finished else _how_it_ended(returncode)
+        if time.monotonic() > self.deadline:
+            reason = "the time for all of the grading is over"
+        places = where(stacks(log), record.files.values(), record.tests, waiting=self.waiting)
+        self.on_event(record.lose(outcome, "\n".join([reason, *places])))
+        return time.monotonic() > self.deadline
 
-    def results_of(self, tasks: tuple[Task, ...]) -> dict[str, list[TestResult]]:
-        """Task id → its tests' results."""
-        found: dict[str, list[TestResult]] = {task.id: [] for task in tasks}
-        for task_id, result in self.results.values():
-            found[task_id].append(result)
-        return found
-
-    def _watch(self, child: Child, journal: Journal) -> bool:
-        """Read the journal until the child ends; True if it had to be given up."""
+    def _watch(self, child: Child, events: Events, *, hides_reference: bool) -> bool:
+        """Hear what the child tells until it ends; True if it had to be given up."""
+        record = self.record
         clock = Stopwatch(child.pid)
+        unusable = len(record.unusable)
         while True:
             ended = child.poll() is not None  # before reading, so that nothing written at the end is missed
-            for event in journal.new_events():
-                if event.kind == "lost":  # this process's own line
-                    continue
-                self._hear(event)
+            for event in events.new():
+                record.hear(event)
                 self.on_event(event)
                 clock.restart()
-            if ended or self.finished:  # a finished child has nothing more to say; a learner's thread may keep it alive
+                if event.kind in ("task", "file") and hides_reference and len(record.unusable) > unusable:
+                    return False
+            if ended or record.finished:  # it has nothing more to say; a learner's thread may keep it alive
                 return False
-            if clock.read() > (self.patience if self.last else _START):
+            self.num_bytes = held(child.pid)
+            if self.num_bytes > MAX_MEMORY:
+                return True
+            if clock.read() > (record.patience if record.last else _START) or time.monotonic() > self.deadline:
                 self.waiting = clock.has_slept
                 return True
             time.sleep(_POLL)
@@ -166,42 +198,11 @@ class _Run:
                 time.sleep(_POLL)
             time.sleep(_POLL)
 
-    def _hear(self, event: Event) -> None:
-        if event.kind == "result":
-            outcome = Outcome(event.outcome)
-            told = (event.message, event.printed, event.needs, event.distance)
-            self.results[event.name] = (event.task, TestResult(event.name, event.title, outcome, *told))
-        elif event.kind == "task":
-            self.num_collected[event.task] = event.total
-        elif event.kind == "unimportable":
-            self.unimportable[event.name] = event.message
-        if event.kind != "finished":  # which pytest also says when a test made it stop
-            self.doing = event if event.kind in ("import", "file", "test") else None
-        self.last = event
-        self.finished = event.kind == "finished"
-
-    def _lose(self, event: Event, outcome: Outcome, reason: str) -> Event:
-        """Record that a child was lost while doing `event`, or just after it."""
-        if event.kind != "import":  # a module's tasks fail one by one when the next child cannot use it
-            message = f"{reason}\nin        {event.title or event.name}"
-            self.results[event.name] = (event.task, TestResult(event.name, event.title, outcome, message))
-        self.doing = self.last = None
-        lost = replace(event, kind="lost", message=reason)
-        self.on_event(lost)
-        return lost
-
 
 def _how_it_ended(returncode: int) -> str:
     if returncode < 0:
         return f"the process crashed ({signal.strsignal(-returncode)})"
     return f"the process was ended (exit code {returncode})"
-
-
-def _arguments(workspace: Workspace, tests: Path, task: int | None, journal: Path) -> list[str]:
-    """What pytest is started with. The course's root may have no settings of its own, so that all are given here."""
-    arguments = [str(tests), f"--rootdir={workspace.root}", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    arguments += ["--mine", f"--labs={workspace.labs}", f"--course-journal={journal}"]
-    return arguments + ([f"--task={task}"] if task is not None else [])
 
 
 def _tail(log: Path, lines: int = 15) -> str:

@@ -30,6 +30,7 @@ CARRIED = (
     TABLE,
     "tests/conftest.py",
     "tests/phase-*/*.py",
+    "tests/phase-06-preemption/right_steps.json.gz",
     "tests/scheduler/golden/unusual.json.gz",  # what vLLM schedules: phase 9 compares with it
     "notebooks/phase-*.ipynb",
 )

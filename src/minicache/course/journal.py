@@ -1,16 +1,23 @@
-"""The journal of a grading run: what the child process is about to do, and what came of it, one JSON object a line.
+"""What a grading run is told, and what it tells: its job, and one pipe of events, one JSON object a line.
 
-Whatever is begun is written down first. When the child dies or hangs, the last line says what it was doing; the parent
-adds a `lost` line and starts the child again, which reads the journal and goes on with what is left.
+Whatever is begun is told first. When the run dies or hangs, the last event says what it was doing; its owner notes that
+as lost and starts another run, whose job says what is done already.
+
+The pipe is open to the learner's code too. So each line is signed with a key of this run, and numbered.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from hmac import compare_digest
+from hmac import digest as signature
 from pathlib import Path
 from typing import Literal
+
+from minicache.errors import TamperingError
 
 Kind = Literal[
     "import",  # about to import the module `name`
@@ -18,11 +25,16 @@ Kind = Literal[
     "test",  # about to run the test `name`
     "task",  # the test files of `task` are read: it has `total` tests, those included that ran already
     "collected",  # all test files are read: `total` tests will run
+    "control",  # among the tests of `task` is `name`, which has to fail
     "unimportable",  # the module `name` could not be imported: `message`
     "result",  # the test, or test file, `name` is done: `outcome`, `message`, `printed`, `needs`, `distance`
-    "lost",  # written by the parent: the process was lost in `name`, a module or a test of `task`: `message`
+    "lost",  # noted by the owner: the run was lost in `name`, a module or a test of `task`: `message`
+    "tampered",  # part of the grader, `name`, has been replaced
     "finished",  # the run came to its end
 ]
+
+_MAX_LINE_NBYTES = 2**24
+_CHUNK_NBYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -41,27 +53,123 @@ class Event:
     total: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
+class Job:
+    """What a run is told.
+
+    Attributes:
+        arguments: pytest's.
+        folder: where it runs.
+        events: the named pipe for what it tells.
+        key: signs each line, as hexadecimal digits.
+        log: the file for its output; "" leaves it where it goes.
+        preload: modules to import before any learner's file is.
+        done: ids of the tests that have a result.
+        lost_tasks: ids of the tasks in which an earlier run was lost: their other tests are not run.
+        unusable: module → why the learner's file is not to be imported.
+        has_controls: whether each task gets a test that has to fail.
+        user: the user's id to become, from root; −1 to stay.
+        limits: name in `resource`, without RLIMIT_ → the most.
+    """
+
+    arguments: list[str]
+    folder: str
+    events: str = ""
+    key: str = ""
+    log: str = ""
+    preload: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    lost_tasks: list[str] = field(default_factory=list)
+    unusable: dict[str, str] = field(default_factory=dict)
+    has_controls: bool = False
+    user: int = -1
+    limits: dict[str, int] = field(default_factory=dict)
+
+
 class Journal:
-    """A journal file, written line by line and read from where it was read last."""
+    """The run's end: what it is told, and how it tells.
 
-    file: Path
-    _read_bytes: int = field(default=0, repr=False)
+    Args:
+        job: what the run is told.
+        tell: takes an event, before it returns: the next thing may end the run.
 
-    def write(self, event: Event) -> None:
-        """Add a line, and have it on disk before going on: the next thing may end the process."""
-        line = json.dumps({key: value for key, value in asdict(event).items() if value})
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+    Attributes:
+        job: what the run is told; without its key.
+        tell: takes an event.
+    """
 
-    def new_events(self) -> Iterator[Event]:
-        """The events that were added since the last call. A line that is still being written waits for the next."""
-        if not self.file.exists():
+    def __init__(self, job: Job, tell: Callable[[Event], None]) -> None:
+        self.job = replace(job, key="")
+        self.tell = tell
+
+
+def piped(job: Job) -> Journal:
+    """The journal of a run that tells by its job's pipe: each event is written, signed, before `tell` returns."""
+    return Journal(job, _writer(os.open(job.events, os.O_WRONLY), bytes.fromhex(job.key)))
+
+
+def _writer(pipe: int, key: bytes) -> Callable[[Event], None]:
+    """The function that writes. It holds what it calls: a learner's file may replace a module's functions."""
+    num_written = 0
+    write, dumps, sign, getpid = os.write, json.dumps, signature, os.getpid
+    own = getpid()
+
+    def tell(event: Event) -> None:
+        nonlocal num_written
+        if getpid() != own:  # a learner's code has forked, and its child goes on with the tests as well
             return
-        with self.file.open("rb") as stream:
-            stream.seek(self._read_bytes)
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    return
-                self._read_bytes += len(line)
-                yield Event(**json.loads(line))
+        line = dumps({name: value for name, value in asdict(event).items() if value}).encode()
+        signed = sign(key, b"%d %s" % (num_written, line), "sha256").hex().encode() + b" " + line + b"\n"
+        num_written += 1
+        while signed:
+            signed = signed[write(pipe, signed) :]
+
+    return tell
+
+
+class Events:
+    """The owner's end of the pipe.
+
+    Args:
+        pipe: its path; the named pipe is made here.
+        key: what each line has to be signed with.
+    """
+
+    def __init__(self, pipe: Path, key: bytes) -> None:
+        os.mkfifo(pipe)
+        pipe.chmod(0o622)  # the run may be another user's
+        self._pipe = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        self._key = key
+        self._num_read = 0
+        self._rest = b""
+
+    def close(self) -> None:
+        """Read no more."""
+        os.close(self._pipe)
+
+    def new(self) -> Iterator[Event]:
+        """The events that have come since the last call. A line that is still being written waits for the next.
+
+        Raises:
+            TamperingError: a line is not the run's own.
+        """
+        while chunk := self._read():
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
+                yield self._checked(line)
+            if len(self._rest) > _MAX_LINE_NBYTES:
+                raise TamperingError("it wrote into the grader's pipe")
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._pipe, _CHUNK_NBYTES)
+        except BlockingIOError:
+            return b""
+
+    def _checked(self, line: bytes) -> Event:
+        mac, _, told = line.partition(b" ")
+        expected = signature(self._key, b"%d %s" % (self._num_read, told), "sha256").hex().encode()
+        if not compare_digest(mac, expected):
+            raise TamperingError("it wrote into the grader's pipe")
+        self._num_read += 1
+        return Event(**json.loads(told))

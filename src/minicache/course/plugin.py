@@ -17,8 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mine", action="store_true", help="grade your files in labs/ instead of the reference")
     group.addoption("--labs", type=Path, metavar="DIR", help="with --mine: your files are in DIR instead of labs/")
     group.addoption("--task", type=int, metavar="K", help="of each phase, run the tests of task K only")
-    # The journal that `minicache grade` follows; see journal.py.
-    group.addoption("--course-journal", type=Path, metavar="FILE", help="(internal) write a journal")
+    group.addoption("--course-seed", type=int, metavar="N", help="draw the random cases of the tests anew")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,8 +29,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         if options.mine:
             raise pytest.UsageError(f"--mine: {root} has no labs/course.toml, so there is nothing to grade")
         return
+    from minicache.course.journal import Journal
     from minicache.course.session import GradingSession
 
+    plugins = early_config.pluginmanager.get_plugins()
+    journal = next((each for each in plugins if isinstance(each, Journal)), None)
     paths = options.file_or_dir or early_config.getini("testpaths") or ["."]
-    session = GradingSession(root, options, [Path(path.split("::")[0]).absolute() for path in paths])
+    session = GradingSession(root, options, [Path(path.split("::")[0]).absolute() for path in paths], journal)
     early_config.pluginmanager.register(session, "minicache-grading")

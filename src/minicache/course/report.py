@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
@@ -13,9 +13,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from minicache.course.finder import show
-from minicache.course.results import Outcome, PhaseResult, TaskResult, TestResult, pointers
-from minicache.course.table import Course, Task
+from minicache.course.account import Line, account
+from minicache.course.gradebook import Row, as_number, replace_file
+from minicache.course.results import Outcome, PhaseResult, pointers
+from minicache.course.table import Course, Phase
 
 STYLES = {
     Outcome.PASSED: "green",
@@ -27,53 +28,47 @@ STYLES = {
 }
 """How each outcome is coloured in the terminal; the word always stands beside the colour."""
 
-_MAX_LISTED = 10  # of a task's tests that did not pass, below the first
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def print_result(result: PhaseResult, console: Console) -> None:
     """Whose code was graded, the points of each task, and for each task that did not pass, what to do first."""
-    phase = result.phase
-    console.print(f"[bold]Phase {phase.number}, {phase.title}.[/] Graded: your files.")
-    width = max(map(len, result.files))
-    for module, file in result.files.items():
-        broken = module in result.problems
-        note = "  [red]cannot be imported: its tasks fail, the reference serves the others[/]" if broken else ""
-        console.print(f"  {module:<{width}} {show(file)}{note}", soft_wrap=True, highlight=False)
+    told = account(result)
+    console.print(_text(told.head))
+    width = max(len(file.module) for file in told.files)
+    for file in told.files:
+        line = Text(f"  {file.module:<{width}} {file.path}")
+        console.print(line.append(f"  {file.note}" if file.note else "", "red"), soft_wrap=True)
     table = Table("task", "", "file")
     for heading in ("tests", "points"):
         table.add_column(heading, justify="right")
     table.add_column("")
-    for graded in result.tasks:
-        task = graded.task
-        outcome = f"needs {graded.needs} first" if graded.needs else str(graded.outcome)
-        if task.module in result.problems:
-            outcome = "cannot be imported"
-        table.add_row(
-            task.id,
-            task.title,
-            task.file.name,
-            f"{graded.num_passed}/{graded.num_tests}",
-            f"{graded.earned}/{task.points}",
-            Text(outcome, style=STYLES[graded.outcome]),
-        )
+    for row in told.rows:
+        counts = (f"{row.num_passed}/{row.num_tests}", f"{row.earned}/{row.points}")
+        table.add_row(row.id, row.title, row.file, *counts, Text(row.told, style=STYLES[row.outcome]))
     console.print(table)
-    for module, problem in result.problems.items():
-        tasks = [graded.task for graded in result.tasks if graded.task.module == module]
-        text = Text("\n".join([problem, *map(pointers, tasks[:1])]))
-        console.print(Panel(text, title="cannot be used", title_align="left", border_style="red"))
-    told = [graded for graded in result.tasks if _is_told(graded) and graded.task.module not in result.problems]
-    for graded in told:
-        console.print(_problem(graded, result.goes_on_with(graded), in_full=graded is told[0]))
-    if len(told) > 1:
-        console.print(f"Begin with task {told[0].task.id}: what is wrong there may fail the tasks after it.")
-    idle = [graded.first_problem for graded in result.tasks if graded.outcome is Outcome.NOT_GRADED]
-    for reason in dict.fromkeys(test.message.removeprefix("skipped: ") for test in idle if test):
-        console.print(Text(f"Not graded: {reason}"), soft_wrap=True)
-    unfinished = [graded for graded in result.tasks if graded.outcome is Outcome.NOT_WRITTEN]
-    if unfinished:
-        task = result.goes_on_with(unfinished[0])
-        console.print(f"Next: [bold]task {task.id}, {task.title}[/]. Read {task.page}", soft_wrap=True)
-    console.print(f"[bold]{result.earned} of {result.points} points[/]")
+    for problem in told.problems:
+        lines = Group(*map(_hanging, problem.lines))
+        console.print(Panel(lines, title=problem.title, title_align="left", border_style=STYLES[problem.outcome]))
+    for last in told.end:
+        console.print(_text(last), soft_wrap=True)
+
+
+def _hanging(line: Line) -> Text | Table:
+    """A line whose text wraps behind its label."""
+    if not line.label:
+        return _text(line)
+    row = Table.grid()
+    row.add_column(width=len(line.label), no_wrap=True)
+    row.add_row(Text(line.label), _text(line))
+    return row
+
+
+def _text(line: Line) -> Text:
+    text = Text(line.text, style="dim" if line.faint else "")
+    begin = line.text.find(line.strong)
+    text.stylize("bold", begin, begin + len(line.strong))
+    return text
 
 
 def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
@@ -99,61 +94,9 @@ def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _is_told(graded: TaskResult) -> bool:
-    """Whether there is more to say of a task than the table does: it has failed, or is written in part."""
-    begun = graded.outcome is Outcome.NOT_WRITTEN and graded.num_passed > 0
-    return begun or graded.outcome is Outcome.FAILED or graded.outcome.is_lost
-
-
-def _problem(graded: TaskResult, goes_on_with: Task, *, in_full: bool) -> Panel:
-    """The most telling failure of a task, where to read on, and, in full, a line for each of the other failures."""
-    test = graded.first_problem
-    message: list[Text | Table] = _hanging(test.message if test else "no tests were collected, so nothing was graded")
-    if test and test.printed.strip():
-        message.append(Text(f"your code printed:\n{test.printed.rstrip()}", style="dim"))
-    message += _hanging(pointers(goes_on_with))
-    others = graded.other_problems
-    if others and not in_full:
-        message += [Text(), Text(f"{len(others)} more did not pass", style="dim")]
-    elif others:
-        groups: dict[tuple[Outcome, str], list[TestResult]] = {}
-        for other in others:
-            groups.setdefault((other.outcome, _check(other)), []).append(other)
-        lines = Table.grid()
-        lines.add_column(min_width=12, no_wrap=True)
-        for (outcome, check), tests in list(groups.items())[:_MAX_LISTED]:
-            title = tests[0].title if len(tests) == 1 else f"×{len(tests)}  {check}"
-            lines.add_row(Text(str(outcome)), Text(title))
-        message += [Text(), lines]
-        left: Counter[str] = Counter()
-        for (outcome, _), tests in list(groups.items())[_MAX_LISTED:]:
-            left[str(outcome)] += len(tests)
-        if left:
-            message.append(Text("… and " + ", ".join(f"{count} more {outcome}" for outcome, count in left.items())))
-    if graded.outcome.is_lost:
-        message.append(Text("The rest of this task's tests were not run.", style="dim"))
-    title = f"{graded.task.id} {graded.task.title}"
-    return Panel(Group(*message), title=title, title_align="left", border_style=STYLES[graded.outcome])
-
-
-def _hanging(message: str) -> list[Text | Table]:
-    """A message whose lines begin with a label of ten characters: what wraps stays behind the label."""
-    parts: list[Text | Table] = []
-    for line in message.splitlines():
-        label, text = line[:10], line[10:]
-        if not label.endswith("  ") or not text:
-            parts.append(Text(line))
-            continue
-        row = Table.grid()
-        row.add_column(width=10, no_wrap=True)
-        row.add_row(Text(label), Text(text))
-        parts.append(row)
-    return parts
-
-
-def _check(test: TestResult) -> str:
-    """A test's title without its parameters: what it has in common with those that check the same."""
-    return test.title.removesuffix(f" [{test.id.partition('[')[2]}")
+def printable(text: str) -> str:
+    """The text without what a terminal would take for commands, and what is no text at all."""
+    return _UNPRINTABLE.sub("�", text)
 
 
 def write_junit(result: PhaseResult, file: Path) -> None:
@@ -189,8 +132,46 @@ def write_junit(result: PhaseResult, file: Path) -> None:
     Xml.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
 
 
-def write_gradescope(result: PhaseResult, file: Path) -> None:
-    """Write Gradescope's `results.json`: a test for each task, with its points."""
+def write_class_junit(rows: Iterable[Row], phase: Phase, file: Path) -> None:
+    """Write a class's JUnit XML: a suite for each student, a case for each task, which fails if points are missing."""
+    root = Xml.Element("testsuites", name=phase.folder)
+    for row in rows:
+        missing = [earned < task.points for task, earned in zip(phase.tasks, row.earned, strict=True)]
+        suite = Xml.SubElement(
+            root,
+            "testsuite",
+            name=_xml(row.student),
+            tests=str(len(missing)),
+            failures=str(sum(missing) if row.is_graded else 0),
+            errors=str(0 if row.is_graded else len(missing)),
+        )
+        properties = Xml.SubElement(suite, "properties")
+        for name, value in (("id", row.id), ("earned", as_number(row.total)), ("points", str(phase.points))):
+            Xml.SubElement(properties, "property", name=name, value=_xml(value))
+        for task, earned, fails in zip(phase.tasks, row.earned, missing, strict=True):
+            case = Xml.SubElement(suite, "testcase", classname=task.id, name=f"{task.id} {task.title}")
+            if not row.is_graded:
+                Xml.SubElement(case, "error", message="not graded")
+            elif fails:
+                Xml.SubElement(case, "failure", message=f"{as_number(earned)} of {task.points} points")
+        if row.note:
+            Xml.SubElement(suite, "system-out").text = _xml(row.note)
+    Xml.indent(root)
+    replace_file(file, Xml.tostring(root, encoding="utf-8", xml_declaration=True))
+
+
+def write_gradescope(result: PhaseResult | None, file: Path, notes: Sequence[str] = ()) -> None:
+    """Write Gradescope's `results.json`: a test for each task, with its points.
+
+    Args:
+        result: the grading, or None if it could not be done.
+        file: where to write it.
+        notes: what to tell the student in addition.
+    """
+    if result is None:
+        told = ["This could not be graded: submit again; if it happens again, ask your teacher.", *notes]
+        _write_json({"score": 0, "output": "\n".join(told), "visibility": "visible"}, file)
+        return
     tests = [
         {
             "number": graded.task.id,
@@ -203,9 +184,13 @@ def write_gradescope(result: PhaseResult, file: Path) -> None:
         }
         for graded, problem in ((graded, graded.first_problem) for graded in result.tasks)
     ]
-    output = "\n".join(result.problems.values()) or f"Phase {result.phase.number}, {result.phase.title}"
-    data = {"score": result.earned, "output": output, "visibility": "visible", "tests": tests}
-    file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    told = [*notes, *result.problems.values()] or [f"Phase {result.phase.number}, {result.phase.title}"]
+    _write_json({"score": result.earned, "output": "\n".join(told), "visibility": "visible", "tests": tests}, file)
+
+
+def _write_json(data: dict[str, object], file: Path) -> None:
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    replace_file(file, text.encode("utf-8", errors="replace"))  # half a surrogate pair in a message is no UTF-8
 
 
 def _xml(text: str) -> str:

@@ -27,7 +27,7 @@ from tempfile import gettempdir
 from typing import NoReturn
 
 import minicache
-from minicache.course.server import PytestServer, load, serve
+from minicache.course.server import PytestServer, load_kept, serve
 
 IDLE = 15 * 60.0
 """Seconds without a new client after which a server ends."""
@@ -124,7 +124,7 @@ def _open(path: Path) -> socket.socket | None:
 
 def reside(path: Path, preload: Sequence[str]) -> None:
     """Load everything, listen, and go on in the background; this process ends once a client can connect."""
-    loaded = load(preload)
+    loaded = load_kept(preload)
     os.chdir("/")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     unfinished = path.with_suffix(f".{os.getpid()}")

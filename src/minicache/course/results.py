@@ -130,6 +130,7 @@ class PhaseResult:
         files: module → the learner's file, for all modules of the phase.
         fingerprints: module → the file's SHA-256 when grading began; "" if it was not there.
         problems: module → why its file could not be used; the reference stood in for it.
+        seed: what the random cases of the tests were drawn under; None for the usual ones.
     """
 
     phase: Phase
@@ -137,6 +138,7 @@ class PhaseResult:
     files: dict[str, Path]
     fingerprints: dict[str, str]
     problems: dict[str, str] = field(default_factory=dict)
+    seed: int | None = None
 
     def goes_on_with(self, graded: TaskResult) -> Task:
         """The task to write next for `graded` to pass: its own, or the one that it needs."""

@@ -8,31 +8,27 @@ its owner's end. They talk in lines: a job as JSON goes in, `pid N` and at its e
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
-from pathlib import Path
+from dataclasses import asdict
 from types import TracebackType
 from typing import IO, NoReturn
 
+from minicache.course.journal import Job
+from minicache.course.run import load, run
 from minicache.course.table import Phase
 from minicache.course.workspace import needs_torch, phase_imports
-from minicache.errors import CourseError, KernelUnavailableError
-
-PLUGINS = ("minicache.course.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
-"""What a run loads, and no other plugin that is installed: looking for those takes longer than most tasks' tests."""
+from minicache.errors import CourseError
 
 _POLL = 0.01  # seconds between two looks at a run
-_MAX_FILE_NBYTES = 2**28  # of what one run may write to a file: a loop that prints must not fill the disk
+_GRACE = 0.5  # seconds that a process has to end its run
 
 
 class Child:
@@ -73,6 +69,8 @@ class PytestServer:
         preload: modules to import once instead of in every run.
     """
 
+    hides_reference = False
+
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._preload = preload
         # One thread: the tests are small, several runs share a machine, and only a process without threads can fork.
@@ -106,9 +104,18 @@ class PytestServer:
             self._process.wait()
         self._answers.close()
 
-    def start(self, arguments: list[str], folder: Path, log: Path) -> Child:
-        """Run `pytest arguments` in `folder`, its output going to the file `log`."""
-        print(json.dumps([arguments, str(folder), str(log), self._environment]), file=self._jobs, flush=True)
+    def end(self) -> None:
+        """End the process and its run, from another thread: who waits for an answer gets an error."""
+        self._jobs.close()  # it ends its run, and itself
+        if self._process:
+            try:
+                self._process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # it is still importing, and has no run
+
+    def start(self, job: Job) -> Child:
+        """Begin a run."""
+        print(json.dumps([asdict(job), self._environment]), file=self._jobs, flush=True)
         return Child(self._answers, _answer(self._answers, "pid"))
 
 
@@ -132,28 +139,14 @@ def preload_for(phase: Phase) -> tuple[str, ...]:
     return ("hypothesis", *needed, *(["triton"] if phase_imports(phase, "triton") else []))
 
 
-def load(preload: Sequence[str]) -> dict[str, str]:
+def load_kept(preload: Sequence[str]) -> dict[str, str]:
     """Import what runs need, in the process that will fork them.
 
     Returns:
         The environment variables that were set for it: a run has them too.
     """
     before = dict(os.environ)
-    for name in ("pytest", *PLUGINS, "minicache.course.session"):
-        import_module(name)
-    for name in preload:
-        with suppress(ImportError, KernelUnavailableError):  # the run that needs it will say so
-            if name in ("torch", "triton"):  # whichever imports Triton: built for the interpreter or not, for all runs
-                runtime = import_module("minicache.kernels.runtime")
-                runtime.interpret_without_gpu()
-                if name == "triton":
-                    runtime.require_triton(runtime.usual_device())  # its canary runs once, here
-            import_module(name)
-        if name == "torch":  # whose first tensor on "meta", or first dispatch mode, imports as much again, Triton too
-            torch = sys.modules["torch"]
-            torch.stack([torch.arange(1, device="meta")])
-    gc.collect()
-    gc.freeze()  # what is loaded stays: no run need look through it for garbage, and pytest looks five times at its end
+    load(preload)
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
@@ -161,10 +154,9 @@ def serve(jobs: IO[str], answers: IO[str], loaded: Mapping[str, str]) -> None:
     """Fork a run for each line of `jobs`, until there is no more.
 
     Args:
-        jobs: each line is a JSON list: pytest's arguments, the folder to run in, the file for the output, and the
-            environment.
+        jobs: each line is a JSON list: a `Job`, and the environment.
         answers: for each job `pid N` and `exit N` are written.
-        loaded: environment variables to set in addition, from `load`.
+        loaded: environment variables to set in addition, from `load_kept`.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a run that is asked where it is before it can tell goes on
     owner = select.poll()
@@ -172,8 +164,8 @@ def serve(jobs: IO[str], answers: IO[str], loaded: Mapping[str, str]) -> None:
     for line in jobs:
         pid = os.fork()
         if pid == 0:
-            arguments, folder, log, environment = json.loads(line)
-            _run(arguments, folder, log, environment | loaded)
+            job, environment = json.loads(line)
+            _become(Job(**job), environment | loaded)
         print("pid", pid, file=answers, flush=True)
         status = _end_of(pid, owner)
         with suppress(ProcessLookupError):  # what it has started goes with it: mostly nothing
@@ -183,25 +175,15 @@ def serve(jobs: IO[str], answers: IO[str], loaded: Mapping[str, str]) -> None:
         print("exit", os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
 
-def _run(arguments: list[str], folder: str, log: str, environment: dict[str, str]) -> NoReturn:
+def _become(job: Job, environment: dict[str, str]) -> NoReturn:
     """One run, in its forked process."""
-    code = 70  # EX_SOFTWARE, should pytest itself fail
     try:
         os.setsid()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_NBYTES, _MAX_FILE_NBYTES))
-        os.chdir(folder)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
-            os.dup2(source, target)
         os.environ.clear()
         os.environ.update(environment)
-        faulthandler.register(signal.SIGUSR1, file=os.dup(output))  # a test's output goes elsewhere
-        import pytest
-
-        code = pytest.main(arguments, [sys.modules[name] for name in PLUGINS])
+        run(job)
     finally:
-        os._exit(code)
+        os._exit(70)
 
 
 def _end_of(pid: int, owner: select.poll) -> int:
@@ -215,5 +197,5 @@ def _end_of(pid: int, owner: select.poll) -> int:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout, load(sys.argv[1:]))
+    serve(sys.stdin, sys.stdout, load_kept(sys.argv[1:]))
     gc.unfreeze()  # or Triton would speak of leaks when it is unloaded

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
+import sys
+import zlib
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from random import SystemRandom
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from minicache.course import finder, scenario
+from minicache.course import checks, finder, scenario, seeds
 from minicache.course.checks import PLACES, CheckFailed, named, told, unwrapped, unwritten_task
-from minicache.course.journal import Event, Journal
+from minicache.course.controls import Remembered, control_among
+from minicache.course.encoding import encoding_fault
+from minicache.course.journal import Event, Job, Journal
 from minicache.course.results import Outcome, TestResult, by_task, pointers
 from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, needs_torch, open_workspace, phase_imports
@@ -22,6 +28,7 @@ from minicache.errors import CourseError, KernelUnavailableError
 
 _TEST_FILE = re.compile(r"test_task_(\d+)_\w+\.py")
 _PRINTED_LIMIT = 2000  # characters of a learner's output that a result keeps
+_MESSAGE_LIMIT = 20_000  # characters of what a result tells: an error may have any text
 
 # What Hypothesis writes to an error, and what it adds to the arguments there.
 _EXAMPLE = re.compile(r"(?:Failing test case|Falsifying example): \w+\((.*)\)", re.DOTALL)
@@ -36,9 +43,10 @@ class GradingSession:
         root: the course's root.
         options: pytest's options.
         paths: the files and folders that pytest was asked to run.
+        journal: of a run that somebody follows.
     """
 
-    def __init__(self, root: Path, options: Namespace, paths: Sequence[Path]) -> None:
+    def __init__(self, root: Path, options: Namespace, paths: Sequence[Path], journal: Journal | None) -> None:
         self._mine: bool = options.mine
         self._task: int | None = options.task
         self._short: bool = options.mine and options.verbose < 2
@@ -49,19 +57,22 @@ class GradingSession:
         self._phases = [phase for phase in self._workspace.course if phase.tasks and self._asked_for(phase, paths)]
         if self._mine and not self._phases:
             raise pytest.UsageError("--mine: none of these are the tests of a phase; try tests/phase-01-dense-cache")
-        self._journal = Journal(options.course_journal) if options.course_journal else None
-        self._lost_modules: dict[str, str] = {}
-        self._lost_tasks: set[str] = set()
-        self._done: set[str] = set()
-        self._reload()
+        seeds.use(options.course_seed)
+        self._job = journal.job if journal else Job([], "")
+        self._tell: Callable[[Event], None] = journal.tell if journal else lambda event: None
         self._no_triton = _prepare_triton() if any(phase_imports(phase, "triton") for phase in self._phases) else ""
         self._finder: finder.LabFinder | None = None
+        self._remembered: Remembered | None = None
         self._unusable: dict[str, str] = {}
         self._patches = pytest.MonkeyPatch()
         if self._mine:
             if any(map(needs_torch, self._phases)):
                 # Not everybody has numba, and loading its kernels takes longer than a task's tests.
                 self._patches.setattr("minicache.kernels.cpu.why_unavailable", lambda: "grading runs without numba")
+                checks.tensors()  # torch's own functions, before a learner's file can replace them
+            if self._job.has_controls:
+                self._remembered = Remembered({name for phase in self._phases for name in phase.files})
+                sys.meta_path.insert(0, self._remembered)
             self._install()
         self._num_collected: Counter[str] = Counter()  # task id → its tests, those included that will not run
         self._results: dict[str, dict[str, TestResult]] = {}  # task id → node id → result
@@ -78,20 +89,22 @@ class GradingSession:
         """Put the learner's modules in place; where one cannot be used, remember why."""
         phases = [phase for phase in self._phases if not self._cannot_run(phase)]
         files = {name: file for phase in phases for name, file in self._workspace.lab_files(phase).items()}
-        needs: dict[str, set[str]] = {}
+        needs: dict[str, dict[str, None]] = {}
         for phase in self._phases:
             for task in phase.tasks:
-                needs.setdefault(task.module, set()).update(target.split(".")[0] for target in task.targets)
+                needs.setdefault(task.module, {}).update((target.split(".")[0], None) for target in task.targets)
         for name in list(files):
-            if name in self._lost_modules:
-                self._unusable[name] = f"importing {finder.show(files.pop(name))}: {self._lost_modules[name]}"
+            if name in self._job.unusable:
+                del files[name]
+                self._unusable[name] = self._job.unusable[name]
         self._finder = finder.install(files)
         failures = finder.import_labs(self._finder, needs, entering=lambda name: self._tell(Event("import", name)))
         for name, error in failures.items():
             phase = next(phase for phase in self._phases if name in phase.files)
-            self._unusable[name] = _unusable(files[name], error, phase.restoring(name))
-        for name, reason in self._unusable.items():
-            self._tell(Event("unimportable", name, message=reason))
+            # Somebody else's files are graded from a folder of their own, where there is nothing to put back.
+            restoring = phase.restoring(name) if self._workspace.labs == self._workspace.root / "labs" else ""
+            self._unusable[name] = _unusable(files[name], error, restoring)
+            self._tell(Event("unimportable", name, message=self._unusable[name]))
 
     def _cannot_run(self, phase: Phase) -> str:
         """Why no code for this phase can run on this machine, whoever wrote it; "" if it can."""
@@ -102,7 +115,10 @@ class GradingSession:
         if self._finder:
             finder.uninstall(self._finder)
             self._finder = None
+        if self._remembered:
+            sys.meta_path.remove(self._remembered)
         self._patches.undo()
+        seeds.use(None)
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """One broken test file must not stop the others; a learner gets short tracebacks."""
@@ -117,9 +133,10 @@ class GradingSession:
             return []
         idle = [phase for phase in self._phases if self._cannot_run(phase)]
         not_graded = [f"  phase {phase.number} is not graded here: {self._cannot_run(phase)}" for phase in idle]
+        drawn = "" if seeds.in_use() is None else f", the random cases of seed {seeds.in_use()}"
         if not self._mine:
-            return ["minicache: grading the reference (your own files: --mine)", *not_graded]
-        lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}", *not_graded]
+            return [f"minicache: grading the reference (your own files: --mine){drawn}", *not_graded]
+        lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}{drawn}", *not_graded]
         for phase in self._phases:
             for name, file in self._workspace.lab_files(phase).items():
                 broken = name in self._unusable
@@ -143,7 +160,7 @@ class GradingSession:
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Leave out other tasks, and a task in which an earlier child was lost: its points are, too."""
         task = self._task_of(collection_path)
-        unwanted = task and (self._task not in (None, task.number) or task.id in self._lost_tasks)
+        unwanted = task and (self._task not in (None, task.number) or task.id in self._job.lost_tasks)
         return True if unwanted else None
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
@@ -167,16 +184,40 @@ class GradingSession:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Count the tests of each task; with --mine, keep those only, and of them what is not yet graded."""
         tasks = {item: self._task_of(item.path) for item in items}
+        if seeds.in_use() is not None:
+            _draw_anew([item for item in items if tasks[item] and _is_hypothesis_test(item)])
         self._num_collected.update(task.id for task in tasks.values() if task)
         if self._mine:
-            wanted = [item for item in items if tasks[item] and item.nodeid not in self._done]
+            done = set(self._job.done)
+            wanted = [item for item in items if tasks[item] and item.nodeid not in done]
             config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
             items[:] = wanted
-            if self._journal and config.option.maxfail == 1:
+            if self._job.events and config.option.maxfail == 1:
                 _broadest_first(items)
+            if self._remembered:
+                self._remember_tests(self._remembered)
+                self._add_controls(items, tasks)
         for task_id, count in self._num_collected.items():
             self._tell(Event("task", task=task_id, total=count))
         self._tell(Event("collected", total=len(items)))
+
+    def _remember_tests(self, remembered: Remembered) -> None:
+        """The tests, now that they are loaded, and none of them has run."""
+        folder = str(self._workspace.root / "tests")
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType) and (getattr(module, "__file__", None) or "").startswith(folder):
+                remembered.add(module)
+
+    def _add_controls(self, items: list[pytest.Item], tasks: Mapping[pytest.Item, Task | None]) -> None:
+        """Put a test that must fail somewhere into the first half of each task's tests."""
+        theirs: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if task := tasks[item]:
+                theirs.setdefault(task.id, []).append(item)
+        for task_id, those in theirs.items():
+            control = control_among(those)
+            self._tell(Event("control", control.nodeid, task_id))
+            items.insert(items.index(those[SystemRandom().randrange(len(those) // 2 + 1)]), control)
 
     # What came of them
 
@@ -237,6 +278,7 @@ class GradingSession:
         message = _reason(report) if report.skipped else ""
         if report.failed and error:
             outcome = Outcome.NOT_WRITTEN if unwritten else Outcome.FAILED
+            lines += [f"again     {again}"] if lines and (again := seeds.again(task.phase)) else []
             message = "\n".join([f"checks    {_title(item)}", *lines]) if lines else report.longreprtext
             if lines and self._short:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
@@ -256,6 +298,8 @@ class GradingSession:
         earlier = results.get(report.nodeid)
         if earlier is None or earlier.outcome is Outcome.PASSED:
             printed = report.capstdout[-_PRINTED_LIMIT:]
+            if left_out := len(report.capstdout) - len(printed):
+                printed = f"… ({left_out:,} characters are left out)\n{printed}"
             result = TestResult(report.nodeid, title, Outcome(outcome), message, printed, needs, distance)
             results[report.nodeid] = result
 
@@ -290,23 +334,14 @@ class GradingSession:
 
     # The journal
 
-    def _reload(self) -> None:
-        """What earlier children of this run did."""
-        for event in self._journal.new_events() if self._journal else ():
-            if event.kind == "result":
-                self._done.add(event.name)
-            elif event.kind == "lost" and event.task:
-                self._lost_tasks.add(event.task)
-            elif event.kind == "lost":
-                self._lost_modules[event.name] = event.message
-
-    def _tell(self, event: Event) -> None:
-        if self._journal:
-            self._journal.write(event)
-
     def _keep(self, task: Task, result: TestResult) -> None:
+        if self._remembered and (name := self._remembered.replaced()):
+            self._tell(Event("tampered", name))
         self._results.setdefault(task.id, {})[result.id] = result
-        told_of = (result.title, result.outcome, result.message, result.printed, result.needs, result.distance)
+        message = result.message[:_MESSAGE_LIMIT]
+        if left_out := len(result.message) - len(message):
+            message += f" … ({left_out:,} characters are left out)"
+        told_of = (result.title, result.outcome, message, result.printed, result.needs, result.distance)
         self._tell(Event("result", result.id, task.id, *told_of))
 
 
@@ -319,6 +354,14 @@ def _broadest_first(items: list[pytest.Item]) -> None:
         places[item] = (_is_hypothesis_test(item), num_cases[test])
         num_cases[test] += 1
     items.sort(key=places.__getitem__)
+
+
+def _draw_anew(items: list[pytest.Item]) -> None:
+    """Have Hypothesis draw other examples for these tests, under the secret seed."""
+    from hypothesis import seed
+
+    for item in items:
+        seed(seeds.fresh(zlib.crc32(item.name.encode())))(item.obj)  # type: ignore[attr-defined]
 
 
 def _is_hypothesis_test(item: pytest.Item) -> bool:
@@ -354,7 +397,11 @@ def _title(item: pytest.Item) -> str:
 def _unusable(file: Path, error: BaseException, restoring: str) -> str:
     """Why a learner's file cannot be used, and what to do about it."""
     if not file.is_file():
-        return f"{finder.show(file)} is not there: rename it back, or `{restoring}`"
+        return f"{finder.show(file)} is not there" + (f": rename it back, or `{restoring}`" if restoring else "")
+    if not file.read_bytes().strip():
+        return f"{finder.show(file)} is empty"
+    if fault := encoding_fault(file):
+        return f"{finder.show(file)} {fault}"
     lines = [f"{finder.show(file)} cannot be imported", f"raised    {named(error)}"]
     if line := finder.learners_line(error):
         lines += [f"at        {line.place}", f"          {line.code}"]

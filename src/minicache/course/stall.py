@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +23,9 @@ from minicache.course.finder import Line, line_of
 _PACKAGE = Path(minicache.__file__).parent
 _HEADER = re.compile(r"(?:[Tt]hread (0x\w+)|Stack) .*\(most recent call first\):$")  # pytest may have begun the line
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
+_MAX_NBYTES = 2**20  # at the end of a log, that are read
+_MAX_LENGTH = 1000  # of a line there
+_MAX_FRAMES = 100  # of a stack; the fault handler writes no more
 _MAX_LINES = 12  # of a stack that is shown; a longer one is a recursion, whose middle repeats
 
 Frame = tuple[str, int, str]
@@ -63,6 +66,14 @@ class Stopwatch:
         return sys.platform == "linux" and self._computing < 0.1 * self._seconds
 
 
+def held(pid: int) -> int:
+    """Bytes of memory that a process holds; 0 if the system does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
 def _computed(pid: int) -> float:
     """Seconds that all threads of a process have computed; 0 if the system does not tell."""
     try:
@@ -85,20 +96,30 @@ def stacks(log: Path) -> dict[str, list[Stack]]:
     """What the fault handler wrote into `log`: for each thread its stacks, one each time it was asked."""
     found: dict[str, list[Stack]] = {}
     stack: Stack = []
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in _end_of(log).splitlines():
+        if len(line) > _MAX_LENGTH or "/.." in line:  # no fault handler's: what is graded writes there, too
+            continue
         if header := _HEADER.search(line):
             stack = []
             found.setdefault(header[1], []).append(stack)
-        elif frame := _FRAME.match(line):
+        elif (frame := _FRAME.match(line)) and len(stack) < _MAX_FRAMES:
             stack.append((frame[1], int(frame[2]), frame[3]))
     return found
 
 
-def where(log: Path, files: Collection[Path], tests: Path, *, waiting: bool = False) -> list[str]:
-    """Where in the learner's files a process was that crashed or had to be stopped, from the fault handler's stacks.
+def _end_of(log: Path) -> str:
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _MAX_NBYTES))
+        return stream.read(_MAX_NBYTES).decode("utf-8", errors="replace")
+
+
+def where(
+    stacks: Mapping[str, Sequence[Stack]], files: Collection[Path], tests: Path, *, waiting: bool = False
+) -> list[str]:
+    """Where in the learner's files a run was that crashed or had to be stopped.
 
     Args:
-        log: the process's log.
+        stacks: thread → its stacks, one each time it was looked at.
         files: the learner's files.
         tests: the folder of the tests that called them.
         waiting: whether it slept rather than computed: then no loop is to blame, but what it waits for.
@@ -108,7 +129,7 @@ def where(log: Path, files: Collection[Path], tests: Path, *, waiting: bool = Fa
         innermost first, and the line of the test. Nothing if no thread was in the learner's files.
     """
     theirs = {str(file) for file in files}
-    for samples in stacks(log).values():
+    for samples in stacks.values():
         inside = [stack for stack in samples if any(file in theirs for file, _, _ in stack)]
         if not inside:  # now or when it was asked before: a loop of the test's may call them again and again
             continue
@@ -158,7 +179,7 @@ def _loops_around(file: Path, linenos: Sequence[int]) -> list[ast.While | ast.Fo
     """The loops around all of these lines of one function, the innermost first."""
     try:
         node: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     loops: list[ast.While | ast.For | ast.AsyncFor] = []
     while inner := [each for each in ast.iter_child_nodes(node) if _spans(each, linenos)]:

@@ -87,6 +87,7 @@ def grade_solution(
     *,
     task: int | None = None,
     until_failure: bool = False,
+    seed: int | None = None,
 ) -> PhaseResult:
     """Grade a learner's phase whose files are `sources`, by module, and the reference where none is given."""
     with tempfile.TemporaryDirectory(prefix="minicache-labs-") as folder:
@@ -95,4 +96,4 @@ def grade_solution(
             file.parent.mkdir(parents=True, exist_ok=True)
             text = sources.get(module) or reference_file(module).read_text(encoding="utf-8")
             file.write_text(text, encoding="utf-8")
-        return grade(theirs, phase, task=task, server=server, until_failure=until_failure)
+        return grade(theirs, phase, task=task, server=server, until_failure=until_failure, seed=seed)

@@ -110,6 +110,11 @@ class TextStream:
         self._num_known = max(0, len(self._tokenizer.decode(self._known)) - (len(text) - num_taken))
         return self._show(piece)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all tokens have given their text, though some of it may be held back for a stop string."""
+        return not self._new
+
     def finish(self) -> str:
         """The request has finished: what was held back can be shown, unless a stop string was found."""
         if self.is_stopped:

@@ -16,11 +16,13 @@ import msgspec
 import zmq
 
 from minicache.errors import RankDiedError
+from minicache.replica.logs import logging_to_server
 from minicache.replica.messages import EngineOptions, Progress, Ready, StartFailed, encode
 
 
 def main(address: str, options: EngineOptions) -> int:
     """Make the engine, and run it until `Shutdown`; the exit status."""
+    logging_to_server()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()

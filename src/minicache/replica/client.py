@@ -23,18 +23,18 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
-from minicache.engine.answers import Chunk, TokenLogprobs
-from minicache.engine.async_engine import MAX_RETRY_AFTER, MIN_RETRY_AFTER, AnswerStream
+from minicache.engine.answers import TokenLogprobs
+from minicache.engine.async_engine import AnswerStream
 from minicache.engine.sampling import SamplingParams
-from minicache.engine.stopping import TextStream, Tokenizer, end_token_ids
+from minicache.engine.stopping import Tokenizer
 from minicache.errors import (
     EngineDiedError,
     EngineNotReadyError,
     EngineStoppedError,
-    QueueFullError,
     StepFailedError,
     require_count,
 )
+from minicache.replica.admission import require_slots, retry_seconds
 from minicache.replica.messages import (
     AbortRequest,
     AddRequest,
@@ -55,6 +55,7 @@ from minicache.replica.messages import (
     error_of,
 )
 from minicache.replica.process import EngineProcess, Start
+from minicache.replica.stream import SingleTokens, TokenStream
 
 __all__ = ["EngineClient", "EngineStream"]
 
@@ -78,53 +79,19 @@ the event loop's time is left for requests, and under load a write carries the t
 logger = logging.getLogger("minicache")
 
 
-class SingleTokens:
-    """A tokenizer for `TextStream`, which has every token decoded twice: with the one before it, and by itself.
+class EngineStream(TokenStream):
+    """The stream of a request that one of several engines has.
 
     Args:
-        tokenizer: what decodes; the texts of single tokens are remembered.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.end_token_id = tokenizer.end_token_id
-        self.end_token_ids = end_token_ids(tokenizer)
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def encode(self, text: str) -> list[int]:
-        """As the tokenizer."""
-        return self._tokenizer.encode(text)
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """As the tokenizer."""
-        if len(ids) != 1:
-            return self._tokenizer.decode(ids)
-        text = self._texts.get(ids[0])
-        if text is None:
-            text = self._texts[ids[0]] = self._tokenizer.decode(ids)
-        return text
-
-
-class EngineStream(AnswerStream):
-    """An `AnswerStream` that makes its chunks from tokens, and can write them where they are made.
-
-    Args:
-        request_id: as `AnswerStream`.
-        prompt_token_ids: what the answers continue.
-        params: of the request.
-        tokenizer: None: answers have no text.
+        request_id: as `TokenStream`.
+        prompt_token_ids: as `TokenStream`.
+        params: as `TokenStream`.
+        tokenizer: as `TokenStream`.
         replica: has the request.
-        leave: as `AnswerStream`.
+        leave: as `TokenStream`.
 
     Attributes:
-        number: request_id.
         replica: as above.
-        arrival_time: when it was made (time.monotonic()).
-        num_tokens: of each answer, tokens that have come.
-        num_open: answers that have not got their last token.
-        write: is given chunks as soon as they are made, while a reader waits in `take` and has fetched all before them;
-            if it returns True, that was all that there was to do, and the reader is not woken. None: the reader gets
-            all.
     """
 
     def __init__(
@@ -136,86 +103,8 @@ class EngineStream(AnswerStream):
         replica: Replica,
         leave: Callable[[AnswerStream], None],
     ) -> None:
-        super().__init__(request_id, params.n, leave)
-        self.number = request_id
+        super().__init__(request_id, prompt_token_ids, params, tokenizer, leave)
         self.replica = replica
-        self.arrival_time = time.monotonic()
-        self.num_tokens = [0] * params.n
-        self.num_open = params.n
-        self.write: Callable[[Sequence[Chunk]], bool] | None = None
-        self._length = len(prompt_token_ids)
-        self._is_over = [False] * params.n
-        self._texts = [
-            None if tokenizer is None else TextStream(tokenizer, prompt_token_ids, params.stop) for _ in range(params.n)
-        ]
-        self._fresh: list[Chunk] = []  # made, and not flushed
-        self._has_reader = False  # one waits for the next chunk
-
-    def is_accepted(self) -> None:
-        """The engine has taken the request."""
-        self.accept(self._length)
-
-    def push(
-        self, index: int, token_id: int | None, finish_reason: str | None, logprobs: TokenLogprobs | None
-    ) -> str | None:
-        """Make the next chunk of an answer for `flush`, as `LLM.emit` would. What comes after a stop string is dropped.
-
-        Returns:
-            The chunk's finish_reason.
-
-        Raises:
-            Exception: what the tokenizer raises.
-        """
-        if self._is_over[index]:
-            return None
-        text_stream, text = self._texts[index], ""
-        if token_id is not None:
-            self.num_tokens[index] += 1
-        if text_stream is not None:
-            if token_id is not None:
-                text = text_stream.push(token_id)
-            if text_stream.is_stopped:
-                finish_reason = "stop"
-            elif finish_reason:
-                text += text_stream.finish()
-        if finish_reason:
-            self._is_over[index] = True
-            self.num_open -= 1
-        self._fresh.append(Chunk(index, token_id, text, finish_reason, self.request_id, logprobs))
-        return finish_reason
-
-    def flush(self) -> None:
-        """Give the chunks of `push` to the client: written at once, if that is possible, else by `put`."""
-        chunks, self._fresh = self._fresh, []
-        if not chunks:  # all that came was behind a stop string
-            return
-        if self.write is None or not self._has_reader or self._chunks or not self.write(chunks):
-            for chunk in chunks:
-                self.put(chunk)
-        elif self.num_open < self.num_unfinished:
-            self.num_unfinished = self.num_open
-            self._news.set()
-
-    def lost_stats(self) -> list[Update]:
-        """What has changed in an engine's numbers if the engine dies now: its unfinished answers count as aborted."""
-        now = time.monotonic()
-        updates: list[Update] = []
-        for num_tokens, is_over in zip(self.num_tokens, self._is_over, strict=True):
-            if not is_over:
-                updates += [
-                    ("vllm:request_success", 1, "abort"),
-                    ("vllm:e2e_request_latency_seconds", now - self.arrival_time, 1),
-                    ("vllm:request_prompt_tokens", self._length, 1),
-                    ("vllm:request_generation_tokens", num_tokens, 1),
-                ]
-        return updates
-
-    async def _wait(self) -> None:
-        self._has_reader = True
-        try:
-            await super()._wait()
-        finally:
-            self._has_reader = False
 
 
 class Replica:
@@ -441,22 +330,11 @@ class EngineClient:
             raise EngineStoppedError("the server is stopping, and takes no new requests")
         if not any(replica.is_ready for replica in self.replicas):
             raise EngineNotReadyError(self.replicas[0].status)
-        max_unfinished = self.max_num_seqs + self._max_waiting
-        if num_answers > max_unfinished:
-            raise ValueError(f"{num_answers} answers asked for: at most {max_unfinished} can be under way")
-        if self.num_unfinished + num_answers > max_unfinished:
-            raise QueueFullError(
-                f"{self.num_unfinished} of {max_unfinished} admission slots are taken, and {num_answers} needed",
-                self.retry_after(),
-            )
+        require_slots(num_answers, self.num_unfinished, self.max_num_seqs + self._max_waiting, self.retry_after())
 
     def retry_after(self) -> float:
         """Seconds until the answers that wait now will be finished. As `AsyncEngine.retry_after`."""
-        if len(self.finished_at) < 2:
-            return MIN_RETRY_AFTER
-        between = (self.finished_at[-1] - self.finished_at[0]) / (len(self.finished_at) - 1)
-        num_waiting = max(self.num_unfinished - self.max_num_seqs, 1)
-        return min(max(num_waiting * between, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
+        return retry_seconds(self.finished_at, max(self.num_unfinished - self.max_num_seqs, 1))
 
     async def add_request(
         self,
@@ -525,14 +403,20 @@ class EngineClient:
                 replica.has_drawn()
             case Progress():
                 replica.status = f"the engine is starting: {message.doing}"
+                logger.info("engine %d: %s", replica.number, message.doing)
                 self.on_progress(message.doing)
             case Ready():
                 replica.info, replica.is_ready, replica.start_error = message.info, True, None
                 replica.picture = Picture(0, b"")  # the new process counts from 1 again
+                logger.info(
+                    "engine %d is ready, process %d", replica.number, replica.process.pid if replica.process else 0
+                )
                 self.on_info(replica.number, message.info)
                 self._changed.set()
             case StartFailed():
                 replica.start_error = error_of(message.kind, message.message)
+                if replica.info is not None:  # else `ready` raises it
+                    logger.error("engine %d cannot be started again: %s", replica.number, message.message)
 
     def _dispatch(self, replica: Replica, step: StepResult) -> None:
         """Give what a step gave to the streams, as `AsyncEngine.dispatch`; `_flush` gives it to the clients."""
@@ -636,7 +520,7 @@ class EngineClient:
         replica.num_starts += 1
         try:
             socket = replica.open(self._context, address)
-            replica.process = await self._start_process(address)
+            replica.process = await self._start_process(replica.number, address)
             if self._stopping is not None:
                 replica.kill()
             listening = asyncio.ensure_future(self._listen(replica, socket))

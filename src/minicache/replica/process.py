@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
 
+from minicache.replica.logs import EngineLog
 from minicache.replica.messages import EngineOptions
 
 
@@ -26,23 +28,27 @@ class EngineProcess(Protocol):
         """End it at once. Nothing happens if it has ended."""
 
 
-Start = Callable[[str], Awaitable[EngineProcess]]
-"""Starts an engine's process; it connects to the ZeroMQ address that is given."""
+Start = Callable[[int, str], Awaitable[EngineProcess]]
+"""Starts the process of the engine with a number; it connects to the ZeroMQ address that is given."""
 
 
 class _Subprocess:
     """`python -m minicache.replica`.
 
     Its standard input is a pipe that nobody writes to: when this process ends, however that comes, the pipe does, and
-    the other process with it.
+    the other process with it. Its standard error is its log.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: EngineLog) -> None:
         self._process = process
+        self._log = log
         self.pid = process.pid
 
     async def wait(self) -> int:
-        return await self._process.wait()
+        try:
+            return await self._process.wait()
+        finally:
+            self._log.close()
 
     def kill(self) -> None:
         if self._process.returncode is None:
@@ -52,9 +58,18 @@ class _Subprocess:
 def starter(options: EngineOptions) -> Start:
     """What starts processes with an engine of these options."""
 
-    async def start(address: str) -> EngineProcess:
+    async def start(number: int, address: str) -> EngineProcess:
         arguments = ("-m", "minicache.replica", address, msgspec.json.encode(options).decode())
-        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=asyncio.subprocess.PIPE)
-        return _Subprocess(process)
+        here, there = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, stderr=there
+            )
+        except BaseException:
+            os.close(here)
+            raise
+        finally:
+            os.close(there)
+        return _Subprocess(process, EngineLog(number, here))
 
     return start

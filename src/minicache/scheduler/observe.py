@@ -50,7 +50,9 @@ class ObservedScheduler(Scheduler):
         # Not super().__init__(): queues, pool and all other attributes are the watched scheduler's, by __getattr__.
         self.scheduler = scheduler
         self.observers = observers
-        self.first_come = scheduler.first_come  # the class has one, so that __getattr__ is not asked
+        # The class has these, so that __getattr__ is not asked.
+        self.first_come = scheduler.first_come
+        self.chunks_prompts = scheduler.chunks_prompts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["scheduler"], name)

@@ -112,8 +112,10 @@ class RequestQueue(Mapping[RequestId, Request]):
         """Take a request out, wherever it stands.
 
         Raises:
-            KeyError: it is not in the queue.
+            KeyError: it is not in the queue, though another with its id may be.
         """
+        if self._requests.get(request.request_id) is not request:
+            raise KeyError(request.request_id)
         del self._requests[request.request_id]
         self._by_arrival.remove(request)
         for group in (None, request.group):

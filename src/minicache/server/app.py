@@ -7,23 +7,25 @@ more streams of the engine, and is answered in OpenAI's shape (`shapes`), as one
 from __future__ import annotations
 
 import asyncio
-import hmac
+import email.message
 import json
 import logging
 import math
 import re
+import signal
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 from typing import Any, TypeGuard, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minicache import __version__
@@ -40,9 +42,13 @@ from minicache.errors import (
     RequestTooLargeError,
     StepFailedError,
 )
-from minicache.replica.client import EngineClient, EngineStream
+from minicache.replica.client import EngineClient
+from minicache.replica.fleet import FleetClient
+from minicache.replica.stream import TokenStream
 from minicache.server.backend import Backend, backend_of
+from minicache.server.keys import UNKNOWN, Admission, ApiKeys, Usage, usage_of
 from minicache.server.live import live_routes
+from minicache.server.logs import RequestLog, request_log
 from minicache.server.metrics import Metrics
 from minicache.server.protocol import (
     ApiError,
@@ -66,15 +72,35 @@ BODY_SECONDS = 30.0
 """So long a body may take to come. Who sends half of one would otherwise hold its connection, and the server's end."""
 
 WRITE_NOW = "minicache.write_now"
-"""An extension in a request's ASGI scope. Its "write" writes some bytes of the body at once, if the connection has room
-for them, and returns whether it has."""
+"""An extension in a request's ASGI scope. Its "write" is given a call that makes some bytes of the body; if the
+connection has room for more, it makes and writes them at once. It returns whether it has."""
+
+EXPOSED = (
+    "Retry-After",
+    "X-Request-Id",
+    "X-RateLimit-Limit-Tokens",
+    "X-RateLimit-Remaining-Tokens",
+    "X-RateLimit-Reset-Tokens",
+)
+"""Headers of a response that scripts of other origins may read."""
+
+LIVE_PATHS = ("/", "/live", "/static/live.js", "/static/live.css")
+"""The page and its data: with an API key they are behind it. /health, /metrics and /openapi.json are not."""
+
+CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
+
+JSON_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request cannot be served as it is."},
     401: {"model": ErrorBody, "description": "The API key is missing or wrong."},
     404: {"model": ErrorBody, "description": "No such model."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    429: {"model": ErrorBody, "description": "All admission slots are taken. Retry-After says when to come back."},
+    415: {"model": ErrorBody, "description": "The body is not sent as application/json in UTF-8."},
+    429: {
+        "model": ErrorBody,
+        "description": "All admission slots are taken, or the key is at a limit. Retry-After says when to come back.",
+    },
     500: {"model": ErrorBody, "description": "The model failed on this request."},
     503: {"model": ErrorBody, "description": "The server is stopping, or its engine is starting, or has died."},
 }
@@ -102,7 +128,7 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def engine(self) -> AsyncEngine | EngineClient:
+    def engine(self) -> AsyncEngine | EngineClient | FleetClient:
         """Answers."""
         return self.backend.engine
 
@@ -110,6 +136,23 @@ class Served:
     def metrics(self) -> Metrics:
         """Counts."""
         return self.backend.metrics
+
+    @property
+    def num_unfinished(self) -> int:
+        """Answers under way."""
+        return self.engine.num_unfinished
+
+    async def ready(self) -> None:
+        """Wait until the engine is ready."""
+        await self.backend.ready()
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait until all answers have ended, for so long at most; whether they have."""
+        return await self.engine.drain(seconds)
+
+    async def end(self) -> None:
+        """Stop the engine."""
+        await self.engine.stop()
 
     def stop(self) -> None:
         """Refuse new requests from now on, and end what would last for ever. To be called in the event loop."""
@@ -120,35 +163,44 @@ class Served:
 
 
 def create_app(
-    engine: AsyncEngine | EngineClient,
+    engine: AsyncEngine | EngineClient | FleetClient,
     *,
     served_model_name: str = "minigpt",
     api_key: str | None = None,
+    api_keys: ApiKeys | None = None,
+    allow_origins: Sequence[str] = (),
     max_body_nbytes: int = MAX_BODY_NBYTES,
 ) -> FastAPI:
     """The API as an ASGI application. Its lifespan starts the engine and stops it.
 
     Args:
         engine: in a thread of this process (its `LLM` a `ServedLLM`, if log probabilities are to be had), or in
-            processes of its own.
+            processes of its own, or a fleet.
         served_model_name: what clients call the model.
-        api_key: what clients of `/v1/…` have to show; None: nothing.
+        api_key: what clients of `/v1/…` and of the live page have to show; None: nothing.
+        api_keys: several, with names and limits, instead. SIGHUP has their file read again.
+        allow_origins: of web pages that may ask from a browser, such as "https://lab.example"; "*": of all.
         max_body_nbytes: a larger body is refused.
 
     Returns:
         The application; `app.state.served` is its `Served`.
 
     Raises:
-        ValueError: the API key is empty.
+        ValueError: the API key is empty; there are both; an origin is none.
     """
-    if api_key == "":
-        raise ValueError("the API key is empty: any client would have it")
+    if api_key is not None:
+        if api_keys is not None:
+            raise ValueError("a server has one API key or a file of them: leave out one of the two")
+        api_keys = ApiKeys.of_single(api_key)
+    for origin in allow_origins:
+        check_origin(origin)
     served = Served(backend_of(engine, served_model_name), served_model_name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with served.engine:
-            yield
+            with _reading_again(api_keys, served.metrics):
+                yield
         served.tokenizing.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
@@ -168,8 +220,57 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _told)
     app.add_exception_handler(HTTPException, _told)
     app.add_exception_handler(Exception, _told)
-    app.add_middleware(Gate, served=served, api_key=api_key, max_body_nbytes=max_body_nbytes)
+    for usage in api_keys or ():
+        served.metrics.add_key(usage.key.name)
+    app.add_middleware(Gate, served=served, api_keys=api_keys, max_body_nbytes=max_body_nbytes)
+    if allow_origins:  # before the gate: its refusals are for the page's eyes too, and a preflight has no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allow_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED,
+        )
     return app
+
+
+def check_origin(origin: str) -> None:
+    """Raise ValueError for what browsers never send as an origin."""
+    if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+        raise ValueError(
+            f'an origin is such as "https://lab.example" or "http://localhost:5173", without a path, or "*"; '
+            f"got {origin!r}"
+        )
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z*]+")
+"""As browsers send it: in small letters."""
+
+
+@contextmanager
+def _reading_again(api_keys: ApiKeys | None, metrics: Metrics) -> Iterator[None]:
+    """Have SIGHUP read the file of keys again. Only a process's main thread can receive signals."""
+    if api_keys is None or api_keys.path is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def read_again() -> None:
+        try:
+            api_keys.reload()
+        except ValueError as error:
+            logger.error("the API keys remain what they were: %s", error)
+            return
+        names = [usage.key.name for usage in api_keys]
+        for name in names:
+            metrics.add_key(name)
+        logger.info("the API keys were read again: %d", len(names))
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, read_again)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 # Routes
@@ -214,7 +315,12 @@ def _openai_routes(served: Served) -> APIRouter:
         """Continue one or several prompts."""
         _check_model(served, body.model)
         body.refuse_unsupported()
-        shape = CompletionShape(served.model, served.backend.tokenizer, usage=body.wants_usage_chunk())
+        shape = CompletionShape(
+            served.model,
+            served.backend.tokenizer,
+            usage=body.wants_usage_chunk(),
+            token_ids=bool(body.return_token_ids),
+        )
         params = body.sampling_params(16 if body.max_tokens is None else body.max_tokens)
         return await _answer(served, body, request, shape, body.prompts(), "prompt", params, body.logprobs)
 
@@ -223,7 +329,12 @@ def _openai_routes(served: Served) -> APIRouter:
         """Answer a conversation."""
         _check_model(served, body.model)
         body.refuse_unsupported()
-        shape = ChatShape(served.model, served.backend.tokenizer, usage=body.wants_usage_chunk())
+        shape = ChatShape(
+            served.model,
+            served.backend.tokenizer,
+            usage=body.wants_usage_chunk(),
+            token_ids=bool(body.return_token_ids),
+        )
         limit = body.token_limit()
         params = body.sampling_params(served.backend.info.max_model_len if limit is None else limit)
         prompt = _chat_prompt(served.backend.tokenizer, body.messages)
@@ -287,23 +398,28 @@ async def _answer(
 
     `param` is the field that the prompts came in.
     """
+    log, usage = request_log(request.scope), usage_of(request.scope)
     options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
     if num_logprobs is not None:
         options["num_logprobs"] = num_logprobs
     with ExitStack() as stack:  # if one of several prompts is refused, the others are aborted
-        streams = await _begin(served, prompts, param, params, options, stack)
+        streams = await _begin(served, usage, shape, prompts, param, params, options, log, stack)
+        log.num_prompt_tokens = _num_prompt_tokens(streams)
         if body.stream:
-            _write_directly(request.scope, shape, streams, params.n)
-            pieces = _pieces(served, shape, streams, params.n, body.wants_usage_chunk())
-            return EventStream(pieces, stack.pop_all().close)
+            _write_directly(request.scope, shape, streams, params.n, log)
+            close = stack.pop_all().close
+            pieces = _pieces(served, shape, streams, params.n, body.wants_usage_chunk(), log, close)
+            return EventStream(pieces, close)
         try:
-            choices = await unless_client_leaves(request.receive, _collect(streams, params.n))
+            choices = await unless_client_leaves(request.receive, _collect(streams, params.n, log))
         except ClientLeftError:
             return Response(status_code=499)  # for the log: nobody reads it
     return _json_response(200, shape.whole(choices, _num_prompt_tokens(streams)))
 
 
-def _write_directly(scope: Scope, shape: Shape, streams: Sequence[AnswerStream], num_answers: int) -> None:
+def _write_directly(
+    scope: Scope, shape: Shape, streams: Sequence[AnswerStream], num_answers: int, log: RequestLog
+) -> None:
     """Have chunks written to the connection where they are made, if stream and connection can do that.
 
     `_pieces` gets what is left: a chunk that the connection has no room for now, errors, the end. At 64 streams, waking
@@ -312,58 +428,116 @@ def _write_directly(scope: Scope, shape: Shape, streams: Sequence[AnswerStream],
     extension: Any = scope.get("extensions", {}).get(WRITE_NOW)
     if extension is None:
         return
-    write: Callable[[bytes], bool] = extension["write"]
+    write: Callable[[Callable[[], bytes]], bool] = extension["write"]
 
     def write_chunks(first_index: int, chunks: Sequence[Chunk]) -> bool:
+        def events() -> bytes:
+            log.count(chunks)
+            return shape.events(first_index, chunks)
+
         try:
-            return write(shape.events(first_index, chunks))
+            return write(events)
         except Exception:  # `_pieces` meets it too, and tells the client
             return False
 
     for index, stream in enumerate(streams):
-        if isinstance(stream, EngineStream):
+        if isinstance(stream, TokenStream):
             stream.write = partial(write_chunks, index * num_answers)
 
 
 async def _begin(
     served: Served,
+    usage: Usage,
+    shape: Shape,
     prompts: Sequence[Prompt | Conversation],
     param: str,
     params: SamplingParams,
     options: dict[str, Any],
+    log: RequestLog,
     stack: ExitStack,
 ) -> list[AnswerStream]:
     """Have all prompts answered. They are asked for at once, so that they do not wait one step each to be taken.
 
-    A request that finds no admission slots is refused before its prompts are tokenised.
+    A request that finds no admission slots, or whose key has too many answers under way, is refused before its prompts
+    are tokenised; one that its key has no tokens for, after.
     """
-    with _refusals(served, "n"):
-        served.engine.check_admission(len(prompts) * params.n)
+    streams: list[AnswerStream] = []
+    num_answers = len(prompts) * params.n
+    with _refusals(served, usage, "n"):
+        admission = usage.begin(num_answers)
+        stack.callback(_end, served, usage, admission, num_answers, streams, log)
+        _count(served, usage, "minicache:key_answers_running", num_answers)
+        served.engine.check_admission(num_answers)
 
     async def begin(token_ids: list[int]) -> AnswerStream:
         return stack.enter_context(await served.engine.add_request(token_ids, params, **options))
 
-    with _refusals(served, param):
-        begun = await asyncio.gather(*map(begin, await _tokenize(served, prompts)), return_exceptions=True)
-        streams = [each for each in begun if isinstance(each, AnswerStream)]
+    with _refusals(served, usage, param):
+        tokenized = await _tokenize(served, prompts)
+        admission.reserve(sum(map(partial(_most_tokens, served, params), tokenized)))
+        begun = await asyncio.gather(*map(begin, tokenized), return_exceptions=True)
         if refused := [each for each in begun if isinstance(each, BaseException)]:
             raise refused[0]
+    streams += [each for each in begun if isinstance(each, AnswerStream)]
+    shape.continue_prompts([token_ids for token_ids in tokenized for _ in range(params.n)])
+    _count(served, usage, "minicache:key_requests", 1)
+    _count(served, usage, "minicache:key_prompt_tokens", _num_prompt_tokens(streams))
     return streams
 
 
+def _most_tokens(served: Served, params: SamplingParams, token_ids: Sequence[int]) -> int:
+    """What a prompt and its answers may come to."""
+    room = served.backend.info.max_model_len - len(token_ids)
+    return len(token_ids) + params.n * min(params.max_tokens, room)
+
+
+def _end(
+    served: Served,
+    usage: Usage,
+    admission: Admission,
+    num_answers: int,
+    streams: Sequence[AnswerStream],
+    log: RequestLog,
+) -> None:
+    """A request is over, or was refused, in which case it has no streams: charge its key for what it was given.
+
+    What was generated and not read counts: a client that leaves has had it computed. (The streams of an engine in this
+    process do not know: there what was read counts.)
+    """
+    per_stream = [sum(each.num_tokens) for each in streams if isinstance(each, TokenStream)]
+    num_generated = sum(per_stream) if per_stream else log.num_generated_tokens
+    admission.end(_num_prompt_tokens(streams) + num_generated)
+    _count(served, usage, "minicache:key_generation_tokens", num_generated)
+    _count(served, usage, "minicache:key_answers_running", -num_answers)
+
+
+def _count(served: Served, usage: Usage, name: str, value: int, *reason: str) -> None:
+    """Count something of a key, if keys are asked for."""
+    if usage.key.name:
+        served.metrics.count_key(name, value, usage.key.name, *reason)
+
+
 @contextmanager
-def _refusals(served: Served, param: str) -> Iterator[None]:
-    """What the engine raises of a request, counted, or with the field of the request that is to blame."""
+def _refusals(served: Served, usage: Usage, param: str) -> Iterator[None]:
+    """What is raised of a request, counted, or with the field of the request that is to blame."""
+
+    def count(reason: str) -> None:
+        served.metrics.count_refused(reason)
+        _count(served, usage, "minicache:key_requests_refused", 1, reason)
+
     try:
         yield
+    except ApiError as error:  # of the key
+        count(error.reason)
+        raise
     except QueueFullError:
-        served.metrics.count_refused("queue_full")
+        count("queue_full")
         raise
     except EngineStoppedError:
-        served.metrics.count_refused("stopping")
+        count("stopping")
         raise
     except EngineNotReadyError:
-        served.metrics.count_refused("not_ready")
+        count("not_ready")
         raise
     except (EngineDiedError, StepFailedError):
         raise
@@ -374,28 +548,42 @@ def _refusals(served: Served, param: str) -> Iterator[None]:
 
 
 async def _pieces(
-    served: Served, shape: Shape, streams: Sequence[AnswerStream], num_answers: int, usage: bool
+    served: Served,
+    shape: Shape,
+    streams: Sequence[AnswerStream],
+    num_answers: int,
+    usage: bool,
+    log: RequestLog,
+    close: Callable[[], object],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. What goes wrong on the way is an event too: the status was sent long ago."""
+    """The events of a stream. What goes wrong on the way is an event too: the status was sent long ago.
+
+    `close` is called before the last event: a client that has it may send its next request, and be at its limit.
+    """
     if opening := shape.opening(len(streams) * num_answers):
         yield opening
     try:
         async for index, chunks in _merge(streams):
+            log.count(chunks)
             yield shape.events(index * num_answers, chunks)
         if usage:
             yield shape.usage_event(_num_prompt_tokens(streams))
     except Exception as error:
         if not isinstance(error, MinicacheError):
             logger.error("a stream has failed", exc_info=error)
-        yield sse_event(json.dumps(_as_api_error(error, served).body))
+        told = _as_api_error(error, served)
+        log.error = told.reason
+        yield sse_event(json.dumps(told.body))
+    close()
     yield DONE
 
 
-async def _collect(streams: Sequence[AnswerStream], num_answers: int) -> list[list[Chunk]]:
+async def _collect(streams: Sequence[AnswerStream], num_answers: int, log: RequestLog) -> list[list[Chunk]]:
     """All chunks of each choice."""
     choices: list[list[Chunk]] = [[] for _ in range(len(streams) * num_answers)]
     for index, stream in enumerate(streams):
         async for chunk in stream:
+            log.count((chunk,))
             choices[index * num_answers + chunk.index].append(chunk)
     return choices
 
@@ -431,6 +619,7 @@ def _num_prompt_tokens(streams: Sequence[AnswerStream]) -> int:
 async def _told(request: Request, error: Exception) -> Response:
     """Any error in OpenAI's shape."""
     told = _as_api_error(error, request.app.state.served)
+    request_log(request.scope).error = told.reason
     return _json_response(told.status, told.body, told.headers)
 
 
@@ -490,20 +679,26 @@ def _json_response(status: int, body: dict[str, Any], headers: dict[str, str] | 
 # Who may come in
 
 
+def _path(scope: Scope) -> str:
+    """The path that routes see: without what a proxy has put before it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 class Gate:
-    """Before all routes: the API key of `/v1/…`, how large a body may be, and how long it may take to come.
+    """Before all routes: whose API key it is, the type and size of a body, and how long it may take to come.
 
     Args:
         app: what is behind it.
         served: has the limits of bodies that are being read, so that a server that stops need not wait for them.
-        api_key: None: none is asked for.
+        api_keys: None: none is asked for.
         max_body_nbytes: as said beforehand (Content-Length), and as it comes.
     """
 
-    def __init__(self, app: ASGIApp, served: Served, api_key: str | None, max_body_nbytes: int) -> None:
+    def __init__(self, app: ASGIApp, served: Served, api_keys: ApiKeys | None, max_body_nbytes: int) -> None:
         self._app = app
         self._served = served
-        self._digest = None if api_key is None else sha256(api_key.encode()).digest()
+        self._api_keys = api_keys
         self._max_body_nbytes = max_body_nbytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -512,16 +707,67 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refusal = None
-        if not self._has_key(scope["path"], headers):
-            message = "wrong or missing API key: send it as `Authorization: Bearer KEY`"
-            refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        elif self._says_too_large(headers.get(b"content-length", b"0")):
-            refusal = self._too_large()
-        if refusal is None:
-            await self._app(scope, self._limited(receive), send)
-        else:
+        try:
+            send = self._with_key(scope, headers, send)
+            self._check_body(scope, headers)
+        except ApiError as refusal:
+            request_log(scope).error = refusal.reason
             await _json_response(refusal.status, refusal.body, refusal.headers)(scope, receive, send)
+        else:
+            if scope["method"] == "HEAD" and _path(scope) != "/live":  # uvicorn leaves out the body
+                scope = {**scope, "method": "GET"}
+            await self._app(scope, self._limited(receive), send)
+
+    def _with_key(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> Send:
+        """Note whose key it is, and return a `send` that tells what is left of its tokens.
+
+        Raises:
+            ApiError: it is nobody's.
+        """
+        path = _path(scope)
+        is_api = path.startswith("/v1/")
+        if self._api_keys is None or not (is_api or path in LIVE_PATHS):
+            return send
+        usage = self._api_keys.find(headers.get(b"authorization", b""))
+        if usage is None:
+            self._served.metrics.count_key("minicache:key_requests_refused", 1, UNKNOWN, "invalid_api_key")
+            if is_api:
+                message, scheme = "send it as `Authorization: Bearer KEY`", "Bearer"
+            else:
+                message = "give it as the password, with any user name"
+                scheme = 'Basic realm="minicache", charset="UTF-8"'
+            message = f"wrong or missing API key: {message}"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": scheme})
+        request_log(scope).key = usage.key.name
+        scope.setdefault("state", {})["usage"] = usage
+        if usage.key.tokens_per_minute is None or not is_api:
+            return send
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *usage.headers()]
+            await send(message)
+
+        return send_with_limits
+
+    def _check_body(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Refuse a body by what its headers say.
+
+        A body that does not say that it is JSON is not read as such: without asking, a browser sends what a web page
+        wants to any server, 127.0.0.1 too, unless it is of a type that forms cannot have.
+        """
+        if self._says_too_large(headers.get(b"content-length", b"0")):
+            raise self._too_large()
+        if scope["method"] != "POST" or _path(scope) not in JSON_PATHS:
+            return
+        told = email.message.Message()
+        told["Content-Type"] = sent = headers.get(b"content-type", b"").decode("latin-1")
+        charset = told.get_param("charset", "utf-8")
+        is_json = sent != "" and told.get_content_type() == "application/json"
+        if not is_json or str(charset).lower() not in CHARSETS:
+            what = f"it is {sent!r}" if sent else "it is missing"
+            message = f"the body must be JSON in UTF-8, sent with the header Content-Type: application/json; {what}"
+            raise ApiError(415, message, code="unsupported_media_type")
 
     def _limited(self, receive: Receive) -> Receive:
         """`receive`, as long as the body is neither too large nor too late."""
@@ -553,14 +799,6 @@ class Gate:
             raise HTTPException(408, f"the body has not come within {BODY_SECONDS:.0f} seconds") from None
         finally:
             self._served.reading.discard(limit)
-
-    def _has_key(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        """Whether the client has the key, found out in the same time whatever it sends."""
-        if self._digest is None or not path.startswith("/v1/"):
-            return True
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        is_same = hmac.compare_digest(sha256(key.strip()).digest(), self._digest)
-        return is_same and scheme.lower() == b"bearer"
 
     def _says_too_large(self, content_length: bytes) -> bool:
         """Of a length that is no number nothing is known: it counts as it comes. (The HTTP parser refuses such.)"""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import msgspec
 
 from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.stopping import Tokenizer
-from minicache.replica.client import EngineClient
+from minicache.replica.client import DEATH, EngineClient
+from minicache.replica.fleet import FleetClient
 from minicache.replica.llm import info_of
 from minicache.replica.messages import EngineInfo, Picture
 from minicache.replica.view import LiveView
@@ -25,7 +27,7 @@ class Backend(ABC):
         tokenizer: the engine's, or None.
     """
 
-    engine: AsyncEngine | EngineClient
+    engine: AsyncEngine | EngineClient | FleetClient
     metrics: Metrics
     tokenizer: Tokenizer | None
 
@@ -101,8 +103,67 @@ class ProcessBackend(Backend):
         return await self._client.picture()
 
 
-def backend_of(engine: AsyncEngine | EngineClient, model_name: str) -> Backend:
+class FleetBackend(Backend):
+    """A `FleetClient` that was not started yet. The live page has a table of its replicas, and draws no blocks."""
+
+    def __init__(self, engine: FleetClient, model_name: str) -> None:
+        self.engine = self._client = engine
+        self.metrics = Metrics(model_name)
+        self.tokenizer = engine.tokenizer
+        self._numbers: dict[str, int] = {}
+        self._picture = Picture(0, b"")
+        engine.on_stats = lambda replica_id, updates: self.metrics.apply(self._number(replica_id), updates)
+        engine.on_death = lambda replica_id: self.metrics.apply(self._number(replica_id), DEATH)
+
+    def _number(self, replica_id: str) -> int:
+        """Of the label `engine`: replicas count from 0 as they are heard of."""
+        if replica_id not in self._numbers:
+            self._numbers[replica_id] = len(self._numbers)
+            self.metrics.add_engine(self._numbers[replica_id], self._client.info.cache)
+        return self._numbers[replica_id]
+
+    @property
+    def info(self) -> EngineInfo:
+        """As `Backend.info`."""
+        return self._client.info
+
+    async def ready(self) -> None:
+        """It is, as soon as it was started."""
+
+    async def picture(self) -> Picture:
+        """As `Backend.picture`. Of each replica what it sent with its last token."""
+        told = msgspec.json.encode(self._told())
+        if told != self._picture.json:
+            self._picture = Picture(self._picture.version + 1, told)
+        return self._picture
+
+    def _told(self) -> dict[str, Any]:
+        answered = self.metrics.values("vllm:request_success")
+        generated = self.metrics.values("vllm:generation_tokens")
+        queried = self.metrics.values("vllm:prefix_cache_queries")
+        hits = self.metrics.values("vllm:prefix_cache_hits")
+        deaths = self.metrics.values("minicache:engine_deaths")
+        return {
+            "num_unfinished": self._client.num_unfinished,
+            "num_failovers": self._client.num_failovers,
+            "replicas": [
+                {
+                    "name": name,
+                    "has_died": deaths[number] > 0,
+                    "num_answered": answered[number],
+                    "num_generated": generated[number],
+                    "hit_rate": hits[number] / queried[number] if queried[number] else None,
+                }
+                for name, number in self._numbers.items()
+            ],
+        }
+
+
+def backend_of(engine: AsyncEngine | EngineClient | FleetClient, model_name: str) -> Backend:
     """What the routes use; the engine was not started yet."""
-    if isinstance(engine, EngineClient):
-        return ProcessBackend(engine, model_name)
+    match engine:
+        case EngineClient():
+            return ProcessBackend(engine, model_name)
+        case FleetClient():
+            return FleetBackend(engine, model_name)
     return ThreadBackend(engine, model_name)

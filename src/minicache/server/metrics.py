@@ -41,7 +41,10 @@ FINISHED_REASONS: Final = tuple(status.finish_reason for status in RequestStatus
 """Values of the label finished_reason. vLLM has no "capacity"."""
 
 REFUSED_REASONS: Final = ("queue_full", "stopping", "not_ready", "too_large")
-"""Values of the label reason that are there from the start: status 429, status 503, and what can never be served."""
+"""Values of the label reason that are there from the start: status 429, status 503, and what can never be served.
+
+The limits of API keys add "concurrency_limit" and "token_limit", once they refuse a request.
+"""
 
 # vLLM's, and finer ones below: its first bucket for the time between tokens ends at 10 ms, MiniGPT can be quicker.
 FIRST_TOKEN_SECONDS: Final = (
@@ -156,6 +159,18 @@ METRICS: Final = (
 """Everything that `Metrics` exports, besides what Prometheus' client says of the process (`process_…`)."""
 
 
+KEY_METRICS: Final = (
+    MetricSpec("minicache:key_requests", "counter", "Requests that were taken on, by the API key's name.", ("key",)),
+    MetricSpec(
+        "minicache:key_requests_refused", "counter", "Requests that were not, by key and reason.", ("key", "reason")
+    ),
+    MetricSpec("minicache:key_answers_running", "gauge", "Answers under way, by key.", ("key",)),
+    MetricSpec("minicache:key_prompt_tokens", "counter", "Tokens of prompts, by key.", ("key",)),
+    MetricSpec("minicache:key_generation_tokens", "counter", "Tokens generated, by key.", ("key",)),
+)
+"""What `Metrics` exports too, if the server asks for API keys. Without the label `engine`: the server counts these."""
+
+
 @dataclass(slots=True)
 class Distribution:
     """The numbers of one histogram.
@@ -239,6 +254,7 @@ class Metrics:
         self._engines: dict[int, EngineNumbers] = {}
         self._refused: Counter[str] = Counter()  # by the server, before an engine heard of it
         self._num_failed = 0
+        self._by_key: dict[str, dict[tuple[str, ...], int]] = {each.name: {} for each in KEY_METRICS}
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -267,15 +283,41 @@ class Metrics:
         """A request was not taken on, for a reason that no scheduler ever saw.
 
         Args:
-            reason: "queue_full", "stopping" or "not_ready". (The scheduler counts "too_large".)
+            reason: "queue_full", "stopping", "not_ready", "concurrency_limit" or "token_limit". (The scheduler counts
+                "too_large".)
         """
         with self._lock:
             self._refused[reason] += 1
+
+    def add_key(self, key: str) -> None:
+        """There is an API key of that name: its numbers are exported, from 0."""
+        with self._lock:
+            for spec in KEY_METRICS:
+                if spec.labels == ("key",):
+                    self._by_key[spec.name].setdefault((key,), 0)
+
+    def count_key(self, name: str, value: int, key: str, *reason: str) -> None:
+        """Add to a number of an API key.
+
+        Args:
+            name: of `KEY_METRICS`.
+            value: what to add.
+            key: its name; that of a key that the server knows, or "unknown".
+            reason: why a request was refused.
+        """
+        with self._lock:
+            numbers = self._by_key[name]
+            numbers[key, *reason] = numbers.get((key, *reason), 0) + value
 
     def count_failed(self) -> None:
         """A call of the API failed because the model did. Its requests count as aborted, which they were."""
         with self._lock:
             self._num_failed += 1
+
+    def values(self, name: str) -> dict[int, float]:
+        """A number of every engine, by the engine's: of `METRICS`, and no histogram. Summed over its labels."""
+        with self._lock:
+            return {number: sum(each.values[name].values()) for number, each in self._engines.items()}
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format, as they were at one moment."""
@@ -286,6 +328,7 @@ class Metrics:
         with self._lock:
             engines = {number: each.copy() for number, each in self._engines.items()}
             refused, num_failed = self._refused.copy(), self._num_failed
+            by_key = {name: dict(numbers) for name, numbers in self._by_key.items()}
         if engines:  # what the server counts itself stands with its first engine
             first = engines[min(engines)]
             first.apply([("minicache:requests_refused", count, reason) for reason, count in refused.items()])
@@ -308,6 +351,13 @@ class Metrics:
                     for label, value in numbers.values[spec.name].items():
                         family.add_metric((*common, *([label] if spec.labels else ())), value)
             yield family
+        for spec in KEY_METRICS:
+            if by_key[spec.name]:
+                kind = GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily
+                family = kind(spec.name, spec.meaning, labels=("model_name", *spec.labels))
+                for labels, value in by_key[spec.name].items():
+                    family.add_metric((self._model_name, *labels), value)
+                yield family
 
 
 def _token_bounds(longest: int) -> tuple[float, ...]:

@@ -42,6 +42,9 @@ class ApiError(Exception):
         param: the field that is to blame.
         code: for programs: "model_not_found", "queue_full", …
         headers: of the response.
+
+    Attributes:
+        reason: the code; without one, kind. For the log.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
+        self.reason = code or kind
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -105,6 +109,7 @@ class CommonRequest(BaseModel):
     ignore_eos: bool | None = Field(False, description="Go on after the model's end token.")
     priority: int | None = Field(0, ge=-(2**31), lt=2**31, description="The lower, the sooner.")
     cache_salt: str | None = Field(None, max_length=256, description="Share the prefix cache with equal salts only.")
+    return_token_ids: bool | None = Field(False, description="Report the token ids of prompt and answer, as vLLM does.")
     presence_penalty: float | None = Field(0.0, description="Only 0.")
     frequency_penalty: float | None = Field(0.0, description="Only 0.")
     logit_bias: dict[str, Any] | None = Field(None, description="Only empty.")

@@ -10,13 +10,13 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from minicache.engine.answers import Chunk
 from minicache.engine.logprobs import TokenLogprobs
-from minicache.engine.stopping import Tokenizer
+from minicache.engine.stopping import TextStream, Tokenizer
 from minicache.server.protocol import Usage
 from minicache.server.streaming import sse_event
 
@@ -30,6 +30,129 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", None
 """The engine's words → OpenAI's. An answer that the cache had no room for was cut by a length, too."""
 
 
+NUM_NEIGHBOURS = 8
+"""Tokens before a likely one that decide how it is written."""
+
+
+@dataclass(slots=True)
+class ToldLogprob:
+    """The log probability of a token, as clients get it.
+
+    Attributes:
+        text: what the token adds to the answer.
+        offset: where in the answer that begins.
+        logprob: at least MIN_LOGPROB.
+        top: (name, log probability) of each of the likeliest tokens; the name is None for the token itself, whose text
+            may still grow, or be cut.
+    """
+
+    text: str
+    offset: int
+    logprob: float
+    top: list[tuple[str | None, float]]
+
+
+class ChoiceLogprobs:
+    """The log probabilities of one choice, each with the text that its token adds, so that these make up the answer.
+
+    They are told with the text that they belong to: those of tokens that are held back (half a letter, or what may be
+    the beginning of a stop string) when it is shown. A token that only begins a letter adds nothing, and the one that
+    completes it adds the letter. Of what a stop string cuts off, nothing is in the tokens' texts either.
+
+    Args:
+        tokenizer: None: texts are empty, and tokens are told by their ids.
+        prompt_token_ids: what the choice continues.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._neighbours = list(prompt_token_ids[-NUM_NEIGHBOURS:])
+        self._texts = None if tokenizer is None else TextStream(tokenizer, prompt_token_ids)
+        self._num_decoded = self._num_shown = 0  # letters
+        self._held: list[ToldLogprob] = []
+
+    def take(self, chunk: Chunk) -> list[ToldLogprob]:
+        """What is to be told with a chunk."""
+        self._num_shown += len(chunk.text)
+        if chunk.logprobs:
+            self._add(chunk.logprobs)
+        if self._texts is None or chunk.finish_reason:
+            return self._rest()
+        complete = [
+            number
+            for number, each in enumerate(self._held, start=1)
+            if each.text and each.offset + len(each.text) <= self._num_shown
+        ]
+        num_told = max(complete, default=0)
+        told, self._held = self._held[:num_told], self._held[num_told:]
+        return told
+
+    def _add(self, logprobs: TokenLogprobs) -> None:
+        token_id = logprobs.token_id
+        text = _by_id(token_id) if self._texts is None else self._texts.push(token_id)
+        before = self._decode(self._neighbours) if logprobs.top else ""
+        top: list[tuple[str | None, float]] = []
+        names = {text}
+        for likely, likely_logprob in logprobs.top:
+            name = None
+            if likely != token_id:
+                name = self._decode([*self._neighbours, likely])[len(before) :]
+                name = name if name and name not in names else _by_id(likely)  # it shows as nothing, or as another does
+                names.add(name)
+            top.append((name, max(likely_logprob, MIN_LOGPROB)))
+        self._held.append(ToldLogprob(text, self._num_decoded, max(logprobs.logprob, MIN_LOGPROB), top))
+        self._num_decoded += 0 if self._texts is None else len(text)
+        self._neighbours = [*self._neighbours, token_id][-NUM_NEIGHBOURS:]
+
+    def _rest(self) -> list[ToldLogprob]:
+        """All that is left, when the answer is complete: what was held back belongs to the last token."""
+        told, self._held = self._held, []
+        if self._texts is not None and told:
+            told[-1].text += self._texts.finish()
+            for each in told:
+                each.offset = min(each.offset, self._num_shown)
+                each.text = each.text[: self._num_shown - each.offset]
+        return told
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
+
+
+class ChoiceTokens:
+    """The token ids of one choice, told when nothing of their text is held back.
+
+    Each is told with the event that completes the text of all tokens up to it. So whoever has read the events up to one
+    with token ids can have the answer continued from there, and gets the text that would have followed. (vLLM tells
+    them at once; all in all they are the same.)
+
+    Args:
+        tokenizer: None: there are no texts, and every token is told at once.
+        prompt_token_ids: what the choice continues.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]) -> None:
+        self._texts = None if tokenizer is None else TextStream(tokenizer, prompt_token_ids)
+        self._num_held_letters = 0
+        self._held: list[int] = []
+
+    def take(self, chunk: Chunk) -> list[int]:
+        """What is to be told with a chunk."""
+        if chunk.token_id is not None:
+            self._held.append(chunk.token_id)
+        if self._texts is not None and not chunk.finish_reason:
+            if chunk.token_id is not None:
+                self._num_held_letters += len(self._texts.push(chunk.token_id))
+            self._num_held_letters -= len(chunk.text)
+            if self._num_held_letters or not self._texts.is_settled:
+                return []
+        told, self._held = self._held, []
+        return told
+
+
+def _by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
 class Shape(ABC):
     """How one HTTP request is answered.
 
@@ -37,6 +160,8 @@ class Shape(ABC):
         model: the served model's name.
         tokenizer: turns token ids into the texts of log probabilities; or None.
         usage: whether a stream ends with a usage event, in which case all others say `"usage": null`.
+        token_ids: whether token ids are told: of each choice `token_ids`, and of its prompt `prompt_token_ids`, where
+            vLLM has them (`return_token_ids`).
 
     Attributes:
         num_completion_tokens: so many tokens were in the chunks so far.
@@ -45,14 +170,26 @@ class Shape(ABC):
     prefix: ClassVar[str]
     kind: ClassVar[str]
     event_kind: ClassVar[str]
+    has_prompts: ClassVar[bool]
+    """Whether the ids of the prompt are told in each choice, rather than once beside them."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, *, usage: bool = False) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, *, usage: bool = False, token_ids: bool = False
+    ) -> None:
         self.num_completion_tokens = 0
         self._tokenizer = tokenizer
+        self._prompts: Sequence[Sequence[int]] = ()
+        self._logprobs: dict[int, ChoiceLogprobs] = {}
+        self._tells_token_ids = token_ids
+        self._tokens: dict[int, ChoiceTokens] = {}
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         head = json.dumps({**self._head, "object": self.event_kind})
         self._before = f'{head[:-1]}, "choices": [{{"index": '
         self._after = '}], "usage": null}' if usage else "}]}"
+
+    def continue_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """To be called before anything else: the token ids that each choice continues."""
+        self._prompts = prompts
 
     # Streams
 
@@ -75,8 +212,18 @@ class Shape(ABC):
         finish = f'"{reason}"' if reason else "null"
         return (
             f"data: {self._before}{index}, {self._delta(index, chunk)}, "
-            f'"finish_reason": {finish}{self._after}\n\n'.encode()
+            f'"finish_reason": {finish}{self._token_ids(index, chunk)}{self._after}\n\n'.encode()
         )
+
+    def _token_ids(self, index: int, chunk: Chunk) -> str:
+        """The token ids that a chunk tells of its choice, as fields of JSON with a comma before them."""
+        if not self._tells_token_ids:
+            return ""
+        is_first = index not in self._tokens
+        if is_first:
+            self._tokens[index] = ChoiceTokens(self._tokenizer, self._prompts[index])
+        told = f', "token_ids": {self._tokens[index].take(chunk)}'
+        return f'{told}, "prompt_token_ids": {list(self._prompts[index])}' if is_first and self.has_prompts else told
 
     @abstractmethod
     def _delta(self, index: int, chunk: Chunk) -> str:
@@ -93,16 +240,24 @@ class Shape(ABC):
             "choices": [
                 {
                     "index": index,
-                    **self._choice(chunks),
+                    **self._choice(index, chunks),
                     "finish_reason": FINISH_REASONS[chunks[-1].finish_reason],
+                    **self._choice_token_ids(index, chunks),
                 }
                 for index, chunks in enumerate(choices)
             ],
             "usage": self.usage(num_prompt_tokens).model_dump(),
+            **({"prompt_token_ids": self._prompts[0]} if self._tells_token_ids and not self.has_prompts else {}),
         }
 
+    def _choice_token_ids(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        if not self._tells_token_ids:
+            return {}
+        told: dict[str, Any] = {"token_ids": [each.token_id for each in chunks if each.token_id is not None]}
+        return told | {"prompt_token_ids": self._prompts[index]} if self.has_prompts else told
+
     @abstractmethod
-    def _choice(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """The chunks of one choice, as one."""
 
     def usage(self, num_prompt_tokens: int) -> Usage:
@@ -110,12 +265,13 @@ class Shape(ABC):
         total = num_prompt_tokens + self.num_completion_tokens
         return Usage(prompt_tokens=num_prompt_tokens, completion_tokens=self.num_completion_tokens, total_tokens=total)
 
-    # Log probabilities
-
-    def _token_text(self, token_id: int) -> str:
-        """A token by itself. One that shows as nothing (an end token), or without a tokenizer, is told by its id."""
-        text = "" if self._tokenizer is None else self._tokenizer.decode([token_id])
-        return text or f"token_id:{token_id}"
+    def _told(self, index: int, chunk: Chunk) -> list[ToldLogprob]:
+        """The log probabilities to tell with a chunk of a choice; none if the request has not asked for them."""
+        if index not in self._logprobs:
+            if not chunk.logprobs:
+                return []
+            self._logprobs[index] = ChoiceLogprobs(self._tokenizer, self._prompts[index])
+        return self._logprobs[index].take(chunk)
 
 
 class CompletionShape(Shape):
@@ -123,32 +279,26 @@ class CompletionShape(Shape):
 
     prefix = "cmpl"
     kind = event_kind = "text_completion"
-
-    def __init__(self, model: str, tokenizer: Tokenizer | None, *, usage: bool = False) -> None:
-        super().__init__(model, tokenizer, usage=usage)
-        self._num_letters: Counter[int] = Counter()  # of each choice, shown so far: where its next token's text begins
+    has_prompts = True
 
     def _delta(self, index: int, chunk: Chunk) -> str:
-        logprobs = json.dumps(self._logprobs([chunk], self._num_letters[index])) if chunk.logprobs else "null"
-        self._num_letters[index] += len(chunk.text)
+        told = self._told(index, chunk)
+        logprobs = json.dumps(self._lists(told)) if told else "null"
         return f'"text": {json.dumps(chunk.text)}, "logprobs": {logprobs}'
 
-    def _choice(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        return {"text": "".join(chunk.text for chunk in chunks), "logprobs": self._logprobs(chunks, 0)}
+    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        told = [each for chunk in chunks for each in self._told(index, chunk)]
+        return {"text": "".join(chunk.text for chunk in chunks), "logprobs": self._lists(told) if told else None}
 
-    def _logprobs(self, chunks: Sequence[Chunk], offset: int) -> dict[str, list[Any]] | None:
-        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for chunk in chunks:
-            if chunk.logprobs:
-                told["tokens"].append(self._token_text(chunk.logprobs.token_id))
-                told["token_logprobs"].append(max(chunk.logprobs.logprob, MIN_LOGPROB))
-                top = {
-                    self._token_text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in chunk.logprobs.top
-                }
-                told["top_logprobs"].append(top or None)
-                told["text_offset"].append(offset)
-            offset += len(chunk.text)
-        return told if told["tokens"] else None
+    def _lists(self, told: Sequence[ToldLogprob]) -> dict[str, list[Any]]:
+        return {
+            "tokens": [each.text for each in told],
+            "token_logprobs": [each.logprob for each in told],
+            "top_logprobs": [
+                {each.text if name is None else name: logprob for name, logprob in each.top} or None for each in told
+            ],
+            "text_offset": [each.offset for each in told],
+        }
 
 
 class ChatShape(Shape):
@@ -157,28 +307,37 @@ class ChatShape(Shape):
     prefix = "chatcmpl"
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
+    has_prompts = False
 
     def opening(self, num_choices: int) -> bytes:
         """Who speaks, in every choice."""
         delta = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'
-        return b"".join(sse_event(f"{self._before}{index}, {delta}{self._after}") for index in range(num_choices))
+        after = self._after
+        if self._tells_token_ids:  # before the closing brace
+            after = f'{after[:-1]}, "prompt_token_ids": {list(self._prompts[0])}}}'
+        return b"".join(sse_event(f"{self._before}{index}, {delta}{after}") for index in range(num_choices))
 
     def _delta(self, index: int, chunk: Chunk) -> str:
-        logprobs = json.dumps({"content": [self._logprob(chunk.logprobs)]}) if chunk.logprobs else "null"
+        told = self._told(index, chunk)
+        logprobs = json.dumps({"content": self._list(told)}) if told else "null"
         return f'"delta": {{"content": {json.dumps(chunk.text)}}}, "logprobs": {logprobs}'
 
-    def _choice(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        content = [self._logprob(chunk.logprobs) for chunk in chunks if chunk.logprobs]
+    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        told = [each for chunk in chunks for each in self._told(index, chunk)]
         text = "".join(chunk.text for chunk in chunks)
         return {
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": {"content": content, "refusal": None} if content else None,
+            "logprobs": {"content": self._list(told), "refusal": None} if told else None,
         }
 
-    def _logprob(self, logprobs: TokenLogprobs) -> dict[str, Any]:
-        top = [self._one(token_id, logprob) for token_id, logprob in logprobs.top]
-        return {**self._one(logprobs.token_id, logprobs.logprob), "top_logprobs": top}
+    def _list(self, told: Sequence[ToldLogprob]) -> list[dict[str, Any]]:
+        return [
+            {
+                **self._one(each.text, each.logprob),
+                "top_logprobs": [self._one(each.text if name is None else name, logprob) for name, logprob in each.top],
+            }
+            for each in told
+        ]
 
-    def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
-        token = self._token_text(token_id)
-        return {"token": token, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token.encode())}
+    def _one(self, text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -17,7 +17,7 @@ from minicache.scheduler.observe import Observer, Recorder, observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.simulator.costs import StepCost, StepLoad
 from minicache.simulator.report import RequestTimes, Series, ServingReport, Summary
-from minicache.simulator.stretch import blocks_taken, most_quiet_steps, settle
+from minicache.simulator.stretch import blocks_taken, most_quiet_steps, num_cached_tokens, settle
 from minicache.simulator.workload import Arrival
 from minicache.trace import TraceStep
 
@@ -66,14 +66,14 @@ class ServingSimulation:
         self.scheduler = observe(scheduler, *observers, *recorders)
         self.now = 0.0
         self._cost = cost
-        self._coming = _requests(arrivals)
+        self._coming = in_order(arrivals)
         self._next = next(self._coming, None)
         self._unfinished: dict[RequestId, Request] = {}
         self._first_token: dict[RequestId, float] = {}  # when it was generated, of unfinished requests
         self._in_prefill = False  # a request of the batch is still without a first token
         self._skip_quiet = skip_quiet
         self._look_again = 0  # the number of steps before which there is no stretch worth skipping
-        self._is_quiet = False  # the step before was like the one before it, and no request has arrived since
+        self._is_quiet = False  # the next step may be quiet: no request can be admitted in it
         self._num_cached = -1  # what the batch has in the cache; below 0: not known, it has to be counted
         self._times = RequestTimes()
         self._series = Series()
@@ -111,6 +111,11 @@ class ServingSimulation:
         """Requests that have finished, for any reason, or were refused."""
         return len(self._times) + self._num_refused + self._num_outgrown
 
+    @property
+    def busy_seconds(self) -> float:
+        """During which a step ran."""
+        return self._busy
+
     def step(self) -> bool:
         """Queue what has arrived, and serve one step; or a stretch of quiet ones, if they are skipped.
 
@@ -120,15 +125,19 @@ class ServingSimulation:
         Raises:
             InvariantError, ValueError: as `run`.
         """
-        scheduler = self.scheduler
         if not self._unfinished and self._next is not None and self._next.arrival_time > self.now:
             self.now = self._next.arrival_time
         if self._receive():
             self._is_quiet = False
         if not self._unfinished:
             return self._next is not None
-        if self._is_quiet and self._num_steps >= self._look_again and self._skip():
-            return True
+        if not (self._is_quiet and self._num_steps >= self._look_again and self._skip()):
+            self._serve()
+        return True
+
+    def _serve(self) -> None:
+        """Serve one step of what is queued."""
+        scheduler = self.scheduler
         num_waiting = scheduler.num_waiting
         output = scheduler.schedule()
         if not output.scheduled and not output.finished:
@@ -136,9 +145,9 @@ class ServingSimulation:
                 f"nothing was scheduled at {self.now:.3f} s, with {scheduler.num_running} requests in the batch and "
                 f"{scheduler.num_waiting} waiting: they would never finish"
             )
-        if output.preempted or output.finished or self._in_prefill or scheduler.num_waiting != num_waiting:
+        changed = output.preempted or output.finished or self._in_prefill or scheduler.num_waiting != num_waiting
+        if changed:
             self._num_cached = -1
-        self._is_quiet = self._skip_quiet and self._num_cached >= 0
         newcomers: list[Request] = []
         seconds = self._swap_seconds(output) if output.preempted or output.swapped_in else 0.0
         if output.scheduled:
@@ -146,13 +155,18 @@ class ServingSimulation:
         self._account(seconds, len(output.scheduled), scheduler.pool.num_used)
         for request in newcomers:
             self._first_token[request.request_id] = self.now
-        for request in scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0)):
+        finished = scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+        for request in finished:
             self._num_cached -= request.num_computed_tokens
-            self._is_quiet = False
             self._finish(request)
+        if self._skip_quiet and not self._in_prefill:
+            as_before = not changed and not finished  # what was not admitted in this step will not be in the next
+            nothing_to_admit = not scheduler.num_waiting or scheduler.num_running >= scheduler.max_num_seqs
+            self._is_quiet = as_before or nothing_to_admit
+        else:
+            self._is_quiet = False
         for request_id in output.finished:
             self._finish(self._unfinished[request_id], outgrown=True)
-        return True
 
     def report(self) -> ServingReport:
         """The results so far."""
@@ -186,6 +200,7 @@ class ServingSimulation:
     def _skip(self) -> bool:
         """Serve the quiet steps to come, until a request arrives; whether there were enough to be worth it."""
         num_sequences, num_blocks = len(self.scheduler.running), self.scheduler.pool.num_used
+        self._num_cached = num_cached_tokens(self.scheduler)
         load = StepLoad(num_sequences, num_sequences, self._num_cached, self._num_cached + num_sequences, 0)
         soon = self.now + FEWEST_QUIET_STEPS * self._cost.step_seconds(load)
         if self._next is not None and self._next.arrival_time < soon:
@@ -211,16 +226,20 @@ class ServingSimulation:
         """Every request that has arrived by now is queued, or refused; whether there was any."""
         before = self._next
         while self._next is not None and self._next.arrival_time <= self.now:
-            request = self._next
-            try:
-                self.scheduler.add_request(request)
-            except RequestTooLargeError as error:
-                self._num_refused += 1
-                self._refusal = self._refusal or str(error)
-            else:
-                self._unfinished[request.request_id] = request
+            self._add(self._next)
             self._next = next(self._coming, None)
         return self._next is not before
+
+    def _add(self, request: Request) -> bool:
+        """Queue a request; False if it is refused, as too large."""
+        try:
+            self.scheduler.add_request(request)
+        except RequestTooLargeError as error:
+            self._num_refused += 1
+            self._refusal = self._refusal or str(error)
+            return False
+        self._unfinished[request.request_id] = request
+        return True
 
     def _load(self, output: SchedulerOutput, newcomers: list[Request]) -> StepLoad:
         """What is in the step's batch. Requests that generate their first token are added to `newcomers`.
@@ -233,7 +252,8 @@ class ServingSimulation:
             load = self._look_closely(output, newcomers)
         else:
             load = StepLoad(num_sequences, num_new, self._num_cached, self._num_cached + num_sequences, 0)
-        self._num_cached = load.num_cached_tokens + num_new
+        is_all = num_sequences == self.scheduler.num_running  # a long prompt may have left no budget for the others
+        self._num_cached = load.num_cached_tokens + num_new if is_all else -1
         self._num_computed += num_new
         return load
 
@@ -288,7 +308,7 @@ class ServingSimulation:
             self._times.add(arrival, first_token - arrival, self.now - arrival, num_output)
 
 
-def _requests(arrivals: Iterable[Arrival | Request]) -> Iterator[Request]:
+def in_order(arrivals: Iterable[Arrival | Request]) -> Iterator[Request]:
     """The requests of the arrivals, one at a time.
 
     Raises:

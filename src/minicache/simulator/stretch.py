@@ -1,17 +1,36 @@
 """Stretches in which a scheduler has nothing to decide: the simulator need not call it at every step.
 
-While no request arrives, finishes, or runs short of blocks, each step of a batch in decode is the one before, with one
-token more for each request. `most_quiet_steps` is how many such steps are to come, `blocks_taken` what they take, and
-`settle` leaves scheduler and requests as if each had been scheduled; only which blocks a request gets may differ.
-Given, not built. Pure standard library.
+While no request arrives, is admitted, finishes, or runs short of blocks, each step of a batch in decode is the one
+before, with one token more for each request. `most_quiet_steps` is how many such steps are to come, `blocks_taken` what
+they take, and `settle` leaves scheduler and requests as if each had been scheduled; only which blocks a request gets
+may differ, and with them what a prefix cache evicts first. Given, not built. Pure standard library.
 """
 
 from __future__ import annotations
 
-from minicache.request import Request
-from minicache.scheduler import ContinuousBatchScheduler, FairScheduler, PagedScheduler, Scheduler, StaticBatchScheduler
+from itertools import islice
 
-STAGES = (StaticBatchScheduler, ContinuousBatchScheduler, PagedScheduler, FairScheduler)
+from minicache.scheduler import (
+    ChunkedPrefillScheduler,
+    ContinuousBatchScheduler,
+    FairScheduler,
+    FairSharingScheduler,
+    PagedScheduler,
+    PrefixCachingScheduler,
+    Scheduler,
+    SharingScheduler,
+    StaticBatchScheduler,
+)
+
+STAGES = (
+    StaticBatchScheduler,
+    ContinuousBatchScheduler,
+    PagedScheduler,
+    FairScheduler,
+    SharingScheduler,
+    FairSharingScheduler,
+    ChunkedPrefillScheduler,
+)
 """Those known to decide nothing in such a stretch. A subclass may, and is called at every step."""
 
 
@@ -19,22 +38,39 @@ def most_quiet_steps(scheduler: Scheduler) -> int:
     """In how many steps to come the scheduler surely has nothing to decide, if no request arrives.
 
     Args:
-        scheduler: in its last step every request of the batch was in decode, and none was admitted, preempted or
-            finished; none has arrived since.
+        scheduler: no request has arrived since its last step. If requests wait and there is a batch slot, that step was
+            one of decodes alone, in which none was admitted, preempted or finished.
 
     Returns:
         0 if there is none, or if the scheduler must be called. In none of these steps does a request finish or run
         short of blocks.
     """
-    if type(scheduler) not in STAGES or not scheduler.running:
+    running = scheduler.running
+    if type(scheduler) not in STAGES or not running:
         return 0
-    longest = scheduler.max_model_len
-    to_the_end = min(request.max_tokens - len(request.output_token_ids) for request in scheduler.running)
-    if longest is not None:
-        to_the_end = min(to_the_end, longest - max(request.num_tokens for request in scheduler.running))
+    if isinstance(scheduler, PrefixCachingScheduler) and scheduler.waiting and len(running) < scheduler.max_num_seqs:
+        return 0  # what the batch computes may be the prefix that lets one of them in
+    if len(running) > scheduler.max_num_batched_tokens:
+        return 0  # the budget is not enough for a token of each
     # In m · block_size steps no request takes more than m blocks.
-    blocks_each = scheduler.pool.num_free // len(scheduler.running)
-    return min(to_the_end - 1, blocks_each * scheduler.pool.block_size)
+    most = scheduler.pool.num_free // len(running) * scheduler.pool.block_size
+    longest = scheduler.max_model_len
+    for request in running:
+        num_outputs = len(request.output_token_ids)
+        num_tokens = request.num_prompt_tokens + num_outputs
+        if request.num_computed_tokens != num_tokens - 1:
+            return 0  # it is in its prompt, or computed again after a preemption
+        to_the_end = request.max_tokens - num_outputs - 1
+        if to_the_end < most:
+            most = to_the_end
+        if longest is not None and longest - num_tokens - 1 < most:
+            most = longest - num_tokens - 1
+    return most
+
+
+def num_cached_tokens(scheduler: Scheduler) -> int:
+    """Tokens that the requests of the batch have in the cache."""
+    return sum([request.num_computed_tokens for request in scheduler.running])
 
 
 def blocks_taken(scheduler: Scheduler, num_steps: int) -> list[int]:
@@ -50,14 +86,22 @@ def blocks_taken(scheduler: Scheduler, num_steps: int) -> list[int]:
 
 def settle(scheduler: Scheduler, num_steps: int) -> None:
     """Give every request of the batch the blocks and the tokens of `num_steps` quiet steps."""
-    for request in scheduler.running:
-        missing = _blocks_for(request, num_steps, scheduler.pool.block_size) - len(request.block_ids)
-        if missing > 0:
-            request.block_ids += scheduler.pool.allocate(missing)
-        request.num_computed_tokens += num_steps
-        request.output_token_ids += [0] * num_steps
-
-
-def _blocks_for(request: Request, num_steps: int, block_size: int) -> int:
-    """Blocks for what `request` has computed after `num_steps` more steps."""
-    return -(-(request.num_computed_tokens + num_steps) // block_size)
+    pool, block_size = scheduler.pool, scheduler.pool.block_size
+    caching = scheduler if isinstance(scheduler, PrefixCachingScheduler) and scheduler.prefix_caching else None
+    if caching:
+        caching.cache_filled()
+    # What a pool does takes longer for many requests one by one than for all at once.
+    missing = [
+        max(0, -(-(request.num_computed_tokens + num_steps) // block_size) - len(request.block_ids))
+        for request in scheduler.running
+    ]
+    allocated = iter(pool.allocate(sum(missing)))
+    generated = [0] * num_steps
+    for request, num_missing in zip(scheduler.running, missing, strict=True):
+        if num_missing:
+            request.block_ids += islice(allocated, num_missing)
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + num_steps
+        request.num_computed_tokens = stop
+        request.output_token_ids += generated
+        if caching and start // block_size < stop // block_size:
+            caching.cache_blocks(request, start, stop)

@@ -197,6 +197,27 @@ def gamma_arrivals(rate: float, cv: float, rng: Random) -> Iterator[float]:
     return _running_sum(lambda: rng.gammavariate(shape, scale))
 
 
+def varying_arrivals(rate: Callable[[float], float], max_rate: float, rng: Random) -> Iterator[float]:
+    """Poisson arrivals whose rate changes, as over a day: arrivals at the highest rate, of which some do not come.
+
+    One of time t comes with the probability rate(t) / max_rate (thinning: Lewis and Shedler 1979).
+
+    Args:
+        rate: requests per second at a time, 0 … max_rate.
+        max_rate: the highest rate, > 0.
+        rng: where the randomness comes from.
+
+    Yields:
+        Seconds from the start, growing, without end.
+
+    Raises:
+        TypeError: `max_rate` is not a number.
+        ValueError: `max_rate` is 0, negative, infinite or NaN.
+    """
+    times = poisson_arrivals(max_rate, rng)
+    return (time for time in times if rng.random() * max_rate < rate(time))
+
+
 def _running_sum(gap: Callable[[], float]) -> Iterator[float]:
     time = 0.0
     while True:

@@ -8,6 +8,8 @@ from threading import Lock
 from typing import Any
 
 import torch
+from numba import jit
+from numba.core.sigutils import normalize_signature
 
 from minicache.errors import KernelUnavailableError
 from minicache.kernels.cpu import NUMBERS
@@ -52,13 +54,17 @@ def require_ready(dtype: torch.dtype) -> None:
 
 
 def _compile(kernel: Any, signature: str) -> None:
-    kernel.disable_compile(False)
+    if normalize_signature(signature)[0] in kernel.overloads:
+        return
+    # Compiled beside the kernel: while one may be compiled for more, a step of another engine would compile it anew.
+    compiler = jit(cache=True, **kernel.targetoptions)(kernel.py_func)
     try:
-        kernel.compile(signature)  # at once, if it has been compiled for it
+        compiler.compile(signature)
     except (OSError, EOFError, UnpicklingError) as error:
         raise KernelUnavailableError(
             f"compiled code cannot be read or written in {kernel.stats.cache_path} ({error!r}): delete this folder, or "
             "set NUMBA_CACHE_DIR to another"
         ) from error
-    finally:
-        kernel.disable_compile()  # else another layout of an array would compile another kernel, in a step
+    (compiled,) = compiler.overloads.values()
+    kernel.add_overload(compiled)
+    kernel.disable_compile()  # else another layout of an array would compile another kernel, in a step

@@ -21,6 +21,8 @@ class ScanningQueue(RequestQueue):
 
     def remove(self, request: Request) -> None:
         """Take a request out."""
+        if self._requests.get(request.request_id) is not request:
+            raise KeyError(request.request_id)
         del self._requests[request.request_id]
 
     def first(self, group: str | None = None) -> Request | None:

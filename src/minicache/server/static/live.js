@@ -302,6 +302,24 @@ function readStep(place) {
   drawSteps(shown);
 }
 
+// A fleet: a table of its replicas in the place of one engine's blocks
+
+function drawFleet({ replicas, num_unfinished: numUnfinished, num_failovers: numFailovers }) {
+  find("fleet").hidden = false;
+  find("engine").hidden = find("figures").hidden = true;
+  setState(numUnfinished ? `running ${numUnfinished}` : "idle", numUnfinished ? "running" : "");
+  say("num-replicas", whole.format(replicas.length));
+  say("fleet-said", replicas.length
+    ? `Those that have answered. Answers that moved to another replica: ${whole.format(numFailovers)}.`
+    : "None has answered yet. Send a prompt.");
+  find("replicas").replaceChildren(...replicas.map((replica) => {
+    const rate = replica.hit_rate === null ? "–" : `${(100 * replica.hit_rate).toFixed(1)} %`;
+    const state = replica.has_died ? "has died" : "";
+    const cells = [replica.name, state, whole.format(replica.num_answered), whole.format(replica.num_generated), rate];
+    return make("tr", { className: replica.has_died ? "out" : "" }, ...cells.map((text) => make("td", { textContent: text })));
+  }));
+}
+
 // The stream of pictures
 
 let latest = null; // the last picture that came
@@ -313,6 +331,11 @@ let source = null;
 function drawAll() {
   isPlanned = false;
   if (!latest || isHeld || document.hidden) return;
+  if (latest.replicas) {
+    say("served", served.model);
+    drawFleet(latest);
+    return;
+  }
   shown = latest;
   say("served", [served.model, shown.scheduler].filter(Boolean).join(" · "));
   for (const part of [drawFigures, drawPool, drawTables, drawQueues, drawSteps]) part(shown);

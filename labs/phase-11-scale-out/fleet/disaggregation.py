@@ -1,0 +1,127 @@
+# Phase 11, scale-out: your file. It stands in for minicache.fleet.disaggregation.
+# Write what raises NotImplementedError. `minicache grade 11` grades it, `minicache hint 11.K` helps with task K.
+"""Prefill and decode on separate replicas (phase 11): when does moving the KV cache pay? Pure standard library.
+
+Whoever decodes on a replica waits while a long prompt is computed there. The prompt can be computed elsewhere, and its
+keys and values moved (DistServe: Zhong et al. 2024; Splitwise: Patel et al. 2024). That takes a link, and time on it.
+Here is what both ways cost, and the choice between them, prompt by prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minicache.arithmetic.arithmetic import cache_bytes_per_token
+from minicache.arithmetic.specs import Transformer
+from minicache.errors import require_count, require_positive
+from minicache.fleet.views import ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A replica that could compute a prompt.
+
+    Attributes:
+        replica_id: its name.
+        wait_seconds: until it can begin with the prompt.
+        num_cached_tokens: of the prompt, the tokens from its beginning on that its prefix cache has.
+        num_decoding: requests that decode there, and wait while it computes the prompt.
+        link_wait_seconds: until its link has sent all prompts before this one, also those that it has yet to compute.
+    """
+
+    replica_id: ReplicaId
+    wait_seconds: float
+    num_cached_tokens: int
+    num_decoding: int
+    link_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MovingCosts:
+    """What a token of a prompt costs where it is computed, and on the link.
+
+    Attributes:
+        model: the model; its cache has `cache_bytes_per_token(model, dtype)` bytes a token.
+        seconds_per_token: to compute a token of a prompt, > 0.
+        bandwidth: of the link between two replicas, bytes/s, > 0.
+        latency: seconds from the first byte sent to the first received, ≥ 0.
+        dtype: of the cache.
+
+    Raises:
+        TypeError: a number has the wrong type.
+        ValueError: a number is out of its bounds, or the dtype is unknown.
+    """
+
+    model: Transformer
+    seconds_per_token: float
+    bandwidth: float
+    latency: float = 0.0
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        require_positive("seconds_per_token", self.seconds_per_token)
+        require_positive("bandwidth", self.bandwidth)
+        if self.latency:
+            require_positive("latency", self.latency)
+        cache_bytes_per_token(self.model, self.dtype)
+
+    def prefill_seconds(self, num_tokens: int) -> float:
+        """How long it takes to compute `num_tokens` tokens of a prompt, ≥ 0."""
+        raise NotImplementedError(
+            "phase 11, task 6: Compute there, decode here; read docs/en/phase-11-scale-out/lab/06-disaggregation.md"
+        )
+
+    def link_seconds(self, num_tokens: int) -> float:
+        """How long the link is busy with the keys and values of `num_tokens` tokens, ≥ 0: without the latency."""
+        raise NotImplementedError(
+            "phase 11, task 6: Compute there, decode here; read docs/en/phase-11-scale-out/lab/06-disaggregation.md"
+        )
+
+    def break_even_bandwidth(self) -> float:
+        """The bandwidth, in bytes/s, at which the link is busy with a prompt for as long as a replica computes it."""
+        raise NotImplementedError(
+            "phase 11, task 6: Compute there, decode here; read docs/en/phase-11-scale-out/lab/06-disaggregation.md"
+        )
+
+    def remote_seconds(self, num_computed: int, num_moved: int) -> float:
+        """From the beginning of a prefill elsewhere until all of its keys and values are here.
+
+        Each layer is sent as soon as it is computed, while the next one is: both take the same time for every layer.
+        What the replica there had in its cache is sent with the layer too. A layer is sent when the one before has
+        been. Nothing to move takes the prefill's time.
+
+        Args:
+            num_computed: tokens that are computed there, ≥ 0.
+            num_moved: tokens whose keys and values are sent here, ≥ 0.
+        """
+        raise NotImplementedError(
+            "phase 11, task 6: Compute there, decode here; read docs/en/phase-11-scale-out/lab/06-disaggregation.md"
+        )
+
+    def choose(self, num_prompt_tokens: int, here: Place, others: Sequence[Place]) -> ReplicaId:
+        """Where to compute a prompt that will be decoded on `here`.
+
+        The cost of a place is in request-seconds. The request itself waits until it has its prompt's keys and values
+        `here`: the place's `wait_seconds`, and the time to compute what the place has not cached, and, elsewhere, to
+        move what `here` has not cached (`remote_seconds`). Elsewhere it may take longer: the link carries one prompt at
+        a time, so the earlier ones come first (`link_wait_seconds`, from now), then this one (`link_seconds`, and the
+        latency), while the replica computes. And each of the place's `num_decoding` requests waits for as long as the
+        prompt is computed there. The last token of a prompt is always computed, whatever is cached.
+
+        Args:
+            num_prompt_tokens: tokens of the prompt, ≥ 1.
+            here: the replica that will decode.
+            others: those that could compute the prompt for it.
+
+        Returns:
+            The name of the place with the lowest cost; of equals, `here` before the others, and an earlier one of these
+            before a later.
+
+        Raises:
+            TypeError: `num_prompt_tokens` is not an int.
+            ValueError: it is below 1.
+        """
+        raise NotImplementedError(
+            "phase 11, task 6: Compute there, decode here; read docs/en/phase-11-scale-out/lab/06-disaggregation.md"
+        )

@@ -1,0 +1,218 @@
+# Phase 11, scale-out: your file. It stands in for minicache.fleet.failover.
+# Write what raises NotImplementedError. `minicache grade 11` grades it, `minicache hint 11.K` helps with task K.
+"""Failover (phase 11): a stream goes on elsewhere when its replica dies. Pure standard library.
+
+A replica that dies takes the KV cache of its requests with it, but not their tokens: whoever passes them on to the
+client has them. So another replica is asked to continue the prompt *and the tokens received*, for the rest of
+`max_tokens`. It computes the KV cache of both again, in one prefill, and goes on as the first one would have: with
+greedy sampling, by the same tokens.
+
+One `FailoverStream` belongs to one stream. It knows of no connection and no clock: its owner tells it what has happened
+and does what it says. `minicache route`, the fleet on Ray Serve and the simulated fleet are such owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from minicache.errors import BrokenStreamError, require_count
+from minicache.fleet.views import ReplicaId, ReplicaView
+from minicache.request import RequestId
+
+MAX_SEED: Final = 2**63
+"""Seeds are below it: what every server takes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attempt:
+    """One try at a stream, or at what is left of it, on one replica. Each is equal to itself only.
+
+    Attributes:
+        number: 1 for the first of the stream.
+        replica_id: who was asked.
+        prompt_token_ids: what the replica continues: the stream's prompt and all tokens received before this attempt.
+        max_tokens: how many tokens it may generate, ≥ 1: the stream's, less those received before.
+        num_received: tokens of the stream that were received before this attempt.
+        seed: what it samples with; None if the stream has none.
+    """
+
+    number: int
+    replica_id: ReplicaId
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    num_received: int
+    seed: int | None
+
+
+class FailoverStream:
+    """One client's stream, on one replica after the other.
+
+    Args:
+        request_id: its name.
+        prompt_token_ids: what the client has asked to continue; empty if the owner keeps it, and puts it before every
+            attempt's itself.
+        max_tokens: the most tokens that the client gets, ≥ 1.
+        stop_token_ids: each ends the stream, as its last token.
+        seed: what the client wants to sample with, 0 … 2⁶³ − 1; None: nothing, or greedily.
+        max_attempts: so many replicas at most are asked, one after the other, ≥ 1. A request that kills whoever serves
+            it must not kill the whole fleet.
+
+    Attributes:
+        token_ids: what the client has been given, in order. Read it, do not change it.
+        attempt: the one under way; None: none is.
+        num_attempts: how many have begun, without those that were refused.
+        failed: the replicas on which an attempt has failed.
+        finish_reason: "stop", "length", or what else a replica has said; "error": given up; "abort": the client left.
+            None while it is not finished.
+
+    Raises:
+        TypeError: a count or the seed is not an int.
+        ValueError: a count or the seed is out of its bounds.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        max_attempts: int = 3,
+    ) -> None:
+        require_count("max_tokens", max_tokens)
+        require_count("max_attempts", max_attempts)
+        if seed is not None:
+            require_count("seed", seed, at_least=0)
+            if seed >= MAX_SEED:
+                raise ValueError(f"seed must be below 2 ** 63, got {seed}")
+        self.request_id = request_id
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.max_tokens, self.max_attempts = max_tokens, max_attempts
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.seed = seed
+        self.token_ids: list[int] = []
+        self.attempt: Attempt | None = None
+        self.num_attempts = 0
+        self.failed: set[ReplicaId] = set()
+        self.finish_reason: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is over, in any way: nothing more is asked of a replica, and the client gets no more tokens."""
+        return self.finish_reason is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client has all tokens: `max_tokens` of them, or a stop token. The end need not have come."""
+        return len(self.token_ids) >= self.max_tokens or self._has_stopped
+
+    @property
+    def _has_stopped(self) -> bool:
+        return bool(self.token_ids) and self.token_ids[-1] in self.stop_token_ids
+
+    def candidates(self, replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
+        """Those of `replicas` among which a router should choose for the next attempt, in the same order.
+
+        They are the replicas on which no attempt has failed, as long as one of them is not full; else all: one that
+        has failed may have been started again, and is better than none.
+        """
+        raise NotImplementedError(
+            "phase 11, task 4: A stream outlives its replica; read docs/en/phase-11-scale-out/lab/04-failover.md"
+        )
+
+    def begin(self, replica_id: ReplicaId) -> Attempt:
+        """Begin an attempt on a replica: the prompt and all tokens received are continued, up to `max_tokens` in all.
+
+        It samples with the stream's seed plus the number of tokens received before it, modulo 2⁶³ (`MAX_SEED`). The
+        same seed again would draw the same random numbers for other positions.
+
+        Returns:
+            What to ask of the replica. It is also `attempt` from now on.
+
+        Raises:
+            ValueError: the stream is finished or complete, another attempt is under way, or all `max_attempts` have
+                begun. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 11, task 4: A stream outlives its replica; read docs/en/phase-11-scale-out/lab/04-failover.md"
+        )
+
+    def receive(self, attempt: Attempt, start: int, token_ids: Sequence[int]) -> list[int]:
+        """Take a piece of an attempt, and say what of it the client has not got yet.
+
+        A piece of an attempt that is not under way any more is dropped: it may come late, from a replica that was only
+        slow. Of a piece that repeats tokens of its attempt, the rest is new. What follows the token that makes the
+        stream complete is dropped. So is any piece that comes when the stream is complete, whatever is in it. New
+        tokens are added to `token_ids`.
+
+        Args:
+            attempt: whose piece it is.
+            start: how many tokens of this attempt, not of the stream, come before the piece, ≥ 0.
+            token_ids: the piece.
+
+        Returns:
+            The tokens to pass on to the client, in order; [] if none are new.
+
+        Raises:
+            BrokenStreamError: the stream is not complete, and tokens between the last received and the piece are
+                missing, or a token that it repeats is another one than before. Nothing has changed; the attempt is of
+                no use any more, so tell `fail`.
+            TypeError: `start` is not an int, whichever attempt's the piece is: the caller has made a mistake.
+            ValueError: `start` is below 0; likewise.
+        """
+        raise NotImplementedError(
+            "phase 11, task 4: A stream outlives its replica; read docs/en/phase-11-scale-out/lab/04-failover.md"
+        )
+
+    def finish(self, attempt: Attempt, reason: str, num_tokens: int) -> None:
+        """The replica says that its attempt is over. If it is the one under way, the stream is finished.
+
+        The end of an attempt that is not under way any more is ignored.
+
+        Args:
+            attempt: which.
+            reason: why, in the replica's words; `finish_reason` from now on.
+            num_tokens: how many tokens this attempt has generated, by the replica's count.
+
+        Raises:
+            BrokenStreamError: that is more than were received of it, and the stream is not complete: tokens are
+                missing. Nothing has changed; tell `fail`.
+            TypeError: `num_tokens` is not an int, whichever attempt's end it is.
+            ValueError: `num_tokens` is below 0; likewise.
+        """
+        raise NotImplementedError(
+            "phase 11, task 4: A stream outlives its replica; read docs/en/phase-11-scale-out/lab/04-failover.md"
+        )
+
+    def refuse(self, attempt: Attempt) -> None:
+        """The replica has not taken the attempt, as it is full or stopping: it is over and was none. Given."""
+        if attempt is self.attempt:
+            self.attempt = None
+            self.num_attempts -= 1
+
+    def fail(self, attempt: Attempt) -> bool:
+        """An attempt has failed: its replica died, cannot be reached, or sends what makes no sense.
+
+        If the client has all tokens already, only the end was lost: the stream is finished, with "stop" if the last is
+        a stop token, else with "length". If no attempt is left, it is given up: "error". Failures of attempts that are
+        not under way any more are ignored.
+
+        Returns:
+            Whether another attempt should begin, on one of the `candidates`.
+        """
+        raise NotImplementedError(
+            "phase 11, task 4: A stream outlives its replica; read docs/en/phase-11-scale-out/lab/04-failover.md"
+        )
+
+    def abort(self) -> Attempt | None:
+        """The client has left. A stream that is not finished is, with "abort"; one that is stays as it is.
+
+        Returns:
+            The attempt that was under way, whose replica is to be told that nobody waits for it; None: there is none.
+        """
+        raise NotImplementedError(
+            "phase 11, task 4: A stream outlives its replica; read docs/en/phase-11-scale-out/lab/04-failover.md"
+        )

@@ -1,0 +1,44 @@
+# Phase 11, scale-out: your file. It stands in for minicache.fleet.power_of_two.
+# Write what raises NotImplementedError. `minicache grade 11` grades it, `minicache hint 11.K` helps with task K.
+"""Two choices at random (phase 11). Pure standard library.
+
+Two replicas are drawn at random, and the one with fewer unfinished requests gets the request (Mitzenmacher, 2001). That
+is nearly as even as always taking the least busy of all, and it does not send every request to the one replica that was
+idle when the numbers were last seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from minicache.fleet.router import Router, no_replica
+from minicache.fleet.views import ReplicaId, ReplicaView, RoutedRequest
+
+
+class PowerOfTwoRouter(Router):
+    """The less busy of two replicas.
+
+    Args:
+        seed: of what is drawn. Two routers with the same seed choose alike.
+    """
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self.rng = Random(seed)
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaView]) -> ReplicaId:
+        """Of two different replicas that are not full, drawn at random, the one with fewer unfinished requests.
+
+        Every pair of replicas that are not full is equally likely. Of a pair with equally many unfinished requests each
+        is equally likely. A single replica that is not full is chosen. Everything random comes from `self.rng`.
+
+        Args:
+            request: not looked at.
+            replicas: those that take requests, in any order. Not to be changed or kept.
+
+        Raises:
+            NoReplicaError: there is none, or all are full: `no_replica(replicas)`.
+        """
+        raise NotImplementedError(
+            "phase 11, task 1: Power of two choices; read docs/en/phase-11-scale-out/lab/01-power-of-two.md"
+        )

@@ -1,0 +1,179 @@
+# Phase 11, scale-out: your file. It stands in for minicache.plugins.adapter.
+# Write what raises NotImplementedError. `minicache grade 11` grades it, `minicache hint 11.K` helps with task K.
+"""Our scheduler inside an engine that has requests, a KV cache and a loop of its own. Phase 11 builds it.
+
+    engine's loop:   schedule ──▶ forward pass, sampling ──▶ its own bookkeeping ──▶ schedule ──▶ …
+    the adapter:     commit the last step, schedule the next, translate both ways
+
+The engine here is `transformers`' continuous batching, and the names are its names (`minicache.plugins.transformers`
+plugs the adapter in); this module imports nothing of it, and runs with anything that has the same attributes. The
+engine stores keys and values in blocks of its own, as many as our pool has: our scheduler decides *how many* blocks a
+request holds, the engine *which*. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from minicache.errors import PluginError, RequestTooLargeError
+from minicache.request import Request, RequestId
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.output import SchedulerOutput
+
+
+class EngineRequest(Protocol):
+    """The engine's own record of a request: `transformers`' RequestState, as far as the adapter uses it.
+
+    Attributes:
+        request_id: names it, for the engine and for our scheduler.
+        initial_tokens: the prompt.
+        max_new_tokens: the most tokens to generate; None: no limit.
+        generated_tokens: what was generated so far. The engine appends to it, after each forward pass.
+        tokens_to_process: the tokens that the next forward pass computes. The scheduler writes it.
+        remaining_prefill_tokens: the tokens known after those, which later steps compute; empty: the forward pass
+            yields a new token. The scheduler writes it.
+        position_offset: how many of its tokens have keys and values in the engine's cache, so the position of the first
+            of tokens_to_process. The engine moves it on, by the tokens of each step.
+    """
+
+    request_id: str
+    initial_tokens: list[int]
+    max_new_tokens: int | None
+    generated_tokens: list[int]
+    tokens_to_process: list[int]
+    remaining_prefill_tokens: list[int]
+    position_offset: int
+
+
+class EngineCache(Protocol):
+    """The engine's own KV cache: `transformers`' PagedAttentionCache, as far as the adapter uses it."""
+
+    def can_store_request_tokens(self, state: EngineRequest, request_len: int, /) -> bool:
+        """Allocate the blocks that a request lacks for its next `request_len` tokens, from position_offset on.
+
+        Returns:
+            Whether there were enough free blocks. If not, nothing was allocated.
+        """
+        ...
+
+    def free_blocks(self, request_id: str, /) -> None:
+        """Free all blocks of a request. One that has none is left as it is."""
+        ...
+
+
+class Batch(NamedTuple):
+    """What `SchedulerAdapter.schedule` decided, in the engine's terms.
+
+    Attributes:
+        scheduled: of each request of the step, in the scheduler's order, the engine's record and how many tokens it
+            computes.
+        preempted: the engine's records of the requests that lost their batch slot, and all that they had in the cache.
+    """
+
+    scheduled: list[tuple[EngineRequest, int]]
+    preempted: list[EngineRequest]
+
+
+class SchedulerAdapter:
+    """Lets a scheduler of minicache decide for an engine.
+
+    For each request there are two records: the scheduler's `Request`, and the engine's own, its state. The scheduler
+    writes the first, the engine the second, and each learns what it must from the adapter. Between two steps, of every
+    unfinished request, after `commit`:
+
+        request.output_token_ids == state.generated_tokens
+        request.num_computed_tokens == state.position_offset
+
+    Args:
+        scheduler: of any stage, without requests. Its pool is as large as the engine's cache, and its preemption is by
+            recompute: the engine swaps nothing out.
+        cache: the engine's.
+
+    Attributes:
+        scheduler: as given.
+        cache: as given.
+        states: id → the engine's record, of every request that is unfinished for the scheduler.
+        output: the step that the engine is computing or has just computed; None: there is none to commit.
+        max_tokens_per_request: the most tokens of a request that fit, prompt and output together: no more than the
+            whole pool; and no more than a step computes (max_num_batched_tokens), if the scheduler computes prompts in
+            one step: after a preemption it computes prompt and output in one step too, and the engine's input buffers
+            end there.
+    """
+
+    def __init__(self, scheduler: Scheduler, cache: EngineCache) -> None:
+        self.scheduler = scheduler
+        self.cache = cache
+        self.states: dict[str, EngineRequest] = {}
+        self.output: SchedulerOutput | None = None
+        self.max_tokens_per_request = scheduler.pool.num_blocks * scheduler.pool.block_size
+        if not scheduler.chunks_prompts:
+            self.max_tokens_per_request = min(self.max_tokens_per_request, scheduler.max_num_batched_tokens)
+
+    def add(self, state: EngineRequest, stop_token_ids: Iterable[int] = ()) -> None:
+        """Take on a new request of the engine: make a `Request` of it, and add that to the scheduler.
+
+        It has the engine's id, prompt and limit, and finishes at one of `stop_token_ids`, as it does for the engine. So
+        both find by themselves, after the same token, that a request has finished.
+
+        Args:
+            state: a new one, with nothing generated.
+            stop_token_ids: the tokens after which the engine finishes it, ≥ 0.
+
+        Raises:
+            RequestTooLargeError: the request has no limit, or with all of its tokens it would not fit
+                (`max_tokens_per_request`); or the scheduler refuses it. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 11, task 7: The plug-in; read docs/en/phase-11-scale-out/lab/07-the-plug-in.md"
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Give up a request that has not finished by its own tokens: it failed, or its client has left.
+
+        May be called at any time, also between a step's `schedule` and its `commit`. A request that is not here, or
+        not any more, is passed over.
+        """
+        if self.states.pop(request_id, None) is not None:
+            self.scheduler.abort_request(request_id)
+
+    def commit(self) -> list[str]:
+        """Record in the scheduler what the last step gave, if there is a step to commit.
+
+        The engine tells nobody which tokens it sampled: it has appended them to its records. A request of the step
+        that is unfinished (`abort` may have come in between) and whose last known token was computed has one token more
+        there than in the scheduler; one that is still in its prompt, or computes again what it lost, has none. Requests
+        that the scheduler finishes with these tokens leave `states`.
+
+        Returns:
+            The ids of the requests that have just finished, in batch order. Empty if there was no step.
+
+        Raises:
+            PluginError: a token is not there, as the engine schedules a step before it knows the tokens of the last
+                one. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 11, task 7: The plug-in; read docs/en/phase-11-scale-out/lab/07-the-plug-in.md"
+        )
+
+    def schedule(self) -> Batch:
+        """Let the scheduler decide the next step, and prepare the engine for it.
+
+        The last step is committed first, if the engine has not asked for that yet. Then, of the scheduler's next step:
+
+        1. Each preempted request loses its blocks in the engine's cache, and its position there: it will be computed
+           from its first token on.
+        2. Each scheduled request, in order, gets the tokens that this step computes (`tokens_to_process`) and those
+           that later steps will (`remaining_prefill_tokens`), and blocks for the former. The scheduler's `Request`
+           knows both, prompt and output alike.
+
+        Returns:
+            The step. It is kept in `output`, to be committed once the engine has computed it.
+
+        Raises:
+            PluginError: the last step cannot be committed, or the engine has no blocks for a request that the
+                scheduler has found blocks for.
+        """
+        raise NotImplementedError(
+            "phase 11, task 7: The plug-in; read docs/en/phase-11-scale-out/lab/07-the-plug-in.md"
+        )

@@ -1,0 +1,68 @@
+// Shows what came of a grading: minicache.course.account, as elements.
+
+/** An element: `make("p", {class: "x"}, "text", child)`. */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** The account as elements. `goTo(path, line)` is called when a place in a file is clicked. */
+export function show(account, goTo) {
+  const heads = ["task", "", "tests", "points", ""].map((text) => make(text ? "th" : "td", {}, text));
+  const rows = account.rows.map((row) =>
+    make(
+      "tr",
+      { "data-outcome": row.outcome },
+      make("td", {}, row.id),
+      make("td", {}, row.title),
+      make("td", {}, `${row.num_passed}/${row.num_tests}`),
+      make("td", {}, `${row.earned}/${row.points}`),
+      make("td", { class: "mc-outcome" }, row.told),
+    ),
+  );
+  return [
+    make("table", {}, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows)),
+    ...account.problems.map((problem) =>
+      make(
+        "section",
+        { class: "mc-problem", "data-outcome": problem.outcome },
+        make("h3", {}, problem.title),
+        ...problem.lines.map((line) => shownLine(line, goTo)),
+      ),
+    ),
+    ...account.end.map((line) => shownLine(line, goTo)),
+  ];
+}
+
+/** The place in one of the learner's files that a problem names first, as {path, line, message}; or null. */
+export function firstPlace(problem) {
+  const place = problem.lines.map(({ label, text }) => PLACE.exec(label + text)).find((found) => found);
+  const raised = problem.lines.find(({ label, text }) => (label + text).startsWith("raised"));
+  return place && { path: place[1], line: Number(place[2]), message: raised ? raised.text : problem.title };
+}
+
+const PLACE = /(labs\/[\w./-]+\.py):(\d+)/;
+
+function shownLine({ text, label, strong, faint }, goTo) {
+  const line = make("div", { class: faint ? "mc-line mc-faint" : "mc-line" });
+  if (label) line.append(make("span", { class: "mc-label" }, label));
+  const inside = make("span", { class: "mc-text" });
+  line.append(inside);
+  const place = PLACE.exec(text);
+  if (place) {
+    const [all, path, number] = place;
+    const link = make("button", { type: "button", onclick: () => goTo(path, Number(number)) }, all);
+    inside.append(text.slice(0, place.index), link, text.slice(place.index + all.length));
+  } else if (strong) {
+    const begin = text.indexOf(strong);
+    inside.append(text.slice(0, begin), make("strong", {}, strong), text.slice(begin + strong.length));
+  } else {
+    inside.append(text || "\u00a0");
+  }
+  return line;
+}

@@ -1,0 +1,127 @@
+"""What of the course goes into the reader's browser: the tasks that need nothing but Python, and what grades them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from minicache.course.install import CARRIED
+from minicache.course.table import Phase, Task, load_course
+from minicache.course.workspace import TABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "minicache"
+
+PURE = (
+    *("__init__.py", "lazy.py", "errors.py", "palette.py", "request.py", "trace.py"),
+    *("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator"),
+)
+"""What of `src/minicache` is pure standard library, as BLUEPRINT.md has it."""
+
+PLUGINS = ("plugins/__init__.py", "plugins/adapter.py")
+"""What is pure of the plug-ins: phase 11 builds it."""
+
+SEARCH = ("engine/__init__.py", "engine/beam.py")
+"""What is pure of the engine, and the tests of phase 8 share."""
+
+GRADING = tuple(
+    f"course/{name}.py"
+    for name in (
+        *("__init__", "account", "checks", "controls", "effort", "encoding", "finder", "follow", "journal"),
+        *("pages", "plugin", "progress", "record", "results", "scenario", "seeds", "session", "stall", "table"),
+        *("values", "workspace"),
+    )
+)
+"""What a run of pytest and its account need."""
+
+Files = Iterator[tuple[str, bytes]]
+
+
+def is_pure(task: Task) -> bool:
+    """Whether a task can be graded without torch: whether the module that it asks for needs none."""
+    parts = task.module.split(".")[1:]
+    return parts[0] in PURE or "/".join(parts) + ".py" in PLUGINS
+
+
+def pure_tasks() -> dict[Phase, list[Task]]:
+    """The tasks that can be graded in a browser, of each phase that has any."""
+    found = {phase: [task for task in phase.tasks if is_pure(task)] for phase in load_course(ROOT / TABLE)}
+    return {phase: tasks for phase, tasks in found.items() if tasks}
+
+
+def package_files(names: Iterable[str]) -> Files:
+    """Modules and packages of `src/minicache`: path from the root of the repository, content."""
+    for name in names:
+        found = [PACKAGE / name] if name.endswith(".py") else (PACKAGE / name).rglob("*.py")
+        for file in found:
+            yield from _as_it_is(file)
+
+
+def grading_files() -> Files:
+    """What grading needs in addition to the pure modules: the course's table, starters, tests, and the page's glue."""
+    yield from package_files(GRADING + PLUGINS + SEARCH)
+    yield TABLE, table().encode()
+    for name in ("__init__.py", "browser/__init__.py", "browser/grade.py"):
+        yield from _as_it_is(ROOT / "scripts" / name)
+    numbers = {f"phase-{phase.number:02d}": {task.number for task in tasks} for phase, tasks in pure_tasks().items()}
+    for pattern in CARRIED:
+        for file in ROOT.glob(pattern):
+            name = file.relative_to(ROOT).as_posix()
+            if not name.startswith("tests/"):
+                continue
+            here = re.match(r"tests/(phase-\d\d)", name)
+            task = re.match(r"test_task_(\d+)_", file.name)
+            if here and (here[1] not in numbers or (task and int(task[1]) not in numbers[here[1]])):
+                continue
+            yield from _as_it_is(file)
+    for phase, tasks in pure_tasks().items():
+        for path, starter in starters(phase, tasks).items():
+            yield path, starter.encode()
+
+
+def table() -> str:
+    """`labs/course.toml` without the tasks that cannot be graded in a browser: there, the phases have only these."""
+    pure = {(phase.number, task.number) for phase, tasks in pure_tasks().items() for task in tasks}
+    kept, phase = [], -1
+    for block in re.split(r"(?m)^(?=\[\[)", (ROOT / TABLE).read_text(encoding="utf-8")):
+        number = int(found[1]) if (found := re.search(r"(?m)^number = (\d+)$", block)) else -1
+        if block.startswith("[[phase]]"):
+            phase = number
+        if not block.startswith("[[phase.task]]") or (phase, number) in pure:
+            kept.append(block)
+    return "".join(kept)
+
+
+def starters(phase: Phase, tasks: list[Task]) -> dict[str, str]:
+    """Path from the root of the repository → the starter there, of the files that the tasks are written in."""
+    paths = [f"labs/{phase.folder}/{task.file}" for task in tasks]
+    return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
+
+
+def sheet(phase: Phase, tasks: list[Task]) -> bytes:
+    """What a page has to know of a phase before it loads Python, as JSON: its tasks, their hints, the starters."""
+    told: dict[str, Any] = {
+        "number": phase.number,
+        "title": phase.title,
+        "folder": phase.folder,
+        "tasks": [
+            {
+                "id": task.id,
+                "number": task.number,
+                "title": task.title,
+                "points": task.points,
+                "file": f"labs/{phase.folder}/{task.file}",
+                "hints": task.hints,
+            }
+            for task in tasks
+        ],
+        "starters": starters(phase, tasks),
+    }
+    return json.dumps(told, ensure_ascii=False).encode()
+
+
+def _as_it_is(file: Path) -> Files:
+    yield file.relative_to(ROOT).as_posix(), file.read_bytes()

@@ -1,0 +1,63 @@
+// The editor of the labs and the playground: CodeMirror 6 with no more than Python needs. build.py bundles it.
+
+import { defaultKeymap, history, historyKeymap, indentWithTab } from "@codemirror/commands";
+import { python } from "@codemirror/lang-python";
+import { bracketMatching, indentOnInput, indentUnit, syntaxHighlighting } from "@codemirror/language";
+import { lintGutter, setDiagnostics } from "@codemirror/lint";
+import { EditorState } from "@codemirror/state";
+import { EditorView, drawSelection, highlightActiveLine, keymap, lineNumbers } from "@codemirror/view";
+import { classHighlighter } from "@lezer/highlight";
+
+/**
+ * An editor of Python in the element `parent`. Tab indents; Escape and then Tab leaves, as CodeMirror has it.
+ *
+ * @param {HTMLElement} parent
+ * @param {{text: string, label: string, onChange?: (text: string) => void}} options `label`: what a screen reader says
+ * @returns {{text: string, focus: () => void, mark: (problems: {line: number, message: string}[]) => void,
+ *   goTo: (line: number) => void}} `text` can be set; `mark` shows problems at lines that count from 1
+ */
+export function createEditor(parent, { text, label, onChange = () => {} }) {
+  const view = new EditorView({
+    parent,
+    state: EditorState.create({
+      doc: text,
+      extensions: [
+        lineNumbers(),
+        history(),
+        drawSelection(),
+        highlightActiveLine(),
+        bracketMatching(),
+        indentOnInput(),
+        indentUnit.of("    "),
+        lintGutter(),
+        python(),
+        syntaxHighlighting(classHighlighter),
+        keymap.of([...defaultKeymap, ...historyKeymap, indentWithTab]),
+        EditorView.contentAttributes.of({ "aria-label": label, tabindex: "0" }),
+        EditorView.updateListener.of((update) => update.docChanged && onChange(update.state.doc.toString())),
+      ],
+    }),
+  });
+  const lineAt = (line) => view.state.doc.line(Math.min(Math.max(line, 1), view.state.doc.lines));
+  return {
+    get text() {
+      return view.state.doc.toString();
+    },
+    set text(text) {
+      view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: text } });
+    },
+    focus: () => view.focus(),
+    mark(problems) {
+      const found = problems.map(({ line, message }) => {
+        const { from, to } = lineAt(line);
+        return { from, to, severity: "error", message };
+      });
+      view.dispatch(setDiagnostics(view.state, found));
+    },
+    goTo(line) {
+      const { from } = lineAt(line);
+      view.dispatch({ selection: { anchor: from }, effects: EditorView.scrollIntoView(from, { y: "center" }) });
+      view.focus();
+    },
+  };
+}

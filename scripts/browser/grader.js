@@ -1,0 +1,109 @@
+// Grades files with the course's own tests, each time in a Python in which nothing has run yet.
+//
+// grade.py tells, event by event, what it does. A run that gives no sign of life, or breaks Python, is ended with its
+// worker; the next worker is told what the runs before it said, and goes on with the other tests.
+
+import { Python, Stopped } from "./python.js";
+
+const ARCHIVES = ["minicache.zip", "grading.zip", "packages.zip"];
+const PREPARE = "from scripts.browser.grade import prepare\nprepare()";
+const GRADE = "from scripts.browser.grade import grade\ngrade(args, post)";
+const TICK = 0.25; // seconds between two looks at a run
+const GRACE = 2; // seconds more than a run has: it finds most endless loops itself, and says where
+const CULPRITS = ["import", "file", "test", "result"];
+
+export class Grader {
+  #spare = null;
+  #running = null;
+  #isClosed = false;
+
+  /** `onLoading` is told, in words, what is being loaded. */
+  constructor(onLoading = () => {}) {
+    this.onLoading = onLoading;
+  }
+
+  /** Load a Python for the next grading, if none is loaded or being loaded. */
+  prepare() {
+    if (this.#spare || this.#isClosed) return;
+    const python = new Python(ARCHIVES, { onLoading: (what) => this.onLoading(what) });
+    const prepared = python.run(PREPARE);
+    prepared.catch(() => {}); // whoever grades with it hears of it
+    this.#spare = { python, prepared };
+  }
+
+  /**
+   * Grade. Rejects with `Stopped` when `stop` is called.
+   *
+   * @param {{phase: number, task: number | null, files: Object<string, string>}} asked
+   * @param {(event: object) => void} onEvent `minicache.course.journal.Event`s
+   * @returns {Promise<{account: object, passed: string[]}>} `minicache.course.account.Account`, ids of tasks
+   */
+  async grade(asked, onEvent = () => {}) {
+    const told = [];
+    for (;;) {
+      const result = await this.#run({ ...asked, told }, (event) => {
+        told.push(event);
+        onEvent(event);
+      });
+      if (result) return result;
+    }
+  }
+
+  /** End the grading that runs. */
+  stop() {
+    this.#running?.stop();
+  }
+
+  /** End everything. */
+  close() {
+    this.#isClosed = true;
+    this.stop();
+    this.#spare?.python.stop();
+  }
+
+  /** One worker's part of a grading; null if it was lost. */
+  async #run(asked, tell) {
+    this.prepare();
+    const { python, prepared } = this.#spare;
+    this.#spare = null;
+    this.#running = python;
+    let result = null;
+    let last = null;
+    let patience = Infinity;
+    let silence = 0;
+    const lose = (outcome, message) => tell({ ...last, kind: "lost", outcome, message });
+    const hear = (posted) => {
+      silence = 0;
+      if (posted.patience) patience = posted.patience;
+      else if (posted.account) result = posted;
+      else {
+        last = posted.event;
+        tell(last);
+        if (last.kind === "lost") python.stop();
+      }
+    };
+    const ticking = setInterval(() => {
+      silence += TICK; // and not by a clock: a computer that sleeps is no endless loop
+      if (!last || silence < patience + GRACE) return;
+      lose("endless loop?", `endless loop? No answer within ${patience} s`);
+      last = { kind: "lost" };
+      python.stop();
+    }, 1000 * TICK);
+    try {
+      await prepared;
+      await python.run(GRADE, asked, hear);
+    } catch (error) {
+      if (error instanceof Stopped && last?.kind !== "lost") throw error;
+      if (!last || (last.kind !== "lost" && !CULPRITS.includes(last.kind))) throw error;
+      if (last.kind !== "lost") lose("crashed", `the process crashed (${lastLine(error.message)})`);
+    } finally {
+      clearInterval(ticking);
+      python.stop();
+      this.#running = null;
+      this.prepare();
+    }
+    return result;
+  }
+}
+
+const lastLine = (text) => text.trim().split("\n").at(-1);

@@ -1,0 +1,94 @@
+"""Schedulers from changed sources: the package `minicache.scheduler` once more, with other code for some modules.
+
+The whole package is imported again, so that each class stands on the changed ones, and the one that is imported already
+stays what it is: two panes may run the same scheduler, one with changes and one without.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import minicache
+from scripts.browser.playground.schedulers import PACKAGE
+
+
+class SourceFinder(MetaPathFinder, Loader):
+    """Answers for the modules in `sources`, and loads them from there.
+
+    Attributes:
+        sources: module name → its code.
+    """
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.sources = dict(sources)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The changed module, or None for Python to look further."""
+        return importlib.util.spec_from_loader(name, self) if name in self.sources else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the changed code; tracebacks show its lines."""
+        source, file = self.sources[module.__name__], file_of(module.__name__)
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        exec(compile(source, file, "exec"), module.__dict__)
+
+
+def file_of(module: str) -> str:
+    """What tracebacks call the file of a changed module."""
+    return f"{module.rpartition('.')[2]}.py"
+
+
+@contextmanager
+def importing(sources: Mapping[str, str]) -> Iterator[Callable[[str], ModuleType]]:
+    """A function that gives modules of the package by name, as `importlib.import_module`, the changed ones changed.
+
+    Args:
+        sources: module name → its code. Without any, the modules are those that everybody gets.
+
+    Raises:
+        Exception: from the function that is given, whatever the code raises when it is imported.
+    """
+    if not sources:
+        yield importlib.import_module
+        return
+    finder, usual = SourceFinder(sources), _taken_out()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield importlib.import_module
+    finally:
+        sys.meta_path.remove(finder)
+        _taken_out()
+        sys.modules.update(usual)
+        minicache.__dict__["scheduler"] = usual[PACKAGE]
+
+
+def _taken_out() -> dict[str, ModuleType]:
+    """The modules of the package that are imported, which Python then forgets."""
+    names = [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def line_of(error: BaseException, module: str) -> int | None:
+    """The deepest line of a changed module that `error` passed through; None if it passed through none."""
+    file = file_of(module)
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return error.lineno
+    lines = [lineno for frame, lineno in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    return lines[-1] if lines else None
+
+
+def source_of(module: str) -> str:
+    """The code of a module as the package has it."""
+    return inspect.getsource(importlib.import_module(module))

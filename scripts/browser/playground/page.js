@@ -1,0 +1,420 @@
+// The playground's page: its controls, two panes on one clock, and what happens when they are used.
+
+import { Canvas } from "./canvas.js";
+import { Clock, Player } from "./clock.js";
+import { Code } from "./code.js";
+import { colours, onSchemeChange } from "./colours.js";
+import { tellProblems } from "./problems.js";
+import { Recording } from "./recording.js";
+import { isStarted, run, stop } from "./runs.js";
+import { NONE, SLIDERS, fromLink, sameRun, toLink } from "./settings.js";
+import { save, toSvg } from "./svg.js";
+import { LEGEND, numbers, summary, time } from "./words.js";
+
+const SPEEDS = [1, 2, 4, 8, 15, 30, 60, 120];
+const MOST_LINES = 1000; // of what a run prints
+const LONGEST = 12; // seconds that a run plays for, if the reader has chosen no speed and there is one so fast
+const PATIENCE = 3000; // milliseconds after which a run is said to be still running
+const root = document.getElementById("playground");
+const get = (name) => root.querySelector(`[data-pg="${name}"]`);
+const lessMotion = matchMedia("(prefers-reduced-motion: reduce)");
+const read = async (name) => (await fetch(new URL(name, import.meta.url))).json();
+
+const [catalogue, first] = await Promise.all([read("catalogue.json"), read("first.json")]);
+const panes = ["a", "b"].map((name) => ({
+  name,
+  element: get(`pane-${name}`),
+  select: get(`scheduler-${name}`),
+  canvas: new Canvas(get(`canvas-${name}`)),
+  numbers: get(`numbers-${name}`),
+  told: get(`told-${name}`),
+  recording: null,
+  result: null,
+  drawn: null, // the recording that the canvas shows
+}));
+const clock = new Clock();
+const player = new Player(clock, {
+  speed: () => SPEEDS[get("speed").value],
+  onTick: (at) => show(at),
+  onEnd: () => settle(),
+  isGrowing: () => running,
+});
+const code = new Code(get("editor"), () => markChanged());
+
+let state = fromLink(location.hash, catalogue);
+let tick = -1; // where the clock stands
+let running = false;
+let wanted = null; // what `start` is to do as soon as this run is over
+let isChanging = false; // a run is about to start, once the reader's hand rests
+let isSpeedChosen = false;
+let palette = colours();
+
+// --- the controls ---------------------------------------------------------------------------------------------------
+
+function fillIn() {
+  for (const { numbers: list } of panes) {
+    for (const [name, , title] of numbers(new Recording(state.settings), -1, "steps")) {
+      const [entry, term, value] = ["div", "dt", "dd"].map((tag) => document.createElement(tag));
+      term.textContent = name;
+      entry.title = title;
+      entry.append(term, value);
+      list.append(entry);
+    }
+  }
+  for (const [name, { title }] of Object.entries(catalogue.workloads)) get("workload").add(new Option(title, name));
+  for (const { select, name } of panes) {
+    for (const [value, { title }] of Object.entries(catalogue.schedulers)) select.add(new Option(title, value));
+    if (name === "b") select.add(new Option("no second scheduler", NONE));
+  }
+  for (const [name, { values }] of Object.entries(SLIDERS)) get(name).max = values.length - 1;
+  get("speed").max = SPEEDS.length - 1;
+}
+
+/** Set every control to what `state` says. */
+function setControls() {
+  get("workload").value = state.workload;
+  panes.forEach(({ select }, index) => (select.value = state.schedulers[index]));
+  for (const [name, { values, unit = "" }] of Object.entries(SLIDERS)) {
+    get(name).value = values.indexOf(state.settings[name]);
+    setValue(name, `${state.settings[name]} ${unit}`.trim());
+  }
+  panes[1].element.hidden = state.schedulers[1] === NONE;
+  for (const option of get("code-of").options) option.disabled = option.value === "b" && state.schedulers[1] === NONE;
+  if (state.schedulers[1] === NONE) get("code-of").value = "a";
+}
+
+function setValue(name, words) {
+  get(name).setAttribute("aria-valuetext", words);
+  get(`${name}-value`).textContent = words;
+}
+
+/** A speed at which the run is neither over at once nor endless, unless the reader has set one. */
+function chooseSpeed() {
+  if (isSpeedChosen) return;
+  const enough = SPEEDS.findIndex((speed) => clock.last / speed <= LONGEST);
+  get("speed").value = enough < 0 ? SPEEDS.length - 1 : enough;
+  setSpeed();
+}
+
+function setSpeed() {
+  setValue("speed", `${SPEEDS[get("speed").value]} steps a second`);
+  if (player.playing) player.restart(tick);
+}
+
+const module = (pane) => catalogue.schedulers[state.schedulers[panes.indexOf(pane)]]?.module;
+const paneOf = (name) => panes.find((pane) => pane.name === name);
+const title = (pane) => {
+  const name = state.schedulers[panes.indexOf(pane)];
+  return `${catalogue.schedulers[name].title}${code.isChanged(pane.name, module(pane)) ? ", changed" : ""}`;
+};
+const shownPanes = () => panes.filter((pane) => pane.recording);
+const unit = () => catalogue.workloads[state.workload].unit;
+
+// --- pictures -------------------------------------------------------------------------------------------------------
+
+/** Have the clock stand at a tick, and draw it. */
+function show(at) {
+  tick = clock.ticks.length ? clock.clamp(at) : -1;
+  const now = tick < 0 ? -Infinity : clock.ticks[tick];
+  for (const pane of shownPanes()) {
+    const frame = pane.recording.frameAt(now);
+    if (pane.drawn === pane.recording && !pane.canvas.isOutgrown) pane.canvas.show(frame);
+    else pane.canvas.reset(pane.recording, palette, frame);
+    pane.drawn = pane.recording;
+    setNumbers(pane, frame);
+  }
+  get("position").max = Math.max(0, clock.last);
+  get("position").value = Math.max(0, tick);
+  setValue("position", time(clock.ticks[tick], unit()));
+}
+
+function setNumbers(pane, at) {
+  const told = numbers(pane.recording, at, unit());
+  told.forEach(([, value], index) => {
+    const cell = pane.numbers.children[index].lastElementChild;
+    if (cell.textContent !== String(value)) cell.textContent = value;
+  });
+}
+
+function drawAnew() {
+  for (const pane of panes) pane.drawn = null;
+  show(tick);
+}
+
+/** Once the picture stands still: its summary, its link, and the buttons. */
+function settle() {
+  root.dataset.state = running || wanted || isChanging ? "running" : "ready";
+  const at = tick < 0 ? -Infinity : clock.ticks[tick];
+  const told = shownPanes().map((pane) => summary(title(pane), pane.recording, pane.recording.frameAt(at), unit()));
+  get("summary").textContent = told.join(" ");
+  state.step = tick < 0 ? null : tick;
+  clearTimeout(settle.timer);
+  settle.timer = setTimeout(setLink, 200); // browsers let a page change its address only so often
+  setButtons();
+}
+
+const setLink = () => history.replaceState(null, "", toLink(state, catalogue));
+
+function setButtons() {
+  get("run").textContent = running ? "Stop" : "Run";
+  get("play").textContent = player.playing ? "Pause" : "Play";
+  for (const name of ["start", "back", "play", "forward", "end", "position", "save"]) get(name).disabled = !clock.ticks.length;
+}
+
+function go(at) {
+  player.pause();
+  show(at);
+  settle();
+}
+
+function togglePlaying() {
+  if (player.playing) {
+    player.pause();
+    settle();
+    return;
+  }
+  chooseSpeed();
+  player.play(tick >= clock.last ? 0 : tick);
+  setButtons();
+}
+
+// --- runs -----------------------------------------------------------------------------------------------------------
+
+/** Run both schedulers; then play from the start, or go to tick `at`; without one, stay where the reader was. */
+async function start({ play, at = null }) {
+  if (running) {
+    wanted = { play, at };
+    return;
+  }
+  const share = clock.ticks.length ? tick / Math.max(1, clock.last) : 1;
+  running = true;
+  root.dataset.state = "running";
+  player.pause();
+  for (const pane of panes) prepare(pane);
+  print.count = 0;
+  get("output").replaceChildren();
+  get("output").hidden = true;
+  clock.update([]);
+  tick = -1;
+  setButtons();
+  if (!isStarted()) say("Loading Python, once.");
+  const asked = shownPanes().map((pane) => ({
+    scheduler: state.schedulers[panes.indexOf(pane)],
+    sources: code.sources(pane.name, module(pane)),
+  }));
+  let isDone = false;
+  let patience = 0;
+  const onReady = () => (patience = setTimeout(() => say("Still running. Stop ends it."), PATIENCE));
+  const onPosted = (posted) => receive(posted, play);
+  try {
+    const { workload, settings } = state;
+    isDone = await run({ workload, settings, panes: asked }, { onLoading: loading, onReady, onOutput: print, onPosted });
+    say(isDone ? "" : "Stopped. The next run starts Python again.");
+  } catch (error) {
+    say(`Python could not run this: ${error.message}`, true);
+  }
+  clearTimeout(patience);
+  running = false;
+  for (const pane of shownPanes()) pane.drawn = null;
+  if (!player.playing) show(play || !isDone ? clock.last : (at ?? Math.round(share * clock.last)));
+  settle();
+  if (wanted) {
+    const next = wanted;
+    wanted = null;
+    start(next);
+  }
+}
+
+function prepare(pane) {
+  pane.recording = state.schedulers[panes.indexOf(pane)] === NONE ? null : new Recording(state.settings);
+  pane.result = null;
+  tell(pane);
+}
+
+/** What changed code prints, until it is too much. */
+function print(line) {
+  if (++print.count > MOST_LINES) return;
+  get("output").hidden = false;
+  get("output").append(print.count < MOST_LINES ? `${line}\n` : "…\n");
+}
+
+const loading = (what) => say(`Loading ${what}…`);
+
+function receive({ pane: number, frames, result }, play) {
+  const pane = shownPanes()[number];
+  say("");
+  if (frames) pane.recording.add(frames);
+  if (result) {
+    pane.result = result;
+    tell(pane);
+    code.mark(pane.name, module(pane), result.error);
+  }
+  clock.update(shownPanes().map((each) => each.recording));
+  const isLast = number === shownPanes().length - 1;
+  if (play && isLast && !player.playing && !lessMotion.matches && clock.last > 0) {
+    chooseSpeed();
+    player.play(0);
+    setButtons();
+  }
+}
+
+const tell = (pane) => tellProblems(pane.told, pane.result, (line) => openCode(pane.name, line));
+
+function say(words, isProblem = false) {
+  get("status").textContent = words;
+  get("status").classList.toggle("problem", isProblem);
+}
+
+// --- code -----------------------------------------------------------------------------------------------------------
+
+async function openCode(name = get("code-of").value, line = null) {
+  get("code").open = true;
+  get("code-of").value = name;
+  const pane = paneOf(name);
+  try {
+    await code.show(name, module(pane), loading);
+    if (!running) say("");
+  } catch (error) {
+    return say(`The code could not be loaded: ${error.message}`, true);
+  }
+  code.mark(name, module(pane), pane.result?.error);
+  markChanged();
+  if (line) code.goTo(line);
+}
+
+function markChanged() {
+  const pane = paneOf(get("code-of").value);
+  get("file").textContent = `src/${module(pane).replaceAll(".", "/")}.py`;
+  get("undo").disabled = !code.isChanged(pane.name, module(pane));
+  for (const { element, name, select } of panes) {
+    const isChanged = select.value !== NONE && code.isChanged(name, module(paneOf(name)));
+    element.querySelector(".pg-changed").hidden = !isChanged;
+  }
+}
+
+// --- what the reader does -------------------------------------------------------------------------------------------
+
+function change(next, at = null) {
+  root.dataset.state = "running";
+  state = { ...state, ...next };
+  setControls();
+  markChanged();
+  if (get("code").open) openCode();
+  isChanging = true;
+  clearTimeout(change.timer);
+  change.timer = setTimeout(() => {
+    isChanging = false;
+    start({ play: false, at });
+  }, 200); // a slider on its way says a lot
+}
+
+function listen() {
+  get("workload").addEventListener("change", ({ target }) => {
+    const { settings, schedulers } = catalogue.workloads[target.value];
+    change({ workload: target.value, settings: { ...settings }, schedulers: [...schedulers] }, Infinity);
+  });
+  panes.forEach(({ select }, index) => select.addEventListener("change", () => {
+    change({ schedulers: state.schedulers.map((name, each) => (each === index ? select.value : name)) });
+  }));
+  for (const [name, { values }] of Object.entries(SLIDERS)) {
+    get(name).addEventListener("input", ({ target }) => change({ settings: { ...state.settings, [name]: values[target.value] } }));
+  }
+  get("run").addEventListener("click", () => (running ? stop() : start({ play: true })));
+  get("start").addEventListener("click", () => go(0));
+  get("back").addEventListener("click", () => go(tick - 1));
+  get("play").addEventListener("click", togglePlaying);
+  get("forward").addEventListener("click", () => go(tick + 1));
+  get("end").addEventListener("click", () => go(clock.last));
+  get("position").addEventListener("input", ({ target }) => go(Number(target.value)));
+  get("speed").addEventListener("input", () => {
+    isSpeedChosen = true;
+    setSpeed();
+  });
+  get("save").addEventListener("click", savePicture);
+  get("copy").addEventListener("click", copyLink);
+  get("code").addEventListener("toggle", () => get("code").open && openCode());
+  get("code-of").addEventListener("change", () => openCode());
+  get("run-code").addEventListener("click", () => start({ play: true }));
+  get("undo").addEventListener("click", () => {
+    const pane = paneOf(get("code-of").value);
+    code.reset(pane.name, module(pane));
+    markChanged();
+  });
+  root.addEventListener("keydown", press);
+  addEventListener("hashchange", () => {
+    const next = fromLink(location.hash, catalogue);
+    root.scrollIntoView({ behavior: lessMotion.matches ? "auto" : "smooth" }); // the link may be far below
+    if (sameRun(next, state)) go(next.step ?? clock.last);
+    else change(next, next.step ?? Infinity);
+  });
+  onSchemeChange(() => {
+    palette = colours();
+    drawAnew();
+  });
+  new ResizeObserver(drawAnew).observe(panes[0].element);
+}
+
+/** Arrow keys step wherever they have no other meaning. */
+function press(event) {
+  if (event.target.closest("input, select, textarea, [contenteditable], pre") || event.altKey || event.ctrlKey || event.metaKey) return;
+  const actions = {
+    ArrowLeft: () => go(tick - 1), ArrowRight: () => go(tick + 1), Home: () => go(0), End: () => go(clock.last),
+  };
+  if (!event.target.closest("button, summary, a")) actions[" "] = togglePlaying;
+  if (!(event.key in actions) || !clock.ticks.length) return;
+  event.preventDefault();
+  actions[event.key]();
+}
+
+async function copyLink() {
+  setLink();
+  try {
+    await navigator.clipboard.writeText(location.href);
+    say("The link is copied.");
+  } catch {
+    say("The link is in the address bar.");
+  }
+}
+
+function savePicture() {
+  const at = clock.ticks[tick];
+  const shown = shownPanes().map((pane) => {
+    const frame = pane.recording.frameAt(at);
+    const told = numbers(pane.recording, frame, unit()).map(([name, value]) => `${name} ${value}`);
+    pane.recording.moveTo(frame);
+    return {
+      title: title(pane),
+      numbers: [told.slice(0, 5).join(" · "), told.slice(5).join(" · ")],
+      recording: pane.recording,
+      at: frame,
+    };
+  });
+  const name = `minicache-${state.workload}-${state.schedulers.filter((each) => each !== NONE).join("-")}-${tick}.svg`;
+  const svg = toSvg({
+    title: `${catalogue.workloads[state.workload].title}, on minicache's schedulers`,
+    summary: get("summary").textContent,
+    panes: shown,
+    legend: LEGEND,
+    palettes: catalogue.palettes,
+  });
+  save(name.replaceAll("+", "-"), svg);
+}
+
+// --- the beginning --------------------------------------------------------------------------------------------------
+
+fillIn();
+setControls();
+setSpeed();
+listen();
+markChanged();
+const recorded = { workload: first.workload, schedulers: first.panes.map((pane) => pane.scheduler), settings: first.settings };
+if (sameRun(state, recorded)) {
+  panes.forEach((pane, index) => {
+    prepare(pane);
+    pane.recording.add(first.panes[index].frames);
+  });
+  clock.update(shownPanes().map((pane) => pane.recording));
+  go(state.step ?? clock.last);
+} else {
+  await start({ play: false, at: state.step ?? Infinity }); // a link to a picture: draw it
+}

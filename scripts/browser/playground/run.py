@@ -1,0 +1,147 @@
+"""One run of the playground: a scheduler, a workload and the sliders in, frames out."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from minicache.errors import InvariantError
+from minicache.request import Request
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.observe import Observer
+from minicache.scheduler.output import SchedulerOutput
+from minicache.simulator.serving import ServingSimulation
+from scripts.browser.playground.edited import file_of, importing, line_of
+from scripts.browser.playground.frames import Frame, Frames
+from scripts.browser.playground.schedulers import PACKAGE, SCHEDULERS
+from scripts.browser.playground.workloads import WORKLOADS, Settings
+
+MOST_STEPS: Final = 5000
+"""Steps after which a run is stopped: a changed scheduler may generate nothing, for ever."""
+
+FRAMES_AT_ONCE: Final = 200
+"""A message to the page for each frame would take longer than the run."""
+
+Result = dict[str, Any]
+"""How a run ended: `refused`, how many requests; `refusal`, the message of the first; `audit`, the first rule that a
+changed scheduler broke; `error`: its `kind`, `message`, `line` in the changed module, `traceback`. None without."""
+
+
+def play(asked: Mapping[str, Any], post: Callable[[Any], object]) -> None:
+    """Serve a workload by several schedulers, one after the other, for a page.
+
+    Args:
+        asked: `workload`, `settings` and `panes`, each pane with `scheduler` and `sources`, as `run` takes them.
+        post: is called with `{pane, frames}` now and then, and with `{pane, result}` at the end of each pane.
+    """
+    for number, pane in enumerate(asked["panes"]):
+        batch: list[Frame] = []
+
+        def collect(frame: Frame, number: int = number, batch: list[Frame] = batch) -> None:
+            batch.append(frame)
+            if len(batch) == FRAMES_AT_ONCE:
+                post({"pane": number, "frames": batch})
+                batch.clear()
+
+        result = run(asked["workload"], pane["scheduler"], Settings(**asked["settings"]), collect, pane["sources"])
+        post({"pane": number, "frames": batch, "result": result})
+
+
+def run(
+    workload: str,
+    scheduler: str,
+    settings: Settings,
+    sink: Callable[[Frame], object],
+    sources: Mapping[str, str] | None = None,
+) -> Result:
+    """Serve a workload.
+
+    Args:
+        workload: a name in `WORKLOADS`.
+        scheduler: a name in `SCHEDULERS`.
+        settings: the sliders.
+        sink: is called with the frame of each step as it is over.
+        sources: modules of `minicache.scheduler` to load from changed code: name → code.
+
+    Returns:
+        How it ended. What the scheduler raises, or its changed code, is in there, and does not go through.
+    """
+    choice, chosen, frames = SCHEDULERS[scheduler], WORKLOADS[workload], Frames()
+    module = choice.module if sources else ""
+    try:
+        with importing(sources or {}) as imported:
+            created = choice.create(settings, imported)
+            listeners = [Listener(imported(f"{PACKAGE}.audit_sharing").SharingAuditor())] if sources else []
+    except Exception as error:
+        return Result(refused=0, refusal=None, audit=None, error=explained(error, module))
+    simulation = ServingSimulation(
+        created,
+        chosen.cost,
+        chosen.requests(),
+        observers=(frames, *listeners),
+        trace=lambda step: sink(frames.frame(step)),
+    )
+    failed = None
+    try:
+        _serve(simulation)
+    except Exception as error:
+        failed = explained(error, module)
+    report = simulation.report()
+    complaint = next((listener.complaint for listener in listeners), None)
+    return Result(refused=report.num_refused, refusal=report.refusal, audit=complaint, error=failed)
+
+
+def _serve(simulation: ServingSimulation) -> None:
+    for _ in range(MOST_STEPS):
+        if not simulation.step():
+            return
+    raise InvariantError(f"not done after {MOST_STEPS:,} steps: the run was stopped")
+
+
+def explained(error: Exception, module: str) -> dict[str, Any]:
+    """What a page shows of an error: its class and message, the line of the changed module, and the traceback."""
+    told = traceback.TracebackException.from_exception(error)
+    within = [index for index, frame in enumerate(told.stack) if frame.filename == file_of(module)]
+    if module:  # how the playground came there helps nobody
+        told.stack = traceback.StackSummary.from_list(told.stack[within[0] :] if within else [])
+    return {
+        "kind": type(error).__name__,
+        "message": error.msg if isinstance(error, SyntaxError) else str(error),
+        "line": line_of(error, module) if module else None,
+        "traceback": "".join(told.format()),
+    }
+
+
+class Listener(Observer):
+    """Listens to an auditor until its first complaint: a changed scheduler may go on, with its books wrong.
+
+    Args:
+        auditor: of the package that the scheduler is from.
+
+    Attributes:
+        complaint: the first; None without.
+    """
+
+    def __init__(self, auditor: Observer) -> None:
+        self.complaint: str | None = None
+        self._auditor = auditor
+
+    def on_add(self, scheduler: Scheduler, request: Request) -> None:
+        """As the auditor's."""
+        self._listen(lambda: self._auditor.on_add(scheduler, request))
+
+    def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """As the auditor's."""
+        self._listen(lambda: self._auditor.on_schedule(scheduler, output))
+
+    def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
+        """As the auditor's."""
+        self._listen(lambda: self._auditor.on_update(scheduler, output, finished))
+
+    def _listen(self, audit: Callable[[], None]) -> None:
+        if self.complaint is None:
+            try:
+                audit()
+            except InvariantError as error:
+                self.complaint = str(error)

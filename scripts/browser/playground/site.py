@@ -1,0 +1,76 @@
+"""Make `assets/playground/` of the site: the page's scripts, what can be chosen, and a run that needs no Python.
+
+That run is the picture of the home page, and what the playground shows before anything is clicked.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from minicache.palette import INK, PALETTE, Scheme
+from scripts.browser.build import archive, bundle
+from scripts.browser.playground.frames import Frame
+from scripts.browser.playground.run import run
+from scripts.browser.playground.schedulers import SCHEDULERS
+from scripts.browser.playground.workloads import IN_STEPS, WORKLOADS
+
+HERE: Final = Path(__file__).resolve().parent
+ROOT: Final = HERE.parents[2]
+GROUND: Final[dict[Scheme, str]] = {"light": "#FFFFFF", "dark": "#14171F"}
+"""Behind a saved picture: the pages' own grounds."""
+
+FIRST: Final = "six"
+"""The workload of the home page's picture, and of a playground that is opened without a link."""
+
+
+def build(target: Path) -> None:
+    """Write everything into `target`, an empty or missing folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in (*HERE.glob("*.js"), HERE / "playground.css"):
+        shutil.copy(file, target / file.name)
+    bundle(HERE / "moving.js", target / "moving.js")  # the home page should ask for one file, and a small one
+    for name, content in (("catalogue.json", catalogue()), ("first.json", recording())):
+        (target / name).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+    modules = (ROOT / "scripts" / "__init__.py", HERE.parent / "__init__.py", *HERE.glob("*.py"))
+    files = ((file.relative_to(ROOT).as_posix(), file.read_bytes()) for file in modules)
+    (target / "playground.zip").write_bytes(archive(files))
+
+
+def catalogue() -> dict[str, Any]:
+    """All that can be chosen, and where the sliders stand for each workload."""
+    return {
+        "first": FIRST,
+        "workloads": {
+            name: {
+                "title": each.title,
+                "unit": "steps" if each.cost is IN_STEPS else "s",
+                "schedulers": each.schedulers,
+                "settings": asdict(each.settings),
+            }
+            for name, each in WORKLOADS.items()
+        },
+        "schedulers": {name: {"title": each.title, "module": each.module} for name, each in SCHEDULERS.items()},
+        "palettes": {"light": _palette("light"), "dark": _palette("dark")},
+    }
+
+
+def _palette(scheme: Scheme) -> dict[str, str]:
+    """Role → colour, and "on-" role → that of letters on it."""
+    shades = {role: each.shade(scheme) for role, each in PALETTE.items()}
+    letters = {f"on-{role}": each.on_light if scheme == "light" else each.on_dark for role, each in PALETTE.items()}
+    return {"ink": INK[scheme], "ground": GROUND[scheme], **shades, **letters}
+
+
+def recording() -> dict[str, Any]:
+    """The first workload on its two schedulers, step by step."""
+    workload = WORKLOADS[FIRST]
+    panes = []
+    for scheduler in workload.schedulers:
+        frames: list[Frame] = []
+        run(FIRST, scheduler, workload.settings, frames.append)
+        panes.append({"scheduler": scheduler, "frames": frames})
+    return {"workload": FIRST, "unit": "steps", "settings": asdict(workload.settings), "panes": panes}

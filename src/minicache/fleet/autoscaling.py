@@ -1,0 +1,116 @@
+"""How many replicas there should be (phase 11). Pure standard library.
+
+The load now says how many replicas are wanted now. Acting on each such number would start and stop replicas all day,
+and a start takes a minute in which nothing is gained. So a number is acted on only when it has held for a while: the
+fleet grows to what was wanted at least, and shrinks to what was wanted at most, in a window that ends now (the
+stabilization windows of Kubernetes' Horizontal Pod Autoscaler). Whoever leaves finishes its requests first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any
+
+from minicache.errors import require_count, require_positive
+from minicache.fleet.views import FleetView, ReplicaId, ReplicaView
+
+
+class Autoscaler:
+    """Decides, each time it is asked, how many replicas there should be.
+
+    It keeps nothing between two calls: what it has to remember is in the `state` that it returns, and gets back.
+
+    Args:
+        target_unfinished: unfinished requests a replica should have, > 0.
+        min_replicas: the fewest that are wanted, ≥ 1.
+        max_replicas: the most that are wanted, ≥ min_replicas.
+        upscale_delay: seconds for which more replicas must have been wanted before there are more, ≥ 0.
+        downscale_delay: seconds for which fewer must have been wanted before there are fewer, ≥ 0.
+
+    Raises:
+        TypeError: a number has the wrong type.
+        ValueError: a number is out of its bounds.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_unfinished: float,
+        min_replicas: int = 1,
+        max_replicas: int = 8,
+        upscale_delay: float = 0.0,
+        downscale_delay: float = 300.0,
+    ) -> None:
+        require_positive("target_unfinished", target_unfinished)
+        require_count("min_replicas", min_replicas)
+        require_count("max_replicas", max_replicas, at_least=min_replicas)
+        for name, seconds in (("upscale_delay", upscale_delay), ("downscale_delay", downscale_delay)):
+            if seconds:
+                require_positive(name, seconds)
+        self.target_unfinished = target_unfinished
+        self.min_replicas, self.max_replicas = min_replicas, max_replicas
+        self.upscale_delay, self.downscale_delay = upscale_delay, downscale_delay
+
+    def wanted(self, view: FleetView) -> int:
+        """The fewest replicas with which none has more than `target_unfinished` requests, if all share them evenly.
+
+        Requests that wait for a replica count as those that have one. Never fewer than `min_replicas`, nor more than
+        `max_replicas`.
+        """
+        num_requests = view.num_unfinished + view.num_waiting
+        return self._bounded(ceil(num_requests / self.target_unfinished))
+
+    def _bounded(self, number: int) -> int:
+        return min(max(number, self.min_replicas), self.max_replicas)
+
+    def decide(self, view: FleetView, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """How many replicas there should be, those that start included.
+
+        What is `wanted` at one call holds until the next. If at every moment of the last `upscale_delay` seconds more
+        were wanted than there are, there should be as many as were wanted at least. If at every moment of the last
+        `downscale_delay` seconds fewer were wanted than there are, there should be as many as were wanted at most.
+        Else as many as there are. "As there are" means those that take requests and those that start, and the nearer
+        bound where these are fewer than `min_replicas` or more than `max_replicas`: the bounds need no delay.
+
+        What was wanted before the first call is not known, and reason for nothing. If the clock was set back, what was
+        wanted at moments after `view.now` is forgotten.
+
+        Args:
+            view: the fleet now.
+            state: what the call before returned; empty at the first. It is not changed.
+
+        Returns:
+            The number, and the new state: what `json.dumps` takes, and no more of the past than the delays need.
+        """
+        # (when, how many), the oldest first
+        history = [(when, number) for when, number in state.get("wanted", ()) if when <= view.now]
+        history.append((view.now, self.wanted(view)))
+        current = self._bounded(view.num_ready + view.num_starting)
+        number = current
+        if (least := min(_since(history, view.now - self.upscale_delay), default=current)) > current:
+            number = least
+        elif (most := max(_since(history, view.now - self.downscale_delay), default=current)) < current:
+            number = most
+        start = view.now - max(self.upscale_delay, self.downscale_delay)
+        first = max((index for index, (time, _) in enumerate(history) if time <= start), default=0)
+        return number, {"wanted": [list(each) for each in history[first:]]}
+
+    def leaving(self, replicas: Sequence[ReplicaView], count: int) -> list[ReplicaId]:
+        """Which replicas drain when there should be `count` fewer: those that will be done first.
+
+        Args:
+            replicas: those that take requests.
+            count: 0 … len(replicas).
+
+        Returns:
+            The names of `count` of them: with the fewest unfinished requests; of equals, those whose names come first.
+        """
+        by_load = sorted(replicas, key=lambda replica: (replica.num_unfinished, replica.replica_id))
+        return [replica.replica_id for replica in by_load[:count]]
+
+
+def _since(history: Sequence[tuple[float, int]], start: float) -> list[int]:
+    """What was wanted at any moment from `start` on; [] if it is not known of all."""
+    known = [index for index, (time, _) in enumerate(history) if time <= start]
+    return [number for _, number in history[known[-1] :]] if known else []

@@ -1,0 +1,92 @@
+"""Ray on this machine alone: started for as long as it is needed, and gone without a trace. No phase builds this."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from minicache.errors import EngineDiedError, MissingExtraError, WorkerDiedError
+from minicache.simulator.sweep import Point, Result
+
+# Ray's own ports are open to the network: with a token they do not run what a stranger sends. Given here, it is not
+# written into the home folder. Ray reads this when it is imported, so it is of no use to a process that has done so.
+if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+try:
+    import ray
+except ModuleNotFoundError as missing:
+    raise MissingExtraError("Ray is not installed: pip install 'minicache[scale]'") from missing
+
+OBJECT_STORE_NBYTES: Final = 80 * 2**20
+"""Ray's shared memory, as small as Ray allows: tokens and results do not go through it."""
+
+
+@contextmanager
+def ray_running(num_cpus: int, *, root: Path | None = None) -> Iterator[None]:
+    """Ray, from here to the end of the block, on this machine alone and in a folder that is removed after it.
+
+    Args:
+        num_cpus: how many tasks may run at a time, if each counts as one; nothing is taken.
+        root: of a course, whose finished lab files stand in for modules in every process; None: the reference runs.
+
+    Raises:
+        EngineDiedError: Ray could not be started.
+    """
+    environment = {"OMP_NUM_THREADS": "1"}
+    runtime: dict[str, Any] = {"env_vars": environment}
+    if root is not None:
+        environment["MINICACHE_ROOT"] = str(root)
+        runtime["worker_process_setup_hook"] = "minicache.course.finder.install_finished_labs"
+    # Sockets lie in it, and their paths must be short, as those under TMPDIR need not be.
+    with tempfile.TemporaryDirectory(prefix="mcray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        try:
+            ray.init(
+                "local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_NBYTES,
+                logging_level="ERROR",
+                log_to_driver=False,
+                runtime_env=runtime,
+                _temp_dir=folder,
+                _node_ip_address="127.0.0.1",
+            )
+        except Exception as error:  # Ray gives itself half a minute
+            ray.shutdown()
+            raise EngineDiedError(f"Ray could not be started; is the machine too busy? {error}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def in_ray(points: Sequence[Point]) -> Iterator[tuple[Point, Result]]:
+    """Run a sweep's points on Ray, which is running, as `minicache.simulator.sweep.in_processes` does.
+
+    Yields:
+        Each point with its result, in the order in which they end.
+
+    Raises:
+        WorkerDiedError: a process has died again and again.
+    """
+    run = ray.remote(num_cpus=1)(Point.run)
+    running = {run.remote(point): point for point in points}
+    while running:
+        done, _ = ray.wait(list(running))
+        for each in done:
+            try:
+                result = ray.get(each)
+            except ray.exceptions.WorkerCrashedError as error:
+                raise WorkerDiedError("a process of the sweep has died, for want of memory perhaps") from error
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            yield running.pop(each), result

@@ -1,0 +1,215 @@
+"""The playground's Python, in CPython: frames are what schedulers did; changed code is run, or its error told."""
+
+import json
+from collections import Counter
+from importlib import import_module
+
+import pytest
+from scripts.browser.playground.edited import source_of
+from scripts.browser.playground.frames import Frames
+from scripts.browser.playground.run import run
+from scripts.browser.playground.schedulers import SCHEDULERS
+from scripts.browser.playground.site import catalogue, recording
+from scripts.browser.playground.workloads import WORKLOADS, Settings
+
+from minicache.palette import PALETTE
+from minicache.scheduler import create_scheduler
+from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.drive import drive
+from minicache.simulator.serving import ServingSimulation
+
+FAIR = SCHEDULERS["fair"].module
+
+
+def played(workload, scheduler, settings=None, sources=None):
+    frames = []
+    result = run(workload, scheduler, settings or WORKLOADS[workload].settings, frames.append, sources)
+    return frames, result
+
+
+def changed(find, replace):
+    source = source_of(FAIR)
+    assert find in source
+    return {FAIR: source.replace(find, replace)}
+
+
+# --- what is drawn is what happened ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["static", "continuous"])
+def test_the_six_requests_of_phase_5(name: str) -> None:
+    frames, result = played("six", name)
+    tally = drive(create_scheduler(name, num_blocks=64, max_num_seqs=3), WORKLOADS["six"].requests())
+    assert result == {"refused": 0, "refusal": None, "audit": None, "error": None}
+    assert [sorted(request for _, request, _, _ in frame["slots"]) for frame in frames] == list(
+        map(sorted, tally.order)
+    )
+    last = {}
+    for step, frame in enumerate(frames):
+        last |= {request: step for _, request, role, _ in frame["slots"] if role == "end"}
+    assert last == tally.finished
+    slots = {request: slot for frame in frames for slot, request, _, _ in frame["slots"]}
+    if name == "continuous":  # as the grid of phase 5: D takes A's slot, E D's, F C's
+        assert slots == {"A": 0, "B": 1, "C": 2, "D": 0, "E": 0, "F": 2}
+
+
+@pytest.mark.parametrize("workload", ["six", "thrash", "burst"])
+@pytest.mark.parametrize("scheduler", list(SCHEDULERS))
+def test_every_scheduler_serves_every_request(workload: str, scheduler: str) -> None:
+    check_whole_run(workload, scheduler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["chats", "prefix"])
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "thrash"])
+def test_every_scheduler_serves_long_workloads(workload: str, scheduler: str) -> None:
+    check_whole_run(workload, scheduler)
+
+
+def check_whole_run(workload: str, scheduler: str) -> None:
+    chosen = WORKLOADS[workload]
+    frames, result = played(workload, scheduler)
+    assert result["error"] is None
+    assert frames[-1]["finished"] + result["refused"] == len(list(chosen.requests()))
+    json.dumps(frames, allow_nan=False)
+    blocks = {}
+    for frame in frames:
+        slots = [slot for slot, *_ in frame["slots"]]
+        assert len(set(slots)) == len(slots) <= chosen.settings.slots
+        assert all(0 <= slot < chosen.settings.slots for slot in slots)
+        blocks |= {block: (role, request) for block, role, request in frame["blocks"]}
+        assert all(role in PALETTE for role, _ in blocks.values())
+        assert sum(role != "free" for role, _ in blocks.values()) == frame["used"]
+        computed = sum(tokens for *_, tokens in frame["slots"])
+        assert computed == frame["prompt"] + frame["generated"]
+
+
+@pytest.mark.parametrize(("workload", "scheduler"), [("burst", "paged+swap"), ("prefix", "fair+prefix")])
+def test_frames_agree_with_the_report_and_the_auditor(workload: str, scheduler: str) -> None:
+    chosen, frames, steps = WORKLOADS[workload], Frames(), []
+    created = SCHEDULERS[scheduler].create(chosen.settings, import_module)
+    told = []
+
+    def trace(step) -> None:
+        steps.append(step)
+        told.append(frames.frame(step))
+
+    watched = (frames, SharingAuditor())
+    report = ServingSimulation(created, chosen.cost, chosen.requests(), observers=watched, trace=trace).run()
+    assert [(frame["time"], frame["waiting"], frame["used"]) for frame in told] == [
+        (step.time, step.num_waiting, step.num_used_blocks) for step in steps
+    ]
+    assert told[-1]["ttft"] == pytest.approx(report.ttft.mean)
+    assert told[-1]["tpot"] == pytest.approx(report.tpot.mean)
+    assert told[-1]["preemptions"] == report.num_preemptions
+    assert told == played(workload, scheduler)[0]
+
+
+def test_a_preempted_request_loses_its_slot_and_its_prompt_is_computed_again() -> None:
+    frames, _ = played("thrash", "thrash")
+    assert (len(frames), frames[-1]["preemptions"], frames[-1]["prefill"]) == (200, 100, 17_000)
+    assert frames[1]["slots"] == [(0, "B", "free", 0), (1, "A", "prompt", 120)]
+    assert frames[2]["lost"] == [1]
+    assert len(played("thrash", "fair")[0]) == 100
+
+
+def test_blocks_are_reserved_shared_and_free() -> None:
+    frames, _ = played("six", "continuous")
+    first = Counter(role for _, role, _ in frames[0]["blocks"])
+    assert first == {"prompt": 3, "wasted": 4}  # blocks of 4 for 4 + 3, 3 + 8 and 2 + 5 tokens
+    reserved = played("thrash", "continuous")[0][0]["blocks"]
+    assert Counter(role for _, role, _ in reserved) == {"prompt": 8 + 4, "wasted": 14 + 10 - 12}
+    assert any(role == "shared" for frame in played("prefix", "fair+prefix")[0] for _, role, _ in frame["blocks"])
+
+
+def test_prompts_of_different_requests_share_nothing() -> None:
+    assert played("burst", "paged")[0][-1]["prefill"] >= played("burst", "paged+prefix")[0][-1]["prefill"]
+    assert not any(role == "shared" for frame in played("burst", "paged+prefix")[0] for _, role, _ in frame["blocks"])
+
+
+# --- what cannot be served ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_larger_than_the_pool_is_the_schedulers_own_error() -> None:
+    frames, result = played("thrash", "fair", Settings(blocks=4, block_size=16, slots=8, budget=8192))
+    assert result["refused"] == 1
+    assert "request 'A' needs 8 blocks and the whole pool has 4" in result["refusal"]
+    assert frames[0]["events"][0][:2] == ["refuse", "A"]
+    assert played("six", "paged", Settings(64, 16, 3, 1))[1]["refused"] == 6
+
+
+def test_options_that_no_scheduler_takes_are_told() -> None:
+    _, result = played("six", "fair", Settings(blocks=0, block_size=16, slots=3, budget=64))
+    assert result["error"]["kind"] == "ValueError"
+    assert "num_blocks" in result["error"]["message"]
+
+
+# --- changed code ---------------------------------------------------------------------------------------------------
+
+
+def test_the_module_as_it_is_changes_nothing() -> None:
+    before = create_scheduler("fair", num_blocks=8).__class__
+    assert played("burst", "fair", sources={FAIR: source_of(FAIR)}) == played("burst", "fair")
+    assert create_scheduler("fair", num_blocks=8).__class__ is before
+
+
+def test_changed_code_is_what_runs() -> None:
+    shortest_first = changed("return request.priority,", "return request.max_tokens,")
+    frames, result = played("six", "fair", sources=shortest_first)
+    assert result["error"] is None
+    assert [request for _, request, _, _ in frames[0]["slots"]] == ["D", "A", "E"]
+    assert [request for _, request, _, _ in played("six", "fair")[0][0]["slots"]] == ["A", "B", "C"]
+
+
+def test_an_error_is_told_with_its_line() -> None:
+    lines = source_of(FAIR).splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if "return request.priority," in line)
+    error = played("six", "fair", sources=changed("return request.priority,", "return request.prio,"))[1]["error"]
+    assert (error["kind"], error["line"]) == ("AttributeError", number)
+    assert error["traceback"].startswith(f'Traceback (most recent call last):\n  File "fair.py", line {number}, in ')
+    error = played("six", "fair", sources=changed("return request.priority,", "return request.,"))[1]["error"]
+    assert (error["kind"], error["line"], error["message"]) == ("SyntaxError", number, "invalid syntax")
+
+
+def test_a_scheduler_that_schedules_nothing_or_never_ends_is_stopped() -> None:
+    idle = changed("return super().head()", "return None")
+    assert "nothing was scheduled" in played("six", "fair", sources=idle)[1]["error"]["message"]
+
+
+def test_the_auditor_complains_and_the_run_goes_on() -> None:
+    leaking = changed(
+        "        super().admit(request, output, found)",
+        "        super().admit(request, output, found)\n        self.pool.allocate(1)",
+    )
+    frames, result = played("six", "fair", sources=leaking)
+    assert result["audit"].startswith("step 0, blocks:")
+    assert frames[-1]["finished"] == 6
+
+
+# --- what the site has of it ----------------------------------------------------------------------------------------
+
+
+def test_the_site_knows_what_can_be_chosen() -> None:
+    told = json.loads(json.dumps(catalogue()))
+    assert told["workloads"].keys() == WORKLOADS.keys()
+    for workload in told["workloads"].values():
+        assert set(workload["schedulers"]) <= told["schedulers"].keys()
+    for scheduler in told["schedulers"].values():
+        assert "class" in source_of(scheduler["module"])
+
+
+def test_the_recording_of_the_home_page_is_small() -> None:
+    panes = recording()["panes"]
+    assert [len(pane["frames"]) for pane in panes] == [14, 11]
+    assert len(json.dumps(recording(), separators=(",", ":"))) < 12_000
+
+
+def test_the_numbers_of_the_page() -> None:
+    burst = {name: played("burst", name)[0] for name in WORKLOADS["burst"].schedulers}
+    assert {name: len(frames) for name, frames in burst.items()} == {"continuous": 338, "paged": 235}
+    assert burst["paged"][-1]["preemptions"] == 22
+    prefix = [played("prefix", name)[0][-1]["prefill"] for name in WORKLOADS["prefix"].schedulers]
+    assert prefix == [15_045, 1_958]
+    static = played("six", "static")[0]
+    first = {request: step for step, frame in reversed(list(enumerate(static))) for _, request, _, _ in frame["slots"]}
+    assert first["D"] == 8

@@ -7,6 +7,7 @@
     {$ gpus() $}                                      what `make gpu` has found, a table for each GPU
     {$ machine("decode_cost") $}                      where and with what command it was measured
     {$ tasks(0) $}  {$ phases() $}                    tables from labs/course.toml
+    {$ hours() $}  {$ num_hours(0, 1, "3.1") $}       estimated hours: a table; of phases, and of single tasks
     {$ commands() $}                                  every `minicache` command, from its own help
     {$ roles() $}                                     the rows of the colour code's legend
     {$ play("the burst", "workload=burst&a=continuous&b=paged") $}   a link to the playground, as its address bar has it
@@ -23,6 +24,7 @@ import ast
 import importlib
 import json
 import posixpath
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -37,7 +39,7 @@ from mkdocs.structure.files import File
 from mkdocs.utils import get_relative_url
 from typer.testing import CliRunner
 
-from minicache.course.table import Phase, load_course
+from minicache.course.table import Phase, Task, load_course
 from minicache.palette import PALETTE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +75,9 @@ def define_env(env: Any) -> None:
     def phases() -> str:
         return phase_table(relative("."))
 
+    def hours() -> str:
+        return hours_table(relative("."))
+
     def pure_tasks() -> str:
         return pure_task_table(relative("."))
 
@@ -86,7 +91,7 @@ def define_env(env: Any) -> None:
         return other_language("es", page, text, here=env.page.url)
 
     results = (result, result_table, gpus, machine)
-    pages = (tasks, phases, pure_tasks, commands, roles, play, english, spanish)
+    pages = (tasks, phases, hours, num_hours, pure_tasks, commands, roles, play, english, spanish)
     for function in (source, figure, *results, *pages):
         env.macro(function)
 
@@ -330,6 +335,70 @@ def phase_table(root: str) -> str:
         for phase in load_course(COURSE)
     ]
     return "\n".join(["| phase | | you build | you learn |", "|--:|---|---|---|", *rows])
+
+
+WORDS_A_MINUTE = 180
+"""Reading speed for technical text. Code blocks are not counted."""
+MINUTES_A_TASK = 15
+"""To read a task's tests and hints, and to run them."""
+MINUTES_A_LINE = 1
+"""For each line of the reference that a learner has to write: the bodies of the task's functions."""
+
+
+def hours_table(root: str) -> str:
+    """The estimated hours of each phase, reading and writing, and their sums."""
+    rows, whole = [], [0.0, 0.0]
+    for phase in load_course(COURSE):
+        reading, writing = reading_hours(phase), sum(map(writing_hours, phase.tasks))
+        whole = [whole[0] + reading, whole[1] + writing]
+        rows.append(f"| {phase.number} | {_phase_title(phase, root)} | {_three(reading, writing)} |")
+    head = ["| phase | | reading | writing | hours |", "|--:|---|--:|--:|--:|"]
+    return "\n".join([*head, *rows, f"| | **all** | {_three(*whole)} |"])
+
+
+def num_hours(*which: int | str) -> str:
+    """The estimated hours of phases (numbers) and of writing single tasks ("3.1"), rounded; of all by default."""
+    course = load_course(COURSE)
+    hours = 0.0
+    for name in which or tuple(phase.number for phase in course):
+        if isinstance(name, int):
+            phase = course.phase(name)
+            hours += reading_hours(phase) + sum(map(writing_hours, phase.tasks))
+        else:
+            number, _, task = name.partition(".")
+            hours += writing_hours(course.phase(int(number)).task(int(task)))
+    return f"{hours:.0f}"
+
+
+def reading_hours(phase: Phase) -> float:
+    """The words of a phase's pages outside code blocks, at WORDS_A_MINUTE."""
+    pages = (ROOT / "docs" / "en" / phase.folder).rglob("*.md")
+    words = sum(
+        len(re.sub(r"^( *)```.*?^\1```", "", page.read_text("utf-8"), flags=re.M | re.S).split()) for page in pages
+    )
+    return words / WORDS_A_MINUTE / 60
+
+
+def writing_hours(task: Task) -> float:
+    """MINUTES_A_TASK, and MINUTES_A_LINE for the lines of the reference that the learner writes."""
+    return (MINUTES_A_TASK + MINUTES_A_LINE * _lines_to_write(task)) / 60
+
+
+def _lines_to_write(task: Task) -> int:
+    """The lines of the bodies of a task's targets in the reference, without docstrings and empty lines."""
+    text = _module_path(task.module).read_text(encoding="utf-8")
+    tree, lines, count = ast.parse(text), text.splitlines(), 0
+    for target in task.targets:
+        node = _find(tree, target.split("."), f"{task.module}:{target}")
+        body = getattr(node, "body", [node])
+        inside = set(range(body[0].lineno, (node.end_lineno or node.lineno) + 1)) - _docstring_lines(node, lines)
+        count += sum(1 for number in inside if lines[number - 1].strip())
+    return count
+
+
+def _three(reading: float, writing: float) -> str:
+    """Three cells: reading, writing, and their sum, in half hours."""
+    return " | ".join(f"{round(2 * hours) / 2:.1f}" for hours in (reading, writing, reading + writing))
 
 
 def _phase_title(phase: Phase, root: str) -> str:

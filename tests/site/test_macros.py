@@ -49,6 +49,25 @@ class Box:
 '''
 
 
+COURSE_OF_ONE = """
+[[phase]]
+number = 0
+slug = "boxes"
+title = "Boxes"
+builds = "a box"
+theory = "boxes"
+
+[[phase.task]]
+number = 1
+title = "A size"
+module = "minicache.box"
+targets = ["Box.size"]
+points = 100
+page = "docs/en/phase-00-boxes/index.md"
+hints = ["Look.", "Look again."]
+"""
+
+
 @pytest.fixture
 def module(macros: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "boxes.py").write_text(MODULE, encoding="utf-8")
@@ -147,6 +166,27 @@ def test_tables_follow_the_course(macros: ModuleType) -> None:
     for task in phase.tasks:
         assert f"[{task.title}](../{task.page.removeprefix('docs/en/')})" in table
     assert f"**{phase.points}**" in table
+
+
+def test_hours_follow_the_pages_and_the_reference(
+    macros: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "labs" / "course.toml").write_text(COURSE_OF_ONE, encoding="utf-8")
+    code = tmp_path / "src" / "minicache" / "box.py"
+    code.parent.mkdir(parents=True)
+    code.write_text(MODULE, encoding="utf-8")
+    page = tmp_path / "docs" / "en" / "phase-00-boxes" / "index.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("word " * 3 * 60 * 180 + "\n```python\n" + "code " * 5_000 + "\n```\n", encoding="utf-8")
+    monkeypatch.setattr(macros, "ROOT", tmp_path)
+    monkeypatch.setattr(macros, "COURSE", tmp_path / "labs" / "course.toml")
+    phase = load_course(macros.COURSE).phase(0)
+    assert macros.reading_hours(phase) == 3
+    assert macros.writing_hours(phase.tasks[0]) == pytest.approx(16 / 60)  # one task, one line
+    assert "| 3.0 | 0.5 | 3.5 |" in macros.hours_table(".")
+    assert macros.num_hours() == macros.num_hours(0) == "3"
+    assert macros.num_hours("0.1", "0.1", "0.1", "0.1") == "1"
 
 
 def test_a_link_to_the_other_language_needs_the_page(macros: ModuleType) -> None:

@@ -154,7 +154,7 @@ class Lab {
     if (!confirm(`Put the starter back as ${this.#file}? What you wrote there is lost: download it first to keep it.`)) return;
     const path = this.#file;
     this.#replace(path, this.#sheet.starters[path]);
-    this.#say(`${path} is the starter again.`);
+    this.#say(`${path} has been reset to the starter.`);
   }
 
   #export() {

@@ -149,7 +149,7 @@ def test_late_days_and_sheets(toys: Toys, tmp_path: Path) -> None:
     output = run(folder, file, *options, "--moodle", str(tmp_path / "sheet.csv"))
     graded = {student: (row["total"], row["late_days"], row["grade"]) for student, row in rows(file).items()}
     assert graded == {"Ada Lovelace": ("100", "3", "80"), "bob": ("100", "0", "100")}
-    assert "names students who handed in nothing: zoe" in output
+    assert "lists students without a submission: zoe" in output
     assert "2 grades in" in output
     assert "scaled to 10 points" in output
     filled = (tmp_path / "grades-moodle.csv").read_text()

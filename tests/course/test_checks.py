@@ -148,7 +148,7 @@ def test_is_near_can_keep_the_answer_to_itself() -> None:
     [
         (8192, 0.01, "the right number, within 1 %", "your answer is 0.5 times the right one"),
         (1, 1e-4, "the right number, within 0.01 %", "your answer is about 16,000 times too small"),
-        (16383, 0, "the right number, exactly", "your answer is close, but not close enough"),
+        (16383, 0, "the right number, exactly", "your answer is close, but not within the tolerance"),
         (0, 0, "the right number, exactly", ""),
     ],
 )

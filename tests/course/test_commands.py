@@ -180,7 +180,7 @@ def test_doctor_says_what_to_do(toys: Toys) -> None:
 def test_starters(toys: Toys) -> None:
     output = run("course", "starters")
     assert "labs/phase-00-toys/palette.py written; the old file is kept as .minicache/backups/toys/" in output
-    assert "current" in run("course", "starters", "--check")
+    assert "up to date" in run("course", "starters", "--check")
 
 
 def test_watch_grades_the_phases_whose_files_changed(toys: Toys) -> None:

@@ -42,7 +42,7 @@ def test_a_starter_leaves_the_reference_and_an_unfinished_file_does_not(toys: To
     toys.nbytes.unlink()
     write_all(toys.workspace)
     assert python("-c", "from minicache.palette import color; print(color('end'))")[1] == [
-        "You have not begun any file: everything is the reference's"
+        "You have not started any file: everything comes from the reference"
     ]
     toys.color.write_text(toys.color.read_text() + "# begun\n")
     _, said = python("-c", "from minicache.palette import color; color('end')", status=1)

@@ -29,12 +29,12 @@ WANTED = PurePosixPath("cache/attention.py")
 )
 def test_a_like_name_is_told_with_the_right_one(other: str) -> None:
     found = meant_for(WANTED, ["README.md", "decoding.py", "dense.py", other, "report.pdf"])
-    assert found == f"{other} is perhaps meant: its name has to be attention.py"
+    assert found == f"{other} may be the file: rename it to attention.py"
 
 
 def test_a_notebook_is_told_to_be_one() -> None:
     assert meant_for(WANTED, ["Attention.ipynb"]) == (
-        "Attention.ipynb is a notebook: its code has to be in a file named attention.py"
+        "Attention.ipynb is a notebook: its code must be in a file named attention.py"
     )
 
 

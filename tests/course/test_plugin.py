@@ -53,7 +53,7 @@ def test_the_header_says_whose_code_and_where(toys: Toys) -> None:
     assert "labs/phase-00-toys/palette.py\n" in output
     assert (
         "labs/phase-00-toys/arithmetic/arithmetic.py   "
-        "CANNOT BE IMPORTED: its tasks fail, the reference serves the others" in output
+        "CANNOT BE IMPORTED: its tasks fail; the reference stands in for other tasks" in output
     )
 
 

@@ -258,7 +258,7 @@ def test_over_https_it_answers_those_who_trust_it_and_whom_it_trusts(
         ({"certfile": "certificate"}, "or give --ssl-keyfile"),
         ({"certfile": "certificate", "keyfile": "none"}, "none its private key"),
         ({"certfile": "certificate", "keyfile": "other"}, "other is not that of the certificate"),
-        ({"certfile": "certificate", "keyfile": "encrypted"}, "give its password: --ssl-keyfile-password"),
+        ({"certfile": "certificate", "keyfile": "encrypted"}, "set --ssl-keyfile-password"),
         ({"certfile": "certificate", "keyfile": "encrypted", "password": "wrong"}, "its password is wrong"),
         ({"certfile": "both", "ca_certs": "none"}, "none must have certificates"),
         ({"certfile": "both", "ca_certs": "nowhere"}, "nowhere cannot be read"),

@@ -440,7 +440,7 @@ def _latency(figure: Figure, times: RequestTimes) -> None:
 
 
 def _distributions(figure: Figure, times: RequestTimes) -> None:
-    """The share of the requests that waited no longer, for the first token and for each one after it."""
+    """The fraction of requests that waited no longer, for the first token and for each one after it."""
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, values, label in (
         (left, sorted(times.first_token), "time to first token in s"),
@@ -450,7 +450,7 @@ def _distributions(figure: Figure, times: RequestTimes) -> None:
         shares = [(place + 1) / len(values) for place in range(len(values))]
         axes.step(values[::every] + values[-1:], shares[::every] + shares[-1:], color=color("generated"), where="post")
         axes.set(xlabel=label, ylim=(0, 1.02))
-    left.set_ylabel("share of the requests")
+    left.set_ylabel("fraction of requests")
 
 
 def _over_time(figure: Figure, report: ServingReport) -> None:

@@ -125,7 +125,7 @@ class Outcome:
         if abs(got - expected) <= rel * abs(expected):
             return
         hints = [hint for factor, hint in (factors or {}).items() if isclose(got / expected, factor, rel_tol=rel)]
-        close = "your answer is close, but not close enough" if isclose(got, expected, rel_tol=0.01) else ""
+        close = "your answer is close, but not within the tolerance" if isclose(got, expected, rel_tol=0.01) else ""
         parts = [_ratio(got, expected, "your answer is", "the right one") or close, *hints[:1]]
         raise self._failed(short(got), wanted, ": ".join(filter(None, parts)))
 
@@ -139,14 +139,14 @@ class Outcome:
         if not is_a(self.error, *types):
             raise self._failed(told(self.error), wanted) from self.error
         if saying and saying.lower() not in plain(str(self.error))[:_MAX_MESSAGE].lower():
-            raise self._failed(told(self.error), wanted, "the message does not say it") from self.error
+            raise self._failed(told(self.error), wanted, "the message does not contain it") from self.error
 
     def _result(self, wanted: str) -> Any:
         __tracebackhide__ = True
         if self.error is not None:
             raise self._failed(told(self.error), wanted) from self.error
         if self.overwritten:  # what is expected may be computed from the arguments
-            raise self._failed(f"{short(self.returned)}, and another {self.overwritten}", "arguments left as they are")
+            raise self._failed(f"{short(self.returned)}, and another {self.overwritten}", "arguments unchanged")
         return self.returned
 
 

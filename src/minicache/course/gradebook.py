@@ -153,7 +153,7 @@ def read_late_days(file: Path) -> dict[str, int]:
                 late = (submitted - due).total_seconds() / 86_400
             days[unescape(entry["student"])] = max(0, math.ceil(late))
         except (ValueError, OverflowError, KeyError, TypeError) as error:  # TypeError: one has a time zone, one none
-            raise CourseError(f"{file}, row {number}: {error}; a date is written 2026-03-01 23:59") from error
+            raise CourseError(f"{file}, row {number}: {error}; write a date as 2026-03-01 23:59") from error
     return days
 
 

@@ -151,7 +151,7 @@ class _Run:
         if record.culprit is None:
             raise CourseError(f"pytest could not grade {record.workspace.labs}:\n{_tail(log)}")
         if self.num_bytes > MAX_MEMORY:
-            outcome, reason = Outcome.CRASHED, f"it used more than {MAX_MEMORY >> 30} GiB of memory, and was stopped"
+            outcome, reason = Outcome.CRASHED, f"it used more than {MAX_MEMORY >> 30} GiB of memory, and was killed"
         elif stalled:
             outcome, reason = Outcome.STALLED, record.no_answer(waiting=self.waiting)
             if self.num_bytes > MAX_MEMORY // 4:
@@ -159,9 +159,9 @@ class _Run:
                 reason = f"No answer within {record.patience:g} s, and by then it used {used}"
         else:
             outcome = Outcome.CRASHED
-            reason = "pytest was made to stop" if record.finished else _how_it_ended(returncode)
+            reason = "pytest was stopped" if record.finished else _how_it_ended(returncode)
         if time.monotonic() > self.deadline:
-            reason = "the time for all of the grading is over"
+            reason = "the time limit for grading is over"
         places = where(stacks(log), record.files.values(), record.tests, waiting=self.waiting)
         self.on_event(record.lose(outcome, "\n".join([reason, *places])))
         return time.monotonic() > self.deadline
@@ -202,7 +202,7 @@ class _Run:
 def _how_it_ended(returncode: int) -> str:
     if returncode < 0:
         return f"the process crashed ({signal.strsignal(-returncode)})"
-    return f"the process was ended (exit code {returncode})"
+    return f"the process exited (exit code {returncode})"
 
 
 def _tail(log: Path, lines: int = 15) -> str:

@@ -63,7 +63,7 @@ def fill_canvas(sheet: list[list[str]], rows: Iterable[Row], phase: Phase, assig
     header = [name.strip() for name in sheet[0]] if sheet else []
     points = [number for number, row in enumerate(sheet[:4]) if row[0].strip() == "Points Possible"]
     if "ID" not in header or not points:
-        raise CourseError("this is no gradebook of Canvas: in the Gradebook, Export, Export Entire Gradebook")
+        raise CourseError("this is not a Canvas gradebook: in the Gradebook, Export, Export Entire Gradebook")
     possible = sheet[points[0]]
     columns = {
         column: match
@@ -75,7 +75,7 @@ def fill_canvas(sheet: list[list[str]], rows: Iterable[Row], phase: Phase, assig
     ]
     if len(wanted) != 1:
         there = ", ".join(header[column] for column in columns) or "none"
-        raise CourseError(f"name the assignment with --assignment; the gradebook has: {there}")
+        raise CourseError(f"choose the assignment with --assignment; the gradebook has: {there}")
     identifying = [header.index("ID")]
     naming = [column for column, name in enumerate(header) if name in _CANVAS_NAMES]
     maximum = _cell(possible, wanted[0])
@@ -100,7 +100,7 @@ def fill_moodle(sheet: list[list[str]], rows: Iterable[Row], phase: Phase) -> Fi
     maxima = [column for column, name in enumerate(header) if name in _MOODLE_MAXIMUM]
     if not identifying or not grades or not maxima:
         raise CourseError(
-            "this is no grading worksheet of Moodle: turn on `Offline grading worksheet` in the assignment's settings, "
+            "this is not a Moodle grading worksheet: turn on `Offline grading worksheet` in the assignment's settings, "
             "then View all submissions, Download grading worksheet, with Moodle in English or Spanish"
         )
     naming = list(range(grades[0]))

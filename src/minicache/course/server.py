@@ -128,7 +128,7 @@ def _answer(answers: IO[str], kind: str) -> int:
         said, number = line.split()
         if said == kind:
             return int(number)
-    raise CourseError("the process that runs pytest has ended: was it killed, or is memory short?")
+    raise CourseError("the process that runs pytest has died: it was killed, or memory is short")
 
 
 def preload_for(phase: Phase) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class GradingSession:
             raise pytest.UsageError(str(error)) from error
         self._phases = [phase for phase in self._workspace.course if phase.tasks and self._asked_for(phase, paths)]
         if self._mine and not self._phases:
-            raise pytest.UsageError("--mine: none of these are the tests of a phase; try tests/phase-01-dense-cache")
+            raise pytest.UsageError("--mine: none of these are tests of a phase; try tests/phase-01-dense-cache")
         seeds.use(options.course_seed)
         self._job = journal.job if journal else Job([], "")
         self._tell: Callable[[Event], None] = journal.tell if journal else lambda event: None
@@ -133,14 +133,16 @@ class GradingSession:
             return []
         idle = [phase for phase in self._phases if self._cannot_run(phase)]
         not_graded = [f"  phase {phase.number} is not graded here: {self._cannot_run(phase)}" for phase in idle]
-        drawn = "" if seeds.in_use() is None else f", the random cases of seed {seeds.in_use()}"
+        drawn = "" if seeds.in_use() is None else f", with random cases from seed {seeds.in_use()}"
         if not self._mine:
             return [f"minicache: grading the reference (your own files: --mine){drawn}", *not_graded]
         lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}{drawn}", *not_graded]
         for phase in self._phases:
             for name, file in self._workspace.lab_files(phase).items():
                 broken = name in self._unusable
-                note = "   CANNOT BE IMPORTED: its tasks fail, the reference serves the others" if broken else ""
+                note = (
+                    "   CANNOT BE IMPORTED: its tasks fail; the reference stands in for other tasks" if broken else ""
+                )
                 lines.append(f"  {name:<26} {finder.show(file)}{note}")
         return lines
 
@@ -299,7 +301,7 @@ class GradingSession:
         if earlier is None or earlier.outcome is Outcome.PASSED:
             printed = report.capstdout[-_PRINTED_LIMIT:]
             if left_out := len(report.capstdout) - len(printed):
-                printed = f"… ({left_out:,} characters are left out)\n{printed}"
+                printed = f"… ({left_out:,} characters omitted)\n{printed}"
             result = TestResult(report.nodeid, title, Outcome(outcome), message, printed, needs, distance)
             results[report.nodeid] = result
 
@@ -340,7 +342,7 @@ class GradingSession:
         self._results.setdefault(task.id, {})[result.id] = result
         message = result.message[:_MESSAGE_LIMIT]
         if left_out := len(result.message) - len(message):
-            message += f" … ({left_out:,} characters are left out)"
+            message += f" … ({left_out:,} characters omitted)"
         told_of = (result.title, result.outcome, message, result.printed, result.needs, result.distance)
         self._tell(Event("result", result.id, task.id, *told_of))
 

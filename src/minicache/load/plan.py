@@ -123,7 +123,7 @@ def make_requests(
     require_count("num_shared", num_shared, at_least=0)
     shortest = min((arrival.num_prompt_tokens for arrival in arrivals), default=num_shared + 1)
     if num_shared >= shortest:
-        raise ValueError(f"{num_shared} shared tokens leave nothing of its own to a prompt of {shortest}")
+        raise ValueError(f"{num_shared} shared tokens do not fit into a prompt of {shortest}")
     if vocab_size is None:
         words = [word for word in Tokenizer().words[1:] if word.isalpha()]
         vocab_size = len(words)

@@ -161,7 +161,7 @@ class Relay(Response):
                         raise error
                 if stream.is_done:
                     return
-                error = WorkerError(f"{reply.worker.url} has ended its stream without an end")
+                error = WorkerError(f"{reply.worker.url} ended its stream without [DONE]")
             except EventError as failed:
                 error, told = failed, failed.event
             except (WorkerError, BrokenStreamError) as failed:
@@ -179,10 +179,12 @@ class Relay(Response):
                     error, told = refusal, sse_event(json.dumps(refusal.body))
                 else:
                     if reply.is_stream:
-                        logger.info("a stream goes on at %s after %d tokens", reply.worker.url, attempt.num_received)
+                        logger.info("a stream continues on %s after %d tokens", reply.worker.url, attempt.num_received)
                         self._workers.metrics.continued.inc(attempt.num_received > 0)
                         continue
-                    error = WorkerError(f"{reply.worker.url} answers {reply.response.status_code} instead of going on")
+                    error = WorkerError(
+                        f"{reply.worker.url} answers {reply.response.status_code} instead of continuing"
+                    )
             lost = self._lost(error)
             yield told or sse_event(json.dumps(lost.body))
             yield DONE
@@ -244,11 +246,11 @@ class Relay(Response):
         await self._open.aclose()
         self._stream.failover.fail(attempt)
         self._workers.has_failed(worker)
-        logger.warning("a request was broken off: %s", error)
+        logger.warning("a request was aborted: %s", error)
 
     def _lost(self, error: Exception) -> ApiError:
         self._workers.metrics.lost.inc()
-        return ApiError(502, f"the answer was broken off: {error}", kind="server_error", code="worker_died")
+        return ApiError(502, f"the answer was aborted: {error}", kind="server_error", code="worker_died")
 
 
 async def _refusal(reply: Reply) -> ApiError:
@@ -258,7 +260,7 @@ async def _refusal(reply: Reply) -> ApiError:
     if status == 429:
         message, kind, code = "all workers are full", "rate_limit_error", "queue_full"
     else:
-        status, message, kind, code = 503, "no worker takes requests now", "server_error", "no_worker"
+        status, message, kind, code = 503, "no worker accepts requests at the moment", "server_error", "no_worker"
     return ApiError(status, message, kind=kind, code=code, headers={"Retry-After": retry_after})
 
 

@@ -96,7 +96,7 @@ class Reply:
                 async with _until_it_is_gone(self.worker):
                     piece = await anext(body, None)
             except (httpx.HTTPError, TimeoutError) as error:
-                raise WorkerError(f"{self.worker.url} has broken off: {_told(error)}") from error
+                raise WorkerError(f"{self.worker.url} broke off: {_told(error)}") from error
             if piece is None:
                 return
             yield piece
@@ -111,7 +111,7 @@ class Reply:
             try:
                 events = splitter.push(piece)
             except BrokenStreamError as error:
-                raise WorkerError(f"{self.worker.url} sends no events: {error}") from error
+                raise WorkerError(f"{self.worker.url} sends no event stream: {error}") from error
             if events:
                 yield events
 
@@ -209,7 +209,7 @@ class Workers:
         views = [each for each in views if each.replica_id not in without] if without else views
         url = self.router.choose(request, views)
         if url not in {each.replica_id for each in views if not each.is_full}:
-            raise NoReplicaError(f"the router has chosen {url!r}, which is full or was not among its choices")
+            raise NoReplicaError(f"the router has chosen {url!r}, which is full or not a candidate")
         return self.workers[url]
 
     @asynccontextmanager
@@ -242,7 +242,7 @@ class Workers:
             self._is_unreachable(worker)
             raise WorkerError(f"{worker.url} cannot be reached: {_told(error)}", was_sent=False) from error
         except (httpx.HTTPError, TimeoutError) as error:
-            raise WorkerError(f"{worker.url} has broken off: {_told(error)}") from error
+            raise WorkerError(f"{worker.url} broke off: {_told(error)}") from error
         return Reply(worker, response)
 
     def has_answered(self, worker: Worker, status: int) -> None:
@@ -325,9 +325,9 @@ class Workers:
         self.metrics.healthy.labels(worker.url).set(is_healthy)
         if was_healthy and not is_healthy:
             self.router.on_left(worker.url)
-            logger.warning("%s takes no requests", worker.url)
+            logger.warning("%s is out of rotation", worker.url)
         elif is_healthy and not was_healthy:
-            logger.info("%s takes requests again", worker.url)
+            logger.info("%s is back in rotation", worker.url)
 
 
 def _kind(metrics: str) -> Kind:
@@ -350,7 +350,7 @@ def _sums(metrics: str) -> dict[str, float]:
 def _log_failure(check: asyncio.Task[None]) -> None:
     """A worker is not probed any more: a mistake, of the membership or here."""
     if not check.cancelled() and (error := check.exception()) is not None:
-        logger.error("a worker is not probed any more", exc_info=error)
+        logger.error("a worker is no longer probed", exc_info=error)
 
 
 def _told(error: BaseException) -> str:

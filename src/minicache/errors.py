@@ -1,7 +1,7 @@
 """Every error that minicache raises on purpose.
 
 Misuse of a call (a wrong shape, a negative count) raises the built-in `ValueError`, `TypeError` or `IndexError`. What
-can happen to a correct caller (a full cache, an unknown word) has a class here, so that it can be caught by name.
+can happen to a correct caller (a full cache, an unknown word) has a class here, to be caught by name.
 """
 
 
@@ -119,7 +119,7 @@ class PluginError(MinicacheError):
 
 
 class LoadClientError(MinicacheError):
-    """The load client cannot begin: nobody answers at the address that it was given, or not as OpenAI's API does."""
+    """The load client cannot start: no server answers at its address, or not with OpenAI's API."""
 
 
 class ResultsError(MinicacheError):

@@ -162,7 +162,7 @@ def test_raises() -> None:
     call(int, "x").raises((TypeError, ValueError))
     assert "no error" in failure(call(int, "3").raises, ValueError).got
     assert "ValueError" in failure(call(int, "x").raises, TypeError).got
-    assert "does not say it" in failure(call(int, "x").raises, ValueError, saying="banana").first_difference
+    assert "does not contain it" in failure(call(int, "x").raises, ValueError, saying="banana").first_difference
 
 
 def test_a_call_that_raised_has_no_value() -> None:

@@ -71,7 +71,7 @@ def test_from_the_first_look_to_all_points(toys: Toys) -> None:
     output = run("grade", "00")
     assert "100 of 100 points" in output
     assert "jupyter lab notebooks/phase-00-toys.ipynb" in output
-    assert "It is the last phase" in output
+    assert "This was the last phase" in output
     assert "100/100" in run("status")
 
 
@@ -170,7 +170,7 @@ def test_doctor_says_what_to_do(toys: Toys) -> None:
     toys.nbytes.unlink()
     output = run("doctor", status=1)
     assert (
-        "no your files labs/phase-00-toys/arithmetic/arithmetic.py is not there"
+        "no your files labs/phase-00-toys/arithmetic/arithmetic.py is missing"
         " → rename it back, or minicache reset 0 --file arithmetic/arithmetic.py"
     ) in output
     for part in ("ok Python", "ok torch", "ok pytest plugin active", "ok progress"):

@@ -216,7 +216,7 @@ def test_a_name_that_two_rows_have_is_left_out(toys: Toys, tmp_path: Path) -> No
 
 
 def test_another_sheet_is_refused(toys: Toys, tmp_path: Path) -> None:
-    with pytest.raises(CourseError, match="no gradebook of Canvas"):
+    with pytest.raises(CourseError, match="not a Canvas gradebook"):
         fill_canvas(read_csv(sheet(tmp_path, MOODLE)), [], toys.phase, None)
-    with pytest.raises(CourseError, match="no grading worksheet of Moodle"):
+    with pytest.raises(CourseError, match="not a Moodle grading worksheet"):
         fill_moodle(read_csv(sheet(tmp_path, CANVAS)), [], toys.phase)

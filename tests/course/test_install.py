@@ -98,7 +98,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_course_is_told_to_update(whole: Path) -> None:
-    with pytest.raises(CourseError, match="is a course already: `minicache update`"):
+    with pytest.raises(CourseError, match="already has the course: run `minicache update`"):
         init(whole)
 
 
@@ -295,7 +295,7 @@ def test_a_folder_of_another_version_is_told_to_update(
     update(Path.cwd())
     assert "minicache update" not in CliRunner().invoke(app, ["status"]).output
     monkeypatch.setattr(learn, "__version__", "9.9.9")
-    assert "is of minicache" in (output := CliRunner().invoke(app, ["status"]).output)
+    assert "was made by minicache" in (output := CliRunner().invoke(app, ["status"]).output)
     assert "9.9.9 is installed: `minicache update`" in " ".join(output.split())
 
 

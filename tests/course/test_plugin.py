@@ -135,7 +135,7 @@ def test_mine_without_a_phase_is_refused(toys: Toys) -> None:
     (toys.workspace.root / "other").mkdir()
     status, output = run(toys, "--mine", folder="other")
     assert status == pytest.ExitCode.USAGE_ERROR
-    assert "none of these are the tests of a phase" in output
+    assert "none of these are tests of a phase" in output
 
 
 def test_the_plugin_brings_in_nothing_heavy() -> None:

@@ -112,7 +112,7 @@ def test_nothing_is_unusual_in_ordinary_code() -> None:
         ("setattr(torch, 'equal', None)", "sets attributes of torch (line 2)"),
         ("class A:\n    def __eq__(self, other): return True", "defines __eq__ (line 3)"),
         ("class A:\n    __class__ = int", "defines __class__ (line 3)"),
-        ("x = '__globals__'", "has the text '__globals__' (line 2)"),
+        ("x = '__globals__'", "has the string '__globals__' (line 2)"),
         (f"x = {list(range(200))}", "has a table of 200 constants (line 2)"),
         ("exec(1)\n" * 5, "calls exec (lines 2, 3, 4 …)"),
     ],

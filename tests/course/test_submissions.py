@@ -256,10 +256,10 @@ def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
     cut = tmp_path / "ada" / "cut.zip"
     cut.write_bytes(cut.read_bytes()[:-40])
     notes = " ".join(only(tmp_path).notes)
-    assert "broken.zip cannot be opened: it is no zip" in notes
+    assert "broken.zip cannot be opened: it is not a zip file" in notes
     assert "cut.zip cannot be opened" in notes
-    assert "outer.zip/inner.zip is not opened" in notes
-    assert "dense.zip cannot be opened: its compression is none" in notes
+    assert "outer.zip/inner.zip was not opened" in notes
+    assert "dense.zip cannot be opened: its compression method is not supported" in notes
     assert "all.rar was not opened: ask for a zip of the files" in notes
 
 

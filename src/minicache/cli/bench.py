@@ -258,7 +258,7 @@ def _pace(rate: float) -> str:
 
 
 def _scheduler(name: SchedulerName, *, num_blocks: int | None, max_model_len: int | None, **options: Any) -> Scheduler:
-    """The server's scheduler, with as many blocks as `minicache serve` gives MiniGPT if nobody says."""
+    """The server's scheduler, with as many blocks as `minicache serve` gives MiniGPT by default."""
     from minicache.scheduler import create_scheduler
 
     if num_blocks is None:
@@ -273,7 +273,7 @@ def _scheduler(name: SchedulerName, *, num_blocks: int | None, max_model_len: in
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """What the options lead to that cannot be is told as an error of usage, in one line."""
+    """Report errors caused by the options as usage errors, in one line."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -291,7 +291,7 @@ def _run(run: LoadRun, num_requests: int, console: Console) -> bool:
     """
     _allow_connections(num_requests)
     columns = (TextColumn("Answered"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
-    # Drawn by the loop that reads the tokens: a thread of its own would hold it up at times that nobody chose.
+    # Drawn by the loop that reads the tokens: a separate thread would delay it at arbitrary times.
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, auto_refresh=False) as bar:
         try:
             asyncio.run(_run_and_draw(run, bar, bar.add_task("", total=num_requests, now="")))

@@ -383,7 +383,7 @@ def serve(
             try:
                 server.run(sockets=[listener])
             finally:
-                gc.unfreeze()  # libraries look at the end for objects that nobody has freed
+                gc.unfreeze()  # at exit, libraries look for objects that were not freed
             if server.start_error is not None:
                 raise server.start_error
             if server.num_given_up:

@@ -1,4 +1,4 @@
-"""What a learner is told of a grading: whose files, the points of each task, what to do first where one did not pass.
+"""The report of a grading: whose files, the points of each task, and what to do first if one failed.
 
 Plain data, the same wherever it is shown: `report.py` prints it in a terminal, a page shows it in a browser.
 """
@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """All that is told, from top to bottom; `end` after the problems."""
+    """The whole report, from top to bottom; `end` after the problems."""
 
     head: Line
     files: tuple[File, ...]
@@ -129,7 +129,7 @@ def _is_told(graded: TaskResult) -> bool:
 
 
 def _end(result: PhaseResult, told: list[TaskResult]) -> Iterator[Line]:
-    """What is told last: where to begin, what was not graded, what comes next, the points."""
+    """The end of the report: where to start, what was not graded, what comes next, the points."""
     if len(told) > 1:
         yield Line(f"Start with task {told[0].task.id}: its mistakes may make later tasks fail.")
     idle = [graded.first_problem for graded in result.tasks if graded.outcome is Outcome.NOT_GRADED]

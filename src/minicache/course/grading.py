@@ -3,7 +3,7 @@
 A learner's file may end the process, crash it or never return. The child tells what it is about to do, so the parent
 knows which test (or import) it was lost in. That task is failed, and a new child goes on with the others.
 
-Of somebody else's submission nothing is believed that need not be: see `Audit`.
+Another person's submission is not trusted: see `Audit`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def grade(
         seed: draws the random cases of the tests anew; the usual ones by default.
         on_event: called with each event of the run, for showing progress.
         server: starts the runs; by default the user's resident server.
-        audit: of somebody else's submission.
+        audit: for another person's submission.
         until_failure: stop at the first test that fails: whether there is one is all that is asked.
 
     Returns:
@@ -172,7 +172,7 @@ class _Run:
         clock = Stopwatch(child.pid)
         unusable = len(record.unusable)
         while True:
-            ended = child.poll() is not None  # before reading, so that nothing written at the end is missed
+            ended = child.poll() is not None  # before reading, so the last output is not missed
             for event in events.new():
                 record.hear(event)
                 self.on_event(event)

@@ -119,7 +119,7 @@ class Change:
     Attributes:
         file: its path in the folder.
         what: what was done, in words.
-        beside: the new version that was laid beside an edited file, or None.
+        beside: the new version placed next to an edited file, or None.
     """
 
     file: str
@@ -130,8 +130,8 @@ class Change:
 def update(root: Path) -> list[Change]:
     """Bring this version's files into a folder that `init` made. Files that the learner edited stay.
 
-    All new files are written beside the old ones before the first takes its place. If it is interrupted, run it again:
-    what is in place already counts as done.
+    All new files are written under temporary names before the first is renamed. If it is interrupted, run it again:
+    files that are in place count as done.
 
     Returns:
         What was done, in the order of the paths; nothing for files that are as they should be.
@@ -206,7 +206,7 @@ def _keep(root: Path, names: list[str]) -> str:
 
 
 def _write(root: Path, contents: Mapping[str, bytes], stale: list[str], record: str) -> None:
-    """Write each file beside its place; when all are there, move them, remove what is `stale`, and record it last."""
+    """Write each file under a temporary name, then rename all, remove the `stale` ones, and write the record last."""
     staged = {root / name: (root / name).with_name(f".{PurePosixPath(name).name}.update") for name in contents}
     record_beside = root / f"{INSTALLED}.update"
     try:

@@ -1,6 +1,6 @@
 """Grades into the sheets of Canvas and Moodle: the platform's own export in, the same sheet with the grades out.
 
-Everything but the cells of one column stays as it was exported, so that the platform takes the sheet back. A student is
+Everything but the cells of one column stays as it was exported, so the platform accepts the sheet. A student is
 found by the id that the platform put into the names of the downloaded files, else by a name that one row alone has.
 """
 
@@ -23,7 +23,7 @@ _CANVAS_NAMES = ("Student", "ID", "SIS User ID", "SIS Login ID", "Integration ID
 _CANVAS_ASSIGNMENT = re.compile(r"(?P<title>.+) \((?P<id>\d+)\)")
 _KEPT = ("EX", "N/A")
 
-# Moodle's grading worksheet (mod/assign/gradingtable.php), in the language of whoever downloads it: English or Spanish.
+# Moodle's grading worksheet (mod/assign/gradingtable.php), in the downloading user's language: English or Spanish.
 _MOODLE_ID = ("Identifier", "Identificador")
 _MOODLE_GRADE = ("Grade", "Calificación")
 _MOODLE_MAXIMUM = ("Maximum Grade", "Maximum grade", "Calificación máxima")

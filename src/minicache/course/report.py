@@ -26,7 +26,7 @@ STYLES = {
     Outcome.NOT_WRITTEN: "yellow",
     Outcome.NOT_GRADED: "yellow",
 }
-"""How each outcome is coloured in the terminal; the word always stands beside the colour."""
+"""How each outcome is coloured in the terminal; the word is always shown, too."""
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 

@@ -273,7 +273,7 @@ class _View:
             self.options += ["--perms", "0755", "--tmpfs", str(folder), "--remount-ro", str(folder)]
 
     def _make_way(self, path: Path) -> None:
-        """The folders above, which nobody but root could enter as bubblewrap makes them."""
+        """The folders above, which only root could enter as bubblewrap makes them."""
         for folder in reversed(path.parents):
             if folder not in self._made and not any(folder.is_relative_to(each) for each in self._shown):
                 self.options += ["--perms", "0755", "--dir", str(folder)]

@@ -2,8 +2,8 @@
 
 A lab needs torch and its own package. A file that imports `os`, replaces a function of `torch` or reaches for
 `__globals__` may be after the grader, and a table of hundreds of numbers may be the answers. What the reference or the
-starter of the same file does is never noted. Who knows what is looked for can hide it: the isolation of submissions
-does not rest on this.
+starter of the same file does is never noted. Code that knows this list can evade it: the isolation of submissions
+does not depend on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEFINITIONS = frozenset(
     "__torch_function__".split()
 )
 _MAX_CONSTANTS = 100  # in one list, tuple, set or dict
-_MAX_LINES = 3  # of one kind that are told
+_MAX_LINES = 3  # of one kind that are listed
 
 
 def scan(source: bytes, *known: bytes) -> list[str]:

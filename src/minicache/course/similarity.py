@@ -139,7 +139,7 @@ def _copydetect() -> Any:
 
 
 def _fingerprint(library: Any, text: str, without: set[int]) -> Any:
-    """A file's fingerprint: all of its runs, so that it is the same in every process, less those in `without`."""
+    """A file's fingerprint: all of its runs, so it is the same in every process, less those in `without`."""
     text = "\n".join(text.splitlines()).strip("\n") + "\n"  # as the lexer takes it, which positions count on
     found = library.CodeFingerprint("lab.py", _RUN, 1, language="python", fp=StringIO(text))
     # copydetect's own way of leaving runs out expects that no run is in a file twice.

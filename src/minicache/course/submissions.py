@@ -163,7 +163,7 @@ def find_submissions(folder: Path, course: Course, phase: Phase) -> tuple[list[S
     A sub-folder is a student, and so is a zip. Files that Canvas or Moodle named after a student are that student's.
 
     Returns:
-        The submissions, by name, and the names of files in `folder` that belong to nobody.
+        The submissions, by name, and the names of files in `folder` without a student.
 
     Raises:
         CourseError: there is no submission.
@@ -201,7 +201,7 @@ def one_submission(folder: Path, course: Course, phase: Phase) -> Submission:
 
 
 def _owner(entry: Path) -> tuple[str, str, PurePosixPath, str] | None:
-    """Whose an entry of the class's folder is: name, id, its path in the submission, a note. None: nobody's."""
+    """Whose an entry of the class's folder is: name, id, its path in the submission, a note. None: no student's."""
     name = _text(entry.name)
     if entry.is_dir():
         if moodle := _MOODLE.fullmatch(name):
@@ -289,7 +289,7 @@ def _choice(best: tuple[_Rank, HandedIn], next_best: tuple[_Rank, HandedIn]) -> 
         if best[1].read() == next_best[1].read():
             return ""
     except CourseError:
-        pass  # the taken one's is told when it is graded
+        pass  # the chosen file's problem is reported when it is graded
     told = (why for why, a, b in zip(_REASONS, best[0], next_best[0], strict=True) if a != b)
     reason = next(told, "both have the same name")
     return f"{best[1].path} was used, not {next_best[1].path}: {reason}"

@@ -236,7 +236,7 @@ class Entry:
         return [Entry(dict(value), f"{self.where}: {key}") for value in values]
 
     def done(self) -> None:
-        """Refuse what nobody took."""
+        """Refuse unread entries."""
         if self.data:
             raise CourseError(f"{self.where}: unknown {', '.join(sorted(self.data))}")
 

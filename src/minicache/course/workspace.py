@@ -31,7 +31,7 @@ class Workspace:
 
     Attributes:
         root: the folder that has `labs/course.toml`.
-        labs: the learner's files, one folder a phase; `root / "labs"` unless somebody else's are graded.
+        labs: the learner's files, one folder a phase; `root / "labs"` unless another person's are graded.
         course: the table.
     """
 

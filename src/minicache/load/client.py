@@ -382,13 +382,13 @@ def _error_message(told: Any, otherwise: str) -> str:
 
 
 async def reach(endpoint: Endpoint) -> Endpoint:
-    """See that somebody is there.
+    """Check that a server answers.
 
     Returns:
-        The endpoint with the address under which somebody is.
+        The endpoint with the address that answers.
 
     Raises:
-        LoadClientError: nobody is.
+        LoadClientError: no server answers.
     """
     try:
         _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)

@@ -25,8 +25,8 @@ class PlannedRequest:
 
     Attributes:
         arrival: when it is due, in seconds from the start, and its lengths.
-        prompt_token_ids: the prompt for whoever serves tokens, such as the simulator. Of a text prompt they are numbers
-            of words: equal where words are equal, and nobody's vocabulary.
+        prompt_token_ids: the prompt as tokens, for the simulator. For a text prompt they are numbers of words: equal
+            where words are equal, and of no model's vocabulary.
         body: of the HTTP request, JSON.
     """
 
@@ -87,7 +87,7 @@ def workload_arrivals(
 
 
 def fit_workload(workload: Workload, max_model_len: int) -> Workload:
-    """The workload for a model of a smaller context: all lengths smaller by the same factor, so that its shape stays.
+    """The workload for a model of a smaller context: all lengths scaled by one factor, which keeps its shape.
 
     ShareGPT for 512 tokens instead of 2,048 has a quarter of the tokens, in the mean 40 in and 84 out. A workload that
     fits is returned as it is: it is never stretched.

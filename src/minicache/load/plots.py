@@ -21,7 +21,7 @@ NUM_POINTS: Final = 5000
 
 
 def save_plots(report: LoadReport, predicted: ServingReport | None, title: str, out: Path) -> list[Path]:
-    """Draw the report into the folder `out`, the prediction beside it if there is one.
+    """Draw the report into the folder `out`, with the prediction if there is one.
 
     Returns:
         The files.

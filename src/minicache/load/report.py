@@ -1,4 +1,4 @@
-"""What a run of the load client found, in numbers; and beside them what the simulator had foretold.
+"""The results of a load test, and the simulator's prediction for comparison.
 
 Part of phase 10's load client.
 """

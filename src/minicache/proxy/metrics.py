@@ -44,7 +44,7 @@ class Metrics:
             registry=self.registry,
         )
         self.lost = Counter(
-            "minicache:route_requests_lost", "Requests that ended with an error of the router.", registry=self.registry
+            "minicache:route_requests_lost", "Requests lost with an error of the router.", registry=self.registry
         )
         self.refused = Counter(
             "minicache:route_requests_refused",

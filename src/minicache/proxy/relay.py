@@ -68,9 +68,8 @@ class Relay(Response):
     """The answer to one call: an ASGI application, as responses are.
 
     **Before the first byte** another worker is asked if one refuses (429, 503), cannot be reached or breaks off.
-    **After it** a stream goes on at another worker, if the tokens that the client has are known (`ClientStream`); else
-    it ends with an error event. What is not streamed is read to its end before its first byte is sent, so that it can
-    be asked again.
+    **After it** a stream continues on another worker, if the client's tokens are known (`ClientStream`); else it ends
+    with an error event. A non-streamed answer is read to its end before its first byte is sent, so it can be retried.
 
     Args:
         workers: who is asked.
@@ -86,7 +85,7 @@ class Relay(Response):
         self._open = AsyncExitStack()  # the reply under way, and its place in the counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. If the client leaves, its worker is told, by closing the connection."""
+        """Answer. If the client disconnects, the connection to its worker is closed."""
         try:
             await unless_client_leaves(receive, self._answer(scope, receive, send))
         except (ClientLeftError, OSError):  # OSError: the connection broke while we wrote

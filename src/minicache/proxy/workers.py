@@ -141,10 +141,10 @@ class Workers:
     Args:
         urls: where they are, each once.
         router: chooses.
-        metrics: are told.
-        max_unfinished: so many requests a worker gets at the same time, at most.
+        metrics: receives the counts.
+        max_unfinished: the most unfinished requests of a worker.
         check_seconds: how often each is probed.
-        check_timeout: how long a probe waits. One that finds nobody there fails at once; two in a row that are not
+        check_timeout: how long a probe waits. A refused connection fails at once; two in a row that are not
             answered at all mean that the machine is gone, and end the streams that wait for it.
     """
 
@@ -260,7 +260,7 @@ class Workers:
     # Health
 
     def _is_unreachable(self, worker: Worker) -> None:
-        """Nobody listens there: nothing is sent to it before it answers a probe, if the membership sees it so."""
+        """Connection refused: it gets no requests before it answers a probe, if the membership agrees."""
         was_healthy = self._is_healthy(worker)
         for _ in range(self.membership.unhealthy_after):
             self.membership.on_failed(self.membership.on_probed(worker.url))

@@ -141,7 +141,7 @@ class Replica:
     def open(self, context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
         """A socket for the next process."""
         self._socket = context.socket(zmq.PAIR)
-        self._socket.set(zmq.SNDHWM, 0)  # no bound, so that `send` never waits
+        self._socket.set(zmq.SNDHWM, 0)  # no bound: `send` never waits
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(address)
         return self._socket
@@ -507,7 +507,7 @@ class EngineClient:
             self._bury(replica, how)
             num_failures = 0 if was_ready else num_failures + 1
             if num_failures:
-                if replica.info is None:  # whoever waits in `ready` is told
+                if replica.info is None:  # for callers waiting in `ready`
                     replica.start_error = replica.start_error or EngineDiedError(replica.status)
                 self._changed.set()
                 await self._pause(min(RESTART_SECONDS * 2 ** (num_failures - 1), MAX_RESTART_SECONDS))
@@ -556,7 +556,7 @@ class EngineClient:
                 await asyncio.sleep(min(spent, MAX_PAUSE))
 
     async def _watch(self) -> None:
-        """Kill an engine that hangs: it has requests, and its step takes for ever."""
+        """Kill an engine that hangs: it has requests, and its step never ends."""
         while self._stopping is None:
             await self._pause(WATCH_SECONDS)
             for replica in self.replicas:

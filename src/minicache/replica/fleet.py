@@ -1,6 +1,6 @@
 """What the server's process calls when engines are a fleet: the interface of one `AsyncEngine`.
 
-Whoever carries requests to replicas (Ray Serve, in `minicache.plugins.ray_serve`) is a function, `Send`. Which replica
+The transport to replicas (Ray Serve, in `minicache.plugins.ray_serve`) is a function, `Send`. Which replica
 gets a request is decided there. Here an answer's tokens are kept as they come, and `FailoverStream` says what is asked
 of another replica when one has died. No phase builds this; the decisions are phase 11's.
 """
@@ -157,7 +157,7 @@ class FleetClient:
         return self.num_unfinished == 0
 
     async def stop(self) -> None:
-        """Abort all requests, with an EngineStoppedError. The replicas are whoever's who made `send`."""
+        """Abort all requests, with an EngineStoppedError. The replicas belong to the creator of `send`."""
         self.is_draining = True
         tasks = [task for tasks in self._answers.values() for task in tasks]
         for stream in list(self._answers):

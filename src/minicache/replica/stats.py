@@ -1,7 +1,7 @@
 """What happens in an engine, as changes of counters, gauges and histograms.
 
-`SchedulerStats` observes a scheduler. `minicache.server.metrics` keeps the numbers and exports them to Prometheus; if the
-engine is a separate process, a step's changes are sent with its tokens. Names are those of
+`SchedulerStats` observes a scheduler. `minicache.server.metrics` keeps the numbers and exports them to Prometheus; if
+the engine is a separate process, a step's changes are sent with its tokens. Names are those of
 `minicache.server.metrics.METRICS`.
 """
 

@@ -112,8 +112,8 @@ class LiveView(Observer):
         the first 100. `steps` are the last 60. `ttft` and `tpot` are in milliseconds, of the last 100 requests. A
         request's `number` is 1, 2, 3, … in the order of arrival.
 
-        A call keeps the pictures coming for a second. So a caller that asks ten times a second sees the engine as it was
-        at most 100 ms ago, or when its last step began; the first picture may be older. When the engine becomes idle, a
+        A call keeps the pictures coming for a second. So a caller that asks ten times a second sees the engine as it
+        was at most 100 ms ago, or when its last step began; the first picture may be older. When the engine becomes idle, a
         picture is always made.
         """
         self._asked = perf_counter()

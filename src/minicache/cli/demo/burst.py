@@ -182,9 +182,7 @@ def _legend() -> Text:
 
 
 def _totals(runs: dict[str, Run]) -> Table:
-    table = Table(
-        caption="best of three runs · busy slots: share of all steps' batch slots that computed a token"
-    )
+    table = Table(caption="best of three runs · busy slots: share of all steps' batch slots that computed a token")
     for heading in ("", "steps", "busy slots", "mean steps to finish", "seconds", "tokens / s"):
         table.add_column(heading, justify="right" if heading else "left")
     for stage, run in runs.items():

@@ -1,8 +1,8 @@
 """The demo's second half: what a paged cache is for. Dense and paged side by side: same tokens, two sizes.
 
 Eight requests start together and each finishes when its text ends, which is not known in advance. The dense caches
-reserve the longest text for each. The paged caches share one storage, no larger than what they need at once, and take a block
-when the last one is full.
+reserve the longest text for each. The paged caches share one storage, no larger than they need at once, and take a
+block when the last one is full.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class LiveView(Observer):
         request's `number` is 1, 2, 3, … in the order of arrival.
 
         A call keeps the pictures coming for a second. So a caller that asks ten times a second sees the engine as it
-        was at most 100 ms ago, or when its last step began; the first picture may be older. When the engine becomes idle, a
-        picture is always made.
+        was at most 100 ms ago, or when its last step began; the first picture may be older. When the engine becomes
+        idle, a picture is always made.
         """
         self._asked = perf_counter()
         return self._picture

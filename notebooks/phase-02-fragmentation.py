@@ -217,8 +217,8 @@ nb.check(best_possible, round(100 * oracle["used"] / (oracle["used"] + oracle["r
 # ## 7. Another workload
 #
 # Azure's conversations have longer prompts and shorter answers; its code completions have much longer prompts and very
-# short answers. Which policy gains, and why? (The limit is 16,384 tokens here, and the memory eight times as large, so
-# that `max` can again serve seven requests.)
+# short answers. Which policy gains, and why? (The limit is 16,384 tokens here, and the memory eight times as large, to
+# let `max` serve seven requests again.)
 
 # %% alt="Bars of the share of used slots for three workloads and four policies. Oracle uses 40 to 50 per cent in each, paged nearly all. Max falls to 10 per cent where the limit is 16,384."
 from dataclasses import replace

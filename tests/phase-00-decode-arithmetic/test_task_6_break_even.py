@@ -187,7 +187,7 @@ def test_one_sequence_fewer_is_still_memory_bound(
     if Fraction(*one_sequence(model, context_len, dtype)) <= goal:  # even if reading the weights cost nothing
         call(break_even_batch, model, accelerator, context_len, dtype).gives(None)
         return
-    assume(intensity(model, context_len, 3000, dtype) >= goal)  # so that trying finds an answer
+    assume(intensity(model, context_len, 3000, dtype) >= goal)  # trying will find an answer
     answer = call(break_even_batch, model, accelerator, context_len, dtype)
     batch = answer.value
     that(f"the type of {answer.called}", type(batch)).gives(int)

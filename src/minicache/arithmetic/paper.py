@@ -73,7 +73,7 @@ def unused_rows_bytes() -> int:
 
     A model of 4 layers reserves a cache of 64 slots per layer, one for each token that could come. A slot takes 64
     bytes, key and value together. The sequence ends after 4 tokens, so 60 slots stay empty. "About 16 KiB" is a fair
-    guess; what is it exactly?
+    estimate; what is it exactly?
 
     Returns:
         Bytes of all layers together, exactly.

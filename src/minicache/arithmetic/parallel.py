@@ -38,7 +38,7 @@ class Link:
 def ring_factor(num_ranks: int) -> float:
     """How often each byte leaves each rank in a ring all-reduce: 2 · (p − 1) / p.
 
-    A ring divides the bytes into p parts. In p − 1 rounds each rank sends a part on, to which the next adds its own, and
+    A ring divides the bytes into p parts. In p − 1 rounds each rank sends a part on, to which the next adds its own.
     p − 1 more rounds distribute the sums (Patarasuk and Yuan 2009, who show that no algorithm sends fewer).
 
     Args:

@@ -45,7 +45,7 @@ def sampler(temperature: float, seed: int | None = None) -> Pick:
     generator = new_generator(seed)
 
     def draw(logits: Tensor) -> Tensor:
-        # Drawn on the CPU, so that a seed gives the same tokens on every device.
+        # Drawn on the CPU: a seed gives the same tokens on every device.
         probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
         return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1).to(logits.device)
 

@@ -46,12 +46,12 @@ def test_the_cursor_moves_when_the_last_layer_has_its_rows(numbered):
     cache = KVCache(3, 1, 1, 8, 1)
     for token, before in ((0, 0), (1, 2)):
         for layer in range(3):
-            told = f"before layer {layer} of pass {token}"
+            told = f"before layer {layer} of forward pass {token}"
             that(f"num_tokens {told}", cache.num_tokens).gives(before)
             that(f"positions(2) {told}", cache.positions(2)).gives(torch.tensor([before, before + 1]))
             that(f"nbytes_used {told}", cache.nbytes_used).gives(24 * before)
             call(cache.append, layer, numbered(1, 1, 2, 1), numbered(1, 1, 2, 1)).gives(None)
-        that(f"num_tokens after pass {token}", cache.num_tokens).gives(before + 2)
+        that(f"num_tokens after forward pass {token}", cache.num_tokens).gives(before + 2)
 
 
 def test_each_layer_has_its_own_rows(numbered):
@@ -74,7 +74,7 @@ def test_in_the_middle_of_a_pass_a_layer_shows_its_new_rows(numbered):
     call(cache.append, 1, new, new).gives(None)
     both = torch.cat([old, new], dim=2)
     for layer, expected in ((0, both), (1, both), (2, old)):
-        that(f"read({layer}) when layers 0 and 1 have new rows", cache.read(layer)).gives((expected, expected))
+        that(f"read({layer}) when layers 0 and 1 have new entries", cache.read(layer)).gives((expected, expected))
 
 
 @st.composite
@@ -102,7 +102,7 @@ def test_any_chunks_in_any_cache_read_back_whole(case):
             call(cache.append, layer, k, v).gives(None)
             got = call(cache.read, layer).value
             expected = everything[:, layer, :, :, : done + chunk]
-            that(f"read({layer}) after {done} + {chunk} of {max_seq_len} rows", got).gives(tuple(expected))
+            that(f"read({layer}) after {done} + {chunk} of {max_seq_len} slots", got).gives(tuple(expected))
         done += chunk
     for layer in range(layers):
         that(f"read({layer}) at the end", cache.read(layer)).gives(tuple(everything[:, layer]))

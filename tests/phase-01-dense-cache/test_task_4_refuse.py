@@ -56,7 +56,7 @@ def check_refused(state, error, make_call):
     check_holds(cache, held, STATES[state], f"after the refused call (before it: {state})")
     for layer in range(turn, LAYERS):  # the forward pass can still be started, or completed
         put(cache, held, layer, rows(2), rows(2))
-    when = f"when the pass of 2 tokens that follows the refused call is over (before it: {state})"
+    when = f"after the forward pass of 2 tokens that follows the refused call (before it: {state})"
     check_holds(cache, held, STATES[state] + 2, when)
 
 

@@ -79,10 +79,10 @@ def test_a_pass_cut_short_is_forgotten(numbered):
         call(cache.reset).gives(None)
         for layer in range(3):
             k, _ = call(cache.read, layer).value
-            that(f"rows in read({layer}) after layer {served - 1} and a reset", k.shape[2]).gives(0)
+            that(f"entries in read({layer}) after layer {served - 1} and a reset", k.shape[2]).gives(0)
         new = numbered(1, 1, 1, 2, start=70)
         run_pass(cache, new, layers=3)
-        that("num_tokens after the pass that follows", cache.num_tokens).gives(1)
+        that("num_tokens after the next forward pass", cache.num_tokens).gives(1)
         that("read(2)", cache.read(2)).gives((new, -new))
 
 

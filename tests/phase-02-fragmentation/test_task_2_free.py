@@ -31,7 +31,7 @@ def test_merging_stops_at_a_buddy_that_is_taken():
     call(memory.free, 4).gives(None)
     call(memory.free, 8).gives(None)
     call(memory.free_runs).gives([(4, 4), (8, 4)])
-    that("largest_free with 8 slots free in a row", memory.largest_free).gives(4)
+    that("largest_free with 8 contiguous slots free", memory.largest_free).gives(4)
     call(memory.allocate, 8).raises(OutOfSlotsError)
     call(memory.free, 0).gives(None)
     call(memory.free_runs).gives([(0, 8), (8, 4)])

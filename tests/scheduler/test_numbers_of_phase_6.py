@@ -77,7 +77,7 @@ def of_the_case() -> tuple[str, list[str]]:
         f"| {preempted} | 0: 1 | 0 needs a block; 1 is preempted | {used[preempted]} | {10 - used[preempted]} |",
         f"| {resumed} | 1: {steps[resumed].batch[0].num_new_tokens} | 1 resumes: its prompt, and the one token that it "
         f"had generated | {used[resumed]} | {10 - used[resumed]} |",
-        f"| 17 … 19 | 0: 1 | 0 takes its seventh; it ends after step 19 | {used[17]} | {10 - used[17]} |",
+        f"| 17 … 19 | 0: 1 | 0 takes its seventh; it finishes after step 19 | {used[17]} | {10 - used[17]} |",
     ]
 
 

@@ -95,7 +95,7 @@ def of_twelve_blocks() -> tuple[str, list[str]]:
         assert steps_with(steps, "resume") == [(20, 1)]
     assert not run(num_blocks=14)[1].num_preemptions
     return "lab/00-paged-scheduling.md", [
-        "the seventh is asked for in step 17",
+        "the seventh is needed in step 17",
         "in step 20, it computes 97 tokens",
         "With 14 blocks no request is preempted.",
     ]

@@ -286,7 +286,7 @@ def test_five_requests_of_two_groups(figures):
         *[["E", "B"]] * 3,
     ]
     rows = table(
-        "theory/05-groups-and-the-bound.md", "| | group | priority | comes before step | prompt | new tokens |"
+        "theory/05-groups-and-the-bound.md", "| | class | priority | arrives before step | prompt | new tokens |"
     )
     told = [(name, group, *map(int, rest)) for name, group, *rest in rows]
     assert told == [

@@ -26,8 +26,7 @@ BANDWIDTH_EFFICIENCY: Final = 0.8
 part of its own."""
 
 OVERHEAD_SECONDS: Final = 0.002
-"""What a step takes besides the model: scheduling, sampling, detokenising. A production scheduler alone takes 0.7 ms at
-64 running requests and 2.9 ms at 256 (vLLM 0.33, schedule and update)."""
+"""What a step takes besides the model: scheduling, sampling, detokenising. Assumed."""
 
 PCIE_BANDWIDTH: Final = 16e9 * 16 * 128 / 130 / 8
 """Bytes/s between device and host: PCIe 4.0 with 16 lanes, 16 GT/s each, 128 of every 130 bits payload."""

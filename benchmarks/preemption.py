@@ -2,7 +2,7 @@
 
 Three questions, and three kinds of answers:
 
-- `tensors`, **measured**: one sequence's blocks are copied to host blocks and back (`minicache.cache.swap`), and its
+- `tensors`, **measured**: one sequence's blocks are copied to CPU blocks and back (`minicache.cache.swap`), and its
   tokens are computed again in one step, over block sizes and lengths. Both memories are this machine's RAM: what is
   measured is the work, not a bus. `one_by_one` copies each block of each layer by a call of its own, as vLLM's first
   release did; it shows what small transfers cost.

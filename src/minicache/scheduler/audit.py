@@ -52,8 +52,8 @@ class Auditor(Observer):
     | rule | after | holds |
     |---|---|---|
     | places | every call | each unfinished request is in the batch or in the queue, once, with a status that fits |
-    | blocks | every call | free + used = all; a block has as many references as requests list it; host blocks too |
-    | holdings | every call | a running request has the blocks it needs, a waiting one none, a swapped one host blocks |
+    | blocks | every call | free + used = all; a block has as many references as requests list it; CPU blocks too |
+    | holdings | every call | a running request has the blocks it needs, a waiting one none, a swapped one CPU blocks |
     | order | every call | requests stand in the order of arrival, the batch before the queue (`first_come` stages) |
     | work | `schedule` | the step computes something, within the limits on requests and tokens |
     | victims | `schedule` | the newest are preempted, for lack of memory, and no request is admitted in that step |
@@ -180,7 +180,7 @@ class Auditor(Observer):
         if queued or scheduler.waiting.get(request.request_id) is request:
             self.fail("end", f"{request!r} is still in the batch or in the queue")
         if request.block_ids or request.host_block_ids:
-            self.fail("end", f"{request!r} keeps blocks {request.block_ids}, host blocks {request.host_block_ids}")
+            self.fail("end", f"{request!r} keeps blocks {request.block_ids}, CPU blocks {request.host_block_ids}")
         if status is RequestStatus.FINISHED_CAPACITY and needed <= scheduler.pool.num_blocks:
             self.fail("end", f"{request!r} needs {needed} blocks, and the pool has {scheduler.pool.num_blocks}")
         if status is RequestStatus.FINISHED_LENGTH and not _is_full(scheduler, request):
@@ -192,7 +192,7 @@ class Auditor(Observer):
         num_free + num_used = num_blocks. Every id in the `block_ids` of a request in the batch or in the queue is one
         of the pool; over all these requests together it is listed as often as the block has references (`ref_count`);
         and num_used is the number of different blocks that are listed. The same holds for `host_block_ids` and the
-        scheduler's `host_pool`, if it has one; without one, no request lists a host block.
+        scheduler's `host_pool`, if it has one; without one, no request lists a CPU block.
 
         Raises:
             InvariantError: they do not. The message names a block, or the counts.
@@ -201,16 +201,16 @@ class Auditor(Observer):
         self._check_pool("block", scheduler.pool, (request.block_ids for request in requests))
         host_pool: BlockPool | None = getattr(scheduler, "host_pool", None)
         if host_pool is not None:
-            self._check_pool("host block", host_pool, (request.host_block_ids for request in requests))
+            self._check_pool("CPU block", host_pool, (request.host_block_ids for request in requests))
         elif any(request.host_block_ids for request in requests):
-            self.fail("blocks", "a request lists host blocks, and there is no host pool")
+            self.fail("blocks", "a request lists CPU blocks, and there is no host pool")
 
     def check_holdings(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Rule "holdings": each request has the blocks that its status asks for.
 
         RUNNING: at least for its computed tokens and those that `output` has it compute; from `PagedScheduler` on, at
-        most for all its tokens (earlier stages reserve more). No host blocks. WAITING: no blocks, no host blocks, and
-        no computed tokens. SWAPPED: no blocks, at least one computed token, and host blocks for exactly those.
+        most for all its tokens (earlier stages reserve more). No CPU blocks. WAITING: no blocks, no CPU blocks, and
+        no computed tokens. SWAPPED: no blocks, at least one computed token, and CPU blocks for exactly those.
 
         Args:
             scheduler: the one that is watched.
@@ -330,8 +330,8 @@ class Auditor(Observer):
           block) are the first of the blocks that the request had in `notes`, one for each of its `host_block_ids`, in
           order.
         - `swapped_in` has the requests that were SWAPPED in `notes` and are RUNNING, and no others. Its pairs (host
-          block, block) are the host blocks that the request had in `notes`, and the first of its `block_ids`, in order.
-        - A request that was SWAPPED and is not RUNNING is still SWAPPED, with the same host blocks.
+          block, block) are the CPU blocks that the request had in `notes`, and the first of its `block_ids`, in order.
+        - A request that was SWAPPED and is not RUNNING is still SWAPPED, with the same CPU blocks.
 
         Raises:
             InvariantError: one of these is not so.
@@ -397,7 +397,7 @@ class Auditor(Observer):
 
         The batch is empty. Every request of `notes` is WAITING, with no computed tokens and as many output tokens as in
         `notes`. It has one preemption more if it was RUNNING there, and else as many. With the rules "blocks" and
-        "holdings" it follows that all blocks and host blocks are free.
+        "holdings" it follows that all blocks and CPU blocks are free.
 
         Raises:
             InvariantError: one of these is not so.

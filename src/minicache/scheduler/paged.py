@@ -255,8 +255,8 @@ class PagedScheduler(Scheduler):
     def swap_out(self, request: Request, num_blocks: int, output: SchedulerOutput) -> None:
         """Have the first blocks of a request copied to CPU swap space, and give all its blocks back: it is SWAPPED.
 
-        Its computed tokens stay computed. The pairs (block, host block) go into `output.swapped_out`, in the order of
-        the positions, and the host blocks into `host_block_ids`, in the same order.
+        Its computed tokens stay computed. The pairs (block, CPU block) go into `output.swapped_out`, in the order of
+        the positions, and the CPU blocks into `host_block_ids`, in the same order.
 
         Args:
             request: it has left the batch.
@@ -271,25 +271,25 @@ class PagedScheduler(Scheduler):
         request.status = RequestStatus.SWAPPED
 
     def swap_in(self, request: Request, output: SchedulerOutput) -> None:
-        """Have a request's host blocks copied into its first blocks, and give them back (`release_host`).
+        """Have a request's CPU blocks copied into its first blocks, and give them back (`release_host`).
 
-        The pairs (host block, block) go into `output.swapped_in`, in the order of the positions.
+        The pairs (CPU block, block) go into `output.swapped_in`, in the order of the positions.
 
         Args:
-            request: it was SWAPPED, and has new blocks: at least as many as host blocks.
+            request: it was SWAPPED, and has new blocks: at least as many as CPU blocks.
             output: the step so far.
         """
         output.swapped_in[request.request_id] = list(zip(request.host_block_ids, request.block_ids, strict=False))
         self.release_host(request)
 
     def release(self, request: Request) -> None:
-        """Give back all that the request holds: its blocks, and its host blocks (`release_host`)."""
+        """Give back all that the request holds: its blocks, and its CPU blocks (`release_host`)."""
         super().release(request)
         if request.host_block_ids:
             self.release_host(request)
 
     def release_host(self, request: Request) -> None:
-        """Give the request's host blocks back to `host_pool`, the last one first, and leave it without any."""
+        """Give the request's CPU blocks back to `host_pool`, the last one first, and leave it without any."""
         assert self.host_pool is not None
         self.host_pool.free(request.host_block_ids[::-1])
         request.host_block_ids = []
@@ -308,6 +308,6 @@ class PagedScheduler(Scheduler):
         for request in (*self.running, *self.waiting.values()):
             held += len(request.host_block_ids)
             if bool(request.host_block_ids) != (request.status is RequestStatus.SWAPPED):
-                raise InvariantError(f"{request!r} holds host blocks {request.host_block_ids}")
+                raise InvariantError(f"{request!r} holds CPU blocks {request.host_block_ids}")
         if held != self.host_pool.num_used:
-            raise InvariantError(f"{self.host_pool.num_used} host blocks are used, requests list {held}")
+            raise InvariantError(f"{self.host_pool.num_used} CPU blocks are used, requests list {held}")

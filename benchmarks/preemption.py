@@ -73,7 +73,7 @@ POOL_PERCENTS = (100, 90, 80, 70, 60, 50, 40, 30)
 MIDDLE_PERCENT = 50
 """The pool for which block sizes and watermarks are compared."""
 HOST_PERCENTS = (100, 25, 5)
-"""Host pools, in percent of the device's pool."""
+"""CPU swap spaces, in percent of the device's pool."""
 WATERMARKS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 PCIE_4: Final = 25e9

@@ -679,7 +679,7 @@ def test_a_host_block_that_is_lost():
 
 
 def test_host_blocks_without_a_host():
-    """With recompute there is no host pool: no request can have CPU blocks."""
+    """With recompute there is no CPU swap space: no request can have CPU blocks."""
 
     class Dreams(Broken):
         def preempt(self, request, output):

@@ -203,7 +203,7 @@ class Auditor(Observer):
         if host_pool is not None:
             self._check_pool("CPU block", host_pool, (request.host_block_ids for request in requests))
         elif any(request.host_block_ids for request in requests):
-            self.fail("blocks", "a request lists CPU blocks, and there is no host pool")
+            self.fail("blocks", "a request lists CPU blocks, and there is no CPU swap space")
 
     def check_holdings(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Rule "holdings": each request has the blocks that its status asks for.

@@ -295,7 +295,7 @@ class PagedScheduler(Scheduler):
         request.host_block_ids = []
 
     def check(self) -> None:
-        """As `Scheduler.check`, and the same of the host pool: swapped-out requests, and no others, hold its blocks.
+        """As `Scheduler.check`, and the same of the CPU blocks: swapped-out requests, and no others, hold them.
 
         Raises:
             InvariantError: the books do not agree.

@@ -23,11 +23,11 @@ Pairs = Sequence[tuple[int, int]]
 class HostStorage:
     """CPU swap space: the memory of the CPU blocks, which hold the KV entries of requests that are swapped out.
 
-    A block is as large here as in the storage, and has the same dtype. It lies in one piece, keys and values of all
-    layers one after the other, so a copy between device and host is one transfer a block. With a GPU the memory is
-    pinned, so the transfer needs no second copy; otherwise it is ordinary memory.
+    A block has the same size and dtype here as in the storage. It is contiguous, keys and values of all layers one
+    after the other, so a copy between device and host is one transfer a block. With a GPU the memory is pinned, so the
+    transfer needs no second copy; otherwise it is ordinary memory.
 
-    The two storages count their blocks separately: block 3 and CPU block 3 have nothing to do with each other.
+    The two storages number their blocks separately: block 3 and CPU block 3 are unrelated.
 
     Args:
         storage: where the blocks come from and go back to.
@@ -55,7 +55,7 @@ class HostStorage:
         return self.num_host_blocks * self.storage.pool.block_size * self.storage.token_nbytes
 
     def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks of the storage into CPU blocks: keys and values of every layer. The storage stays as it is.
+        """Copy blocks of the storage into CPU blocks: keys and values of every layer. The storage does not change.
 
         Args:
             pairs: (block, CPU block); no block and no CPU block twice. May be empty.
@@ -100,7 +100,7 @@ class HostStorage:
         return 2, storage.num_layers, storage.pool.block_size, storage.num_kv_heads, storage.head_dim
 
     def _staged(self, blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Memory on the device for these blocks, laid out as CPU blocks, and their ids as a tensor there."""
+        """Memory on the device for these blocks, laid out as CPU blocks are, and their ids as a tensor there."""
         device, dtype = self.storage.device, self.storage.dtype
         staged = torch.empty((len(blocks), *self._block_shape()), dtype=dtype, device=device)
         return staged, torch.tensor(blocks, device=device)

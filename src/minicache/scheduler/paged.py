@@ -1,4 +1,4 @@
-"""Paged scheduling: memory is allocated as tokens come, and taken back when it runs out.
+"""Paged scheduling: memory is allocated as tokens are generated, and taken back when it runs out.
 
 Phase 6 builds it. Nothing is reserved any more: a request is admitted when its tokens fit, and grows by a block when
 its last one is full. So the batch is larger, and at some point no block is free. Then the newest request is preempted:
@@ -63,7 +63,7 @@ class PagedScheduler(Scheduler):
 
     Args:
         preemption: "recompute" frees a victim's blocks, and computes its tokens again when it comes back; "swap" copies
-            them to CPU swap space, and back. A victim for which there is no room is recomputed.
+            them to CPU swap space, and back. A victim that does not fit is recomputed.
         num_host_blocks: blocks of the CPU swap space, ≥ 0; ≥ 1 for "swap".
         watermark: the part of the pool, 0 ≤ watermark < 1, that an admission must leave free for the batch to grow
             into, rounded down to whole blocks. It delays no admission into an empty batch.
@@ -144,7 +144,7 @@ class PagedScheduler(Scheduler):
         Returns:
             NEVER: the whole pool has fewer than `blocks_to_admit`, free or not. OK: `blocks_to_take` are free, and so
             are the watermark's ⌊watermark · num_blocks⌋. With an empty batch the watermark needs none, or a large
-            request could wait for ever for blocks that no request uses. LATER: neither.
+            request could wait forever for blocks that no request uses. LATER: neither.
         """
         if self.blocks_to_admit(request) > self.pool.num_blocks:
             return AllocStatus.NEVER
@@ -195,8 +195,8 @@ class PagedScheduler(Scheduler):
             self.schedule_tokens(request, output)
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that the request must still get before its next tokens are computed. In decode: 1 or 0."""
-        # Asked on every token, so without the calls of `blocks_to_admit` and `num_tokens`.
+        """Blocks that the request needs before its next tokens can be computed. In decode: 1 or 0."""
+        # Called for every token, so without the calls of `blocks_to_admit` and `num_tokens`.
         num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
         return -(-num_tokens // self.pool.block_size) - len(request.block_ids)
 
@@ -207,9 +207,9 @@ class PagedScheduler(Scheduler):
     def make_room(self, request: Request, output: SchedulerOutput) -> bool:
         """Preempt the newest of the batch, one after the other, until the `blocks_missing` of `request` are free.
 
-        When the newest is `request` itself, no request after it is left. It is preempted too; but if it is alone in the
-        batch, every used block is its own, so the whole pool is too small for it: preempted, it would wait for ever. It
-        is finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`.
+        If the newest is `request` itself, no request after it is left, and it is preempted too. But if it is alone in
+        the batch, every used block is its own and the pool is too small for it: preempted, it would wait forever. It is
+        finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`.
 
         Args:
             request: of the batch, the one that grows. Those before it are scheduled already.
@@ -235,8 +235,8 @@ class PagedScheduler(Scheduler):
         """Take the newest request out of the batch, with all its blocks, and put it back into the queue.
 
         It is counted (`num_preemptions`, `output.preempted`). If the policy is swap, it has computed something, and the
-        CPU swap space has room for the blocks of what it has computed, they are swapped out (`swap_out`). Else it is
-        recomputed (`restart`). What it has generated stays, in both cases.
+        CPU swap space has room for the blocks of its computed tokens, they are swapped out (`swap_out`). Otherwise it
+        is recomputed (`restart`). Its generated tokens stay in both cases.
 
         Args:
             request: the last of the batch.

@@ -1,8 +1,8 @@
 """Requests whose prompts have token ids, and begin as others do: what a prefix cache lives on.
 
 An `Arrival` has lengths and no tokens, and any two prompts of zeros are the same. Here prompts are made of tokens drawn
-at random, so that two are alike where they are meant to be, and nowhere else: behind a system prompt that all share, or
-in a chat, where each prompt repeats all that was said before. First used in phase 8. Pure standard library.
+at random, so two are equal only where they should be: in a system prompt that all share, or in a chat, where each
+prompt repeats the conversation before it. First used in phase 8. Pure standard library.
 """
 
 from __future__ import annotations

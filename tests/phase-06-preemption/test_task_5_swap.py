@@ -224,7 +224,7 @@ def test_a_request_without_computed_tokens_is_recomputed(paged, a_request):
 
 @pytest.mark.parametrize("num_computed", [1, 4, 7])
 def test_what_is_computed_is_swapped_without_any_output(paged, a_request, num_computed):
-    """A prompt of 8 of which a part is computed, and no token generated (phase 9's chunks): it is swapped all the same.
+    """A prompt of 8 of which a part is computed, and no token generated (phase 9's chunks): it is still swapped.
 
     What counts is whether it has computed tokens.
     """

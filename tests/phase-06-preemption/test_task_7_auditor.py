@@ -443,7 +443,7 @@ def test_places_and_ends(cls, sizes, says):
 
 
 def test_a_copy_that_waits():
-    """Not the request that was added stands in the queue, but a copy: its client would wait for ever."""
+    """Not the request that was added stands in the queue, but a copy: its client would wait forever."""
 
     class TakesACopy(Broken):
         def add_request(self, request):
@@ -479,7 +479,7 @@ def test_counts_that_lie(name, lie):
 
 
 def test_has_unfinished_when_none_is_left():
-    """has_unfinished is True when no request is left: a server would ask for steps for ever."""
+    """has_unfinished is True when no request is left: a server would call schedule forever."""
     expose(lying("has_unfinished", lambda left: True), "step 1, places", [(4, 2)])
 
 
@@ -669,7 +669,7 @@ def test_a_block_that_does_not_exist(block_id):
 
 
 def test_a_host_block_that_is_lost():
-    """A swapped request comes back, and its CPU blocks stay used for ever."""
+    """A swapped request comes back, and its CPU blocks stay used forever."""
 
     class KeepsHostBlocks(Broken):
         def release_host(self, request):
@@ -705,7 +705,7 @@ def test_a_pool_that_lies(off, name):
 
 @pytest.mark.parametrize("where", ["blocks", "CPU blocks"])
 def test_a_block_with_a_reference_too_many(where):
-    """Two references are counted, and one request lists it: when that one leaves, the block stays used for ever."""
+    """Two references are counted, and one request lists it: when that one leaves, the block stays used forever."""
 
     class OwnsTwice(Broken):
         def admit(self, request, output, found=()):
@@ -726,7 +726,7 @@ def test_a_block_with_a_reference_too_many(where):
 
 @pytest.mark.parametrize(("off", "step"), [(-1, 1), (1, 0)], ids=["a token late", "a token early"])
 def test_a_block_at_the_wrong_token(off, step):
-    """Growing one token late, a token has no slot; one token early, a block is held for nothing."""
+    """Growing one token late, a token has no slot; one token early, a block is held without need."""
 
     class CountsWrong(Broken):
         def blocks_missing(self, request):
@@ -931,7 +931,7 @@ def test_too_many_requests():
 
 
 def test_nothing_happens():
-    """One batch slot, and none is admitted because one is kept free: the queue waits for ever."""
+    """One batch slot, and none is admitted because one is kept free: the queue waits forever."""
 
     class OneSlotLess(Broken):
         def schedule_waiting(self, output):
@@ -1044,7 +1044,7 @@ def test_a_copy_in_the_step():
         pytest.param({"a": 4, "b": 4, "large": 9}, False, id="where none was left"),
         pytest.param({"a": 1, "large": 8}, False, id="one that a step has room for"),
         pytest.param({"a": 1, "new": 9}, False, id="one that was never preempted"),
-        pytest.param({"new": 1, "large": 9}, False, id="beside one who was admitted too"),
+        pytest.param({"new": 1, "large": 9}, False, id="with one that was just admitted"),
         pytest.param({"large": 9, "larger": 10}, False, id="two of them"),
     ],
 )
@@ -1090,7 +1090,7 @@ def test_a_victim_that_did_not_leave():
 
 
 def test_victims_in_the_wrong_order():
-    """The last one is named first: that is how they left."""
+    """The last one is named first, in the order in which they left."""
 
     class Sorts(Broken):
         def schedule(self):

@@ -189,10 +189,10 @@ def test_forty_requests_step_by_step(figures):
     assert after.tally.num_preemptions == 36
     assert "36 preemptions remain" in page("theory/03-starvation.md")
     assert list(before.tally.finished)[-1] == 39
-    first_of_the_line = min(before.tally.first_token[number] for number in range(20, 40))
-    assert first_of_the_line > 370
+    first_of_the_queue = min(before.tally.first_token[number] for number in range(20, 40))
+    assert first_of_the_queue > 370
     resumed = [step.step for step in before.steps for event in step.events if event.kind == "resume"]
-    assert min(resumed) == 100, "the page says: up to step 99 nobody has computed anything twice"
+    assert min(resumed) == 100, "the page says: up to step 99 no token is computed twice"
     assert "20 to 39 begin after step 370" in page("theory/03-starvation.md")
 
 

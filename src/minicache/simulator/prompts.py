@@ -65,8 +65,8 @@ class ChatWorkload:
         pause: seconds from an answer to the next message, on average, > 0; exponential.
         seconds_per_token: how long an answer's token takes, > 0. When the next message comes is settled beforehand, as
             in a trace of another server, and does not wait for this one.
-        max_model_len: the most tokens of a prompt and its answer, ≥ 2. A message that would leave no room for an answer
-            ends its chat before it is sent; an answer is cut to the room there is.
+        max_model_len: the most tokens of a prompt and its answer, ≥ 2. A message that would leave no tokens for an
+            answer ends its chat before it is sent; an answer is cut to the tokens that are left.
 
     Raises:
         TypeError: a number has the wrong type.

@@ -37,11 +37,12 @@ def of_a_look_into_the_server() -> list[str]:
     # A request is sampled as often as it has steps, that is, output tokens.
     seen = sum(output**2 for output in outputs) / sum(outputs)
     prompt = sum(each.num_prompt_tokens * each.num_output_tokens for each in drawn) / sum(outputs)
+    arriving = fmean(each.num_prompt_tokens for each in drawn)
     return [
         f"338 · (1 + 0.77²) = {338 * (1 + 0.77**2):.0f}",
         f"a mean of {mean:.0f} and a cv of {cv:.3f}, which makes {mean:.0f} · (1 + {cv:.3f}²) = {seen:.0f}",
         f"It will generate {seen:.0f} tokens, and has on average generated half of them, {seen / 2:.0f}",
-        f"Its prompt has {prompt:.0f} tokens, a little less than the mean of {fmean(e.num_prompt_tokens for e in drawn):.0f}",
+        f"Its prompt has {prompt:.0f} tokens, a little less than the mean of {arriving:.0f}",
         f"Together that is about {prompt + seen / 2:.0f}",
     ]
 

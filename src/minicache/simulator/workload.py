@@ -123,10 +123,10 @@ AZURE_CODE: Final = Workload(
     arrival_cv=13.2,
     max_model_len=16_384,
 )
-"""Code completion in Azure's public trace of 2023 (Patel et al. 2024, "Splitwise"): long prompts, short outputs, extreme
-bursts. Means and coefficients of variation of the lengths are those of the trace's 8,819 requests; the log-normal shape
-is ours, and fits badly. Its medians are 1,477 in and 11.8 out, the trace's 1,469 and 13. The limit is ours too: the
-log-normals have a longer tail than the trace."""
+"""Code completion in Azure's public trace of 2023 (Patel et al. 2024, "Splitwise"): long prompts, short outputs, and
+extreme bursts. Means and coefficients of variation of the lengths are those of the trace's 8,819 requests; the
+log-normal shape is ours, and fits badly. Its medians are 1,477 in and 11.8 out, the trace's 1,469 and 13. The limit is
+ours too: a log-normal's tail has no end."""
 
 AZURE_CONVERSATION: Final = Workload(
     "Azure conversation 2023",

@@ -603,7 +603,7 @@ def test_what_is_said_of_chats():
         4096,
         8192,
     ]
-    assert {size for size, point in points.items() if point["percent"] == ceiling} == {s for s in points if s >= 6144}
+    assert {size for size, point in points.items() if point["percent"] == ceiling} == {s for s in points if s >= 8192}
     assert points[8192]["evicted"] > 0
 
 

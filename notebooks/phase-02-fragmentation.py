@@ -5,7 +5,7 @@
 # slots, under four reservation policies. Under the first three, less than half of the slots hold a token. This notebook
 # divides the waste into its parts: reserved for later, never needed, too scattered to use.
 
-# %% alt="Four stacked bars of shares of memory. Used: about 20 per cent under max, 30 under pow2, 40 under oracle, about 80 when paged; the rest is reserved, internal, external or free."
+# %% alt="Four stacked bars of shares of memory. Used: about 17 per cent under max, 29 under pow2, 41 under oracle, 77 when paged; the rest is reserved, internal, external or free."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache import notebook as nb
@@ -45,7 +45,7 @@ nb.shares({policy: mean_shares(samples) for policy, samples in runs.items()})
 #
 # Draw a batch of chats at random, pad it to a rectangle, and see how much of it is padding. Then draw larger batches.
 
-# %% alt="Share of padding against batch size: from 0 per cent for one sequence the median rises to 75 per cent for 128."
+# %% alt="Share of padding against batch size: from 0 per cent for one sequence the median rises to 72 per cent for 128."
 from random import Random
 from minicache.memory.reservation import padded_rows, padding_share
 
@@ -220,7 +220,7 @@ nb.check(best_possible, round(100 * oracle["used"] / (oracle["used"] + oracle["r
 # short answers. Which policy gains, and why? (The limit is 16,384 tokens here, and the memory eight times as large, to
 # let `max` serve seven requests again.)
 
-# %% alt="Bars of the share of used slots for three workloads and four policies. Oracle uses 40 to 50 per cent in each, paged nearly all. Max falls to 10 per cent where the limit is 16,384."
+# %% alt="Bars of the share of used slots for three workloads and four policies. Oracle uses 43 to 54 per cent, paged nearly all. Max falls to 5 and 11 per cent where the limit is 16,384."
 from dataclasses import replace
 from minicache.simulator.workload import AZURE_CODE, AZURE_CONVERSATION
 
@@ -241,9 +241,9 @@ nb.groups(
 # The rates are high enough that a request is always waiting, and the bursts of the code completions were removed: with
 # a coefficient of variation of 13.2, three minutes hold one burst or none.
 #
-# A long prompt is used from the first moment. If the answer is short in comparison, almost nothing is reserved for
-# later, and `oracle` uses more; what it still loses is rounding and holes. `pow2` comes close to it, because a wrong
-# estimate for 23 tokens of answer costs little. `max` suffers most: the limit is far above what requests need.
+# A long prompt is used from the first moment. Where the answer is short in comparison, almost nothing is reserved for
+# later, and `oracle` uses more; what it still loses is rounding and holes. `pow2` does as well on code, because a wrong
+# estimate for 28 tokens of answer costs little. `max` suffers most: the limit is far above what requests need.
 #
 # What would help all of them, on every workload? Not a better estimate. [Phase 3](../phase-03-paged-cache/index.md)
 # allocates one block at a time, anywhere.

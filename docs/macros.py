@@ -346,10 +346,10 @@ MINUTES_A_LINE = 1
 
 
 def hours_table(root: str) -> str:
-    """The estimated hours of each phase, reading and writing, and their sums."""
+    """The estimated hours of each phase, reading and writing, in half hours, and their sums."""
     rows, whole = [], [0.0, 0.0]
     for phase in load_course(COURSE):
-        reading, writing = reading_hours(phase), sum(map(writing_hours, phase.tasks))
+        reading, writing = _hours(phase)
         whole = [whole[0] + reading, whole[1] + writing]
         rows.append(f"| {phase.number} | {_phase_title(phase, root)} | {_three(reading, writing)} |")
     head = ["| phase | | reading | writing | hours |", "|--:|---|--:|--:|--:|"]
@@ -357,17 +357,16 @@ def hours_table(root: str) -> str:
 
 
 def num_hours(*which: int | str) -> str:
-    """The estimated hours of phases (numbers) and of writing single tasks ("3.1"), rounded; of all by default."""
+    """The table's hours of phases (numbers; by default all), and of writing single tasks ("3.1"), in half hours."""
     course = load_course(COURSE)
-    hours = 0.0
+    hours = writing = 0.0
     for name in which or tuple(phase.number for phase in course):
         if isinstance(name, int):
-            phase = course.phase(name)
-            hours += reading_hours(phase) + sum(map(writing_hours, phase.tasks))
+            hours += sum(_hours(course.phase(name)))
         else:
             number, _, task = name.partition(".")
-            hours += writing_hours(course.phase(int(number)).task(int(task)))
-    return f"{hours:.0f}"
+            writing += writing_hours(course.phase(int(number)).task(int(task)))
+    return f"{hours + _half(writing):g}"
 
 
 def reading_hours(phase: Phase) -> float:
@@ -396,9 +395,18 @@ def _lines_to_write(task: Task) -> int:
     return count
 
 
+def _hours(phase: Phase) -> tuple[float, float]:
+    """Reading and writing, each in half hours."""
+    return _half(reading_hours(phase)), _half(sum(map(writing_hours, phase.tasks)))
+
+
+def _half(hours: float) -> float:
+    return round(2 * hours) / 2
+
+
 def _three(reading: float, writing: float) -> str:
-    """Three cells: reading, writing, and their sum, in half hours."""
-    return " | ".join(f"{round(2 * hours) / 2:.1f}" for hours in (reading, writing, reading + writing))
+    """Three cells: reading, writing, and their sum."""
+    return " | ".join(f"{hours:.1f}" for hours in (reading, writing, reading + writing))
 
 
 def _phase_title(phase: Phase, root: str) -> str:

@@ -15,8 +15,8 @@ COURSE = load_course(Path(__file__).resolve().parents[2] / "labs" / "course.toml
 ROWS = {
     "One sequence": range(0, 2),
     "Memory for many": range(2, 5),
-    "Who runs when": range(5, 10),
-    "Out of the house": range(10, 12),
+    "Scheduling": range(5, 10),
+    "Serving": range(10, 12),
 }
 """What a row of the map is about → its phases."""
 

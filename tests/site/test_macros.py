@@ -185,7 +185,7 @@ def test_hours_follow_the_pages_and_the_reference(
     assert macros.reading_hours(phase) == 3
     assert macros.writing_hours(phase.tasks[0]) == pytest.approx(16 / 60)  # one task, one line
     assert "| 3.0 | 0.5 | 3.5 |" in macros.hours_table(".")
-    assert macros.num_hours() == macros.num_hours(0) == "3"
+    assert macros.num_hours() == macros.num_hours(0) == "3.5"
     assert macros.num_hours("0.1", "0.1", "0.1", "0.1") == "1"
 
 

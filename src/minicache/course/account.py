@@ -153,7 +153,7 @@ def _problem(graded: TaskResult, goes_on_with: Task, *, in_full: bool) -> Proble
     lines += _labelled(pointers(goes_on_with))
     others = graded.other_problems
     if others and not in_full:
-        lines += [Line(""), Line(f"{len(others)} more failed", faint=True)]
+        lines += [Line(""), Line(f"{len(others)} more did not pass", faint=True)]
     elif others:
         groups: dict[tuple[Outcome, str], list[TestResult]] = {}
         for other in others:

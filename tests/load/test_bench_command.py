@@ -135,7 +135,7 @@ def test_what_went_wrong_is_told(fake, calibration):
     assert "2 (Retry-After 7 s median)" in text
     assert "2 × HTTP 429: no [place]" in text
     assert "2 requests were not answered; the simulator serves them" in text
-    assert "2 answers are shorter than asked for" in text
+    assert "2 answers are shorter than requested" in text
     assert "The simulator ignores --max-in-flight" in text
 
 
@@ -152,7 +152,7 @@ def test_if_nothing_was_answered_the_command_fails(fake):
 @pytest.mark.parametrize(
     ("arguments", "saying"),
     [
-        (("--url", "localhost:8000"), "no URL of a server"),
+        (("--url", "localhost:8000"), "is not a server URL"),
         (("--workload", "alpaca", "--num-output-tokens", "3"), "a workload has its own lengths"),
         (("--predict", "--calibration", "nowhere.json"), "nowhere.json"),
     ],
@@ -165,7 +165,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(arguments, saying):
     ("arguments", "saying"),
     [
         (("--rate", "0"), "rate"),
-        (("--num-prompt-tokens", "8", "--num-shared-tokens", "8"), "leave nothing of its own"),
+        (("--num-prompt-tokens", "8", "--num-shared-tokens", "8"), "do not fit into a prompt"),
         (("--workload", "alpaca", "--num-shared-tokens", "511"), "do not fit into a context of 512"),
         (("--timeout", "0"), "timeout"),
     ],

@@ -257,7 +257,7 @@ def test_over_https_it_answers_those_who_trust_it_and_whom_it_trusts(
         ({"certfile": "none"}, "must have a certificate and its private key, in PEM; or give --ssl-keyfile"),
         ({"certfile": "certificate"}, "or give --ssl-keyfile"),
         ({"certfile": "certificate", "keyfile": "none"}, "none its private key"),
-        ({"certfile": "certificate", "keyfile": "other"}, "other is not that of the certificate"),
+        ({"certfile": "certificate", "keyfile": "other"}, "other does not match the certificate"),
         ({"certfile": "certificate", "keyfile": "encrypted"}, "set --ssl-keyfile-password"),
         ({"certfile": "certificate", "keyfile": "encrypted", "password": "wrong"}, "its password is wrong"),
         ({"certfile": "both", "ca_certs": "none"}, "none must have certificates"),

@@ -80,7 +80,7 @@ def test_what_one_must_know_is_said():
     other = answered(1.0, 1.5)
     other.num_prompt_tokens = 5
     [said] = report(other).notes
-    assert said.startswith("1 prompts have another number")
+    assert said.startswith("1 prompts have a different token count")
 
 
 def test_json_has_everything_but_the_gaps():

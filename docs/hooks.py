@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markdown import Markdown
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -31,7 +32,7 @@ ROOT = DOCS.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from scripts import notebook_pages  # noqa: E402
+from scripts import notebook_pages, translation  # noqa: E402
 from scripts.browser.course import is_pure  # noqa: E402
 
 # This plugin lists all its variables at every build; its warnings are enough.
@@ -147,6 +148,29 @@ def on_env(env: jinja2.Environment, config: MkDocsConfig, files: Files) -> jinja
 
     env.filters["url"] = url
     return env
+
+
+def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
+    """Give a Spanish page's sections the addresses of the English ones, and say whether it is out of date."""
+    if config.theme["language"] == "en" or not page.file.abs_src_path:
+        return None
+    content = Path(page.file.abs_src_path).read_text(encoding="utf-8")
+    try:
+        return translation.prepare(page.file.src_uri, content, _markdown(config))
+    except translation.TranslationError as error:
+        raise PluginError(str(error)) from None
+
+
+def _markdown(config: MkDocsConfig) -> Markdown:
+    return Markdown(extensions=config.markdown_extensions, extension_configs=config.mdx_configs or {})
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """List what is not translated, or was translated from another state of its source."""
+    if config.theme["language"] == "es":
+        log = logging.getLogger("mkdocs.hooks.translation")
+        for what, names in (("not translated", translation.missing()), ("out of date", translation.stale())):
+            log.info("%d pages are %s: %s", len(names), what, ", ".join(names) or "none")
 
 
 def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Navigation) -> dict[str, Any]:

@@ -59,16 +59,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         # Not a page: it is to be opened on a machine with a GPU.
         colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
         files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
-        for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = f"{notebook.stem}/notebook.md"
+        is_there = files.get_file_from_path(page) is not None  # then it has the words, and on_page_read_source the rest
+        if is_there or config.theme["language"] == "en":
             for name, content in rendered(notebook).items():
-                files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))
+                if not (is_there and name == "notebook.md"):
+                    files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))
     return files
 
 
 @cache
-def rendered(notebook: Path) -> dict[str, str | bytes]:
+def rendered(notebook: Path, spanish: str | None = None) -> dict[str, str | bytes]:
     """A notebook's page and pictures, and the notebook itself to download."""
-    return {**notebook_pages.render(notebook), notebook.name: notebook.read_bytes()}
+    return {**notebook_pages.render(notebook, spanish), notebook.name: notebook.read_bytes()}
 
 
 def palette_css() -> str:
@@ -154,11 +158,18 @@ def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
     """Give a Spanish page's sections the addresses of the English ones, and say whether it is out of date."""
     if config.theme["language"] == "en" or not page.file.abs_src_path:
         return None
+    name = page.file.src_uri
     content = Path(page.file.abs_src_path).read_text(encoding="utf-8")
     try:
-        return translation.prepare(page.file.src_uri, content, _markdown(config))
-    except translation.TranslationError as error:
-        raise PluginError(str(error)) from None
+        is_stale = translation.is_stale(name, content)
+        if name.endswith("/notebook.md"):
+            notebook = ROOT / "notebooks" / f"{Path(name).parent}.ipynb"
+            english, content = (str(rendered(notebook, words)["notebook.md"]) for words in (None, content))
+        else:
+            english = (DOCS / "en" / name).read_text(encoding="utf-8")
+        return translation.prepare(name, content, english, _markdown(config), is_stale=is_stale)
+    except (translation.TranslationError, notebook_pages.NotebookError) as error:
+        raise PluginError(f"docs/es/{name}: {error}") from None
 
 
 def _markdown(config: MkDocsConfig) -> Markdown:

@@ -2,7 +2,7 @@
 
 A page of `docs/es` has the path of its source in `docs/en`, and in its front matter `english:`, a hash of the source
 that it was made from. Its headings get the ids of the source's, in order, so a section has one address in both
-languages.
+languages. The source of a `notebook.md` is the notebook of that phase, as `notebook_pages.py` says.
 
     python -m scripts.translation                     list what is missing or out of date
     python -m scripts.translation --accept PAGE …     note that these pages say what their sources say now
@@ -22,7 +22,7 @@ from markdown import Markdown
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGLISH, SPANISH = ROOT / "docs" / "en", ROOT / "docs" / "es"
+ENGLISH, SPANISH, NOTEBOOKS = ROOT / "docs" / "en", ROOT / "docs" / "es", ROOT / "notebooks"
 
 MOST_STALE = 0.05
 """The share of the Spanish pages that may be out of date."""
@@ -43,34 +43,42 @@ class TranslationError(Exception):
     """A Spanish page does not fit its English source."""
 
 
-def source_hash(page: str) -> str:
-    """Twelve digits that change with the English source of a page.
+def source(page: str) -> Path:
+    """The file from which a Spanish page is made.
 
     Args:
-        page: its path below docs/en, which is also that below docs/es.
+        page: its path below docs/es, which is also that below docs/en.
 
     Raises:
-        TranslationError: there is no such page.
+        TranslationError: there is no such file.
     """
-    source = ENGLISH / page
-    if not source.is_file():
-        raise TranslationError(f"docs/es/{page} has no source: there is no docs/en/{page}")
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    file = ENGLISH / page
+    if page.endswith("/notebook.md"):
+        file = NOTEBOOKS / f"{page.removesuffix('/notebook.md')}.py"
+    if not file.is_file():
+        raise TranslationError(f"docs/es/{page} has no source: there is no {file}")
+    return file
 
 
-def pages(folder: Path) -> set[str]:
-    """The pages below `folder`, by their paths."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")}
+def source_hash(page: str) -> str:
+    """Twelve digits that change with the source of a Spanish page."""
+    return hashlib.sha256(source(page).read_bytes()).hexdigest()[:12]
+
+
+def translated() -> set[str]:
+    """The pages that exist in Spanish."""
+    return {path.relative_to(SPANISH).as_posix() for path in SPANISH.rglob("*.md")}
 
 
 def missing() -> list[str]:
     """The pages that exist in English only."""
-    return sorted(pages(ENGLISH) - pages(SPANISH))
+    english = {path.relative_to(ENGLISH).as_posix() for path in ENGLISH.rglob("*.md")}
+    return sorted((english | {f"{path.stem}/notebook.md" for path in NOTEBOOKS.glob("*.py")}) - translated())
 
 
 def stale() -> list[str]:
     """The Spanish pages whose source has changed."""
-    return sorted(page for page in pages(SPANISH) if is_stale(page, (SPANISH / page).read_text(encoding="utf-8")))
+    return sorted(page for page in translated() if is_stale(page, (SPANISH / page).read_text(encoding="utf-8")))
 
 
 def is_stale(page: str, content: str) -> bool:
@@ -91,27 +99,27 @@ def accept(page: str) -> None:
     path.write_text(f"---\n{kept}{line}---\n{body}", encoding="utf-8")
 
 
-def prepare(page: str, content: str, markdown: Markdown) -> str:
+def prepare(page: str, content: str, english: str, markdown: Markdown, *, is_stale: bool) -> str:
     """The source of a Spanish page as it is built.
 
     Args:
         page: its path below docs/es.
-        content: the file's.
+        content: its Markdown.
+        english: that of the English page.
         markdown: of the site's extensions: it finds the ids of the English headings.
+        is_stale: whether the page gets a banner.
 
     Returns:
-        The content with ids at its headings, links to the English site where a page is not translated, and a banner if
-        it is out of date.
+        The content with ids at its headings, and links to the English site where a page is not translated.
 
     Raises:
         TranslationError: it has other headings than its source, or links to a page that is in neither language.
     """
-    english = _FRONT_MATTER.sub("", (ENGLISH / page).read_text(encoding="utf-8"))
     front = _FRONT_MATTER.match(content)
     head, body = (front[0], content[front.end() :]) if front else ("", content)
     body = _with_links(page, body)
-    body = _with_ids(page, body, _ids(english, markdown))
-    if is_stale(page, content):
+    body = _with_ids(page, body, _ids(_FRONT_MATTER.sub("", english), markdown))
+    if is_stale:
         title, _, rest = body.lstrip().partition("\n")
         body = f"{title}\n{_BANNER.format(page=english_url(page, page))}{rest}"
     return head + body

@@ -32,6 +32,8 @@ _HASH = re.compile(r"^english: *(\S+)\n", re.MULTILINE)
 _HEADING = re.compile(r"^(#{1,6}) +(.*?)(?: *\{([^}]*)\})? *$")
 _FENCE = re.compile(r"^\s*(```+|~~~+)")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+\.md)(#[^)\s]*)?\)")
+_TAG = re.compile(r"(</?(?:code|pre|script|style)\b[^>]*>)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)")
 _BANNER = """
 !!! warning "Esta página no está al día"
     Su original en inglés ha cambiado desde que se tradujo. [Léelo en inglés]({page}).
@@ -123,6 +125,25 @@ def prepare(page: str, content: str, english: str, markdown: Markdown, *, is_sta
         title, _, rest = body.lstrip().partition("\n")
         body = f"{title}\n{_BANNER.format(page=english_url(page, page))}{rest}"
     return head + body
+
+
+def with_spanish_numbers(html: str) -> str:
+    """A page's HTML with spaces in its large numbers: 12,288 is 12 288, as a comma would be read as a decimal one.
+
+    Decimals keep their point, as in code and figures. Code stays as it is.
+    """
+    parts, code = _TAG.split(html), 0
+    for place, part in enumerate(parts):
+        if place % 2:
+            code += 0 if part[-2:] == "/>" else -1 if part[1] == "/" else 1
+        elif not code:
+            parts[place] = _THOUSANDS.sub(_with_spaces, part)
+    return "".join(parts)
+
+
+def _with_spaces(number: re.Match[str]) -> str:
+    in_formula = "{,}" in number[0]
+    return number[0].replace("{,}", r"\,") if in_formula else number[0].replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def english_url(page: str, here: str) -> str:

@@ -91,6 +91,22 @@ def test_a_link_to_a_page_in_neither_language_is_refused(folders: tuple[Path, Pa
         prepared(SPANISH.replace("Fin.", "[nada](nothing.md)"))
 
 
+@pytest.mark.parametrize(
+    ("english", "spanish"),
+    [
+        ("<td>12,288</td>", "<td>12\u202f288</td>"),
+        ("1,234,567.8 bytes", "1\u202f234\u202f567.8 bytes"),
+        (r"\(2 \cdot 12{,}288\)", r"\(2 \cdot 12\,288\)"),
+        ("8, 16, 320 and 3.5", "8, 16, 320 and 3.5"),
+        ("0,1234 and 1,23", "0,1234 and 1,23"),
+        ("<code>12,288</code> 12,288", "<code>12,288</code> 12\u202f288"),
+        ("<pre><code>1,000</code> 1,000</pre>", "<pre><code>1,000</code> 1,000</pre>"),
+    ],
+)
+def test_a_comma_in_a_number_is_a_space(english: str, spanish: str) -> None:
+    assert translation.with_spanish_numbers(english) == spanish
+
+
 def test_a_page_without_a_source_is_refused(folders: tuple[Path, Path]) -> None:
     _, spanish = folders
     (spanish / "alone.md").write_text("# Sola\n", encoding="utf-8")

@@ -120,7 +120,7 @@ def test_out_of_patience_it_ends_streams_with_an_error(
     assert done.startswith(b"[DONE]\n\n")
     server.stop()
     assert server.server.num_given_up == 2
-    assert told(caplog) == ["draining: 2 answers, up to 0.05 s", "gave up on 2 answers after 0.05 s"]
+    assert told(caplog) == ["draining: 2 answers, up to 0.05 s", "abandoned 2 answers after 0.05 s"]
 
 
 def test_told_twice_it_does_not_wait(serve: Any, model: Any, gate: threading.Event) -> None:

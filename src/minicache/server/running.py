@@ -293,7 +293,7 @@ class Server(uvicorn.Server):
         if num_unfinished := self._served.num_unfinished:
             self._give_up(num_unfinished, "because of a second signal")
         elif self._logs.num_cut and not self.num_given_up:
-            self._give_up(self._logs.num_cut, "that their clients do not read")
+            self._give_up(self._logs.num_cut, "that their clients did not read")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came, or `stop` was called. (uvicorn's own would raise the signal again after the end.)"""
@@ -332,7 +332,7 @@ class Server(uvicorn.Server):
 
     def _give_up(self, num_answers: int, why: str) -> None:
         self.num_given_up += num_answers
-        logger.warning("gave up on %s %s", _answers(num_answers), why)
+        logger.warning("abandoned %s %s", _answers(num_answers), why)
 
 
 def _answers(number: int) -> str:

@@ -393,9 +393,9 @@ def batch(device) -> Callable[..., Batch]:
 
 @pytest.fixture(scope="session")
 def quantized(batch) -> Callable[..., Batch]:
-    """`quantized([5, 40], H_kv, d, block_size, dtype=torch.int8)`: a `Batch` in one byte a number, a scale a token.
+    """`quantized([5, 40], H_kv, d, block_size, dtype=torch.int8)`: an 8-bit `Batch` with a scale per token.
 
-    Rows differ in size by a factor of up to a hundred, so that no scale can stand in for another.
+    Rows differ in size by a factor of up to a hundred, so each needs its own scale.
     """
 
     def make(*sizes: Any, dtype: torch.dtype = torch.int8, **options: Any) -> Batch:
@@ -435,7 +435,7 @@ def _lay_out(
     shared: int,
     seed: int,
 ) -> Batch:
-    """Put rows into blocks in random order, leaving block 0 and the last to nobody."""
+    """Put rows into blocks in random order, leaving block 0 and the last unused."""
     lengths = [len(rows) for rows in keys]
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 2

@@ -587,7 +587,7 @@ def _check_query_start_loc(q: Tensor, context_lens: Tensor, query_start_loc: Ten
         raise ValueError(f"query_start_loc must rise from 0 to {q.shape[0]}; got {starts}")
     for sequence, (start, end, num_tokens) in enumerate(zip(starts, starts[1:], context_lens.tolist(), strict=False)):
         if num_tokens < end - start:
-            raise ValueError(f"sequence {sequence} has {end - start} queries, more than its {num_tokens} tokens")
+            raise ValueError(f"sequence {sequence} has {num_tokens} tokens, fewer than its {end - start} queries")
 
 
 def _check_blocks_in_use(k_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:

@@ -231,7 +231,7 @@ def _make_plan(metadata: AttentionMetadata, num_blocks: int, block_size: int) ->
     num_new = np.diff(starts)
     if np.any(num_new > context_lens):
         wrong = int(np.argmax(num_new > context_lens))
-        raise ValueError(f"sequence {wrong} has {num_new[wrong]} queries, more than its {context_lens[wrong]} tokens")
+        raise ValueError(f"sequence {wrong} has {context_lens[wrong]} tokens, fewer than its {num_new[wrong]} queries")
     is_long = num_new > np.where(num_new == context_lens, LONGEST_PROMPT, LONGEST_CHUNK)
     parts: list[_Queries | _Prompt] = []
     # Consecutive sequences between two long prompts share one call of the kernel.

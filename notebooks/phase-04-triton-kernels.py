@@ -22,7 +22,7 @@ torch.manual_seed(0)
 
 
 def rows_of(access, block_size):
-    """The rows of a cache that one access touches, counted through all blocks."""
+    """The slots that one access touches, counted through all blocks."""
     found = access.indices[~access.masked][:, :2].tolist()
     return {block * block_size + offset for block, offset in found}
 
@@ -32,7 +32,7 @@ def loads_of(log, tensor):
     return [each for each in log.accesses if each.tensor == tensor and each.kind == "load"]
 
 
-k_cache = torch.randn(8, 8, 1, 256)  # blocks, rows of a block, KV heads, numbers of a head
+k_cache = torch.randn(8, 8, 1, 256)  # blocks, slots of a block, KV heads, numbers of a head
 tables, lengths = torch.tensor([[5, 1, 6, 3, 0]]), torch.tensor([37])
 q = torch.randn(1, 4, 256)
 with trace(k_cache=k_cache) as log:

@@ -348,8 +348,8 @@ def test_store_refuses(changes: dict, error: type, says: str, backend: str) -> N
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"k_scale": None}, ValueError, "of both, or of neither"),
-        ({"v_scale": 1.0}, ValueError, "of both, or of neither"),
+        ({"k_scale": None}, ValueError, "both must have a scale per row"),
+        ({"v_scale": 1.0}, ValueError, "both must have a scale per row"),
         ({"k_scale": torch.ones(3, BLOCK, 2)}, ValueError, "a scale per row"),
         ({"k_scale": torch.ones(2, BLOCK, 2).half()}, TypeError, "float32"),
         ({"k_cache": torch.zeros(2, BLOCK, 2, 8), "v_cache": torch.zeros(2, BLOCK, 2, 8)}, TypeError, "int8 or float8"),

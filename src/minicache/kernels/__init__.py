@@ -87,7 +87,7 @@ def store_kv(
         if not scales and rows.dtype != k_cache.dtype:
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
         if scales and not rows.dtype.is_floating_point:
-            raise TypeError(f"{name} is {rows.dtype}: only floating-point rows can be quantized")
+            raise TypeError(f"{name} is {rows.dtype}: rows to quantize must be floating point")
     if k_cache.is_meta:
         return  # a tensor on "meta" has a shape but no values
     chosen = _choose(backend, k_cache, v_cache, dtype=k.dtype, by_row=bool(scales))
@@ -647,7 +647,7 @@ def _check_row_scales(name: str, scale: object, k_cache: Tensor) -> None:
         raise TypeError(f"{name} must be a float32 tensor, for keys and for values; got {kind}")
     _check_tensor(name, scale, k_cache.device)
     if k_cache.dtype not in _STORABLE:
-        raise TypeError(f"{name}: only int8 and float8_e4m3fn caches have row scales; this one holds {k_cache.dtype}")
+        raise TypeError(f"{name}: row scales need an int8 or float8_e4m3fn cache; this one holds {k_cache.dtype}")
     if scale.shape != k_cache.shape[:3] or not scale.is_contiguous():
         raise ValueError(
             f"{name} must be {list(k_cache.shape[:3])}, a scale per row, contiguous; got {list(scale.shape)}"

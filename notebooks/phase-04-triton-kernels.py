@@ -471,7 +471,7 @@ if not results:
 # One long sequence keeps one program busy and leaves the rest of a GPU idle. Split-KV cuts it into `num_splits` parts of whole
 # tiles, and the launch takes as long as its longest part. From how many splits on is nothing gained?
 #
-# Choose a length; a tile has 16 tokens. **Predict the smallest number of splits that makes the longest part as short as
+# Choose a length; a tile has 16 tokens. **Write down the smallest number of splits that makes the longest part as short as
 # possible**, then run the cell. Is every larger number as good? Is there a number that is no better than a smaller one?
 
 # %% alt="Keys loaded by the longest split against the number of splits from 1 to 16, for 200 tokens. It falls in steps from 200 to 16; tokens divided by splits, a smooth curve, is below it."

@@ -163,7 +163,7 @@ with trace(cache=cache, block_table=table) as log:
 
 programs = [rows_of(load, block_size=16) for load in loads_of(log, "cache")]
 nb.rows_touched(programs, 160, 16, "program")
-print("rows loaded by each program:", [len(rows) for rows in programs])
+print("slots loaded by each program:", [len(rows) for rows in programs])
 
 # %% [markdown]
 # **Question 3.** Llama-3-8B has 8 KV heads of 128 numbers. You gather 4,096 tokens of one layer in 16 bits, keys and values, and
@@ -190,7 +190,7 @@ values = [16.0, 0.0, 4.0, 16.0, 2.0]
 
 
 def online(tile, *, rescaling=True, show=False):
-    """Attention over the five rows, `tile` of them at a time."""
+    """Attention over the five tokens, `tile` of them at a time."""
     m, total, acc = -math.inf, 0.0, 0.0
     for start in range(0, 5, tile):
         x, v = scores[start : start + tile], values[start : start + tile]
@@ -202,20 +202,20 @@ def online(tile, *, rescaling=True, show=False):
         m = new_m
         if show:
             last = start + len(x) - 1
-            print(f"rows {start} … {last}: m = ln {math.exp(m):g}, l = {total:g}, acc = {acc:g}")
+            print(f"tokens {start} … {last}: m = ln {math.exp(m):g}, l = {total:g}, acc = {acc:g}")
     return acc / total
 
 
 print(f"result: {online(2, show=True):g}")
 
-# %% alt="The result against rows in a tile, 1 to 5: with the rescale it is 4 for every tile size; without it, it is 6.1, 4.8, 4.2, 4.7 and, with all five rows in one tile, 4."
+# %% alt="The result against tokens in a tile, 1 to 5: with the rescale it is 4 for every tile size; without it, it is 6.1, 4.8, 4.2, 4.7 and, with all five tokens in one tile, 4."
 sizes = range(1, 6)
 results = {
     "with the rescale": [online(size) for size in sizes],
     "without": [online(size, rescaling=False) for size in sizes],
 }
 look = {"roles": ("generated", "wasted"), "xticks": sizes}
-nb.lines(sizes, results, "rows in a tile", "result", **look)
+nb.lines(sizes, results, "tokens in a tile", "result", **look)
 print("without:", [round(result, 3) for result in results["without"]])
 
 # %% [markdown]
@@ -233,11 +233,11 @@ for position in range(5):
 k_cache[1, 1] = v_cache[1, 1] = math.nan
 q = torch.tensor([[[2.0, 0, 0, 0]]])
 tables, lengths = torch.tensor([[2, 0, 1]]), torch.tensor([5])
-five_rows = (q, k_cache, v_cache, tables, lengths)
+five_tokens = (q, k_cache, v_cache, tables, lengths)
 
 unused = {"k_cache": unused_rows(k_cache, tables, lengths)}
 with trace(k_cache=k_cache, forbid=unused) as log:
-    print(paged_decode_attention(*five_rows, num_splits=1, backend="triton")[0, 0, 0])
+    print(paged_decode_attention(*five_tokens, num_splits=1, backend="triton")[0, 0, 0])
 print(log.draw("k_cache"))
 
 # %% [markdown]
@@ -249,7 +249,7 @@ with_alibi = None
 
 # %%
 slope = torch.tensor([math.log(2)])
-got = paged_decode_attention(*five_rows, alibi_slopes=slope, num_splits=1, backend="triton")
+got = paged_decode_attention(*five_tokens, alibi_slopes=slope, num_splits=1, backend="triton")
 nb.check(with_alibi, round(got[0, 0, 0].item(), 4))
 
 # %% [markdown]
@@ -259,8 +259,8 @@ nb.check(with_alibi, round(got[0, 0, 0].item(), 4))
 # blocks. The third tile has five tokens left; its other lanes are masked.
 
 # %%
-print("rows loaded by each tile:", [len(rows) for rows in tiles])
-assert sum(map(len, tiles)) == len(set().union(*tiles)) == 37, "each row once, and no other"
+print("slots loaded by each tile:", [len(rows) for rows in tiles])
+assert sum(map(len, tiles)) == len(set().union(*tiles)) == 37, "each slot once, and no other"
 
 # %% [markdown]
 # ## 6. Split-KV

@@ -73,7 +73,7 @@ def attend_range(
         k_head_ptr, v_head_ptr: the caches' pointers, advanced to this head.
         k_token_scale_ptr, v_token_scale_ptr: `[num_blocks, BLOCK_SIZE, num_kv_heads]` fp32, contiguous, or None: a key
             is the cache's numbers times its token's scale. Multiply the scores by it, and for values the probabilities
-            before the product; row_sum sums the unscaled probabilities. A scale's index is that of its token's slot.
+            before the product; row_sum sums the unscaled probabilities. Load a scale under the same mask as its token.
         kv_head, num_kv_heads: this head's index, and the number of heads.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.

@@ -85,7 +85,7 @@ class Forbidden:
 
     Attributes:
         where: bool, over the tensor's first dimensions: True is forbidden.
-        because: what they are: "a row that no sequence uses".
+        because: what they are: "a slot that no sequence uses".
     """
 
     where: Tensor
@@ -105,7 +105,7 @@ def unused_rows(cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> Fo
     for table, length in zip(block_tables.tolist(), context_lens.tolist(), strict=True):
         for position in range(length):
             where[table[position // block_size], position % block_size] = False
-    return Forbidden(where, "a row that no sequence uses")
+    return Forbidden(where, "a slot that no sequence uses")
 
 
 def unused_entries(block_tables: Tensor, context_lens: Tensor, block_size: int) -> Forbidden:

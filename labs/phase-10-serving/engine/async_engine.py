@@ -216,7 +216,7 @@ class AsyncEngine:
             Whether all are finished.
         """
         raise NotImplementedError(
-            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     async def stop(self) -> None:
@@ -251,7 +251,7 @@ class AsyncEngine:
             QueueFullError: too many slots are taken now. Its retry_after is `retry_after()`.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     async def add_request(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AnswerStream:
@@ -278,7 +278,7 @@ class AsyncEngine:
             Exception: what `check_admission` or `llm.add_request` raises. Nothing was added, and no slot is taken.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     def retry_after(self) -> float:
@@ -289,7 +289,7 @@ class AsyncEngine:
         `finished_at` has fewer than two: MIN_RETRY_AFTER.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     def leave(self, stream: AnswerStream) -> None:
@@ -298,7 +298,7 @@ class AsyncEngine:
         It leaves `streams`. If it was not there, nothing is done.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     # The thread
@@ -345,7 +345,7 @@ class AsyncEngine:
             InvariantError: there was no step and there are no requests, so the next one would fail as well.
         """
         raise NotImplementedError(
-            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     def call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
@@ -389,7 +389,7 @@ class AsyncEngine:
         stream are skipped.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     def _abort_all(self) -> None:

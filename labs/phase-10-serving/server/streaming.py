@@ -40,7 +40,7 @@ def sse_event(data: str) -> bytes:
         data: what to send; JSON without line breaks, as a rule. A CR LF, or a CR alone, in it is a line break as well.
     """
     raise NotImplementedError(
-        "phase 10, task 5: Events over HTTP; read docs/en/phase-10-serving/lab/01-the-socket.md"
+        "phase 10, task 5: Events over HTTP; read docs/en/phase-10-serving/lab/02-the-socket.md"
     )
 
 
@@ -65,7 +65,7 @@ async def unless_client_leaves(receive: Receive, work: Awaitable[Result]) -> Res
         Exception: what the work raises.
     """
     raise NotImplementedError(
-        "phase 10, task 5: Events over HTTP; read docs/en/phase-10-serving/lab/01-the-socket.md"
+        "phase 10, task 5: Events over HTTP; read docs/en/phase-10-serving/lab/02-the-socket.md"
     )
 
 
@@ -93,5 +93,5 @@ class EventStream(Response):
         no error. At the end, `close` is called, and the generator closed (`aclose`).
         """
         raise NotImplementedError(
-            "phase 10, task 5: Events over HTTP; read docs/en/phase-10-serving/lab/01-the-socket.md"
+            "phase 10, task 5: Events over HTTP; read docs/en/phase-10-serving/lab/02-the-socket.md"
         )

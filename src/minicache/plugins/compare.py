@@ -1,4 +1,4 @@
-"""The same prompts on our engine and on another that our scheduler runs: are the answers the same? No phase builds it.
+"""Compares the answers of our engine and of another engine that our scheduler drives. No phase builds it.
 
     minicache python -m minicache.plugins.compare transformers              with your files, as far as they are written
     .venv-vllm/bin/python -m minicache.plugins.compare vllm fair chunked    in vLLM's own environment
@@ -38,17 +38,17 @@ class Counter(Observer):
         self.num_preempted = 0
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """One step more, if there is anything in it."""
+        """Count a step, if it is not empty."""
         self.num_steps += bool(output.scheduled)
         self.num_preempted += len(output.preempted)
 
 
 class Run(NamedTuple):
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         scheduler: the stage.
-        answers: the generated tokens, of each prompt.
+        answers: the generated tokens of each prompt.
         num_steps: steps that were scheduled.
         num_preempted: preemptions in them.
     """

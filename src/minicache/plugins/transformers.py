@@ -121,7 +121,7 @@ class MinicacheScheduler(Scheduler):
 def register(
     name: str = "minicache", *, scheduler: str = "chunked", observers: tuple[Observer, ...] = (), **options: Any
 ) -> type[MinicacheScheduler]:
-    """Register one of our schedulers with transformers under a name, for `ContinuousBatchingConfig(scheduler_type=name)`.
+    """Register one of our schedulers with transformers, for `ContinuousBatchingConfig(scheduler_type=name)`.
 
     Sizes come from that configuration: page_size, num_blocks, max_batch_tokens and max_requests_per_batch.
 

@@ -77,7 +77,7 @@ def _sleep_elsewhere(sleep, loops_thread, seconds):
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
-    """An event loop that counts how often it was asked for a turn, now or later, by what runs in it."""
+    """An event loop that counts the calls that are scheduled in it, now or later."""
 
     num_asked = 0
 
@@ -174,7 +174,7 @@ class Scenario:
             self.check(called, wanted)
         task.cancel()
         await asyncio.wait({task}, timeout=BEAT)
-        raise CheckFailed(called, "nothing: it waits for ever", wanted)
+        raise CheckFailed(called, "nothing: it waits forever", wanted)
 
     async def result(self, called, awaitable):
         """What a coroutine returns."""
@@ -208,18 +208,16 @@ class Scenario:
             got = told(outcome.error) if outcome.error else repr(outcome.returned)
             raise CheckFailed(called, got, f"that it waits: {why}")
         if num_asked >= NUM_TURNS // 2:
-            got = f"it runs in {num_asked} of {NUM_TURNS} turns of the event loop, and looks each time"
+            got = f"it runs in {num_asked} of {NUM_TURNS} iterations of the event loop, and polls each time"
             raise CheckFailed(called, got, f"that it sleeps until it is woken: {why}")
 
     async def wakes(self, called, task):
-        """What came of a task that has been given what it waits for: it must be told, and not look again later."""
+        """The outcome of a task whose event has happened: it must wake at once, without polling."""
         __tracebackhide__ = True
         for _ in range(NUM_TURNS):
             await asyncio.sleep(0)
         if not task.done():
-            raise CheckFailed(
-                called, "it sleeps on", "that it wakes at once: it is told, instead of looking every so often"
-            )
+            raise CheckFailed(called, "it sleeps on", "that it wakes at once, without polling")
         return self.outcome(called, task)
 
     async def what_ends(self, engine):
@@ -242,7 +240,7 @@ class Scenario:
         self.errors.append(context.get("exception") or RuntimeError(context["message"]))
 
     def _close(self, loop):
-        """End what runs still. Unlike `asyncio.run`, do not wait for ever for a task that another thread has broken."""
+        """End what runs still. Unlike `asyncio.run`, do not wait forever for a task that another thread has broken."""
         if tasks := asyncio.all_tasks(loop):
             for task in tasks:
                 task.cancel()

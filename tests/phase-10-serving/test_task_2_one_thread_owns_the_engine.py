@@ -19,7 +19,7 @@ PROMPTS = {"a": [1, 2, 3], "b": [7], "c": [5] * 9}
 
 @pytest.mark.parametrize("names", ["a", "abc"])
 def test_each_stream_gets_its_tokens(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers, names):
-    """Each stream has the tokens that `LLM.generate` gives its prompt alone, in order, and ends."""
+    """Each stream has the tokens that `LLM.generate` generates for its prompt alone, in order, and ends."""
 
     async def main():
         engine = scenario.engine(tiny_llm())
@@ -113,7 +113,7 @@ def test_no_step_for_an_aborted_request(scenario, tiny_llm, params):
 
 
 def test_commands_are_run_between_two_steps(scenario, tiny_llm, params, add_by_hand):
-    """Commands that come during a step are obeyed when it is over, all of them before the next one begins."""
+    """Commands that arrive during a step run when it is over, all of them before the next one begins."""
 
     async def main():
         llm = tiny_llm()
@@ -155,7 +155,7 @@ def test_chunks_come_with_their_step(scenario, tiny_llm, params, add_by_hand):
 
 
 def test_an_idle_thread_sleeps(scenario, tiny_llm, counting_queue):
-    """Nothing is unfinished: no step is begun, and the thread sleeps until a command comes, instead of looking."""
+    """Nothing is unfinished: no step is begun, and the thread sleeps until a command arrives, without polling."""
 
     async def main():
         llm = tiny_llm()
@@ -170,7 +170,7 @@ def test_an_idle_thread_sleeps(scenario, tiny_llm, counting_queue):
             await asyncio.sleep(0.01)
         num_looks = llm.num_asks + engine.commands.num_looks - before
         told = "not at all" if num_looks <= 10 else f"{num_looks} times"
-        that("how often the idle thread has looked for work in 0.15 s", told).gives("not at all")
+        that("how often the idle thread has polled in 0.15 s", told).gives("not at all")
         that("calls of llm.step() by an idle engine, after one command", llm.num_empty_steps).gives(0)
 
     scenario.run(main)
@@ -205,7 +205,7 @@ def test_none_ends_an_idle_thread(scenario, tiny_llm):
 
 
 def test_none_ends_the_thread_after_its_step(scenario, tiny_llm, params, add_by_hand):
-    """None comes during a step: it ends, and there is no other, though a request is unfinished and commands wait."""
+    """None arrives during a step: that is the last step, although a request is unfinished and commands wait."""
 
     async def main():
         llm = tiny_llm()
@@ -228,7 +228,7 @@ def test_none_ends_the_thread_after_its_step(scenario, tiny_llm, params, add_by_
 
 
 def test_a_failed_step_goes_to_fail_step(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
-    """What a step raises goes to `fail_step`, whatever that does; the thread goes on, and serves the others."""
+    """A step's exception goes to `fail_step`, whatever that does; the thread goes on, and serves the others."""
 
     async def main():
         llm = tiny_llm()

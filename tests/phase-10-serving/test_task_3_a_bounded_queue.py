@@ -1,4 +1,4 @@
-"""Phase 10, task 3: bounded admission, when to come back, and a client that leaves: nothing is left of it."""
+"""Phase 10, task 3: bounded admission, Retry-After, and a client that disconnects: nothing of its request remains."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_options_are_passed_to_the_llm(scenario, tiny_llm, params):
         that("the options that were given", [(each["priority"], each["cache_salt"]) for each in told]).gives(
             [(3, "x")] * 2
         )
-        that("different names of two requests", len({each["request_id"] for each in told})).gives(2)
+        that("different ids of two requests", len({each["request_id"] for each in told})).gives(2)
         times = [before, *(each["arrival_time"] for each in told), time.monotonic()]
         that("whether arrival times are those of time.monotonic(), in order", times == sorted(times)).gives(True)
 
@@ -294,7 +294,7 @@ def test_retry_after(scenario, tiny_llm, times, num_unfinished, seconds):
     ids=["empty", "no such token", "unknown word", "too long"],
 )
 def test_a_request_that_the_llm_refuses_frees_its_slot(scenario, tiny_llm, params, all_tokens, prompt, error):
-    """What `llm.add_request` raises is raised to the client, and its slot is free again; the others are served."""
+    """An exception of `llm.add_request` reaches the client, and its slot is free again; the others are served."""
 
     async def main():
         engine = scenario.engine(tiny_llm(), max_waiting=0)
@@ -309,7 +309,7 @@ def test_a_request_that_the_llm_refuses_frees_its_slot(scenario, tiny_llm, param
 
 
 def test_a_draining_or_ended_engine_admits_no_request(scenario, tiny_llm, params):
-    """An engine that is draining, or whose thread has ended, refuses; and has the thread do nothing."""
+    """An engine that is draining, or whose thread has ended, refuses, and puts no command."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm())
@@ -433,7 +433,7 @@ def test_leave_frees_slots_once(scenario, tiny_llm, params, all_tokens):
 
 
 def test_fail_ends_streams_and_frees_their_slots(scenario, tiny_llm, params, a_chunk):
-    """`fail`: the streams named raise the error, after what they have; their slots are free; the others go on."""
+    """`fail`: these streams raise the error after their chunks; their slots are free; the others go on."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=8)

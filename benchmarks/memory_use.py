@@ -1,4 +1,4 @@
-"""Where a server's memory goes, by policy: our simulation beside figures 2 and 13 of the PagedAttention paper.
+"""Where a server's memory goes, by policy: our simulation next to figures 2 and 13 of the PagedAttention paper.
 
 OPT-13B on an A100-40GB leaves 12 GiB for the cache: 15,728 slots. Requests arrive at 2 a second, with ShareGPT's
 lengths. Each policy serves them for an hour of simulated time, and the shares are means over it. Then the same with
@@ -36,7 +36,7 @@ from minicache.simulator.workload import SHAREGPT, LengthDistribution, Workload,
 
 POLICIES = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "paged": "paged"}
 PARTS = {"used": "█", "reserved": "▓", "surplus": "▒", "rounding": "░", "external": "x", "free": "·"}
-"""Shares of the slots, and how a bar draws them. Internal fragmentation is told in two: the policy's surplus, and what
+"""Shares of the slots, and how a bar draws them. Internal fragmentation has two parts: the policy's surplus, and what
 rounding to a power of two, or to whole blocks, adds."""
 
 PAPER = {
@@ -194,7 +194,7 @@ def paged_share_by_batch() -> dict[str, float]:
 
 
 def report(found: dict[str, Any]) -> None:
-    """Print ours beside the paper's, and where and why they differ."""
+    """Print ours next to the paper's, and where and why they differ."""
     console = Console()
     ours = found["at_2_per_s"]
     console.print(comparison(ours))

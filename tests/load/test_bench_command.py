@@ -193,7 +193,7 @@ def test_ctrl_c_reports_what_was_answered(fake):
         yield fake.chunk(fake.done) + b"0\r\n\r\n"
 
     with fake.run(answer) as server:
-        # Whoever runs tests in the background may have SIGINT ignored, and so would the client.
+        # Anyone who runs tests in the background may have SIGINT ignored, and so would the client.
         code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         code += "from minicache.cli import main; main()"
         options = ("--num-requests", "3", "--max-in-flight", "1", "--num-output-tokens", "1", "--url", server.url)

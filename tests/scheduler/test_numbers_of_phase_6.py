@@ -132,7 +132,7 @@ def of_the_watermark_measured() -> tuple[str, list[str]]:
     preemptions = [f"{runs[percent]['preemptions']:.0f}" for percent in ("0", "10", "40")]
     first = [f"{runs[percent]['mean_first_token_steps']:.0f}" for percent in ("0", "10", "40")]
     assert runs["10"]["preemptions"] / runs["0"]["preemptions"] == pytest.approx(0.2, abs=0.03)  # four fifths removed
-    assert runs["10"]["seconds"] == pytest.approx(runs["0"]["seconds"], rel=0.02)  # hardly any time
+    assert runs["10"]["seconds"] == pytest.approx(runs["0"]["seconds"], rel=0.02)  # barely any time
     return "theory/04-what-a-preemption-costs.md", [
         f"Preemptions fall from {preemptions[0]} to {preemptions[1]} at 10 per cent and {preemptions[2]} at 40",
         f"first token rise from {first[0]} to {first[1]} at 10 per cent and {first[2]} at 40",

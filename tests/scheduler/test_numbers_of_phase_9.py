@@ -110,7 +110,7 @@ def steps(scheduler: Scheduler, *requests: Request, most: int = 1000) -> list[di
 
 
 def test_the_two_columns():
-    """The roofline's parts, from the data sheet's numbers, beside what the cost model says of the whole."""
+    """The roofline's parts, from the data sheet's numbers, next to what the cost model says of the whole."""
     rows = table(STALL, "| | a step of 32 decodes | the step with the prompt |")
     for column, (new, cached, pairs) in enumerate(
         [(32, 32_000, 32 * 1001), (8032, 32_000, 32 * 1001 + 8000 * 8001 // 2)], start=1
@@ -691,7 +691,7 @@ def test_what_is_said_of_measured_drafts():
     assert all(each["speedup"] > 1 for each in again), "more than one"
     assert all(each["speedup"] < 1 for each in new), "they lose"
     assert new[0]["acceptance"] == pytest.approx(0.2, abs=0.05), "one in five"
-    assert new[-1]["acceptance"] < 0.05, "hardly any"
+    assert new[-1]["acceptance"] < 0.05, "barely any"
     assert new[-1]["tokens_per_step"] == pytest.approx(new[1]["tokens_per_step"], abs=0.05)
     cost = {each["num_tokens"]: each["over_one"] for each in told["step_cost"]["points"]}
     assert [told["step_cost"]["points"][place]["num_tokens"] for place in (3, 5)] == [5, 17]

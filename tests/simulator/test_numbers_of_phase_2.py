@@ -29,7 +29,7 @@ def of_a_look_into_the_server() -> list[str]:
     drawn = generate(SHAREGPT, COUNT, seed=0)
     outputs = [each.num_output_tokens for each in drawn]
     mean, cv = fmean(outputs), pstdev(outputs) / fmean(outputs)
-    # Whoever looks meets a request as often as it has steps, that is, outputs.
+    # Anyone who looks meets a request as often as it has steps, that is, outputs.
     seen = sum(output**2 for output in outputs) / sum(outputs)
     prompt = sum(each.num_prompt_tokens * each.num_output_tokens for each in drawn) / sum(outputs)
     return [

@@ -25,7 +25,7 @@ def check_idle(engine):
     that("engine.streams, when no request is unfinished", list(engine.streams)).gives([])
 
 
-# Let in
+# Admission
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -189,7 +189,7 @@ def test_admission_slots_are_bounded(scenario, tiny_llm, params, max_waiting, sl
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         that(f"engine.num_unfinished, of {slots} requests", engine.num_unfinished).gives(slots)
-        engine.finished_at.extend([100.0, 107.0])  # so that it has something to say
+        engine.finished_at.extend([100.0, 107.0])  # enough for an estimate
         outcome = await scenario.ask(
             f"add_request with {slots} of {slots} slots taken", engine.add_request([3], params())
         )
@@ -444,7 +444,7 @@ def test_fail_ends_streams_and_frees_their_slots(scenario, tiny_llm, params, a_c
         engine.dispatch([a_chunk("half", "length", request_id=one.request_id)])
         that("engine.num_unfinished, 5 of 6 answers", engine.num_unfinished).gives(5)
         error = StepFailedError("the model broke")
-        call(engine.fail, ["nobody", one.request_id, "nobody", two.request_id], error).gives(None)
+        call(engine.fail, ["unknown", one.request_id, "unknown", two.request_id], error).gives(None)
         that("engine.num_unfinished, when 3 of 5 answers were failed", engine.num_unfinished).gives(2)
         that("engine.streams: the third alone", list(engine.streams.values()) == [three]).gives(True)
         (await scenario.ask("take() of a failed stream with a chunk", one.take())).gives(

@@ -548,7 +548,7 @@ def test_drain_of_an_idle_engine(scenario, tiny_llm, params, all_tokens):
         engine.is_draining = False
         stream = await scenario.result("add_request", engine.add_request([1], params()))
         await scenario.result("its tokens", all_tokens(stream))
-        (await scenario.ask("drain(60) of an engine whose requests have ended", engine.drain(60.0))).gives(True)
+        (await scenario.ask("drain(60) of an engine whose requests are finished", engine.drain(60.0))).gives(True)
         that("engine.is_draining", engine.is_draining).gives(True)
 
     scenario.run(main)

@@ -405,7 +405,7 @@ def test_a_piece_that_fails(scenario):
 
 
 def test_a_generator_that_fails_when_it_is_closed(scenario):
-    """The client leaves, and the generator's own clearing up raises: `close` has been called all the same."""
+    """The client disconnects, and the generator's cleanup raises: `close` was called nevertheless."""
 
     async def main():
         channel, log, let = Channel(), [], asyncio.Semaphore(0)

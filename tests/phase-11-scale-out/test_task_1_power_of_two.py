@@ -145,7 +145,7 @@ def test_stats_are_not_looked_at(router):
 
 
 def test_the_replicas_are_not_changed(router, fleet):
-    """The list belongs to its owner: same replicas, same order afterwards."""
+    """The list belongs to the caller: same replicas, same order afterwards."""
     replicas = fleet(a=9, b=(8, 8), c=0, d=4)
     before = list(replicas)
     for _ in range(10):
@@ -160,7 +160,7 @@ def test_any_sequence_will_do(router, fleet):
 
 
 def test_the_list_may_change_between_two_calls(router, fleet):
-    """Its owner keeps one list up to date: each choice uses its current contents."""
+    """The caller keeps one list up to date: each choice uses its current contents."""
     replicas = fleet(a=0, b=5)
     call(router.choose, REQUEST, replicas).gives("a")
     replicas[0] = fleet(a=9)[0]

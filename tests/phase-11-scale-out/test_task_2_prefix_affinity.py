@@ -270,7 +270,7 @@ def test_stats_break_no_tie(routed, prompt):
 
 
 def test_the_replicas_are_not_changed_or_kept(fleet, routed, prompt):
-    """The list belongs to the owner, and changes between two calls; a tuple will do."""
+    """The list belongs to the caller, and changes between two calls; a tuple will do."""
     router, replicas = routed(a=["ABC"]), fleet(c=3, a=2, b=0)
     before = list(replicas)
     call(router.choose, prompt("ABC"), replicas).gives("a")

@@ -479,7 +479,7 @@ def test_candidates_leave_the_list_as_it_is():
 
 
 def test_the_client_leaves():
-    """The attempt in progress is returned, so that it can be cancelled; no tokens or attempts follow."""
+    """The attempt in progress is returned, to be cancelled; no tokens or attempts follow."""
     stream = a_stream()
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1]).gives([1])
@@ -579,7 +579,7 @@ def test_any_network_and_any_deaths(data):
                 if each[0] is not attempt:
                     call(stream.receive, *each).gives([])
         if data.draw(st.booleans(), "it dies"):
-            call(stream.fail, attempt).value  # noqa: B018, what it gives is told by the state
+            call(stream.fail, attempt).value  # noqa: B018, the state shows the result
         else:
             got += call(stream.receive, attempt, position, its[position:]).value
             call(stream.finish, attempt, "end", len(its)).gives(None)

@@ -100,7 +100,7 @@ class AnswerStream:
     # What a client calls
 
     async def take(self) -> list[Chunk]:
-        """Wait until there is a chunk, and fetch all that are there, so that a slow reader catches up.
+        """Wait until there is a chunk, and fetch all that are there: a slow reader catches up.
 
         Returns:
             One or more chunks, in their order; none if all answers are finished, or the stream is closed.
@@ -371,7 +371,7 @@ class AsyncEngine:
             self.yield_to_loop()
 
     def fail_step(self, error: Exception) -> None:
-        """A step has failed: end the requests that may be to blame, so that the next steps can succeed.
+        """A step has failed: end the requests that may be to blame, so the next steps can succeed.
 
         All requests are in the waiting queue again (`LLM.recover`), and the others go on from there. Requests of the
         step that have no token yet are suspected first: the others have been through steps like this one. In a step
@@ -422,7 +422,7 @@ class AsyncEngine:
         assert self._loop is not None
         self._loop_is_done.clear()
         with suppress(RuntimeError):
-            # Twice, so that it comes behind the tasks that the call before it wakes.
+            # Twice, to run after the tasks that the earlier call wakes.
             self._loop.call_soon_threadsafe(self._loop.call_soon, self._loop_is_done.set)
             self._loop_is_done.wait(MAX_YIELD)
 

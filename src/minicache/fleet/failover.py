@@ -4,8 +4,8 @@ A replica that dies takes the KV cache of its requests with it, but not their to
 another replica continues the prompt *and the tokens received*, for the rest of `max_tokens`. It recomputes the KV cache
 of both in one prefill. With greedy sampling it then generates the same tokens as the first one would have.
 
-One `FailoverStream` belongs to one stream. It has no connection and no clock: its owner reports events to it and
-acts on its answers. `minicache route`, the fleet on Ray Serve and the simulated fleet are such owners.
+One `FailoverStream` belongs to one stream. It has no connection and no clock: its caller reports events to it
+and acts on its answers: `minicache route`, the fleet on Ray Serve, or the simulated fleet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FailoverStream:
 
     Args:
         request_id: its name.
-        prompt_token_ids: the client's prompt; empty if the owner keeps it and prepends it to every attempt's prompt.
+        prompt_token_ids: the client's prompt; empty if the caller keeps it and prepends it to every attempt's prompt.
         max_tokens: the most tokens that the client gets, ≥ 1.
         stop_token_ids: each ends the stream, as its last token.
         seed: the client's seed, 0 … 2⁶³ − 1; None: not given, or greedy sampling.

@@ -102,8 +102,8 @@ class Membership:
     def views(self) -> Sequence[ReplicaView]:
         """The replicas that take requests, as routers see them, in no particular order.
 
-        It is one list, which `refresh` keeps up to date, so that the views of a thousand replicas are not rebuilt for
-        each request. Read it before the next call, and do not change it.
+        It is one list, which `refresh` keeps up to date: the views of a thousand replicas are not rebuilt for each
+        request. Read it before the next call, and do not change it.
         """
         return self._views
 

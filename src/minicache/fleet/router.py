@@ -13,7 +13,7 @@ from minicache.request import RequestId
 class Router(ABC):
     """Chooses a replica for each request.
 
-    Its owner calls `choose`, then `on_sent` when the request has been sent there, and `on_finished` when it has
+    Its caller calls `choose`, then `on_sent` when the request has been sent there, and `on_finished` when it has
     finished there in any way. `on_left` means that a replica is gone, and its cache with it; a replica that comes back
     under the same name has an empty cache. A router is used by one thread.
     """
@@ -24,7 +24,7 @@ class Router(ABC):
 
         Args:
             request: the prompt's block hashes and length.
-            replicas: those that take requests, in any order, each once. Do not change or keep it: the owner may change
+            replicas: those that take requests, in any order, each once. Do not change or keep it: the caller may change
                 it after the call.
 
         Raises:

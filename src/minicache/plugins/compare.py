@@ -114,7 +114,7 @@ def answer_in_transformers(folder: Path, prompts: list[list[int]], scheduler: st
 
 
 def answer_in_vllm(folder: Path, prompts: list[list[int]], scheduler: str, counter: Counter) -> list[list[int]]:
-    """The answers of vLLM, with our scheduler. Its core runs in this process, so that it can be watched."""
+    """The answers of vLLM, with our scheduler. Its core runs in this process, where it can be observed."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def results(name: str) -> dict[str, Any]:
-    """What a benchmark found."""
+    """A benchmark's results."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
@@ -123,7 +123,7 @@ def _turned_away(diagram: Diagram, y: float, wall: float, name: str, words: str)
 
 
 def latency_against_rate(figure: Figure, scheme: Scheme) -> None:
-    """TTFT and TPOT, the median and the slowest hundredth, against the rate: measured, and foretold."""
+    """TTFT and TPOT, p50 and p99, against the rate: measured and predicted."""
     found = results("serving_http")
     rates = found["rates"]
     panels = figure.subplots(1, 2)

@@ -147,10 +147,10 @@ class Load:
 
 
 LOADS: Final = {
-    "conversation": Load(
-        AZURE_CONVERSATION, 400.0, (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5)
+    "conversation": Load(AZURE_CONVERSATION, 400.0, tuple(half / 2 for half in range(2, 21))),
+    "code": Load(
+        replace(AZURE_CODE, arrival_cv=1.0), 400.0, (0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0)
     ),
-    "code": Load(replace(AZURE_CODE, arrival_cv=1.0), 400.0, (0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)),
     "sharegpt": Load(SHAREGPT, 60.0, (12.0, 16.0, 20.0, 24.0, 28.0)),
 }
 """Code comes as Poisson arrivals: in the bursts of its trace, 13 times as uneven, whatever comes waits for what came

@@ -511,11 +511,13 @@ def test_what_is_said_of_the_budget():
     assert [each["budget"] for each in points] == [128, 256, 512, 1024, 2048, 4096, 8192]
     for key in ("gap_max_ms", "tpot_p99_ms"):
         assert [each[key] for each in points] == sorted(each[key] for each in points)
-        assert fair[key] >= points[-1][key]
+        assert fair[key] > 0.95 * points[-1][key]
     gaps = [each["gap_p99_ms"] for each in points[:-1]]
     assert gaps == sorted(gaps), "up to 4,096"
     assert all(1.6 < two["gap_max_ms"] / one["gap_max_ms"] < 2.2 for one, two in pairwise(points)), "about twice"
-    assert [each["ttft_p50_ms"] for each in points] == sorted((e["ttft_p50_ms"] for e in points), reverse=True)
+    medians = [each["ttft_p50_ms"] for each in points[:5]]
+    assert medians == sorted(medians, reverse=True), "up to 2,048"
+    assert all(each["ttft_p50_ms"] == pytest.approx(medians[-1], rel=0.01) for each in (*points[5:], fair))
     late = [each["ttft_p99_ms"] for each in points]
     assert min(late) in late[1:-1]
     assert max(late) == late[0]

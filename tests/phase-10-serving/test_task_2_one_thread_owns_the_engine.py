@@ -87,9 +87,7 @@ def test_commands_are_run_before_the_step(scenario, tiny_llm, params):
             engine.commands.put(lambda number=number: log.append((number, len(llm.steps))))
         engine.start()
         await scenario.until("the request is served", lambda: not llm.answers)
-        that("the commands in the order in which they ran, and how many steps had begun then", log).gives(
-            [(0, 0), (1, 0), (2, 0)]
-        )
+        that("commands in order, and how many steps had begun then", log).gives([(0, 0), (1, 0), (2, 0)])
 
     scenario.run(main)
 
@@ -131,9 +129,7 @@ def test_commands_are_run_between_two_steps(scenario, tiny_llm, params, add_by_h
         that("commands run while the step is in progress", log).gives([])
         llm.let(1)
         await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
-        that("the commands in the order in which they ran, and how many steps had begun then", log).gives(
-            [(0, 1), (1, 1)]
-        )
+        that("commands in order, and how many steps had begun then", log).gives([(0, 1), (1, 1)])
         that("the requests of each step", llm.steps).gives([["a"], ["a", "b"]])
 
     scenario.run(main)
@@ -168,7 +164,7 @@ def test_an_idle_thread_sleeps(scenario, tiny_llm, counting_queue):
         ran = threading.Event()
         engine.commands.put(ran.set)
         engine.start()
-        await scenario.until("the first command is ran", ran.is_set)
+        await scenario.until("the first command has run", ran.is_set)
         before = llm.num_asks + engine.commands.num_looks
         for _ in range(15):
             await asyncio.sleep(0.01)
@@ -223,7 +219,7 @@ def test_none_ends_the_thread_after_its_step(scenario, tiny_llm, params, add_by_
         llm.let_all()
         await scenario.until("the thread has ended", engine.has_ended.is_set, "that None ends it")
         that("the requests of each step", llm.steps).gives([["a"]])
-        that("what was ran after None", ran).gives([])
+        that("commands that ran after None", ran).gives([])
 
     scenario.run(main)
 

@@ -5,7 +5,7 @@
 # slots, under four ways of reserving them. The first three hold a token in less than half of their slots. This notebook
 # takes the waste apart: reserved for later, never needed, too scattered to use.
 
-# %% alt="Four stacked bars of shares of memory. Used: about 20 per cent under max, 30 under pow2, 40 under oracle, about 80 when paged; the rest is reserved, internal, external or free."
+# %% alt="Four stacked bars of shares of memory. Used: about 17 per cent under max, 29 under pow2, 41 under oracle, 77 when paged; the rest is reserved, internal, external or free."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache import notebook as nb
@@ -44,7 +44,7 @@ nb.shares({policy: mean_shares(samples) for policy, samples in runs.items()})
 #
 # Draw a batch of chats at random, make it rectangular, and see how much of it is padding. Then larger batches.
 
-# %% alt="Share of padding against batch size: from 0 per cent for one sequence the median rises to 75 per cent for 128."
+# %% alt="Share of padding against batch size: from 0 per cent for one sequence the median rises to 72 per cent for 128."
 from random import Random
 from minicache.memory.reservation import padded_rows, padding_share
 
@@ -219,7 +219,7 @@ nb.check(best_possible, round(100 * oracle["used"] / (oracle["used"] + oracle["r
 # any answer. Which policy gains, and why? (The limit is 16,384 tokens here, and the memory eight times as large, so
 # that `max` can serve seven requests again.)
 
-# %% alt="Bars of the share of used slots for three workloads and four policies. Oracle uses 40 to 50 per cent in each, paged nearly all. Max falls to 10 per cent where the limit is 16,384."
+# %% alt="Bars of the share of used slots for three workloads and four policies. Oracle uses 43 to 54 per cent, paged nearly all. Max falls to 5 and 11 per cent where the limit is 16,384."
 from dataclasses import replace
 from minicache.simulator.workload import AZURE_CODE, AZURE_CONVERSATION
 
@@ -241,8 +241,8 @@ nb.groups(
 # coefficient of variation of 13.2, three minutes hold one burst or none.
 #
 # A long prompt is used from the first moment. Where the answer is short in comparison, almost nothing is reserved for
-# later, and `oracle` uses more; what it still loses is rounding and holes. `pow2` comes close to it, because a wrong
-# guess about 23 tokens of answer costs little. `max` suffers most: the limit is far above what requests need.
+# later, and `oracle` uses more; what it still loses is rounding and holes. `pow2` does as well on code, because a wrong
+# guess about 28 tokens of answer costs little. `max` suffers most: the limit is far above what requests need.
 #
 # What would help all of them, on every workload? Not a better guess. [Phase
 # 3](../phase-03-paged-cache/index.md) takes a block at a time, anywhere.

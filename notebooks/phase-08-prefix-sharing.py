@@ -80,7 +80,7 @@ print("salts of its own:", found_by_the_second("red", "blue"))
 
 # %% [markdown]
 # The first number is a leak. From the time to the first token a client learns which prompts others have sent:
-# it guesses a block, and measures whether the answer was fast. The salt goes into the root, and so into every hash.
+# it tries a block, and measures whether the answer was fast. The salt goes into the root, and so into every hash.
 #
 # **Question 1.** The prompt has 48 tokens, three full blocks of 16, and 32 of them are found: one token must be left to
 # run the model on, and a block is found whole or not at all. How many tokens are found of a prompt of 49?

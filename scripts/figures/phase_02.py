@@ -474,7 +474,7 @@ def memory_over_time(figure: Figure, scheme: Scheme) -> None:
 def workload_lengths(figure: Figure, scheme: Scheme) -> None:
     """How often which length comes up, in and out, for the chats and the code completions."""
     panels = figure.subplots(1, 2, sharey=True)
-    edges = [2 ** (half / 2) for half in range(29)]
+    edges = [1.0, *(2 ** (half / 2) for half in range(2, 29))]  # no whole number lies between 1.4 and 2
     for axes, workload in zip(panels, (SHAREGPT, AZURE_CODE), strict=True):
         arrivals = generate(workload, 20_000, seed=0)
         weights = [100 / len(arrivals)] * len(arrivals)

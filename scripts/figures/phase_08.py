@@ -474,7 +474,7 @@ def prefix_saves(figure: Figure, scheme: Scheme) -> None:
 def _bars(
     axes: Axes, values: Sequence[float], shift: float, width: float, label: str, shade: str, scheme: Scheme, form: str
 ) -> None:
-    """Bars beside those of others, each with its number on it."""
+    """Bars next to those of others, each with its number on it."""
     bars = axes.bar([place + shift for place in range(len(values))], values, width=width, color=shade, label=label)
     axes.bar_label(bars, [form.format(value) for value in values], size=TINY, color=INK[scheme], padding=2)
 

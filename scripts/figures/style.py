@@ -1,7 +1,7 @@
 """How a figure of the docs is drawn: the same picture twice, on a light and on a dark page.
 
 `draw` calls one painting function once per scheme and writes `docs/shared/figures/<name>.light.svg` and `.dark.svg`.
-Colours come from `minicache.palette` only. The same script gives the same bytes, so that a redrawn figure that did not
+Colours come from `minicache.palette` only. The same script gives the same bytes, so a redrawn figure that did not
 change shows no diff.
 
 A plot:

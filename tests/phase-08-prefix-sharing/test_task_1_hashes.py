@@ -197,10 +197,10 @@ def test_every_byte_of_the_parent_counts(place):
 
 
 def test_a_tenant_who_guesses_finds_nothing():
-    """Tenant a has sent a secret. Tenant b sends guesses, and the response time shows which of them is cached.
+    """Tenant a has sent a secret. Tenant b tries prompts, and the response time shows which of them is cached.
 
-    A prompt that is found answers sooner. So whoever may look into the same cache can find out, block by block, what
-    somebody else has sent. A salt of his own for each tenant, in the root, is what stops that.
+    A cached prompt is answered sooner. So a client that shares the cache can find out, block by block, which prompts
+    another has sent. A separate salt for each tenant, in the root, prevents this.
     """
     secret = [4, 8, 1, 5, 1, 6, 2, 3, 4, 2, 0, 7]
     cached = {*chain(secret, "tenant a", None)}

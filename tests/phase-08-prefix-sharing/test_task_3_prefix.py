@@ -479,9 +479,9 @@ def test_a_swapped_out_request_gives_back_its_host_blocks(caching, a_request, a_
     scheduler = caching([a_request(n, 8) for n in range(2)], num_blocks=4, preemption="swap", num_host_blocks=8)
     a_step(scheduler)
     a_step(scheduler)
-    that("host blocks in use", scheduler.host_pool.num_used).gives(2)
+    that("CPU blocks in use", scheduler.host_pool.num_used).gives(2)
     scheduler.abort_request(1)
-    that("host blocks in use", scheduler.host_pool.num_used).gives(0)
+    that("CPU blocks in use", scheduler.host_pool.num_used).gives(0)
     scheduler.check()
 
 

@@ -148,11 +148,11 @@ def test_the_last_reference_needs_no_copy(decoding, a_step):
 @pytest.mark.parametrize(
     ("num_prompt", "outputs", "num_computed", "blocks", "copies"),
     [
-        (6, [7, 7, 7], 8, [0, 1], 0),  # all the same, and the blocks are full
+        (6, [7, 7, 7], 8, [0, 1], 0),  # equal, and the blocks are full
         (5, [7, 7, 7], 7, [0, 1], 1),
         (5, [7, 7, 9], 7, [0, 1], 1),  # another newest token: it is not computed yet
-        (8, [], 7, [0, 1], 1),  # the prompt's last token once more, in a block that is full of what both have
-        (9, [], 8, [0, 1], 0),  # the same, in a block of its own
+        (8, [], 7, [0, 1], 1),  # the prompt's last token again, in a block that is full of shared tokens
+        (9, [], 8, [0, 1], 0),  # the same, in a separate block
         (9, [7, 8], 10, [0, 1, 2], 1),
         (9, [8, 7], 9, [0, 1, 2], 1),
         (6, [7, 7, 8, 9], 8, [0, 1], 0),  # the same up to the end of a block
@@ -177,7 +177,7 @@ def test_what_both_have_is_shared(decoding, a_step, num_prompt, outputs, num_com
     that(f"the step of a, and {whose}", output.num_scheduled_tokens).gives(
         {"a": 1, "b": num_prompt + len(outputs) - num_computed}
     )
-    that(f"copies beside a {whose}", len(output.blocks_to_copy)).gives(copies)
+    that(f"copies next to a {whose}", len(output.blocks_to_copy)).gives(copies)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])

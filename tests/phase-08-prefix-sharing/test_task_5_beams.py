@@ -370,7 +370,7 @@ def test_what_transformers_found(options, found):
 
 @pytest.fixture(scope="module")
 def model():
-    """A small MiniGPT with random weights, in float64; its logits are spread, so that none tie."""
+    """A small MiniGPT with random weights, in float64; its logits are spread, so none tie."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(fresh(3))

@@ -97,7 +97,7 @@ def test_protection_ends_with_the_token_though_preemption_follows(two):
     """Protection ends with its token, even if it is preempted in the next step."""
     scheduler = two(12)
     scheduler.protected = scheduler.running[-1]
-    scheduler.pool.allocate(scheduler.pool.num_free)  # so that "other" takes its blocks
+    scheduler.pool.allocate(scheduler.pool.num_free)  # "other" has to take its blocks
     that("preempted", call(scheduler.schedule).value.preempted).gives(["old"])
     that("the protected request", scheduler.protected).gives(None)
 

@@ -171,7 +171,7 @@ def test_large_token_ids_are_compared_by_value(temperature):
 
 
 def test_of_equal_logits_the_lowest_token_is_picked():
-    """Two tokens are equally likely: temperature 0 takes the lower id, so that draft token is accepted."""
+    """Two tokens are equally likely: temperature 0 takes the lower id, and that draft token is accepted."""
     rows = torch.zeros(2, VOCAB, device=DEVICE)
     rows[0, [3, 8]], rows[1, 5] = 2.0, 2.0
     call(verify, rows, [[8]], [Counting(GREEDY)]).gives([[3]])

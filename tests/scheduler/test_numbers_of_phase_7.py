@@ -192,7 +192,7 @@ def test_forty_requests_step_by_step(figures):
     first_of_the_line = min(before.tally.first_token[number] for number in range(20, 40))
     assert first_of_the_line > 370
     resumed = [step.step for step in before.steps for event in step.events if event.kind == "resume"]
-    assert min(resumed) == 100, "the page says: up to step 99 nobody has computed anything twice"
+    assert min(resumed) == 100, "the page says: up to step 99 no one has computed anything twice"
     assert "20 to 39 begin after step 370" in page("theory/03-starvation.md")
 
 

@@ -84,7 +84,7 @@ def test_plotting_is_not_in_the_notebooks() -> None:
 
 
 def test_the_notebook_for_a_borrowed_gpu_is_clean_and_current() -> None:
-    """Nobody runs it here: no outputs, code that compiles, and the script that it starts is there."""
+    """No one runs it here: no outputs, code that compiles, and the script that it starts is there."""
     notebook = json.loads((ROOT / "notebooks" / "colab" / "gpu.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)

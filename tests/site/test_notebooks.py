@@ -144,6 +144,22 @@ def test_a_picture_without_words_is_refused(pages: ModuleType, write) -> None:
         pages.render(write(alt="").with_suffix(".ipynb"))
 
 
+def test_a_page_in_spanish_has_the_code_and_the_outputs(pages: ModuleType, write) -> None:
+    spanish = "---\nenglish: 0123\n---\n%% text\n# Un título\n\nLa mitad de $x^2$.\n\n%% alt\nun píxel\n"
+    files = pages.render(write().with_suffix(".ipynb"), spanish)
+    page = files.pop("notebook.md")
+    assert "# Un título\n" in page
+    assert "# A title" not in page
+    assert "\nhello\n```" in page
+    assert f"![un píxel]({next(iter(files))})" in page
+
+
+@pytest.mark.parametrize("spanish", ["%% text\n# Un título\n", "%% alt\nun píxel\n\n%% text\n# Un título\n", ""])
+def test_spanish_words_for_other_cells_are_refused(pages: ModuleType, write, spanish: str) -> None:
+    with pytest.raises(pages.NotebookError, match="text alt; the Spanish ones are"):
+        pages.render(write().with_suffix(".ipynb"), spanish)
+
+
 def test_executing_twice_writes_the_same_file(notebooks: ModuleType, write) -> None:
     notebook = write().with_suffix(".ipynb")
     first = notebook.read_bytes()

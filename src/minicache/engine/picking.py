@@ -1,6 +1,6 @@
-"""How a token is picked from a row of logits, for a whole batch alike: what phase 1's decode loop picks with.
+"""How phase 1's decode loop picks a token from a row of logits, in the same way for a whole batch.
 
-`minicache.engine.sampling` picks for each request in its own way. No phase builds this module.
+`minicache.engine.sampling` picks with parameters per request. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def greedy(logits: Tensor) -> Tensor:
     Returns:
         `[B]` int64.
     """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # NumPy's is seven times as quick, and the same
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # NumPy is seven times as fast
         return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
@@ -45,7 +45,7 @@ def sampler(temperature: float, seed: int | None = None) -> Pick:
     generator = new_generator(seed)
 
     def draw(logits: Tensor) -> Tensor:
-        # Drawn on the CPU, so that a seed gives the same tokens whatever device the model runs on.
+        # Drawn on the CPU: a seed gives the same tokens on every device.
         probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
         return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1).to(logits.device)
 
@@ -70,7 +70,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is a number; True is none."""
+    """Raise TypeError unless `value` is a number; True is not one."""
     if not isinstance(value, _NUMBERS) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number; got {value!r}")
 

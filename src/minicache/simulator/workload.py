@@ -76,8 +76,8 @@ class Workload:
         output: tokens that come out, drawn independently of the prompt's: the sources give no correlation.
         rate: requests per second, on average, > 0.
         arrival_cv: coefficient of variation of the time between two arrivals, > 0. 1 is Poisson, more is bursts.
-        max_model_len: the most tokens of one request, prompt and output together, ≥ 2. A longer prompt is cut so that
-            one token can come out, a longer output to what the prompt leaves; so the means fall a little short of
+        max_model_len: the most tokens of one request, prompt and output together, ≥ 2. A longer prompt is cut to leave
+            one token of output, a longer output to what the prompt leaves; so the means fall a little short of
             those of the distributions.
 
     Raises:

@@ -1,14 +1,13 @@
-"""What a server tells Prometheus: how many requests run and wait, how long they take, what the cache finds.
+"""A server's metrics for Prometheus: running and waiting requests, latencies, prefix cache hits.
 
-The server of phase 10 is given this. `Metrics` keeps the numbers, and `render` is what /metrics answers. What changes
-them is `minicache.replica.stats.SchedulerStats`, in the engine's thread or in its process. Names, types and labels are
-those of vLLM (its v1 engine), so that a dashboard made for vLLM shows this server too; what vLLM has no name for begins
-with `minicache:`. `METRICS` is the whole list.
+The server of phase 10 uses this. `Metrics` keeps the numbers, and `render` returns the text of /metrics.
+`minicache.replica.stats.SchedulerStats` updates them, in the engine's thread or in its process. Names, types and labels
+are those of vLLM (its v1 engine), so a dashboard made for vLLM shows this server too; metrics that vLLM does not have
+begin with `minicache:`. `METRICS` is the whole list.
 
-The engine writes at every step, another thread reads now and then. So the numbers are kept in plain Python under one
-lock, which a step takes twice, and become Prometheus' text when somebody asks. A counter of
-`prometheus_client` has a lock of its own, and its histograms take one observation at a time: with 256 requests in
-decode that would be 512 locks a step.
+The engine writes at every step, another thread reads occasionally. So the numbers are kept in plain Python under one
+lock, which a step takes twice, and become Prometheus' text on request. Each counter of `prometheus_client` has a lock,
+and its histograms take one observation at a time: with 256 requests in decode that would be 512 locks a step.
 """
 
 from __future__ import annotations
@@ -216,7 +215,7 @@ class EngineNumbers:
                 self.histograms[spec.name] = Distribution(bounds, [0] * (len(bounds) + 1))
 
     def apply(self, updates: Sequence[Update]) -> None:
-        """Make some changes (`minicache.replica.stats`). Whoever calls holds the lock."""
+        """Apply some changes (`minicache.replica.stats`). The caller holds the lock."""
         for name, value, detail in updates:
             if isinstance(detail, str):
                 numbers = self.values[name]

@@ -6,7 +6,7 @@
 const NUM_COLORS = 10;
 const MAX_ANSWERS = 24;
 const SUGGESTIONS = [
-  "Yesterday I", "Tomorrow she", "Did he", "Every day the teacher",
+  "Yesterday I", "Tomorrow she", "Did she", "Every day the teacher",
   "Last week my friends", "Will they", "Now we are", "Does the doctor",
 ];
 const calm = window.matchMedia("(prefers-reduced-motion: reduce)");

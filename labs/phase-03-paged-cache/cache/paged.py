@@ -246,7 +246,7 @@ class PagedKVCache(KVCache):
             ValueError: shapes do not fit, T is more than the layer holds, or `window` is below 1.
         """
         raise NotImplementedError(
-            "phase 3, task 8: The cache attends; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+            "phase 3, task 8: The cache attends; read docs/en/phase-03-paged-cache/lab/02-attend-through-the-table.md"
         )
 
     def reset(self) -> None:
@@ -324,7 +324,7 @@ class RaggedStep:
 
     def __init__(self, storage: PagedStorage, tables: Sequence[BlockTable], num_new_tokens: Sequence[int]) -> None:
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )
 
     def positions(self, num_new_tokens: int) -> Tensor:
@@ -340,7 +340,7 @@ class RaggedStep:
             ValueError: another number than the step was made for.
         """
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -358,7 +358,7 @@ class RaggedStep:
                 its rows, and the step is over.
         """
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )
 
     def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
@@ -378,7 +378,7 @@ class RaggedStep:
             ValueError: shapes do not fit, `window` is below 1, or `layer` has not been appended to.
         """
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -395,5 +395,5 @@ class RaggedStep:
             ValueError: `layer` has not been appended to.
         """
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )

@@ -90,7 +90,7 @@ def paged_decode_attention(
         IndexError: a block in use is not in the cache.
     """
     raise NotImplementedError(
-        "phase 3, task 7: Attend through the table; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        "phase 3, task 7: Attend through the table; read docs/en/phase-03-paged-cache/lab/02-attend-through-the-table.md"
     )
 
 
@@ -127,5 +127,5 @@ def paged_prefill_attention(
         IndexError: a block in use is not in the cache.
     """
     raise NotImplementedError(
-        "phase 3, task 7: Attend through the table; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        "phase 3, task 7: Attend through the table; read docs/en/phase-03-paged-cache/lab/02-attend-through-the-table.md"
     )

@@ -30,7 +30,7 @@ from minicache.simulator.workload import SHAREGPT
 NUM_PROMPTS, NUM_SHARED, HOT = 256, 2_000, 0.4
 RATE, COUNT, LONGEST = 20.0, 1_500, 1_000
 NUM_REPLICAS, NUM_BLOCKS = 4, 10_773
-"""Blocks of 16 tokens: what an A100-40GB has beside the weights and 4 GiB in reserve."""
+"""Blocks of 16 tokens: what an A100-40GB has next to the weights and 4 GiB in reserve."""
 BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 10**6)
 CAPACITIES = (100, 1_000, 3_000, NUM_BLOCKS, 4 * NUM_BLOCKS)
 BOUND = 8

@@ -1,6 +1,6 @@
 """What it costs to hand out a block and take it back.
 
-`BlockPool` against two simple allocators that know neither owners nor errors: one scans a list of flags for the first
+`BlockPool` against two simple allocators without references or errors: one scans a list of flags for the first
 free block, one pops from a set. All of them have 16,384 blocks of 16 tokens, 32 GiB of Llama-3-8B's cache in bfloat16,
 and three quarters are in use. A pair is one block allocated and freed. It is timed with 1 block a call, as decoding
 takes them, and with 64, a prompt of 1,024 tokens. Then one sequence grows by `BlockTable.append(1)`, block after block.

@@ -1,4 +1,4 @@
-"""What chunked prefill does to the gaps between tokens: the stall, the budget, goodput under an SLO, and its cost.
+"""What chunked prefill does to the inter-token latencies: the stall, the budget, goodput under an SLO, and its cost.
 
 Three schedulers serve the same requests:
 
@@ -20,7 +20,7 @@ Keys of results/chunked.json (times in ms unless the key ends in _s; rates in re
   arrives. `.fair`, `.chunked`: before_ms (the median gap before it), longest_gap_ms, num_longer (gaps over twice
   before_ms from then on), ttft_ms (of the long prompt), points (ms since it arrived and gap in ms, of one request in
   decode). `.ratio`: longest gap, fair over chunked. `.ttft_ratio`: chunked over fair. `.num_tokens_that_differ`: of all
-  num_tokens of the answers, chunked beside fair.
+  num_tokens of the answers, chunked next to fair.
 - `simulated`: the same on the modelled server, `.phased` too.
 - `prefill`: one prompt alone, in chunks. `.simulated.points`, `.measured.points`: budget, num_chunks, ms, over_whole
   (ms over those of one step), rows_reread (cached rows that later chunks read).
@@ -74,9 +74,9 @@ NUM_BLOCKS: Final = (
     )
     // BLOCK_SIZE
 )
-"""What 90 % of the memory has room for beside the weights."""
+"""What 90 % of the memory has room for next to the weights."""
 WHOLE: Final = AZURE_CONVERSATION.max_model_len + MAX_NUM_SEQS
-"""Tokens of a step where prompts are computed whole: the longest prompt fits beside a full batch of decodes."""
+"""Tokens of a step where prompts are computed whole: the longest prompt fits next to a full batch of decodes."""
 
 SHAPE: Final = MiniGPTConfig(
     vocab_size=4096,
@@ -147,14 +147,14 @@ class Load:
 
 
 LOADS: Final = {
-    "conversation": Load(
-        AZURE_CONVERSATION, 400.0, (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5)
+    "conversation": Load(AZURE_CONVERSATION, 400.0, tuple(half / 2 for half in range(2, 21))),
+    "code": Load(
+        replace(AZURE_CODE, arrival_cv=1.0), 400.0, (0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0)
     ),
-    "code": Load(replace(AZURE_CODE, arrival_cv=1.0), 400.0, (0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)),
     "sharegpt": Load(SHAREGPT, 60.0, (12.0, 16.0, 20.0, 24.0, 28.0)),
 }
 """Code comes as Poisson arrivals: in the bursts of its trace, 13 times as uneven, whatever comes waits for what came
-with it, and one would see nothing else. The prompts of ShareGPT are short: chunking should hardly matter there."""
+with it, and one would see nothing else. The prompts of ShareGPT are short: chunking should barely matter there."""
 BUDGET_RATE: Final = 4.0
 """Requests a second of the first of these at which the budget is moved."""
 WAYS: Final = ("fair", "phased")

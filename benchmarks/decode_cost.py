@@ -1,6 +1,6 @@
 """What one more token costs, against its position: recomputed from scratch, and with a KV cache.
 
-The shipped MiniGPT decodes from one word up to its last position, once in each way per repeat, so that both ways meet
+The shipped MiniGPT decodes from one word up to its last position, once in each way per repeat, so both ways meet
 the same weather on the machine. The time of a step is the minimum over the repeats. One thread.
 
     python -m benchmarks.decode_cost
@@ -45,7 +45,7 @@ def step_milliseconds(model: MiniGPT, prompt: torch.Tensor, *, cached: bool) -> 
 
 
 def best(repeats: list[list[float]]) -> list[float]:
-    """The minimum over the repeats, step by step: what is left when nobody disturbs."""
+    """The minimum over the repeats, step by step: what is left when no one disturbs."""
     return [round(min(times), 4) for times in zip(*repeats, strict=True)]
 
 

@@ -353,7 +353,7 @@ def _rounded(rate: Mapping[str, float]) -> dict[str, float]:
 
 
 def show(figures: Mapping[str, Any]) -> None:
-    """Print tokens per CPU second of every engine, and how our engine does beside the best of the others."""
+    """Print tokens per CPU second of every engine, and how our engine does next to the best of the others."""
     table = Table("tokens per CPU second", box=SIMPLE_HEAD)
     for row in figures["rows"]:
         table.add_column(row, justify="right")

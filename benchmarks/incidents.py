@@ -158,7 +158,7 @@ class Ends(Observer):
 
 
 class Clock(Observer):
-    """Simulated time: each step takes what a cost model says."""
+    """Simulated time: each step takes the seconds of a cost model."""
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost

@@ -6,8 +6,8 @@ compiled flex_attention, and FlashAttention if it is installed, over the same ro
 (`benchmarks/ladder.py`), store, gather and prefill. What each kernel should take is printed before it is measured: the
 bytes that it asks for, over the bandwidth.
 
-A time is that of a CUDA graph between two events, so that launching from Python is not in it. Before each, 512 MB are
-read, so that nothing is in L2 (and nothing in it waits to be written back). The contestants take turns; minimum and
+A time is that of a CUDA graph between two events, so launching from Python is not in it. Before each, 512 MB are
+read, so nothing is in L2 (and nothing in it waits to be written back). The contestants take turns; minimum and
 median over the rounds. Shares are of medians.
 
 Without a GPU the contestants are checked in the interpreter, on a small workload, and the predictions are recorded
@@ -207,7 +207,7 @@ def decode_rows(work: Workload, bandwidth: float, times: dict[str, Time]) -> dic
 
 
 def least_bytes(work: Workload) -> int:
-    """What nobody can do without: each key, value, query and output once."""
+    """What no one can do without: each key, value, query and output once."""
     return work.k_cache.nbytes + work.v_cache.nbytes + 2 * work.q.nbytes
 
 

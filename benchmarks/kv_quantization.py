@@ -8,7 +8,7 @@ Each runs over a float32 cache, over int8 and over fp8 (e4m3), with a float32 sc
 - **Text**: MiniGPT's completions at temperature 1, served by the engine, and read by the grammar's parser.
 - **Equal tokens**: of greedy decoding. `forced`: after the same tokens, how often the next one is that of float32.
   `free`: of NUM_FREE tokens after the same prompt, how many are those of float32 at their place. The margin between
-  the best and the second logit decides both, and a random model has hardly any.
+  the best and the second logit decides both, and a random model has barely any.
 - **Bytes** of a token are counted in the storage's tensors.
 - **Time** of a decode step, divided by that of float32: CPU time of this process, one thread; the three engines take
   turns, and of each step the least of REPEATS runs counts. `attention` is the compiled kernel alone.
@@ -145,7 +145,7 @@ def prompts_of(model: Model) -> list[list[int]]:
 
 
 class Watched(KVCache):
-    """A dense cache that notes what attention reads and gives, and rounds rows first if it is told to."""
+    """A dense cache that notes what attention reads and gives, and rounds rows first if asked to."""
 
     def __init__(self, model: Model, dtype: torch.dtype | None) -> None:
         config = model.config

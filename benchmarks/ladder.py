@@ -276,7 +276,7 @@ RUNGS = (
     ),
     Rung(
         "split-KV",
-        "Contexts cut into splits, so that there are programs for all processors; partial results cost a few bytes.",
+        "Contexts cut into splits, so there are programs for all processors; partial results cost a few bytes.",
         lambda work: work.nbytes() + (work.nbytes_of_splits() if work.num_splits > 1 else 0),
         lambda work: split_kv.paged_decode_attention(*work.paged, scale=work.scale, num_splits=work.num_splits),
     ),

@@ -1,4 +1,4 @@
-"""Where a server's memory goes, by policy: our simulation beside figures 2 and 13 of the PagedAttention paper.
+"""Where a server's memory goes, by policy: our simulation next to figures 2 and 13 of the PagedAttention paper.
 
 OPT-13B on an A100-40GB leaves 12 GiB for the cache: 15,728 slots. Requests arrive at 2 a second, with ShareGPT's
 lengths. Each policy serves them for an hour of simulated time, and the shares are means over it. Then the same with
@@ -6,8 +6,8 @@ other spreads of the lengths, other seeds, another step time, and with more requ
 
 Nothing here was tuned to the paper's shares. Two inputs are not in it and are chosen as follows:
 
-- The spread of the lengths: the paper prints means only. We take the coefficients of variation of the one published fit
-  of chats that we have, Azure's conversations (`minicache.simulator.workload.SHAREGPT`).
+- The spread of the lengths: the paper prints means only. We take the coefficients of variation of Azure's trace of
+  conversations (`minicache.simulator.workload.SHAREGPT`).
 - The time of a step: 45 ms, by Little's law from the paper's own figure 13. 30.42 requests in the batch, 2 arriving a
   second: each stays 15.2 s, for 338 steps. So paging's batch at 2 requests a second is an input here, not a finding.
   The other policies do not feel the step time: at 2 requests a second their queues are never empty.
@@ -36,7 +36,7 @@ from minicache.simulator.workload import SHAREGPT, LengthDistribution, Workload,
 
 POLICIES = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "paged": "paged"}
 PARTS = {"used": "█", "reserved": "▓", "surplus": "▒", "rounding": "░", "external": "x", "free": "·"}
-"""Shares of the slots, and how a bar draws them. Internal fragmentation is told in two: the policy's surplus, and what
+"""Shares of the slots, and how a bar draws them. Internal fragmentation has two parts: the policy's surplus, and what
 rounding to a power of two, or to whole blocks, adds."""
 
 PAPER = {
@@ -194,7 +194,7 @@ def paged_share_by_batch() -> dict[str, float]:
 
 
 def report(found: dict[str, Any]) -> None:
-    """Print ours beside the paper's, and where and why they differ."""
+    """Print ours next to the paper's, and where and why they differ."""
     console = Console()
     ours = found["at_2_per_s"]
     console.print(comparison(ours))
@@ -255,7 +255,7 @@ def differences(found: dict[str, Any]) -> str:
     beyond = found["pow2_beyond_the_limit"]["pow2"]
     seeds = " and ".join(f"{found[name]['max']['used']:.1f}" for name in ("seed_1", "seed_2"))
     return f"""Where they differ, and why:
-- Max. That the shares agree to a few tenths is luck: over 20 minutes, two other seeds use {seeds} %.
+- Max. The seed moves the shares by up to two points: over 20 minutes, two others use {seeds} %.
 - Parts. The paper has no internal part under Oracle, and 36.6 % external fragmentation and others: it must count the
   buddy allocator's rounding among the others. We count it as internal. Added up, ours is {rest:.1f} %.
 - Pow2 and Oracle. What a buddy allocator adds depends on where the lengths lie between powers of two, and a
@@ -263,7 +263,7 @@ def differences(found: dict[str, Any]) -> str:
 - Pow2. Ours reserves no slot beyond the model's limit, since no token can stand there. The paper does not say whether
   its own does. Without that cap ours uses {beyond["used"]:.1f} % and batches {beyond["batched"]:.2f}:
   the paper's figures lie between.
-- Paged. At 2 requests a second and {1e3 * SECONDS_PER_STEP:.0f} ms a step memory is nearly full, not always full: the
+- Paged. At 2 requests a second and {1e3 * SECONDS_PER_STEP:.0f} ms a step memory is not always full: the
   share used is {ours["paged"]["used"]:.1f} %. With 8 requests a second, more than it can serve, it is
   {full["paged"]["used"]:.1f} %. The paper's 96.3 % does not quite go with its other figures: 30.42 requests that use
   as much each as those of its Max, Pow2 or Oracle are {by_batch} % of the slots.

@@ -2,7 +2,7 @@
 
 Three questions, and three kinds of answers:
 
-- `tensors`, **measured**: one sequence's blocks are copied to host blocks and back (`minicache.cache.swap`), and its
+- `tensors`, **measured**: one sequence's blocks are copied to CPU blocks and back (`minicache.cache.swap`), and its
   tokens are computed again in one step, over block sizes and lengths. Both memories are this machine's RAM: what is
   measured is the work, not a bus. `one_by_one` copies each block of each layer by a call of its own, as vLLM's first
   release did; it shows what small transfers cost.
@@ -73,7 +73,7 @@ POOL_PERCENTS = (100, 90, 80, 70, 60, 50, 40, 30)
 MIDDLE_PERCENT = 50
 """The pool for which block sizes and watermarks are compared."""
 HOST_PERCENTS = (100, 25, 5)
-"""Host pools, in percent of the device's pool."""
+"""CPU swap spaces, in percent of the device's pool."""
 WATERMARKS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 PCIE_4: Final = 25e9
@@ -81,7 +81,7 @@ PCIE_4: Final = 25e9
 reaches four fifths of it is an assumption."""
 PCIE_5: Final = 2 * PCIE_4
 TRANSFER_LATENCY: Final = 5e-6
-"""Seconds that each transfer takes beside its bytes. An assumption; `modelled` says what 2 and 10 µs would change."""
+"""Seconds that each transfer takes in addition to its bytes. An assumption; `modelled` also has 2 and 10 µs."""
 
 ROOFLINE: Final = RooflineCost(OPT_13B, A100_40GB, flops_efficiency=1, bandwidth_efficiency=1, overhead_seconds=0)
 """A step at its best: peak FLOP/s, all of the bandwidth."""

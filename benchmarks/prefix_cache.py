@@ -3,12 +3,12 @@
 - `system_prompt`, **modelled**: every prompt begins with the same 80, or 341, tokens. The paper (Kwon et al. 2023,
   section 6.4) translates with one example and with five in front, on LLaMA-13B, and serves 1.67 and 3.58 times as many
   requests as Orca (Oracle). Here OPT-13B, the same shape to a percent, on the same GPU and memory: 15,728 slots. The
-  paper does not print how long its sentences are: OWN is assumed, and `by_answer` shows what another guess would
+  paper does not print how long its sentences are: OWN is assumed, and `by_answer` shows what another value would
   change. All requests are there at once, and time is the roofline's (`minicache.simulator.costs`); each request reads
   its whole context at every step, shared blocks once for each reference.
 - `chat`, **modelled**: Llama-3-8B on an A100-40GB. Messages and answers as long as ShareGPT's; a prompt is all that was
   said before and a new message. How many turns and how long people think is assumed. Messages come at the same times
-  with the cache and without, so that their rate can be turned.
+  with the cache and without, so their rate can be turned.
 - `hit_rate`, **counted**: the lightest of those rates, with less memory and with more. The ceiling is memory without
   end: the full blocks of what the turn before computed.
 - `step_cost`, **measured**: `schedule()` and `update_from_output()` in decode with the cache over the same without. On
@@ -61,7 +61,7 @@ CHAT_RATES: Final = (0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
 """Chats that begin a second."""
 CHAT_SECONDS: Final = 400.0
 CHAT_BLOCKS: Final = published_machine("llama-3-8b", "a100-40gb", block_size=BLOCK_SIZE).num_blocks
-"""What 90 % of the memory has room for beside the weights."""
+"""What 90 % of the memory has room for next to the weights."""
 LATENCY: Final = 1.0
 """Seconds to the first token, on average, at which rates are compared."""
 

@@ -1,4 +1,4 @@
-"""What routers find in the replicas' prefix caches: ours beside SGLang's and Ray's, over the same load.
+"""What routers find in the replicas' prefix caches: ours next to SGLang's and Ray's, over the same load.
 
 Two engines of MiniGPT with 80 blocks of 16 tokens and 16 batch slots. 240 requests, eight at a time: each begins with
 one of eight texts of 128 tokens, drawn at random, and goes on with 24 tokens of its own; 8 tokens are generated. The

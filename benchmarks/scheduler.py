@@ -2,7 +2,7 @@
 
 Every stage decodes with 1, 64, 256 and 1,024 requests in the batch, all batch slots taken, and 0 or 100,000 requests
 waiting. In each step every request computes one token; every sixteenth, those of `paged` and `fair` take a block, and
-the requests are staggered so that each step has its share of them. The batches of one stage take turns. Times are of
+the requests are staggered so each step has its share of them. The batches of one stage take turns. Times are of
 one step, minimum and median over the steps. One thread.
 
     python -m benchmarks.scheduler

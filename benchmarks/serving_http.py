@@ -1,4 +1,4 @@
-"""The server under a load that does not wait for it: latencies at several rates, beside what the simulator foretells.
+"""The server under a load that does not wait for it: latencies at several rates, next to what the simulator foretells.
 
 `minicache serve` runs in a process of its own, with MiniGPT, 32 batch slots and 64 places behind them. The load client
 sends ShareGPT's lengths, scaled down to MiniGPT's 512 tokens (in the mean 40 in and 84 out), as a Poisson process: an
@@ -8,7 +8,7 @@ then).
 
 The same arrivals are then served in simulated time, by the same scheduler, with steps that cost what they cost this
 host: calibrated between the runs, of which the median counts, for the loads were not served at a quiet moment either.
-The simulator turns nobody away, so at a rate above 1 it foretells a line that the server refuses to have.
+The simulator turns no one away, so at a rate above 1 it foretells a line that the server refuses to have.
 
     python -m benchmarks.serving_http
 """
@@ -178,7 +178,7 @@ def told(ttft: Summary, tpot: Summary, requests_per_second: float, tokens_per_se
 
 
 def show(found: Sequence[dict[str, Any]]) -> None:
-    """Measured beside predicted."""
+    """Measured next to predicted."""
     table = Table(title="Milliseconds, measured and predicted", box=SIMPLE_HEAD)
     for heading in ("rate", "refused", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"):
         table.add_column(heading, justify="right")

@@ -2,7 +2,7 @@
 
 The engine's steps are measured in bursts of requests under the paged scheduler (`minicache.cli.calibrate`) 21 times
 and each load is served five times, in turns. Of both the quickest fifth ends where the value that counts is: what the
-machine takes while nobody disturbs it (a shared one can be two or three times as slow for a minute). A cost model is
+machine takes while no one disturbs it (a shared one can be two or three times as slow for a minute). A cost model is
 fitted to the steps, and the same loads are simulated. None of them is in the calibration: their lengths are spread
 further, their limits on the batch others, their schedulers static, continuous and fair, two have arrivals over time,
 and one has so few blocks that requests are preempted.
@@ -169,7 +169,7 @@ def compared(real: dict[str, float], simulated: dict[str, float]) -> dict[str, A
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Real beside simulated."""
+    """Real next to simulated."""
     table = Table(title="Makespan in seconds, and how far the simulation is off", box=SIMPLE_HEAD)
     for heading in ("load", "real", "simulated", "off", "mean latency off", "mean TTFT off"):
         table.add_column(heading, justify="left" if heading == "load" else "right")

@@ -10,11 +10,10 @@
 All requests come at once, with prompts of 64 tokens, and want 128 more, whatever these are. Counted are the tokens from
 the 33rd to the 97th of each answer: by then all requests run, and none has ended. So all four ladders compute the same
 steps. The ladders take turns in another order each round. Time is cut into windows of 16 tokens, recorded is of each
-window the least of all rounds, and their sum: what the machine takes while nobody disturbs it. Processor time is
-recorded beside it, of server and engine together: on a machine with fewer cores than busy threads, that is what serving
-costs.
+window the least of all rounds, and their sum: what the machine takes while no one disturbs it. Processor time is
+recorded too, of server and engine together: on a machine with fewer cores than busy threads, it is what serving costs.
 
-Two models: the shipped one (its steps are short, so that all else weighs more), and the random Llama of
+Two models: the shipped one (its steps are short, so all else weighs more), and the random Llama of
 `benchmarks/engine.py`, 6.6 times as large. One thread for PyTorch.
 
     python -m benchmarks.serving_overhead
@@ -67,7 +66,7 @@ LADDERS = ("model", "engine", "thread", "server")
 
 
 class Words:
-    """A tokenizer for the random model: every token is a word, so that its answers have a text like any other's."""
+    """A tokenizer for the random model: every token is a word, so its answers have a text like any other's."""
 
     end_token_id = -1
 
@@ -118,7 +117,7 @@ def main() -> None:
 
 
 def make_model(name: str) -> tuple[MiniGPT, Words | Tokenizer]:
-    """A model and its tokenizer; everybody who calls this gets the same weights."""
+    """A model and its tokenizer; everyone who calls this gets the same weights."""
     if name == "minigpt":
         return load_minigpt(), Tokenizer()
     torch.manual_seed(0)
@@ -193,7 +192,7 @@ def bare(llm: LLM, batch: int, turn: int) -> Run:
 
 
 def stepped(llm: LLM, batch: int, turn: int) -> Run:
-    """The engine in a loop. The prompts of each turn are others, so that the prefix cache finds nothing."""
+    """The engine in a loop. The prompts of each turn are others, so the prefix cache finds nothing."""
     vocab_size = llm.model.config.vocab_size
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
     for request in requests_of(batch, turn, vocab_size):

@@ -1,4 +1,4 @@
-"""Request rate against latency for OPT-13B on an A100-40GB: Orca's three variants and paging, beside the paper.
+"""Request rate against latency for OPT-13B on an A100-40GB: Orca's three variants and paging, next to the paper.
 
 The PagedAttention paper (Kwon et al. 2023, section 6.2) loads a server with more and more requests a second and plots
 the mean of end-to-end latency over output tokens. Of its three models on ShareGPT it says that at similar latencies
@@ -17,7 +17,7 @@ What is an input, and what is found:
 - Batches, latencies, knees and ratios are found.
 
 A knee is the rate at which the mean normalised latency is so many milliseconds a token, between the two measured rates
-around it. The rates of each scheduler go from 0.6 to 1.5 of what it can serve when somebody is always waiting.
+around it. The rates of each scheduler go from 0.6 to 1.5 of what it can serve when someone is always waiting.
 
     python -m benchmarks.serving_rates
 """
@@ -150,7 +150,7 @@ def arrivals(load: Load, rate: float) -> Iterator[Arrival]:
 
 
 def most(policy: str, load: Load, cost: RooflineCost) -> float:
-    """Requests a second while somebody is waiting, after a burst: tokens a second over the mean of their outputs."""
+    """Requests a second while someone is waiting, after a burst: tokens a second over the mean of their outputs."""
     burst = [replace(arrival, time=0.0) for arrival in generate(load.workload, SATURATING, 0)]
     tokens, seconds = 0, 0.0
 
@@ -221,7 +221,7 @@ def ratios(by_policy: dict[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def report(figures: dict[str, Any]) -> None:
-    """Knees and ratios beside the paper's."""
+    """Knees and ratios next to the paper's."""
     console = Console()
     for cost in COSTS:
         overhead = figures["overhead_ms"][cost]

@@ -1,4 +1,4 @@
-"""How much memory sharing saves: several answers to one prompt, sampled or searched for, beside the paper.
+"""How much memory sharing saves: several answers to one prompt, sampled or searched for, next to the paper.
 
 The PagedAttention paper (Kwon et al. 2023, section 6.3) divides the blocks that sharing saves by the blocks without
 sharing. Here both are counted at every step of phase 8's `SharingScheduler`, and summed: the blocks in the tables of
@@ -159,7 +159,7 @@ class Sampled:
 
 
 class Searched:
-    """One prompt with beams that branch as they are told.
+    """One prompt with beams that branch as given.
 
     Args:
         name: of the prompt.

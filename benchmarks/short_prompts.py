@@ -1,7 +1,7 @@
 """Up to how many new tokens the decode kernel attends to a sequence faster than PyTorch does, each query by itself.
 
 One sequence of float32 with n new tokens, after none (a whole prompt) and after 256 and 2,048 others (a chunk of one).
-Both ways attend through the same plan, with the limits set so that one or the other runs; CPU time, minimum, taking
+Both ways attend through the same plan, with the limits set so one or the other runs; CPU time, minimum, taking
 turns. `minicache.kernels.cpu.steps.LONGEST_PROMPT` and `LONGEST_CHUNK` are read off here.
 
     python -m benchmarks.short_prompts

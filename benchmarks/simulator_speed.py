@@ -1,7 +1,7 @@
 """How fast the simulator is, and what it keeps: 100,000 requests on one core.
 
 ShareGPT's lengths at 20 requests a second, Llama 3 8B on an H100, the fair scheduler. The run is a process of its own
-without torch, so that its peak memory is the simulator's. Memory is read when a tenth of the requests have ended, and
+without torch, so its peak memory is the simulator's. Memory is read when a tenth of the requests have finished, and
 at the end.
 
     python -m benchmarks.simulator_speed

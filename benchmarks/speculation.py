@@ -1,7 +1,7 @@
 """What speculation gains an engine: tokens a step, accepted draft tokens, and time a token, by batch size.
 
 MiniGPT serves `LLM` batches of BATCHES requests, NUM_NEW tokens each, behind prompts of two kinds: "new", texts of the
-grammar; and "again", a text, MiniGPT's answer to it, and the text once more, so the answer repeats its prompt. It is
+grammar; and "again", a text, MiniGPT's answer to it, and the text again, so the answer repeats its prompt. It is
 greedy; for "new" also with temperature 1. There are no draft tokens ("plain"), or NUM_DRAFTS a request and step, from
 the text ("ngram") or from the shipped draft model ("draft").
 
@@ -128,7 +128,7 @@ def pass_cost(model: MiniGPT, prompts: list[list[int]], num_steps: int = 60) -> 
     fastest = {}
     engines = {"plain": engine(model, "plain"), "verify": engine(model, "ngram")}
     scheduler: Any = engines["verify"].scheduler
-    scheduler.propose = lambda request, limit: [0] * limit  # the end of a text, which it is told to ignore
+    scheduler.propose = lambda request, limit: [0] * limit  # the end of a text, which it is to ignore
     for way, llm in engines.items():
         times = []
         for _ in range(3):

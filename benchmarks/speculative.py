@@ -3,14 +3,14 @@
 The shipped MiniGPT answers greedily in `LLM`, one request at a time, with and without `speculative`. NUM_NEW tokens are
 generated behind prompts of 3 · NUM_NEW tokens, of two kinds:
 
-- "again": a text, MiniGPT's answer to it, and the text once more. MiniGPT looks at what is near, so it gives much of
+- "again": a text, MiniGPT's answer to it, and the text again. MiniGPT looks at what is near, so it gives much of
   the same answer again: what n-gram drafting is for, where an answer repeats its prompt (code that is edited, a
   document that is quoted).
 - "new": texts of the grammar, one after the other, in which nothing is repeated on purpose. Short endings occur
   everywhere, so the drafter proposes tokens here too.
 
 Every run's tokens are asserted to be those of the engine without draft tokens. That engine and all settings take turns,
-so that they meet the same weather. All runs of one setting do the same steps. So its time is the sum over its steps of
+so they meet the same weather. All runs of one setting do the same steps. So its time is the sum over its steps of
 the least that each took in REPEATS runs, in CPU time of this process: what the machine does besides counts for little.
 One thread.
 

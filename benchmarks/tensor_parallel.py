@@ -3,7 +3,7 @@
 Bytes are counted from the tensors, and compared with the formula. An all-reduce between two processes (gloo) is timed
 over message sizes, and latency + bytes / bandwidth is fitted to the minima. Then two random Llamas, the one of
 `benchmarks/engine.py` and a larger one, decode on one rank and on two, a thread each, in turn; and rank 0's shard runs
-as a model of its own, with nobody to wait for. That shard's step and the fitted all-reduces predict the step of two
+as a model of its own, with no one to wait for. That shard's step and the fitted all-reduces predict the step of two
 ranks. Wall time, since a rank that waits uses no processor; minimum and median. Last, what `minicache.arithmetic` says
 about Llama 3 8B on two H100.
 

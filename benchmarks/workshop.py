@@ -34,7 +34,7 @@ PERIODS = (30.0, 10.0, 3.0, 1.0)
 SECONDS = 20.0
 """For so long requests come, at each rate; at least NUM_PEOPLE of them."""
 AT_ONCE = (1, 4)
-"""Requests of each person, sent together with everybody's."""
+"""Requests of each person, sent together with everyone's."""
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 24, 64
 UNIT = Path(__file__).parents[1] / "deploy" / "minicache.service"
 MINICACHE = str(Path(sys.executable).with_name("minicache"))
@@ -78,7 +78,7 @@ def a_server() -> Iterator[str]:
     environment = {name: value for name, value in os.environ.items() if name != "MINICACHE_API_KEY"}
     environment["OMP_NUM_THREADS"] = "1"
     with (
-        tempfile.TemporaryFile("w+") as log,  # a pipe that nobody reads would stop the server
+        tempfile.TemporaryFile("w+") as log,  # a pipe that no one reads would stop the server
         subprocess.Popen([MINICACHE, *words], stderr=log, env=environment) as process,
     ):
         try:

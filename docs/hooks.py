@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markdown import Markdown
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -31,7 +32,7 @@ ROOT = DOCS.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from scripts import notebook_pages  # noqa: E402
+from scripts import notebook_pages, translation  # noqa: E402
 from scripts.browser.course import is_pure  # noqa: E402
 
 # This plugin lists all its variables at every build; its warnings are enough.
@@ -58,16 +59,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         # Not a page: it is to be opened on a machine with a GPU.
         colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
         files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
-        for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = f"{notebook.stem}/notebook.md"
+        is_there = files.get_file_from_path(page) is not None  # then it has the words, and on_page_read_source the rest
+        if is_there or config.theme["language"] == "en":
             for name, content in rendered(notebook).items():
-                files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))
+                if not (is_there and name == "notebook.md"):
+                    files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))
     return files
 
 
 @cache
-def rendered(notebook: Path) -> dict[str, str | bytes]:
+def rendered(notebook: Path, spanish: str | None = None) -> dict[str, str | bytes]:
     """A notebook's page and pictures, and the notebook itself to download."""
-    return {**notebook_pages.render(notebook), notebook.name: notebook.read_bytes()}
+    return {**notebook_pages.render(notebook, spanish), notebook.name: notebook.read_bytes()}
 
 
 def palette_css() -> str:
@@ -149,6 +154,36 @@ def on_env(env: jinja2.Environment, config: MkDocsConfig, files: Files) -> jinja
     return env
 
 
+def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
+    """Give a Spanish page's sections the addresses of the English ones, and say whether it is out of date."""
+    if config.theme["language"] == "en" or not page.file.abs_src_path:
+        return None
+    name = page.file.src_uri
+    content = Path(page.file.abs_src_path).read_text(encoding="utf-8")
+    try:
+        is_stale = translation.is_stale(name, content)
+        if name.endswith("/notebook.md"):
+            notebook = ROOT / "notebooks" / f"{Path(name).parent}.ipynb"
+            english, content = (str(rendered(notebook, words)["notebook.md"]) for words in (None, content))
+        else:
+            english = (DOCS / "en" / name).read_text(encoding="utf-8")
+        return translation.prepare(name, content, english, _markdown(config), is_stale=is_stale)
+    except (translation.TranslationError, notebook_pages.NotebookError) as error:
+        raise PluginError(f"docs/es/{name}: {error}") from None
+
+
+def _markdown(config: MkDocsConfig) -> Markdown:
+    return Markdown(extensions=config.markdown_extensions, extension_configs=config.mdx_configs or {})
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """List what is not translated, or was translated from another state of its source."""
+    if config.theme["language"] == "es":
+        log = logging.getLogger("mkdocs.hooks.translation")
+        for what, names in (("not translated", translation.missing()), ("out of date", translation.stale())):
+            log.info("%d pages are %s: %s", len(names), what, ", ".join(names) or "none")
+
+
 def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Navigation) -> dict[str, Any]:
     """Point the language switch at the same page in the other language, or at its home where there is none."""
     here = config.theme["language"]
@@ -174,8 +209,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     And put the button that opens the lab in the browser in front of the first section of a handout.
     """
     html = html.replace('<div class="admonition resumen">', '<div class="admonition resumen" lang="es">')
-    if config.theme["language"] == "en" and (tasks := tasks_by_page().get(page.file.src_uri)):
-        html = html.replace("<h2", f"{lab_opener(tasks, page.url)}<h2", 1)
+    lang = config.theme["language"]
+    if lang == "es":
+        html = translation.with_spanish_numbers(html)
+    if tasks := tasks_by_page().get(page.file.src_uri):
+        html = html.replace("<h2", f"{lab_opener(tasks, PREFIX[lang] + page.url, lang)}<h2", 1)
     return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
 
 
@@ -189,42 +227,74 @@ def tasks_by_page() -> dict[str, list[Task]]:
     return found
 
 
-def lab_opener(tasks: list[Task], here: str) -> str:
+OPENER = {
+    "en": {
+        "open": "Open in the browser",
+        "missing": "The lab could not be loaded: reload the page.",
+        "here": 'Edit and grade {tasks} here, <a href="{about}">without an installation</a>.',
+        "one": '{tasks} needs more than Python, such as PyTorch: <a href="{setup}">set up</a>, then {commands}.',
+        "several": '{tasks} need more than Python, such as PyTorch: <a href="{setup}">set up</a>, then {commands}.',
+        "task": "task {0}",
+        "two": "tasks {0} and {1}",
+        "more": "tasks {0} to {1}",
+    },
+    "es": {
+        "open": "Abrir en el navegador",
+        "missing": "No se ha podido cargar el laboratorio: recarga la página.",
+        "here": 'Edita y corrige aquí {tasks}, <a href="{about}">sin instalar nada</a>.',
+        "one": 'Para {tasks} no basta con Python: <a href="{setup}">instala</a> lo que falta y escribe {commands}.',
+        "several": 'Para {tasks} no basta con Python: <a href="{setup}">instala</a> lo que falta y escribe {commands}.',
+        "task": "la tarea {0}",
+        "two": "las tareas {0} y {1}",
+        "more": "las tareas {0} a {1}",
+    },
+}
+"""What stands at the button that opens a lab, by language."""
+
+
+def lab_opener(tasks: list[Task], here: str, lang: str) -> str:
     """The button that opens the page's tasks in the browser, and what to do about those that need PyTorch.
 
     Nothing is loaded before the click.
+
+    Args:
+        tasks: of the page.
+        here: URL of the page, from the root of the whole site.
+        lang: the page's language.
     """
     pure, others = [task for task in tasks if is_pure(task)], [task for task in tasks if not is_pure(task)]
-    parts = []
+    words, parts = OPENER[lang], []
     if pure:
-        module, about = (get_relative_url(url, here) for url in ("assets/browser/lab.js", "in-the-browser/"))
+        module, about = (
+            get_relative_url(url, here) for url in ("assets/browser/lab.js", _page("in-the-browser", lang))
+        )
         folder = load_course(ROOT / TABLE).phase(pure[0].phase).folder
-        missing = "The lab could not be loaded: reload the page."
         load = f"import('{module}').then((lab) => lab.open(this.parentNode))"
+        told = words["here"].format(tasks=_listed(pure, words), about=about)
         parts.append(
             f'<div class="mc-open" data-phase="{folder}" data-tasks="{" ".join(task.id for task in pure)}">'
             f"<button class='md-button' type='button' onclick=\"{load}"
-            f".catch(() => (this.nextElementSibling.textContent = '{missing}'))\">Open in the browser</button> "
-            f'<span>Edit and grade {_listed(pure)} here, <a href="{about}">without an installation</a>.</span></div>'
+            f".catch(() => (this.nextElementSibling.textContent = '{words['missing']}'))\">{words['open']}</button> "
+            f"<span>{told}</span></div>"
         )
     if others:
         commands = ", ".join(f"<code>minicache grade {task.phase} --task {task.number}</code>" for task in others)
-        needs = "need" if len(others) > 1 else "needs"
-        name = _listed(others)
-        setup = get_relative_url("setup/", here)
-        parts.append(
-            f"<p>{name[0].upper()}{name[1:]} {needs} more than Python, such as PyTorch: "
-            f'<a href="{setup}">set up</a>, then {commands}.</p>'
-        )
+        text = words["several" if len(others) > 1 else "one"]
+        setup = get_relative_url(_page("setup", lang), here)
+        told = text.format(tasks=_listed(others, words), setup=setup, commands=commands)
+        parts.append(f"<p>{told[0].upper()}{told[1:]}</p>")
     return "".join(parts)
 
 
-def _listed(tasks: list[Task]) -> str:
+def _page(name: str, lang: str) -> str:
+    """The URL of a page in a language, or in English where it is not translated, from the root of the whole site."""
+    return (PREFIX[lang] if (DOCS / lang / f"{name}.md").is_file() else "") + f"{name}/"
+
+
+def _listed(tasks: list[Task], words: dict[str, str]) -> str:
     """`task 5.1`, `tasks 5.3 and 5.4`, `tasks 0.2 to 0.6`."""
-    first, last = tasks[0].id, tasks[-1].id
-    if len(tasks) == 1:
-        return f"task {first}"
-    return f"tasks {first} {'and' if len(tasks) == 2 else 'to'} {last}"
+    form = "task" if len(tasks) == 1 else "two" if len(tasks) == 2 else "more"
+    return words[form].format(tasks[0].id, tasks[-1].id)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -1,7 +1,8 @@
 """What a page can call. The delimiters are `{$ … $}`, so that neither code nor math has to be escaped.
 
     {$ source("minicache.cache.dense:KVCache.append") $}    the code of that symbol, taken from its file
-    {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes
+    {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes; on a
+                                                      Spanish page with Spanish words, if it has any
     {$ result("decode_cost", "speedup.512", ".1f") $} a number that a benchmark wrote
     {$ result_table("kernels", "rungs", name="rung", bytes="bytes") $}   a list of results as a table
     {$ gpus() $}                                      what `make gpu` has found, a table for each GPU
@@ -65,7 +66,8 @@ def define_env(env: Any) -> None:
         return posixpath.relpath(path, posixpath.dirname(env.page.file.src_uri) or ".")
 
     def figure(name: str, *, alt: str, caption: str = "") -> str:
-        return figure_block(name, relative("shared/figures"), alt=alt, caption=caption)
+        spanish = env.conf["theme"]["language"] == "es" and (FIGURES / f"{name}.es.light.svg").is_file()
+        return figure_block(f"{name}.es" if spanish else name, relative("shared/figures"), alt=alt, caption=caption)
 
     def tasks(phase: int) -> str:
         return task_table(phase, relative("."))

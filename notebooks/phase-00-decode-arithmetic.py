@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Phase 0: the arithmetic at work
 #
-# Why does a GPU that can do 312 trillion operations a second write fewer than 100 tokens a second for one user? And how
-# many can it write for many users? The picture below is the answer for one model on one card, from fifteen small functions.
-# By the end of this notebook you can say of every line where it starts, where it bends, and where it is out of reach.
+# Why does a GPU that can do 312 trillion operations a second generate fewer than 100 tokens a second for one user? And
+# how many can it generate for many users? The picture below answers this for one model on one card, with fifteen small
+# functions. By the end of this notebook you can explain where each line starts, where it bends, and where it becomes
+# impossible.
 
 # %% alt="Tokens per second against batch size, both doubling, for Llama-3-8B on an A100-80GB, one line per context length. All start near 120 tokens per second. With 128 tokens of context the line rises to 20,000 at a batch of 256 and is flat from there; with 16,384 tokens it flattens below 1,000."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -31,7 +32,7 @@ rates = {
 nb.lines(batches, rates, "batch size", "tokens per second", doubling=True, yscale="log")
 
 # %% [markdown]
-# ## 1. What does a token leave behind?
+# ## 1. How many bytes does a token take?
 #
 # Seven models, three dtypes of the cache. Weights are not in this table.
 
@@ -52,8 +53,8 @@ for name, model in MODELS.items():
     print(f"{name:<16}" + "".join(f"{size:>12,}" for size in sizes))
 
 # %% [markdown]
-# **Question 1.** You load a model that the table does not have: 48 layers, 40 query heads, 8 KV heads of 128, and the
-# engine stores its cache in int8. How many of its tokens fit in one GiB? Work it out before you run the check.
+# **Question 1.** You load a model that is not in the table: 48 layers, 40 query heads, 8 KV heads of 128, with the
+# cache in int8. How many of its tokens fit in one GiB? Work it out before you run the check.
 
 # %%
 tokens_in_a_gib = None
@@ -66,8 +67,8 @@ nb.check(
 # %% [markdown]
 # ## 2. Which model fits on which card?
 #
-# Sequences of 4,096 tokens that fit at once, weights and cache in 16 bits, a tenth of the memory held back. A dash: the
-# weights do not even fit.
+# Sequences of 4,096 tokens that fit at once, weights and cache in 16 bits, a tenth of the memory reserved. A dash means
+# that the weights do not fit.
 
 # %%
 CARDS = [specs.L4, specs.A100_40GB, specs.A100_80GB, specs.H100, specs.H200]
@@ -105,11 +106,11 @@ in_bfloat16 = sequences(specs.LLAMA_3_8B, specs.A100_80GB, 4096)
 nb.check(factor, in_int8 / in_bfloat16, within=0.02)
 
 # %% [markdown]
-# ## 3. What does a batch cost, and what does it earn?
+# ## 3. What does a batch cost, and what does it gain?
 #
-# The first picture again, against the time of a step instead of the batch: each mark doubles the batch. A user waits for
-# the time of a step (further left is better for the user); all users together get tokens per second (higher is better for
-# the owner).
+# The first picture again, against the time of a step instead of the batch: each mark doubles the batch. A user waits
+# for the time of a step (further left is better for the user); all users together get tokens per second (higher is
+# better for the operator).
 
 # %% alt="Tokens per second against milliseconds per step for Llama-3-8B on an A100-80GB, one line per context length. With 128 tokens of context the line rises steeply from 120 tokens per second: a batch of 128 takes an eighth longer than one of 1. With 16,384 tokens it bends over early: bigger batches cost time and earn little."
 milliseconds = {
@@ -120,11 +121,11 @@ axes = {"xscale": "log", "yscale": "log"}
 nb.lines(milliseconds, rates, "milliseconds per step", "tokens per second", **axes)
 
 # %% [markdown]
-# Not every point of these lines exists: 512 sequences with 16,384 tokens each would take a terabyte of cache. Which ones do
-# is the question of part 2.
+# Not every point of these lines is possible: 512 sequences with 16,384 tokens each would take a terabyte of cache. Part
+# 2 shows which ones are.
 #
 # **Question 3.** At a context of 1,024, how much longer does a step take with 64 sequences than with one? (A factor,
-# within 2 %. Bytes decide in both cases: count weights and caches.)
+# within 2 %. Both are memory-bound: count weights and caches.)
 
 # %%
 slowdown = None
@@ -134,9 +135,9 @@ one, many = (step(specs.LLAMA_3_8B, specs.A100_80GB, 1024, batch) for batch in (
 nb.check(slowdown, many / one, within=0.02)
 
 # %% [markdown]
-# ## 4. When does decode stop waiting for the memory?
+# ## 4. When does decode stop being memory-bound?
 #
-# The break-even batch against the context length. A line that ends has become "never".
+# The break-even batch against the context length. Where a line ends, the answer has become "never".
 
 # %% alt="Break-even batch against context length for Llama-3-70B on an L4, an A100-80GB, an H100 and an H200. All lines start at the card's ridge, between 153 and 403, rise slowly and then shoot up to end between 1,000 and 3,000 tokens of context."
 contexts = sorted({round(2 ** (exponent / 8)) for exponent in range(96)})
@@ -170,7 +171,8 @@ nb.check(without_groups, batch, within=0.02)
 # ## 5. Where is the roof of your own machine?
 #
 # Two quick measurements: how fast a large array is copied (each byte is read and written), and how fast a matrix
-# product is computed. They make an `Accelerator` like the others. Run the cell twice: other programs use the memory too.
+# product is computed. They make an `Accelerator` like the others. Run the cell twice: other programs use the memory
+# too.
 
 # %%
 import numpy as np
@@ -202,12 +204,12 @@ print(f"at best {1e6 * arithmetic.step_seconds(here, flops, nbytes):.0f} µs a t
 print("memory-bound:", arithmetic.is_memory_bound(here, flops / nbytes))
 
 # %% [markdown]
-# In phase 1 you will measure what MiniGPT really takes. It is far more: a model this small spends its time on calling
-# operations, not on doing them, and its weights may not even leave the processor's cache. A roofline gives what the
-# hardware allows, not what a program reaches. The distance between the two is worth knowing.
+# In phase 1 you will measure MiniGPT's actual time. It is far longer: a model this small spends its time on launching
+# operations, not on executing them, and its weights may not even leave the processor's cache. A roofline shows what the
+# hardware allows, not what a program reaches. The gap between the two is worth knowing.
 #
-# **Question 5.** How many sequences would have to decode together on *your* machine, with an empty context, so that
-# Llama-3-8B in float32 is no longer memory-bound? Estimate it from the ridge above. (Within 5 %, or 1.)
+# **Question 5.** How many sequences would have to decode together on *your* machine, with an empty context, for
+# Llama-3-8B in float32 not to be memory-bound? Estimate it from the ridge above. (Within 5 %, or 1.)
 
 # %%
 batch_here = None
@@ -219,11 +221,12 @@ nb.check(batch_here, right, within=max(0.05, 1 / right))
 # %% [markdown]
 # ## Your experiment: double one number of the card
 #
-# You may double one number of a card: its memory, its bandwidth or its peak. Which one writes the most tokens per second?
+# You may double one number of a card: its memory, its bandwidth or its peak. Which one gives the most tokens per
+# second?
 #
-# The batch is as large as the memory allows, so memory earns too. Choose a model, a card and a context length, **write down
-# which of the three bars will be the longest**, and run the cell. Then look for a context at which the order changes. Is
-# there any at which the peak is the best buy?
+# The batch is as large as the memory allows, so memory helps too. Choose a model, a card and a context length, **write
+# down which of the three bars will be the longest**, and run the cell. Then look for a context at which the order
+# changes. Is there any at which the peak helps most?
 
 # %% alt="Four bars of tokens per second for Llama-3-8B on an L4 with 1,024 tokens of context: as it is, with twice the memory, twice the bandwidth, twice the peak."
 YOUR_MODEL, YOUR_CARD, YOUR_CONTEXT = "Llama-3-8B", specs.L4, 1024
@@ -250,7 +253,7 @@ nb.bars(
 print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
-# **What to look for.** Twice the memory multiplies the *batch* by more than two, because the weights are paid for once. But
-# a larger batch only helps as long as reading the weights takes most of the step: the longer the context, the more of it
-# is spent on reading caches, and then only bandwidth helps. The peak matters where the batch is above the break-even batch
-# of part 4.
+# **What to look for.** Twice the memory multiplies the *batch* by more than two, because the weights take their share
+# only once. But a larger batch only helps as long as reading the weights takes most of the step: the longer the
+# context, the more of the step is spent on reading caches, and then only bandwidth helps. The peak matters if the batch
+# is above the break-even batch of part 4.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Phase 1: the cache at work
 #
-# What does a KV cache save? Below, a model generates the same text twice: once it recomputes every position for each new
-# token, once it keeps keys and values. One curve rises and the other does not. This notebook counts what is behind them:
-# the positions that are computed, the bytes that are held, and the rows that still have to be read.
+# What does a KV cache save? Below, a model generates the same text twice: once it recomputes every position for each
+# new token, and once it keeps keys and values. One curve rises and the other does not. This notebook counts the
+# positions that are computed, the bytes that are held, and the KV entries that are still read.
 
 # %% alt="Milliseconds for one more token against its position, from 1 to 256: full recomputation rises about fivefold, the KV cache stays flat."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -39,9 +39,9 @@ look = {"roles": ("wasted", "generated"), "marks": False, "yscale": "log"}
 nb.lines(range(NUM_STEPS), milliseconds, "new token", "milliseconds", **look)
 
 # %% [markdown]
-# ## 1. What is the model shown?
+# ## 1. What is the model's input?
 #
-# A model that does nothing but note the shapes, wrapped around the real one.
+# A wrapper around the model records the shapes of its inputs.
 
 
 # %%
@@ -86,8 +86,8 @@ nb.check(positions_with, counted["with"])
 # %% [markdown]
 # ## 2. Time per token
 #
-# Back to the first picture: 256 tokens in each of two ways. (On a machine that does other things too, expect spikes.) Add the
-# steps up:
+# Back to the first picture: 256 tokens with and without a cache. (Expect spikes on a machine that is also doing other
+# work.) Add the steps up:
 
 # %%
 prompt_len = prompt.shape[1]
@@ -102,8 +102,8 @@ for name, total in totals.items():
 print(f"{totals['full recomputation'] / totals['KV cache']:.1f} times as fast")
 
 # %% [markdown]
-# The positions differ by a factor of about 130, the times by much less: a position that is computed alone costs more than
-# one among many, because the weights are read for it alone.
+# The positions differ by a factor of about 130, the times by much less: a position computed alone costs more than one
+# in a batch, because the weights are read for it alone.
 #
 # ## 3. Bytes: reserved and in use
 
@@ -135,9 +135,9 @@ for _ in decode(model, torch.zeros(1, 20, dtype=torch.int64), 80, cache=cache):
 nb.check(bytes_never_used, cache.nbytes - cache.nbytes_used)
 
 # %% [markdown]
-# ## 4. What still grows: rows read
+# ## 4. What still grows: KV entries read
 #
-# A step computes one position, and its attention reads all rows. Here a cache that counts them.
+# A step computes one position, and its attention reads all KV entries. The cache below counts them, as rows of keys.
 
 
 # %%
@@ -172,7 +172,7 @@ nb.lines(range(1, 513), flops, *names, marks=False)
 
 # %% [markdown]
 # **Question 3.** At how many tokens would attention cost as many FLOPs as the linear layers? MiniGPT's positions end at
-# 512; continue the line. Use `2 * MINIGPT.num_parameters` and 4 · 4 · 4 · 32 FLOPs a row, and round up.
+# 512; extrapolate the line. Use `2 * MINIGPT.num_parameters` and 4 · 4 · 4 · 32 FLOPs per entry, and round up.
 
 # %%
 tokens_until_equal = None
@@ -184,8 +184,9 @@ nb.check(tokens_until_equal, equal)
 # %% [markdown]
 # ## 5. The mask
 #
-# Which keys does each query see? Blue is seen, grey is hidden. Ask the function: with equal keys all visible values weigh
-# the same, so a value of 1 among zeros shows in the outputs of just those queries that see it.
+# Which keys does each query see? Blue is visible, grey is hidden. The function itself shows it: with equal keys, all
+# visible values have the same weight, so a value of 1 among zeros appears in the outputs of exactly those queries that
+# see it.
 
 # %% alt="Three masks over six keys for T = 6, 3 and 1: each is the last T rows of a lower triangle."
 from minicache.cache.attention import causal_attention
@@ -209,8 +210,8 @@ for panel, num_new in zip(panels, (6, 3, 1)):
 #
 # Sequences of 200, 1,500 and 60 tokens go into one dense batch, padded to the longest.
 #
-# **Question 4.** How many rows of each layer are padding? And with blocks of 16 rows, how many rows of the
-# blocks that are taken would hold no token?
+# **Question 4.** How many rows of each layer are padding? And with blocks of 16 slots, how many slots of the allocated
+# blocks would hold no token?
 
 # %%
 rows_of_padding = None
@@ -222,15 +223,15 @@ nb.check(rows_of_padding, sum(max(lengths) - length for length in lengths))
 nb.check(rows_lost_to_blocks, sum(-length % 16 for length in lengths))
 
 # %% [markdown]
-# That difference is what the next phases are about.
+# The next phases are about that difference.
 #
 # ## Your experiment: what does a token cost in a batch?
 #
-# One sequence's token takes about as long with a cache at position 256 as at position 1. What if 32 sequences decode
+# With a cache, one sequence's token takes about as long at position 256 as at position 1. What if 32 sequences decode
 # together: does a step take 32 times as long? Phase 0 has the argument, for a GPU.
 #
-# Choose a context and batch sizes. **Write down what the cost of one token will be in the largest batch, as a part of its
-# cost alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
+# Choose a context and batch sizes. **Write down what the cost of one token will be in the largest batch, as a part of
+# its cost alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
 
 # %% alt="Milliseconds per token against the batch size, both doubling. With the KV cache a token of a larger batch costs far less than one alone; with full recomputation the curve lies higher and flattens early."
 YOUR_CONTEXT = 64
@@ -257,6 +258,6 @@ for name, each in costs.items():
     print(f"{name}: {each[0]:.2f} ms alone, {each[-1]:.3f} ms in a batch of {YOUR_BATCHES[-1]}")
 
 # %% [markdown]
-# **What to look for.** With a cache, a step reads the weights and calls the operations once for the whole batch, and each
-# sequence adds one position. Without one, each sequence adds its whole context, and there is nothing left to share.
-# The cache makes steps small enough that a batch pays; phase 5 is about keeping that batch full.
+# **What to look for.** With a cache, a step reads the weights and launches the operations once for the whole batch, and
+# each sequence adds one position. Without one, each sequence adds its whole context, and there is nothing left to
+# share. The cache makes steps small enough for batching to pay off; phase 5 is about keeping that batch full.

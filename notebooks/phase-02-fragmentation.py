@@ -2,10 +2,10 @@
 # # Phase 2: where the memory goes
 #
 # A server's memory is full. How many of its slots hold a token? Below, OPT-13B serves ten minutes of chats from 15,728
-# slots, under four ways of reserving them. The first three hold a token in less than half of their slots. This notebook
-# takes the waste apart: reserved for later, never needed, too scattered to use.
+# slots, under four reservation policies. Under the first three, less than half of the slots hold a token. This notebook
+# divides the waste into its parts: reserved for later, never needed, too scattered to use.
 
-# %% alt="Four stacked bars of shares of memory. Used: about 20 per cent under max, 30 under pow2, 40 under oracle, about 80 when paged; the rest is reserved, internal, external or free."
+# %% alt="Four stacked bars of shares of memory. Used: about 17 per cent under max, 29 under pow2, 41 under oracle, 77 when paged; the rest is reserved, internal, external or free."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache import notebook as nb
@@ -37,14 +37,15 @@ runs = {policy: serve(policy) for policy in ("max", "pow2", "oracle", "paged")}
 nb.shares({policy: mean_shares(samples) for policy, samples in runs.items()})
 
 # %% [markdown]
-# *Used* slots hold a token. *Reserved* ones will hold one before their request ends. *Internal* ones lie inside a
-# reservation and never will. *External* ones are free and too scattered for the reservation that waits. The rest is *free*.
+# *Used* slots hold a token. *Reserved* ones will hold one before their request finishes. *Internal* ones lie inside a
+# reservation and never will. *External* ones are free but too scattered for the waiting reservation. The rest is
+# *free*.
 #
 # ## 1. Padding grows with the batch
 #
-# Draw a batch of chats at random, make it rectangular, and see how much of it is padding. Then larger batches.
+# Draw a batch of chats at random, pad it to a rectangle, and see how much of it is padding. Then draw larger batches.
 
-# %% alt="Share of padding against batch size: from 0 per cent for one sequence the median rises to 75 per cent for 128."
+# %% alt="Share of padding against batch size: from 0 per cent for one sequence the median rises to 72 per cent for 128."
 from random import Random
 from minicache.memory.reservation import padded_rows, padding_share
 
@@ -74,7 +75,7 @@ if smallest_n is not None:
 # %% [markdown]
 # ## 2. Buddies
 #
-# A strip of 64 slots. Blue is taken, grey is free, and a gap separates two runs.
+# A strip of 64 slots. Blue is allocated, grey is free, and a gap separates two runs.
 
 # %% alt="Five strips of 64 slots, after allocating 5, 12, 3 and 17 slots and freeing them one by one. Runs are halved on the way down and merge on the way up."
 from minicache.memory.reservation import BuddyAllocator
@@ -90,7 +91,7 @@ nb.strips(strips, 64)
 print("starts", starts)
 
 # %% [markdown]
-# **Question 2.** In a memory of 64 slots, 16 requests of 4 slots each fill everything. Then every second one leaves:
+# **Question 2.** In a memory of 64 slots, 16 requests of 4 slots each fill everything. Then every second one finishes:
 # 32 slots are free. What is the largest count that can be allocated?
 
 # %%
@@ -106,8 +107,8 @@ nb.check(largest_count, allocator.largest_free)
 # %% [markdown]
 # ## 3. What a policy asks for, and what it gets
 #
-# The same 20,000 chats under three policies. *Asked* is `reservation`, *run* is what the buddy allocator makes of it,
-# *tokens* is what will be there in the end.
+# The same 20,000 chats under three policies. *Asked* is the result of `reservation`, *run* is its length after the
+# buddy allocator's rounding, *tokens* is the final number of tokens.
 
 # %%
 from minicache.memory.reservation import reservation
@@ -126,11 +127,11 @@ for policy in ("max", "pow2", "oracle"):
 print("\n".join(lines))
 
 # %% [markdown]
-# Even at the very end of its life, when all of its tokens are there, an average request fills only a part of its run.
-# While it is being written it is less.
+# Even at the end, when all of its tokens are there, an average request fills only a part of its run. During generation
+# it fills less.
 #
-# **Question 3.** A prompt of 300 tokens, an answer of 213, `oracle`. The request asks for 513 slots. How many of its
-# run will never hold a token?
+# **Question 3.** A prompt of 300 tokens, an answer of 213, `oracle`. The request asks for 513 slots. How many slots of
+# its run will never hold a token?
 
 # %%
 never_used = None
@@ -145,9 +146,9 @@ nb.check(never_used, memory.memory_use().internal)
 # %% [markdown]
 # ## 4. A server
 #
-# The numbers of the first picture: ten minutes of ShareGPT at 2 requests a second, from the memory of an A100 with OPT-13B.
-# A step takes 45 ms. `MemorySimulation` admits in the order of arrival and gives every running request a token a step. The
-# first two minutes fill the memory and do not count.
+# The numbers of the first picture: ten minutes of ShareGPT at 2 requests a second, from the memory of an A100 with
+# OPT-13B. A step takes 45 ms. `MemorySimulation` admits in arrival order and gives every running request a token per
+# step. The first two minutes fill the memory and do not count.
 
 # %%
 print(f"{'':8}" + "".join(f"{name:>10}" for name in (*nb.PARTS, "requests")))
@@ -157,11 +158,11 @@ for policy, samples in runs.items():
     print(f"{policy:8}{percents}{sum(running) / len(running):10.1f}")
 
 # %% [markdown]
-# The paper's numbers for *used* are 20.4, 26.8, 38.2 and 96.3. [The theory](theory/04-reservation-policies.md) says
+# The paper's numbers for *used* are 20.4, 26.8, 38.2 and 96.3. [The theory](theory/04-reservation-policies.md) explains
 # where ours differ and why; above all, ten minutes at 2 requests a second do not fill a paged memory.
 #
-# **Question 4.** `max` serves 7 requests at once, never more. Why 7? And how many slots can it never use, whatever
-# arrives? (Both can be worked out from 15,728 and 2,048.)
+# **Question 4.** `max` serves at most 7 requests at once. Why 7? And how many slots can it never use, for any workload?
+# (Both follow from 15,728 and 2,048.)
 
 # %%
 slots_never_used = None
@@ -180,8 +181,8 @@ nb.check(slots_never_used, allocator.num_free)
 # %% [markdown]
 # ## 5. Memory over time
 #
-# The means hide the movement. Here is what `oracle` does in ten minutes: whenever a large reservation waits at the head of
-# the queue, free slots collect and no request can use them.
+# The means hide the movement. Here is `oracle` over ten minutes: whenever a large reservation waits at the head of the
+# waiting queue, free slots accumulate and no request can use them.
 
 # %% alt="Stacked shares of memory over ten minutes under oracle. Used moves around 40 per cent; reserved, internal and external waste fill the rest; external peaks when a large request waits."
 samples = runs["oracle"][::4]
@@ -195,12 +196,12 @@ nb.shares_over_time(minutes, parts)
 # %% [markdown]
 # ## 6. Would a finer allocator help?
 #
-# Some of `oracle`'s waste is the buddy allocator's: runs of powers of two only. Suppose an allocator
-# of contiguous runs that wasted nothing and left no holes. Then memory would hold what is *used* and *reserved*,
-# and nothing else.
+# Some of `oracle`'s waste comes from the buddy allocator, whose runs are powers of two. Suppose an allocator of
+# contiguous runs that wasted nothing and left no holes. Then memory would hold what is *used* and *reserved*, and
+# nothing else.
 #
-# **Question 5.** What percentage of the slots would be used then? Take `used` and `reserved` of `oracle` from the
-# table above: their ratio stays, and they fill everything. Round to a whole number.
+# **Question 5.** What percentage of the slots would be used then? Take `used` and `reserved` of `oracle` from the table
+# above: their ratio stays, and they fill everything. Round to a whole number.
 
 # %%
 best_possible = None
@@ -210,16 +211,16 @@ oracle = mean_shares(runs["oracle"])
 nb.check(best_possible, round(100 * oracle["used"] / (oracle["used"] + oracle["reserved"])))
 
 # %% [markdown]
-# That is the most that a perfect oracle with a perfect allocator can reach. Paging reaches more without an oracle, because
-# it does not reserve.
+# That is the most that a perfect oracle with a perfect allocator can reach. Paging reaches more without an oracle,
+# because it does not reserve.
 #
 # ## 7. Another workload
 #
-# Azure's conversations have longer prompts and shorter answers, its code completions much longer prompts and hardly
-# any answer. Which policy gains, and why? (The limit is 16,384 tokens here, and the memory eight times as large, so
-# that `max` can serve seven requests again.)
+# Azure's conversations have longer prompts and shorter answers; its code completions have much longer prompts and very
+# short answers. Which policy gains, and why? (The limit is 16,384 tokens here, and the memory eight times as large, to
+# let `max` serve seven requests again.)
 
-# %% alt="Bars of the share of used slots for three workloads and four policies. Oracle uses 40 to 50 per cent in each, paged nearly all. Max falls to 10 per cent where the limit is 16,384."
+# %% alt="Bars of the share of used slots for three workloads and four policies. Oracle uses 43 to 54 per cent, paged nearly all. Max falls to 5 and 11 per cent where the limit is 16,384."
 from dataclasses import replace
 from minicache.simulator.workload import AZURE_CODE, AZURE_CONVERSATION
 
@@ -237,22 +238,22 @@ nb.groups(
 )
 
 # %% [markdown]
-# The rates are high enough that a request is always waiting, and the bursts of the code completions were taken out: with a
-# coefficient of variation of 13.2, three minutes hold one burst or none.
+# The rates are high enough that a request is always waiting, and the bursts of the code completions were removed: with
+# a coefficient of variation of 13.2, three minutes hold one burst or none.
 #
 # A long prompt is used from the first moment. Where the answer is short in comparison, almost nothing is reserved for
-# later, and `oracle` uses more; what it still loses is rounding and holes. `pow2` comes close to it, because a wrong
-# guess about 23 tokens of answer costs little. `max` suffers most: the limit is far above what requests need.
+# later, and `oracle` uses more; what it still loses is rounding and holes. `pow2` does as well on code, because a wrong
+# estimate for 28 tokens of answer costs little. `max` suffers most: the limit is far above what requests need.
 #
-# What would help all of them, on every workload? Not a better guess. [Phase
-# 3](../phase-03-paged-cache/index.md) takes a block at a time, anywhere.
+# What would help all of them, on every workload? Not a better estimate. [Phase 3](../phase-03-paged-cache/index.md)
+# allocates one block at a time, anywhere.
 #
 # ## Your experiment: a workload that `max` likes
 #
 # On every workload above `max` is the worst. Is there one on which it is as good as paging?
 #
-# Choose the mean and the spread of prompts and answers and the model's limit. **Write down per cent used under each of the
-# four policies**, then run the cell. Then change one number at a time until `max` uses more than 80 %.
+# Choose the mean and the spread of prompts and answers and the model's limit. **Write down the percentage used under
+# each of the four policies**, then run the cell. Then change one number at a time until `max` uses more than 80 %.
 
 # %% alt="Four stacked bars of shares of memory for your workload: with prompts of 100 tokens and answers of 100, both of small spread, and a limit of 2,048, max uses a few per cent and paging most."
 from minicache.simulator.workload import LengthDistribution, Workload
@@ -269,6 +270,7 @@ for policy, predicted in YOUR_PREDICTION.items():
     print(f"{policy:8}{found[policy]['used']:5.1f}% used; you predicted {predicted}")
 
 # %% [markdown]
-# **What to look for.** `max` wastes what a request does not need of the limit, so requests must come close to it; and a
-# slot is used only from the step that fills it, so the prompt must be long and the answer short. Both together: a limit
-# just above prompt + answer, a spread near 0. Paging does well there too, and everywhere else: it needs no such workload.
+# **What to look for.** `max` wastes the part of the limit that a request does not need, so requests must come close to
+# it; and a slot is used only from the step that fills it, so the prompt must be long and the answer short. Both
+# together: a limit just above prompt + answer, a spread near 0. Paging does well there too, and on every other
+# workload.

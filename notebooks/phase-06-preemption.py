@@ -2,8 +2,8 @@
 # # Phase 6: which request has to go
 #
 # A server admits forty requests, and their answers grow until memory is full. Then some have to give their blocks back and
-# start again. How many, and what does it cost? Below, the same forty requests in a pool that shrinks from all that they want
-# to 30 % of it. This notebook follows single victims first, then counts, and at the end an auditor watches broken schedulers.
+# start again. How many, and what does it cost? Below, the same forty requests in a pool that shrinks from their peak to 30 %
+# of it. This notebook first follows single victims, then counts, and at the end an auditor watches broken schedulers.
 
 # %% alt="Four panels against the pool's size from 100 to 30 per cent: preemptions rise from 0 to 25 and stay near 20; tokens computed again likewise, to 3,000; the mean batch falls from 24 to 8; steps rise from 200 to 560."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -45,8 +45,8 @@ for ax, number in zip(
 # %% [markdown]
 # ## 1. Two requests, ten blocks
 #
-# The case of the theory pages: prompts of 80 tokens, 20 to generate, blocks of 16. The grid shows when each computes; one
-# line a step tells what happens.
+# The case of the theory pages: prompts of 80 tokens, 20 to generate, blocks of 16. The grid shows when each computes; the
+# lines below list the events of each step.
 
 
 # %% alt="Grid of two requests against steps. Both are prefilled in step 0; b loses its blocks, waits until a has finished, is prefilled again and goes on to its last token."
@@ -65,8 +65,7 @@ for step in steps:
 print(f"{tally.num_steps} steps, {tally.num_prefill_tokens} tokens prefilled")
 
 # %% [markdown]
-# **Question 1.** What is the least number of blocks with which no request is preempted? (Each has 99 KV entries in the
-# end.)
+# **Question 1.** What is the smallest number of blocks with which no request is preempted? (Each ends with 99 KV entries.)
 
 # %%
 enough_blocks = None
@@ -89,7 +88,7 @@ nb.check(step_of_preemption, preempts[0])
 # %% [markdown]
 # ## 2. Pressure
 #
-# Back to the first picture. How many blocks do the forty want at most, and what happens at half of it?
+# Back to the first picture. How many blocks do the forty requests use at their peak, and what happens with half of them?
 
 # %%
 print(f"peak: {peak} blocks of 16")
@@ -103,7 +102,7 @@ print(f" {half.num_steps} steps instead of {runs[0].num_steps}")
 # %% [markdown]
 # Requests that arrive all at once are the hardest case: none finishes while they are admitted.
 #
-# Which requests are preempted? Half of the memory, and a bar for each request.
+# Which requests are preempted? With half of the memory, a bar for each request:
 
 # %% alt="Bars of how often each of forty requests was preempted, by order of arrival, in half of the memory. The first seventeen never; later ones mostly once, one of them four times."
 requests = burst()
@@ -124,7 +123,7 @@ nb.check(preemptions_of_the_first, requests[0].num_preemptions)
 # %% [markdown]
 # ## 3. Recompute and swap, the same schedule
 #
-# The two ways do not change which request runs when. Compare the batches of both, step by step.
+# The choice does not change which request runs when. Compare the batches of both, step by step.
 
 # %%
 _, recomputed = serve(burst(), num_blocks=peak // 2)
@@ -136,7 +135,7 @@ for name, run in (("recompute", recomputed), ("swap", swapped)):
     print(f"{name:12}{counts[0]:8,}{counts[1]:11,}{counts[2]:16,}{counts[3]:14,}")
 
 # %% [markdown]
-# A swap space that is too small: what does not fit is recomputed.
+# A swap space that is too small: victims that do not fit are recomputed.
 
 # %% alt="Blocks moved and tokens computed again against the size of the swap space: with no room all is recomputed, with enough room all is moved."
 sizes = [1, 5, 10, 20, 40, 60, 80, 120, 160]
@@ -172,9 +171,10 @@ nb.lines(watermarks, {"": preemptions}, "watermark, %", "preemptions", ax=left, 
 nb.lines(watermarks, {"": first}, "watermark, %", "mean step of the first token", ax=right, **look)
 
 # %% [markdown]
-# ## 5. With a model: the same words
+# ## 5. With a model: the same text
 #
-# MiniGPT answers twelve prompts, once with plenty of blocks and then with so few that half of them are preempted on the way. The texts must not change, with greedy decoding or with sampling.
+# MiniGPT answers twelve prompts, once with plenty of blocks and once with so few that half of the requests are preempted.
+# The texts must not change, with greedy decoding or with sampling.
 
 # %%
 from minicache.engine.llm import LLM
@@ -212,7 +212,7 @@ print(f"\n{prompts[0]} …{alone[0][:120]}")
 # ## 6. What a copy costs here
 #
 # One sequence of 512 tokens with the shape of MiniGPT's cache: out to the CPU blocks and back, for each block size.
-# Both memories are this machine's, so this is the work of copying and not the way over a bus.
+# Both memories are this machine's, so this measures the work of copying, without a bus.
 
 # %% alt="Milliseconds to swap a sequence of 512 tokens out and in against block sizes from 1 to 256: highest at block size 1, falling, then level."
 from minicache.cache.paged import PagedStorage
@@ -237,9 +237,8 @@ look = {"roles": ["shared"], "doubling": True, "yscale": "log"}
 nb.lines(block_sizes, curve, "tokens a block", "ms, out and in", **look)
 
 # %% [markdown]
-# **Question 5.** OPT-13B leaves 819,200 bytes a token. A victim of 1,000 tokens in blocks of 16 goes out and comes back
-# over a bus that moves 25 · 10⁹ bytes a second. How many whole milliseconds does that take at least, by its bytes?
-# (Whole blocks move.)
+# **Question 5.** OPT-13B takes 819,200 bytes a token. A victim of 1,000 tokens in blocks of 16 is swapped out and in over a
+# bus that moves 25 · 10⁹ bytes a second. How many whole milliseconds do its bytes take, at least? (Whole blocks move.)
 
 # %%
 bus_milliseconds = None
@@ -250,7 +249,7 @@ nb.check(bus_milliseconds, int(1e3 * 2 * -(-1000 // 16) * 16 * 819_200 / 25e9))
 # %% [markdown]
 # ## 7. The auditor at work
 #
-# Five schedulers, each with one flaw. What does a run look like from outside, and what does the auditor report?
+# Five schedulers, each with one bug. How does an unwatched run end, and what does the auditor report?
 
 
 # %%
@@ -322,7 +321,7 @@ for broken in (KeepsItsRows, TakesOneTooMany, SendsToTheEnd, Leaks, CopiesToTheW
     print(f"{broken.__name__}\n  unwatched: {unwatched}\n  auditor:   {found}")
 
 # %% [markdown]
-# Most of them finish all requests, and the flaw would have gone unnoticed.
+# Most of them finish all requests, and the bug would have gone unnoticed.
 #
 # **Question 6.** `KeepsItsRows` on the two requests of part 1: how many tokens of prefill are missing, compared with
 # the right scheduler?
@@ -340,8 +339,8 @@ nb.check(missing_tokens, right.num_prefill_tokens - wrong.num_prefill_tokens)
 #
 # ## Your experiment: how much memory, and how careful?
 #
-# Your pool has a fixed size. A watermark keeps part of it free at admission, so that the running requests can grow. Too
-# small a watermark wastes work, too large a one wastes memory. Where is the best?
+# Your pool has a fixed size. A watermark keeps part of it free at admission, for the running requests to grow into. Too
+# small a watermark wastes work, too large a one wastes memory. Which is best?
 #
 # Choose the pool (per cent of the peak) and the requests. **Write down the watermark that takes the least time**, then
 # run the cell. Then try short prompts with long answers, and long prompts with short answers.

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Phase 7: the incident room, measured
 #
-# Eight schedulers answer every simple test correctly, and each has a bug that real engines have had. What does a bug cost
-# once the right workload arrives? Below, each incident has its counter, with the bug and without. This notebook asks which
-# test finds which bug, measures the two worst on a clock, and then tries what a guarantee of fairness costs, and which
-# requests pay for it.
+# Eight schedulers pass every simple test, and each has a bug from a production engine. What does a bug cost when the right
+# workload arrives? Below is each incident's counter, with the bug and without. This notebook finds out which test exposes
+# which bug, measures the two worst on a clock, and then measures what a guarantee of fairness costs, and which requests pay
+# for it.
 
-# %% alt="Eight small bar charts, one for each incident, with the bug beside right: largest batch 0 and 1; place of the first request 2 and 1; prefill tokens 17,000 and 170; tokens without a block 74 and 0, and 10 and 0; requests that never finished 2 and 0; feasible requests that failed 1 and 0; requests that never finished 2 and 0."
+# %% alt="Eight small bar charts, one for each incident, with the bug and right: largest batch 0 and 1; place of the first request 2 and 1; prefill tokens 17,000 and 170; tokens without a block 74 and 0, and 10 and 0; requests that never finished 2 and 0; feasible requests that failed 1 and 0; requests that never finished 2 and 0."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache import notebook as nb
@@ -44,7 +44,7 @@ for incident in INCIDENTS:
 
 # %% [markdown]
 # **Question 1.** `Scheduler.check()` compares the books: blocks and references, queues and states. Called after every step,
-# how many of the eight broken schedulers would it catch? (The two that end in an error of their own do not count.)
+# how many of the eight broken schedulers would it catch? (The two that raise another error do not count.)
 
 # %%
 caught_by_check = None
@@ -75,8 +75,8 @@ nb.check(caught_by_check, sum(map(fails_check, INCIDENTS)))
 # %% [markdown]
 # ## 2. Which test exposes which bug?
 #
-# Each of the eight `expose` functions on each of the eight broken schedulers. On its own one it must fail. What of the
-# others? Some cannot even be asked: only one engine can fork a request, and those that stand on phase 6's scheduler
+# Each of the eight `expose` functions on each of the eight broken schedulers. On the scheduler with its bug it must fail.
+# And on the others? Some pairs do not apply: only one engine can fork a request, and those based on phase 6's scheduler
 # refuse the impossible request of incident 5 at once.
 
 # %% alt="A grid of eight tests against eight broken schedulers. The diagonal is all exposed. Test 7 exposes scheduler 4 too. All others are passed, but for row 8, where only its own scheduler can be asked, and row 5, where 2, 3, 6 and 8 cannot."
@@ -105,13 +105,13 @@ names = [f"{incident.number} {incident.slug}" for incident in INCIDENTS]
 nb.cells(found, "broken scheduler", "test", rows=names, legend=OUTCOMES)
 
 # %% [markdown]
-# A bug that breaks a broad guarantee may be found by more than one test: scheduler 4 ends a request for lack of capacity
-# too. That is no flaw of test 7. A test that exposes a *right* scheduler would be one.
+# A bug that breaks a broad guarantee may be found by more than one test: scheduler 4 also finishes a request for lack of
+# capacity. This is no error of test 7. To expose a *right* scheduler would be one.
 #
 # ## 3. The thrash
 #
-# Two requests, memory for both. The prompt tokens that are computed, for more and more tokens to generate: with the
-# bug, right, and by the formula N·P + N(N − 1)/2 + the short prompt.
+# Two requests, memory for both. The prompt tokens that are computed, over the number of tokens to generate: with the bug,
+# right, and by the formula N·P + N(N − 1)/2 + the short prompt.
 
 # %% alt="Prefill tokens against tokens to generate, from 0 to 200. With the bug a curve that bends upwards to 44,000, on which the formula's marks lie. Right: flat at 170."
 from minicache.request import Request
@@ -155,7 +155,7 @@ nb.check(steps_with_the_bug, three.num_steps)
 # ## 4. Starvation, on a clock
 #
 # 12 equal requests through `LLM` and MiniGPT, memory for four. Before: incidents 2 and 3 at once. After:
-# `FairScheduler`. The page has 40 of them; this is the same in small.
+# `FairScheduler`. The page has 40 of them; this is a smaller version.
 
 # %%
 import statistics
@@ -260,9 +260,9 @@ for ax, kind in zip(nb.panels(3, 1, height=5.6, sharex=True), kinds):
 # %% [markdown]
 # ## 6. What a bound costs, and whom
 #
-# One batch slot, requests of 5 tokens. For 700 of every 1,000 steps an urgent one arrives in every fifth step: no gap is
-# left. Those of low priority arrive at random, one in 100 steps on average. How long do the two kinds wait, for bounds from
-# 1 to 256? (The bound is a constant of the module; here it is varied.) First an observer that notes waits and bypasses.
+# One batch slot, requests of 5 tokens. For 700 of every 1,000 steps an urgent one arrives in every fifth step, which fills
+# the slot. Those of low priority arrive at random, one in 100 steps on average. How long do the two kinds wait, for bounds
+# from 1 to 256? (The bound is a constant of the module; here it is varied.) First an observer that notes waits and bypasses.
 
 
 # %%
@@ -326,7 +326,7 @@ for bound, low_wait, urgent_wait in zip(BOUNDS, low, urgent):
 
 # %% [markdown]
 # A busy time has 140 urgent requests, so beyond a bound of 140 nothing changes: those of low priority wait until it is over.
-# The urgent ones are many, and share what the few others cost them.
+# The urgent requests are many, so each waits little for the few others.
 #
 # Try this: let all 140 arrive at once, at the beginning of the busy time. The bound no longer has any effect. A request
 # that arrived before another does not bypass it, however urgent it is. The bound is about later arrivals.
@@ -346,10 +346,10 @@ fair.STARVATION_BOUND = usual
 nb.check(step_of_admission, tally.first_token["low"])
 
 # %% [markdown]
-# ## 7. Hold it to its guarantee
+# ## 7. Test the guarantee
 #
-# 40 random loads that favour late arrivals: newer requests are more urgent, three compatibility classes, pools down to a
-# few blocks, both ways to preempt. Phase 6's auditor watches every step, and `Waits` every admission.
+# 40 random workloads that favour late arrivals: newer requests are more urgent, three compatibility classes, pools down to
+# a few blocks, preemption by recompute and by swap. Phase 6's auditor watches every step, and `Waits` every admission.
 
 # %%
 from minicache.scheduler.audit import Auditor
@@ -377,7 +377,7 @@ print(f"{num_steps:,} steps, every request served, at most {most} bypasses in a 
 assert most <= fair.STARVATION_BOUND
 
 # %% [markdown]
-# **Question 6.** Is it a proof that no request ever waits for ever? "yes" or "no".
+# **Question 6.** Is this a proof that no request waits forever? "yes" or "no".
 
 # %%
 is_it_a_proof = None
@@ -386,9 +386,9 @@ is_it_a_proof = None
 nb.check(is_it_a_proof, "no")
 
 # %% [markdown]
-# ## Your experiment: an order of your own
+# ## Your experiment: another order
 #
-# First come, first served is fair and slow: one long request delays many short ones. Which order would you serve in?
+# First come, first served is fair and slow: one long request delays many short ones. In which order would you serve?
 #
 # `priority_key` is the order: the smallest key first. The default below serves the shortest answer first, as if its length
 # were known. **Write down what happens to the mean and to the worst latency, compared with first come, first served**,

@@ -44,7 +44,7 @@ def _build_assets(browser: Path, playground: Path) -> None:
 
 
 def _build(config: str, target: Path) -> int:
-    """Build one language; what MkDocs said is printed at its end, so that the two do not mix."""
+    """Build one language; what MkDocs said is printed at its end, so the two do not mix."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", str(target)],
         cwd=ROOT,

@@ -27,17 +27,33 @@ INTRODUCTION = """
     y ejecutarlo tú, sobre la referencia o sobre tus propios ficheros.
 """
 
+INTRODUCTION_ES = """
+!!! note "Esta página es un cuaderno"
+    Se ejecutó a partir de `notebooks/{name}.py`. [Descárgalo]({name}.ipynb) (en inglés), o ejecútalo desde la raíz del
+    repositorio: `.venv/bin/jupyter lab notebooks/{name}.ipynb`.
+"""
 
-def render(path: Path) -> dict[str, str | bytes]:
+_PART = re.compile(r"^%% (text|alt)\n", re.MULTILINE)
+
+
+def render(path: Path, spanish: str | None = None) -> dict[str, str | bytes]:
     """An executed notebook as a page.
+
+    Args:
+        path: of the notebook.
+        spanish: its words in Spanish: after a line `%% text` those of a Markdown cell, after `%% alt` those for a
+            cell's picture, in the order of the cells.
 
     Returns:
         File name → content: `notebook.md`, and the pictures that it shows.
 
     Raises:
-        NotebookError: a picture has no alt text, or an output is neither printed text nor a picture.
+        NotebookError: a picture has no alt text, an output is neither printed text nor a picture, or `spanish` has
+            other cells than the notebook.
     """
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    if spanish is not None:
+        _translate(cells, spanish)
     pictures: dict[str, str | bytes] = {}
     title, _, question = "".join(cells[0]["source"]).partition("\n")
     # A page's first screen is the question and its picture; what drew it comes after.
@@ -45,9 +61,28 @@ def render(path: Path) -> dict[str, str | bytes]:
     shown = [part for part in opening if part.startswith("\n![")]
     drawn_by = [part for part in opening if part not in shown]
     body = [part for place, cell in enumerate(cells[2:], start=2) for part in _parts(cell, place, pictures)]
-    parts = (question, *shown, INTRODUCTION.format(name=path.stem), *drawn_by, *body)
+    introduction = INTRODUCTION if spanish is None else INTRODUCTION_ES
+    parts = (question, *shown, introduction.format(name=path.stem), *drawn_by, *body)
     page = f"---\nrender_macros: false\n---\n{title}\n" + "\n".join(parts)
     return {"notebook.md": page, **pictures}
+
+
+def _translate(cells: list[Any], spanish: str) -> None:
+    _, *pieces = _PART.split(spanish)
+    given = list(zip(pieces[::2], (piece.strip() for piece in pieces[1::2]), strict=True))
+    takers = [("text" if cell["cell_type"] == "markdown" else "alt", cell) for cell in cells if _has_words(cell)]
+    if [kind for kind, _ in given] != [kind for kind, _ in takers]:
+        wanted, found = (" ".join(kind for kind, _ in each) for each in (takers, given))
+        raise NotebookError(f"the notebook's cells are {wanted}; the Spanish ones are {found}")
+    for (_, words), (kind, cell) in zip(given, takers, strict=True):
+        if kind == "text":
+            cell["source"] = [words]
+        else:
+            cell["metadata"]["alt"] = words
+
+
+def _has_words(cell: Any) -> bool:
+    return cell["cell_type"] == "markdown" or "alt" in cell["metadata"]
 
 
 def _parts(cell: Any, place: int, pictures: dict[str, str | bytes]) -> Iterator[str]:

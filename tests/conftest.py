@@ -1,6 +1,6 @@
-"""For all tests: Hypothesis finds the same examples in every run, so that the same code gets the same grade.
+"""For all tests: Hypothesis finds the same examples in every run, so the same code gets the same grade.
 
-And one width of terminal, whoever runs the tests: a console takes it when it is made, which may be at import.
+And one width of terminal everywhere: a console takes it when it is made, which may be at import.
 """
 
 from __future__ import annotations

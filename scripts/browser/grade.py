@@ -1,6 +1,6 @@
 """Grade a learner's files in a page: one run of pytest inside the page's Python, told to the page as it goes.
 
-The page ends a worker whose run is lost (an endless loop) and starts another, which is told what the runs before it
+The page ends a worker whose run is lost (an endless loop) and starts another, which gets what the runs before it
 said: as `minicache grade` does with processes (`minicache.course.grading`), and with the same record and account.
 """
 

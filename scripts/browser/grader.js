@@ -1,7 +1,7 @@
 // Grades files with the course's own tests, each time in a Python in which nothing has run yet.
 //
 // grade.py tells, event by event, what it does. A run that gives no sign of life, or breaks Python, is ended with its
-// worker; the next worker is told what the runs before it said, and goes on with the other tests.
+// worker; the next worker gets what the runs before it reported, and goes on with the other tests.
 
 import { Python, Stopped } from "./python.js";
 
@@ -17,7 +17,7 @@ export class Grader {
   #running = null;
   #isClosed = false;
 
-  /** `onLoading` is told, in words, what is being loaded. */
+  /** `onLoading` is called with what is being loaded, in words. */
   constructor(onLoading = () => {}) {
     this.onLoading = onLoading;
   }
@@ -27,7 +27,7 @@ export class Grader {
     if (this.#spare || this.#isClosed) return;
     const python = new Python(ARCHIVES, { onLoading: (what) => this.onLoading(what) });
     const prepared = python.run(PREPARE);
-    prepared.catch(() => {}); // whoever grades with it hears of it
+    prepared.catch(() => {}); // anyone who grades with it hears of it
     this.#spare = { python, prepared };
   }
 

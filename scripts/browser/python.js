@@ -23,7 +23,7 @@ export class Python {
     this.onLoading = onLoading;
     this.onOutput = onOutput;
     this.ready = new Promise((resolve, reject) => (this.#settle = { resolve, reject }));
-    this.ready.catch(() => {}); // whoever waits for it hears of it
+    this.ready.catch(() => {}); // anyone who waits for it hears of it
     this.#worker.addEventListener("message", ({ data }) => this.#hear(data));
     this.#worker.addEventListener("error", (event) => this.#end(new Error(event.message || "the worker did not start")));
     this.#worker.postMessage({ type: "init", archives });

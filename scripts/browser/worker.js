@@ -13,7 +13,7 @@
 //
 // `source` is Python, run in a namespace of its own with two names in it: `args`, what the page sent, and
 // `post(value)`, which sends a value to the page at once, while the source goes on running. Both are what JSON can hold.
-// Modules that are imported stay imported between runs; whoever needs them fresh starts another worker.
+// Modules that are imported stay imported between runs; anyone who needs them fresh starts another worker.
 //
 // The archives are unpacked into /course, as they lie in the repository: src/minicache/…, scripts/…, labs/…, tests/…, and
 // packages/… for wheels. /course, /course/src and /course/packages are on Python's path.

@@ -1,6 +1,7 @@
 """Draw every figure of the docs: `python -m scripts.figures [phase_00 …]`.
 
-Every module of this folder that has a `main()` is run. Redrawing an unchanged figure gives the same bytes.
+Every module of this folder that has a `main()` is run. Redrawing an unchanged figure gives the same bytes. Drawing all
+of them brings the entries of `docs/es/figures.po` up to date.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ def painters(names: list[str]) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
+    from scripts.figures import labels
     from scripts.figures.style import FIGURES
 
     console = Console()
     for name, paint in track(list(painters(sys.argv[1:]).items()), description="Drawing", console=console):
         console.print(f"  {name}")
         paint()
+    if not sys.argv[1:]:
+        labels.update()
     console.print(f"{len(list(FIGURES.glob('*.light.svg')))} figures in {FIGURES.relative_to(ROOT)}")
 
 

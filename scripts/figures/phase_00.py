@@ -131,7 +131,7 @@ def memory(figure: Figure, scheme: Scheme) -> None:
 
 
 def concurrency(figure: Figure, scheme: Scheme) -> None:
-    """Sequences that fit on an A100-80GB against their length, a tenth of the memory held back."""
+    """Sequences that fit on an A100-80GB against their length, a tenth of the memory reserved."""
     axes = plot(figure, xlabel="tokens per sequence", ylabel="sequences at once, A100-80GB")
     lengths = [2**exponent for exponent in range(9, 18)]
     models = {"Llama-3-8B": LLAMA_3_8B, "Qwen3-8B": QWEN3_8B, "OPT-13B": OPT_13B, "Qwen3-32B": QWEN3_32B}
@@ -151,7 +151,7 @@ def concurrency(figure: Figure, scheme: Scheme) -> None:
 
 
 def roofline(figure: Figure, scheme: Scheme) -> None:
-    """The A100's roof, and where prefill and decode of Llama-3-8B stand under it."""
+    """The A100's roof, and where prefill and decode of Llama-3-8B lie under it."""
     axes = plot(figure, xlabel="arithmetic intensity, FLOP/byte", ylabel="attainable TFLOP/s")
     ridge = ridge_point(A100_40GB)
     across = [0.3, ridge, 5000.0]

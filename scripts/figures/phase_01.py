@@ -1,6 +1,6 @@
 """The figures of phase 1: prefill and decode, the mask, the cache, what it saves, its layout, and what it wastes.
 
-The measured curves come from benchmarks/results/decode_cost.json; every other number is worked out here.
+The measured curves come from benchmarks/results/decode_cost.json; every other number is computed here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TEXT = ("Yesterday", "I", "cooked", "fish", ".", "end")
 ROLES = ("prompt", "prompt", "generated", "generated", "generated", "end")
 NUM_PROMPT = 2
 
-RESERVED_ROWS = 2048
+RESERVED_SLOTS = 2048
 LENGTHS = (137, 520, 61, 1893, 250, 905, 48, 330)
-"""Final lengths of eight requests, in tokens, of which each reserved RESERVED_ROWS."""
+"""Final lengths of eight requests, in tokens, of which each reserved RESERVED_SLOTS."""
 
 RAGGED = (200, 1500, 60)
 """Tokens so far of three sequences in one batch."""
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def prefill_decode(figure: Figure, scheme: Scheme) -> None:
-    """One row a step: what the model is shown, what is already in the cache, what comes out."""
+    """One row per step: the input tokens, the cached ones, and the token picked."""
     diagram = Diagram(figure, scheme, width=18, height=10.2)
     width, left = 2.0, 3.4
     diagram.text(left + 2.5 * width, 0.5, "computed in this step, or already in the cache", align="center")
@@ -70,7 +70,7 @@ def prefill_decode(figure: Figure, scheme: Scheme) -> None:
         diagram.text(left + (position + 0.5) * width, y + 0.2, f"position {position}", align="center", fontsize=SMALL)
     diagram.legend(["prompt", "generated", "end"], 0.3, y + 1.3, step=4.2)
     diagram.cell(12.9, y + 1.3, "", "free", width=0.5, height=0.5)
-    diagram.text(13.55, y + 1.55, "rows in the cache", fontsize=TYPE_SIZE * 0.9)
+    diagram.text(13.55, y + 1.55, "in the cache", fontsize=TYPE_SIZE * 0.9)
 
 
 def causal_mask(figure: Figure, scheme: Scheme) -> None:
@@ -100,16 +100,16 @@ def causal_mask(figure: Figure, scheme: Scheme) -> None:
 
 
 def cache_cursor(figure: Figure, scheme: Scheme) -> None:
-    """The rows of one layer, one sequence and one head, and where the cursor stands."""
+    """The slots of one layer, one sequence and one head, and the cursor."""
     diagram = Diagram(figure, scheme, width=18, height=7)
     used = ("prompt", "prompt", "generated", "generated")
     roles = (*used, *["free"] * 6)
     left, width = 2.6, 1.4
     for y, name in ((1.5, "keys"), (2.8, "values")):
         diagram.text(2.2, y + 0.5, name, align="right")
-        diagram.row(left, y, [str(row) for row in range(10)], roles, width=width, fontsize=SMALL)
+        diagram.row(left, y, [str(slot) for slot in range(10)], roles, width=width, fontsize=SMALL)
     diagram.arrow((left + 4.5 * width, 0.6), (left + 4.5 * width, 1.45))
-    diagram.text(left + 4.8 * width, 0.7, "num_tokens = 4: the next row to write")
+    diagram.text(left + 4.8 * width, 0.7, "num_tokens = 4: the next slot to write")
     diagram.span(left, left + 4 * width, 4.3, "nbytes_used counts these")
     diagram.span(left, left + 10 * width, 5.4, "nbytes counts all max_seq_len = 10")
     diagram.legend(["prompt", "generated", "free"], left, 6.35, step=4.6)
@@ -169,14 +169,14 @@ def decode_cost(figure: Figure, scheme: Scheme) -> None:
 
 
 def cache_layouts(figure: Figure, scheme: Scheme) -> None:
-    """Two heads, four rows, in memory order: what head 0 reads lies together, or in pieces."""
+    """Two heads, four tokens, in memory order: head 0 reads a contiguous range, or pieces."""
     diagram = Diagram(figure, scheme, width=18, height=9.75)
-    heads, rows, left, width = 2, 4, 1.0, 2.0
-    by_head = [(h, s) for h in range(heads) for s in range(rows)]
-    by_token = [(h, s) for s in range(rows) for h in range(heads)]
+    heads, tokens, left, width = 2, 4, 1.0, 2.0
+    by_head = [(h, s) for h in range(heads) for s in range(tokens)]
+    by_token = [(h, s) for s in range(tokens) for h in range(heads)]
     for top, order, title in (
-        (0.5, by_head, "[H_kv, S_max, d]: strides (4d, d, 1). The rows of one head lie together."),
-        (4.9, by_token, "[S_max, H_kv, d]: strides (2d, d, 1). The heads of one token lie together."),
+        (0.5, by_head, "[H_kv, S_max, d]: strides (4d, d, 1). The vectors of one head are contiguous."),
+        (4.9, by_token, "[S_max, H_kv, d]: strides (2d, d, 1). The heads of one token are contiguous."),
     ):
         diagram.text(left, top, title, bold=True)
         for place, (h, s) in enumerate(order):
@@ -188,7 +188,7 @@ def cache_layouts(figure: Figure, scheme: Scheme) -> None:
         starts = [place for place, (h, _) in enumerate(order) if h == 0]
         diagram.span(left + starts[0] * width, left + (starts[0] + 1) * width, top + 2.5, "d numbers")
         step = starts[1] - starts[0]
-        told = "next row of h0: the neighbour" if step == 1 else f"next row of h0: {step}d further"
+        told = "next vector of h0: adjacent" if step == 1 else f"next vector of h0: {step}d further"
         diagram.text(left + 4.2 * width, top + 2.75, told, fontsize=SMALL)
     diagram.cell(left, 9.0, "", "generated", width=0.5, height=0.5)
     diagram.text(left + 0.65, 9.25, "head 0, read by one attention head", fontsize=SMALL)
@@ -197,37 +197,37 @@ def cache_layouts(figure: Figure, scheme: Scheme) -> None:
 
 
 def reservation_waste(figure: Figure, scheme: Scheme) -> None:
-    """Eight requests, 2,048 rows reserved for each: what they came to use."""
-    axes = plot(figure, xlabel="rows of the cache (tokens)", ylabel="request")
+    """Eight requests, 2,048 slots reserved for each, and how many they used."""
+    axes = plot(figure, xlabel="slots of the cache (tokens)", ylabel="request")
     names = [f"{number + 1}" for number in range(len(LENGTHS))]
-    unused = [RESERVED_ROWS - length for length in LENGTHS]
-    axes.barh(names, LENGTHS, color=color("generated", scheme), label="rows that held a token in the end")
+    unused = [RESERVED_SLOTS - length for length in LENGTHS]
+    axes.barh(names, LENGTHS, color=color("generated", scheme), label="slots that held a token in the end")
     axes.barh(names, unused, left=LENGTHS, color=color("wasted", scheme), label="reserved and never used", hatch="//")
     for row, length in enumerate(LENGTHS):
-        axes.text(RESERVED_ROWS + 25, row, f"{length / RESERVED_ROWS:.0%}", va="center", size=SMALL)
+        axes.text(RESERVED_SLOTS + 25, row, f"{length / RESERVED_SLOTS:.0%}", va="center", size=SMALL)
     axes.invert_yaxis()
-    axes.set_xlim(0, RESERVED_ROWS + 200)
+    axes.set_xlim(0, RESERVED_SLOTS + 200)
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper left", ncols=2)
 
 
 def holes(figure: Figure, scheme: Scheme) -> None:
-    """A memory of 8,192 rows before and after two sequences leave, and one that does not fit."""
+    """A memory of 8,192 slots before and after two sequences finish, and one that does not fit."""
     requests = {"A": 2048, "B": 1024, "C": 3072, "D": 1024, "E": 1024}
     left_us, newcomer = ("B", "D"), 1536
     diagram = Diagram(figure, scheme, width=18, height=9)
     scale, left = 16 / sum(requests.values()), 1.0
     starts = dict(zip(requests, accumulate(requests.values(), initial=0), strict=False))
     for top, gone, title in (
-        (0.4, (), "Five sequences, each with its reserved rows"),
-        (3.4, left_us, "B and D have ended: 2,048 rows are free, in two holes"),
+        (0.4, (), "Five sequences, each with its reserved slots"),
+        (3.4, left_us, "B and D have finished: 2,048 slots are free, in two holes"),
     ):
         diagram.text(left, top, title, bold=True)
-        for name, rows in requests.items():
-            label = f"{rows:,}" if name in gone else f"{name}  {rows:,}"
+        for name, count in requests.items():
+            label = f"{count:,}" if name in gone else f"{name}  {count:,}"
             role = "free" if name in gone else "generated"
-            diagram.cell(left + starts[name] * scale, top + 0.6, label, role, width=rows * scale, fontsize=SMALL)
-    diagram.text(left, 6.4, f"F wants {newcomer:,} rows in one piece: no hole is large enough", bold=True)
+            diagram.cell(left + starts[name] * scale, top + 0.6, label, role, width=count * scale, fontsize=SMALL)
+    diagram.text(left, 6.4, f"F needs {newcomer:,} contiguous slots: no hole is large enough", bold=True)
     diagram.cell(left + starts["B"] * scale, 7.0, f"F  {newcomer:,}", "wasted", width=newcomer * scale, fontsize=SMALL)
     diagram.cell(left, 8.3, "", "free", width=0.5, height=0.5)
     diagram.text(left + 0.65, 8.55, "free memory", fontsize=SMALL)
@@ -236,8 +236,8 @@ def holes(figure: Figure, scheme: Scheme) -> None:
 
 
 def ragged_padding(figure: Figure, scheme: Scheme) -> None:
-    """Three sequences of unlike length in one tensor: most of it is padding."""
-    axes = plot(figure, xlabel="rows in the batch's tensor")
+    """Three sequences of unequal length in one tensor: most of it is padding."""
+    axes = plot(figure, xlabel="slots in the batch's tensor")
     longest, names = max(RAGGED), [f"{length:,} tokens" for length in RAGGED]
     axes.barh(names, RAGGED, color=color("generated", scheme), label="tokens")
     padding = [longest - length for length in RAGGED]
@@ -246,7 +246,7 @@ def ragged_padding(figure: Figure, scheme: Scheme) -> None:
     axes.grid(axis="y", visible=False)
     share = sum(padding) / (longest * len(RAGGED))
     figure.legend(loc="outside upper left", ncols=2, title=None)
-    axes.set_title(f"{sum(RAGGED):,} of {longest * len(RAGGED):,} rows: {share:.0%} padding", loc="right")
+    axes.set_title(f"{sum(RAGGED):,} of {longest * len(RAGGED):,} slots: {share:.0%} padding", loc="right")
 
 
 def block_table(figure: Figure, scheme: Scheme) -> None:
@@ -259,7 +259,7 @@ def block_table(figure: Figure, scheme: Scheme) -> None:
         diagram.cell(1.0 + token + (token // size) * 0.4, 0.9, str(token), role, fontsize=SMALL)
     diagram.text(12.6, 0.5, "its block table", bold=True)
     diagram.row(12.6, 0.9, [str(block) for block in table], [None] * 3)
-    diagram.text(1.0, 3.1, "the memory: 6 blocks of 4 rows, in any order", bold=True)
+    diagram.text(1.0, 3.1, "the memory: 6 blocks of 4 slots, in any order", bold=True)
     width = 2.6
     for block in range(6):
         x = 1.0 + block * (width + 0.1)
@@ -271,7 +271,7 @@ def block_table(figure: Figure, scheme: Scheme) -> None:
     diagram.text(
         1.0,
         6.2,
-        f"token 6 is row 6 mod 4 = 2 of the table's entry 6 div 4 = 1: block {table[6 // size]}",
+        f"token 6 is in slot 6 mod 4 = 2 of the table's entry 6 div 4 = 1: block {table[6 // size]}",
         fontsize=SMALL,
     )
     diagram.legend(["prompt", "generated", "free"], 1.0, 7.2, step=4.6)

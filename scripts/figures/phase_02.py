@@ -47,7 +47,7 @@ STATES = {
     "reserved": ("reserved: will hold one", "generated", "////"),
     "internal": ("internal: never will", "wasted", ""),
     "rounding": ("internal: by rounding", "wasted", "\\\\\\"),
-    "external": ("external: free and of no use", "free", "xxxx"),
+    "external": ("external: free but unusable", "free", "xxxx"),
     "free": ("free", "free", ""),
 }
 """State of a slot → its name in a legend, its colour role, and its hatching. Hatched "reserved" is only an outline."""
@@ -116,7 +116,7 @@ def parts(held: Reservation, num_prompt_tokens: int) -> list[tuple[str, int, int
 
 
 def small_memory() -> ContiguousReservation:
-    """32 slots under "pow2": A to E are admitted, A and E write, B and D leave."""
+    """32 slots under "pow2": A to E are admitted, A and E generate, B and D finish."""
     memory = ContiguousReservation(32, "pow2", 32)
     for name, num_prompt_tokens, num_output_tokens in (
         ("A", 3, 5),
@@ -161,7 +161,7 @@ def three_kinds(figure: Figure, scheme: Scheme) -> None:
 
 def padding(figure: Figure, scheme: Scheme) -> None:
     """Three sequences in one rectangle, to scale."""
-    axes = plot(figure, xlabel="rows of the batch's tensor, one a token")
+    axes = plot(figure, xlabel="rows of the batch's tensor, one per token")
     lengths, longest = list(RAGGED.values()), max(RAGGED.values())
     names = [f"{name}: {length:,}" for name, length in RAGGED.items()]
     rest = [longest - length for length in lengths]
@@ -239,8 +239,8 @@ def buddy_merge(figure: Figure, scheme: Scheme) -> None:
     diagram = Diagram(figure, scheme, width=18, height=11)
     steps = (
         (None, "1  three allocations"),
-        (0, "2  free(0): its buddy, 4 to 7, is cut in two. No merge."),
-        (4, "3  free(4): merges with 6, that with 0. The next buddy, 8, is taken."),
+        (0, "2  free(0): its buddy, 4 to 7, is split in two. No merge."),
+        (4, "3  free(4): merges with 6, then with 0. The next buddy, 8, is allocated."),
         (8, "4  free(8): merges with 0. One run again."),
     )
     left, scale = 1.0, 1.0
@@ -264,7 +264,7 @@ PROMPT, OUTPUT, MODEL_LIMIT = 161, 338, 2048
 
 
 def policies_one_request(figure: Figure, scheme: Scheme) -> None:
-    """The same request, half written, under the three policies."""
+    """The same request, half generated, under the three policies."""
     axes = plot(figure, xlabel="slots of its run")
     for row, policy in enumerate(POLICIES):
         memory = ContiguousReservation(MODEL_LIMIT, policy, MODEL_LIMIT)
@@ -313,12 +313,12 @@ NUM_SLOTS, NUM_STEPS = 128, 20
 """Of the run that is drawn."""
 
 STILL = 13
-"""The step that the moving picture shows to those who asked their system for less motion."""
+"""The step shown by the moving picture if the system asks for reduced motion."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory after one step: who is there, who waits for how many slots, and where the slots are."""
+    """The memory after one step: the running requests, the waiting one and its size, and the slots."""
 
     step: int
     held: list[Reservation]
@@ -328,7 +328,7 @@ class Moment:
 
 
 def moments() -> list[Moment]:
-    """`QUEUE` served in order under "oracle": in each step all that fit are admitted, and everybody writes a token."""
+    """`QUEUE` served in order under "oracle": each step admits all that fit, and each request generates a token."""
     memory = ContiguousReservation(NUM_SLOTS, "oracle", LIMIT)
     waiting, left, seen = list(QUEUE), dict[str, int](), list[Moment]()
     for step in range(NUM_STEPS):
@@ -341,7 +341,7 @@ def moments() -> list[Moment]:
                 left[waiting[0]] = QUEUE[waiting[0]][1]
                 waiting.pop(0)
         except OutOfSlotsError:
-            pass  # the head of the queue waits, and so does everybody behind it
+            pass  # the head of the queue waits, and so do all behind it
         for name in left:
             memory.grow(name)
             left[name] -= 1
@@ -351,7 +351,7 @@ def moments() -> list[Moment]:
 
 
 def holes_over_time(figure: Figure, scheme: Scheme) -> None:
-    """Slots to the right, steps downwards: every request is a box, and what is between the boxes is free."""
+    """Slots to the right, steps downwards: every request is a box; the rest is free."""
     axes = plot(figure, xlabel="slot", ylabel="step")
     seen = moments()
     axes.add_patch(Rectangle((0, 0), NUM_SLOTS, NUM_STEPS, facecolor=color("free", scheme), linewidth=0))
@@ -366,7 +366,7 @@ def holes_over_time(figure: Figure, scheme: Scheme) -> None:
         axes.plot(
             [NUM_SLOTS + 2] * 2, [first + 0.1, last + 0.9], color=color("end", scheme), linewidth=3, clip_on=False
         )
-        words = f"{name} wants {steps[0].wanted},\n{steps[0].use.external}"
+        words = f"{name} needs {steps[0].wanted},\n{steps[0].use.external}"
         words += f" to {most} free" if most > steps[0].use.external else " free"
         axes.text(NUM_SLOTS + 4, (first + last + 1) / 2, words, size=SMALL, va="center")
     axes.set(
@@ -380,7 +380,7 @@ def holes_over_time(figure: Figure, scheme: Scheme) -> None:
 def _life(
     axes: Axes, scheme: Scheme, name: str, num_prompt_tokens: int, lives: Sequence[tuple[int, Reservation]]
 ) -> None:
-    """One request's box: its used rows grow downwards, what it never uses stays."""
+    """One request's box: its used slots grow downwards, the unused part stays."""
     (first, held), (last, _) = lives[0], lives[-1]
     start, end, expected = held.start, held.start + held.num_slots, held.start + held.num_expected
     axes.add_patch(Rectangle((start, first), end - start, last + 1 - first, facecolor=_page(scheme), linewidth=0))
@@ -420,7 +420,7 @@ PAPER_SHARES = {"used": "generated", "reserved": "reserved", "internal": "intern
 
 
 def measured() -> dict[str, Any]:
-    """What benchmarks/memory_use.py found."""
+    """The results of benchmarks/memory_use.py."""
     found: dict[str, Any] = json.loads((RESULTS / "memory_use.json").read_text(encoding="utf-8"))
     return found
 
@@ -472,9 +472,9 @@ def memory_over_time(figure: Figure, scheme: Scheme) -> None:
 
 
 def workload_lengths(figure: Figure, scheme: Scheme) -> None:
-    """How often which length comes up, in and out, for the chats and the code completions."""
+    """How often each length occurs, in and out, for the chats and the code completions."""
     panels = figure.subplots(1, 2, sharey=True)
-    edges = [2 ** (half / 2) for half in range(29)]
+    edges = [1.0, *(2 ** (half / 2) for half in range(2, 29))]  # no whole number lies between 1.4 and 2
     for axes, workload in zip(panels, (SHAREGPT, AZURE_CODE), strict=True):
         arrivals = generate(workload, 20_000, seed=0)
         weights = [100 / len(arrivals)] * len(arrivals)
@@ -564,7 +564,7 @@ text {{ font: 14px "DejaVu Sans", Verdana, sans-serif; fill: {INK[scheme]}; }}
 
 
 def _frame(moment: Moment, scale: float, scheme: Scheme) -> str:
-    """The memory after one step, and what is going on."""
+    """The memory after one step, with a line of text."""
     shapes = []
     for held in moment.held:
         for state, start, count in parts(held, QUEUE[str(held.request_id)][0]):

@@ -75,7 +75,7 @@ def now_later_never(figure: Figure, scheme: Scheme) -> None:
         words = f"{name}: {num_tokens} tokens, {needed} blocks"
         diagram.text(10.8, y + 0.4, words)
         diagram.text(17.6, y + 0.4, answer.name, align="right", bold=True)
-    _legend(diagram, {"generated": "A's", "free": "free", "prompt": "asked for"}, 0.4, 7.6, step=3.2)
+    _legend(diagram, {"generated": "A's", "free": "free", "prompt": "needed"}, 0.4, 7.6, step=3.2)
 
 
 def _legend(diagram: Diagram, roles: dict[str, str], x: float, y: float, *, step: float, size: float = 0.55) -> None:
@@ -189,7 +189,7 @@ def victim_blocks(figure: Figure, scheme: Scheme) -> None:
     diagram = Diagram(figure, scheme, width=23.5, height=13.4)
     left, host_left = 4.2, 15.0
     diagram.text(left, 0.6, f"device: {NUM_BLOCKS} blocks", bold=True)
-    diagram.text(host_left, 0.6, f"host: {scheduler.host_pool.num_blocks} blocks", bold=True)
+    diagram.text(host_left, 0.6, f"CPU: {scheduler.host_pool.num_blocks} blocks", bold=True)
     row = 0
     for step in range(21):
         output = scheduler.schedule()
@@ -209,7 +209,7 @@ def victim_blocks(figure: Figure, scheme: Scheme) -> None:
 
 
 def _strip(diagram: Diagram, x: float, y: float, num_blocks: int, tables: dict[RequestId, list[int]]) -> None:
-    """A pool's blocks, each with the place that it has in its owner's table."""
+    """A pool's blocks, each with its index in its request's block table."""
     owners = {block: (owner, place) for owner, blocks in tables.items() for place, block in enumerate(blocks)}
     for block in range(num_blocks):
         owner, place = owners.get(block, (None, ""))
@@ -287,7 +287,7 @@ def cost_over_pressure(figure: Figure, scheme: Scheme) -> None:
         for name, (role, marker, label) in styles.items():
             runs = [value(run) for run in found[name].values()]
             axes.plot(percents, runs, color=color(role, scheme), marker=marker, label=label, linewidth=1.5)
-        axes.set(xlabel="pool, % of what the burst wants", xlim=(103, 27), ylim=(0, None), xticks=percents)
+        axes.set(xlabel="pool, % of the burst's peak", xlim=(103, 27), ylim=(0, None), xticks=percents)
         axes.set_title(title, fontsize=TYPE_SIZE)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2)

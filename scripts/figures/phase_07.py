@@ -320,7 +320,7 @@ def is_mark(entry: Any, request_id: RequestId, of_prefill: bool) -> bool:
 
 
 def latencies(figure: Figure, scheme: Scheme) -> None:
-    """Steps until each of the 40 requests has ended, before and after."""
+    """Steps until each of the 40 requests has finished, before and after."""
     axes = plot(figure, xlabel="request, in the order of arrival", ylabel="steps until its last token")
     timeout = TIMEOUT * run_forty("after").tally.num_steps
     for (name, role), marker in zip({"before": "wasted", "after": "generated"}.items(), "so", strict=True):

@@ -1,4 +1,4 @@
-"""The figures of the simulator's page: a clock by hand, rate against latency, and simulated beside real makespans.
+"""The figures of the simulator's page: a clock by hand, rate against latency, and simulated and real makespans.
 
 The first is read off a real run. The others come from benchmarks/results/serving_rates.json and serving_makespan.json.
 """

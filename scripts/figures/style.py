@@ -1,7 +1,8 @@
 """How a figure of the docs is drawn: the same picture twice, on a light and on a dark page.
 
-`draw` calls one painting function once per scheme and writes `docs/shared/figures/<name>.light.svg` and `.dark.svg`.
-Colours come from `minicache.palette` only. The same script gives the same bytes, so that a redrawn figure that did not
+`draw` calls one painting function once per scheme and writes `docs/shared/figures/<name>.light.svg` and `.dark.svg`; a
+figure with words that `labels` translates is written in Spanish too, as `<name>.es.light.svg` and `.dark.svg`.
+Colours come from `minicache.palette` only. The same script gives the same bytes, so a redrawn figure that did not
 change shows no diff.
 
 A plot:
@@ -35,6 +36,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from minicache.palette import GRID, INK, PALETTE, Scheme, color
+from scripts.figures import labels
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "shared" / "figures"
 """Where the pictures are written."""
@@ -58,8 +60,14 @@ def draw(name: str, paint: Callable[[Figure, Scheme], None], size: tuple[float, 
         with mpl.rc_context(_settings(scheme)):
             figure = Figure(figsize=size, layout="constrained")
             paint(figure, scheme)
-            # No date and no version in the file, and fixed ids: redrawing changes nothing.
-            figure.savefig(FIGURES / f"{name}.{scheme}.svg", transparent=True, metadata={"Date": None, "Creator": None})
+            _save(figure, FIGURES / f"{name}.{scheme}.svg")
+            if labels.translate(figure):
+                _save(figure, FIGURES / f"{name}.es.{scheme}.svg")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    # No date and no version in the file, and fixed ids: redrawing changes nothing.
+    figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
 
 
 def plot(figure: Figure, *, xlabel: str = "", ylabel: str = "", title: str = "") -> Axes:

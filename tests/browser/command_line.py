@@ -24,6 +24,6 @@ def on_the_command_line(folder: Path, server: PytestServer, phase: int, task: in
     for path, content in files.items():
         (folder / path).write_text(content, encoding="utf-8")
     workspace = open_workspace(folder)
-    with chdir(folder):  # paths are told from there
+    with chdir(folder):  # paths are relative to it
         told = account(grade(workspace, workspace.course.phase(phase), task=task, server=server))
     return json.loads(json.dumps(asdict(told)))

@@ -99,10 +99,10 @@ def test_demo_refuses_to_praise_a_paged_cache_that_changes_the_tokens(
 
 
 def steps_of_the_burst() -> dict[str, int]:
-    """How many steps the burst takes: batch by batch the longest answer, or each seat on its own."""
+    """How many steps the burst takes: batch by batch the longest answer, or each batch slot on its own."""
     lens, seats = burst.ANSWER_LENS, burst.MAX_NUM_SEQS
     batches = [lens[start : start + seats] for start in range(0, len(lens), seats)]
-    free = [0] * seats  # when each seat is free again
+    free = [0] * seats  # when each batch slot is free again
     for length in lens:
         heapq.heappush(free, heapq.heappop(free) + length)
     return {"static": sum(map(max, batches)), "continuous": max(free)}

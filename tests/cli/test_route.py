@@ -1,4 +1,4 @@
-"""`minicache route` where it cannot: the user is told in one line why."""
+"""`minicache route` where it cannot: one line says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`minicache serve` where it cannot, or not well: the user is told in one line why."""
+"""`minicache serve` where it cannot, or not well: one line says why."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ PROXIES = {"nginx": nginx, "caddy": caddy}
 
 @pytest.fixture(scope="session")
 def key() -> str:
-    """One that the server lets in, and that has no limits."""
+    """One that the server admits, and that has no limits."""
     return KEY
 
 

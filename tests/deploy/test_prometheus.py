@@ -70,7 +70,7 @@ def test_every_query_of_dashboards_and_alerts_finds_a_series(ask: Ask, server, k
     body = {"model": "minigpt", "prompt": "Yesterday I", "max_tokens": 40, "ignore_eos": True, "n": 2}
     for _ in range(2):
         assert server.ask("POST", "/v1/completions", body, Authorization=f"Bearer {key}")[0] == 200
-        assert server.ask("POST", "/v1/completions", body, Authorization="Bearer nobody's")[0] == 401
+        assert server.ask("POST", "/v1/completions", body, Authorization="Bearer no one's")[0] == 401
     num_tokens = server.metric("vllm:generation_tokens_total")
     newest = "sum(vllm:generation_tokens_total)"
     wait_until(lambda: ask("query", query=newest)["result"][0]["value"][1] == f"{num_tokens:g}", "it was asked again")

@@ -65,7 +65,7 @@ def test_every_token_passes_at_once(proxy, server) -> None:
         with server.frozen_engine():
             num_generated = server.metric("vllm:generation_tokens_total") - before
             assert 1 <= num_generated < 400, "the engine was not stopped in the middle of the answer"
-            stream.read(int(num_generated) - stream.num_tokens)  # a proxy that keeps some back makes this wait for ever
+            stream.read(int(num_generated) - stream.num_tokens)  # a proxy that keeps some back makes this wait forever
             assert not stream.is_done
         stream.read()
     assert stream.num_tokens == 400

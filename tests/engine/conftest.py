@@ -55,9 +55,9 @@ Alone = Callable[..., list[int]]
 
 @pytest.fixture(scope="session")
 def alone(model: MiniGPT) -> Alone:
-    """`alone(prompt, num_tokens, params=None)`: a request's tokens by full recomputation, nobody else being there.
+    """`alone(prompt, num_tokens, params=None)`: a request's tokens by full recomputation, no one else being there.
 
-    Greedy tokens are taken only where no second token is near, so that rounding cannot decide a test.
+    Greedy tokens are taken only where no second token is near, so rounding cannot decide a test.
     """
 
     @cache

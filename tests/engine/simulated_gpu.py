@@ -36,7 +36,7 @@ FILLS = {"empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like",
 
 
 class WaitedError(AssertionError):
-    """A call that a GPU would have to wait for, or that copies what nobody asked for."""
+    """A call that a GPU would have to wait for, or that copies what no one asked for."""
 
 
 @dataclass

@@ -187,7 +187,7 @@ def test_what_waits_for_an_aborted_request_is_not_handed_over(llm, prompts):
 
 
 def test_chunks_that_streams_have_run_up(llm, prompts, expected):
-    """Of one request, in steps of somebody else: all there, with its name; the stream's have one name too."""
+    """Of one request, in steps of someone else: all there, with its name; the stream's have one name too."""
     name = llm.add_request(prompts[0], params_of())
     streamed = list(llm.stream([prompts[1]], params_of(max_tokens=LENGTH)))
     assert len({chunk.request_id for chunk in streamed}) == 1
@@ -261,9 +261,9 @@ class Capacity(ContinuousBatchScheduler):
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_the_first_answer_outgrows_the_memory_and_the_model_fails(model, prompts, expected, aborted):
-    """The first has ended without a token in a step that failed: the others are unfinished all the same."""
+    """The first has finished without a token in a step that failed: the others are still unfinished."""
     llm = LLM(model, scheduler=Capacity(num_blocks=64))
-    llm.forks = True  # so that the others wait for the first one
+    llm.forks = True  # so the others wait for the first one
     llm.add_request(prompts[0], params_of(), request_id="a")
     other = llm.add_request(prompts[1], params_of(1))
     Failing(llm, {0})

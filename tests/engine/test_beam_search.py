@@ -57,7 +57,7 @@ class Counts(Observer):
 
 @pytest.fixture(scope="module")
 def both():
-    """A random Llama of `transformers`, and MiniGPT with its weights. Their logits are spread, so that none tie."""
+    """A random Llama of `transformers`, and MiniGPT with its weights. Their logits are spread, so none tie."""
     llama, model = the_same_model(SHAPE)
     with torch.no_grad():
         llama.model.embed_tokens.weight.mul_(9)

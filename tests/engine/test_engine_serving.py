@@ -182,7 +182,7 @@ def test_leaving_a_stream_aborts_what_is_unfinished(llm, prompts):
 
 
 def test_several_callers_at_once(llm, prompts, expected_of):
-    """Two streams, a generate and add_request, each taking steps for all: everybody gets all of his own chunks."""
+    """Two streams, a generate and add_request, each taking steps for all: each gets all of its own chunks."""
     params = params_of()
     added = llm.add_request(prompts[0], params[0])
     one, two = llm.stream(prompts[1:3], params[1:3]), llm.stream(prompts[3:6], params[3:6])
@@ -363,7 +363,7 @@ def test_a_dense_cache_has_room_for_what_a_request_can_reach(monkeypatch, model,
 
 
 def test_a_model_that_is_given_is_left_as_it_was(tmp_path):
-    """Its weights can still be saved: the engine does not lay them out in another order under its owner's hands."""
+    """Its weights can still be saved: the engine does not lay them out in another order while the caller uses it."""
     model = a_model()
     before = {name: (weight.clone(), weight.stride()) for name, weight in model.state_dict().items()}
     assert LLM(model).model is model
@@ -394,7 +394,7 @@ def test_a_block_is_found_in_the_step_in_which_decode_fills_it(model, prompts, a
     assert got == {names[1]: alone(follow_up, GREEDY.max_tokens)[1:]}
 
 
-# A scheduler that does not keep its promises
+# A scheduler that does not keep its guarantees
 
 
 def test_a_scheduler_that_schedules_nothing(model, prompts):
@@ -422,7 +422,7 @@ def test_a_scheduler_that_gives_no_blocks(model, prompts):
 
 
 class Failing:
-    """A model that raises in the passes, counted from 0, and in the layers, that it is told."""
+    """A model that raises in the passes, counted from 0, and in the layers, that it is given."""
 
     def __init__(self, model, failures):
         self.model, self.failures, self.num_passes = model, failures, 0
@@ -494,7 +494,7 @@ def test_a_failure_in_generate_aborts_its_requests_and_no_others(model, prompts,
 
 
 def test_capacity_is_reported_though_the_model_fails(model, prompts):
-    """Who ended in `schedule()` is told once only: the failing pass must not swallow it."""
+    """A request that finished in `schedule()` is reported once only: the failing forward pass must not lose it."""
 
     class Capacity(ContinuousBatchScheduler):
         def schedule(self):

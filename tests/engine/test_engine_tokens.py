@@ -1,4 +1,4 @@
-"""Whatever the scheduler, the cache and the company: the tokens are those of one request at a time."""
+"""Whatever the scheduler, the cache and the batch composition: the tokens are those of one request at a time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_order_of_requests_does_not_matter(model, prompts, expected, order):
 def test_prompts_longer_than_a_step(
     model, prompts, expected, watch, cache, max_num_batched_tokens, long_prefill_threshold
 ):
-    """Whoever names no scheduler gets one that computes a prompt of 12 tokens in steps of 1, 5 or 8."""
+    """Anyone who names no scheduler gets one that computes a prompt of 12 tokens in steps of 1, 5 or 8."""
     assert max(map(len, prompts)) > 8
     limits = {"max_num_batched_tokens": max_num_batched_tokens, "long_prefill_threshold": long_prefill_threshold}
     llm = LLM(model, cache=cache, num_blocks=64, observers=[watch], **limits)

@@ -1,4 +1,4 @@
-"""Log probabilities beside the tokens, against the model's logits, recomputed for one request at a time."""
+"""Log probabilities next to the tokens, against the model's logits, recomputed for one request at a time."""
 
 from __future__ import annotations
 

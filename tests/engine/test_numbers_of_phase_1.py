@@ -19,7 +19,7 @@ from minicache.arithmetic.arithmetic import (
 from minicache.arithmetic.specs import A100_40GB, GIB, LLAMA_3_8B, MINIGPT
 from minicache.grammar import Tokenizer
 
-RESERVED_ROWS = 2048
+RESERVED_SLOTS = 2048
 LENGTHS = (137, 520, 61, 1893, 250, 905, 48, 330)
 RAGGED = (200, 1500, 60)
 PAGES = Path(__file__).parents[2] / "docs" / "en" / "phase-01-dense-cache" / "theory"
@@ -31,14 +31,14 @@ def of_the_vocabulary() -> list[str]:
 
 
 def of_the_cost() -> list[str]:
-    position, row = 2 * MINIGPT.num_parameters, 4 * MINIGPT.num_layers * MINIGPT.num_heads * MINIGPT.head_dim
+    position, entry = 2 * MINIGPT.num_parameters, 4 * MINIGPT.num_layers * MINIGPT.num_heads * MINIGPT.head_dim
     without = sum(step_flops(MINIGPT, 2 + step) for step in range(500))
     through = step_flops(MINIGPT, 2) + sum(step_flops(MINIGPT, 1, 1 + step) for step in range(1, 500))
     llama = 2 * LLAMA_3_8B.num_parameters / (4 * LLAMA_3_8B.num_layers * LLAMA_3_8B.num_heads * LLAMA_3_8B.head_dim)
     return [
         f"2 · {MINIGPT.num_parameters:,} = {position:,} FLOPs",
-        f"{position:,} / {row:,} ≈ {position / row:.0f} tokens",
-        f"a factor of {position / row:.0f}",
+        f"{position:,} / {entry:,} ≈ {position / entry:.0f} tokens",
+        f"a factor of {position / entry:.0f}",
         f"{without / 1e9:.0f} · 10⁹ without",
         f"{through / 1e9:.2f} · 10⁹ with",
         f"{without / through:.0f} times less",
@@ -65,7 +65,7 @@ def of_the_memory() -> list[str]:
 
 
 def of_the_waste() -> list[str]:
-    used, reserved = sum(LENGTHS), RESERVED_ROWS * len(LENGTHS)
+    used, reserved = sum(LENGTHS), RESERVED_SLOTS * len(LENGTHS)
     padded, tokens = max(RAGGED) * len(RAGGED), sum(RAGGED)
     blocks, ragged_blocks = ([-(-length // 16) for length in lengths] for lengths in (LENGTHS, RAGGED))
     capacity = cache_capacity_tokens(
@@ -75,17 +75,17 @@ def of_the_waste() -> list[str]:
         reserved_bytes=4 * GIB,
     )
     return [
-        f"{used:,} of {reserved:,} rows held a token in the end: {used / reserved:.0%}".replace("%", " %"),
+        f"{used:,} of {reserved:,} slots held a token in the end: {used / reserved:.0%}".replace("%", " %"),
         f"{capacity:,} tokens",
-        f"that is {max_concurrent_sequences(capacity, RESERVED_ROWS)} sequences",
-        f"{used // len(LENGTHS)} rows on average",
+        f"that is {max_concurrent_sequences(capacity, RESERVED_SLOTS)} sequences",
+        f"{used // len(LENGTHS)} slots on average",
         f"would make {max_concurrent_sequences(capacity, used // len(LENGTHS))}.",
-        f"{padded:,} rows for 200 + 1,500 + 60 = {tokens:,} tokens: {padded / tokens:.2f} times",
+        f"{padded:,} slots for 200 + 1,500 + 60 = {tokens:,} tokens: {padded / tokens:.2f} times",
         f"{1 - tokens / padded:.0%} padding".replace("%", " %"),
-        f"{padded - tokens:,} rows of padding",
+        f"{padded - tokens:,} slots of padding",
         f"{16 * sum(blocks):,}: {sum(blocks)} blocks",
         f"{used / (16 * sum(blocks)):.1%}".replace("%", " %"),
-        f"{' + '.join(map(str, ragged_blocks))} = {sum(ragged_blocks)} blocks, {16 * sum(ragged_blocks):,} rows",
+        f"{' + '.join(map(str, ragged_blocks))} = {sum(ragged_blocks)} blocks, {16 * sum(ragged_blocks):,} slots",
     ]
 
 

@@ -98,7 +98,7 @@ def test_where_nothing_can_be_forked_they_are_requests_like_others(model, prompt
 
 
 def test_without_a_word_about_the_scheduler(model, prompts, expected, forks):
-    """The default one forks, and computes prompts in chunks beside the answers; with a prefix cache and without."""
+    """The default one forks, and computes prompts in chunks next to the answers; with a prefix cache and without."""
     for prefix_caching in (False, True):
         forks.num_forks = 0
         llm = LLM(model, max_num_batched_tokens=7, prefix_caching=prefix_caching, observers=[forks])

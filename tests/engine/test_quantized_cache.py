@@ -61,7 +61,7 @@ class RoundedCache(KVCache):
 def tokens_alone(
     model: Any, dtype: str, prompt: Sequence[int], num_tokens: int, params: SamplingParams | None = None
 ) -> list[int]:
-    """The tokens of a prompt alone; greedy ones win by a margin, so that rounding in another order decides no test."""
+    """The tokens of a prompt alone; greedy ones win by a margin, so rounding in another order decides no test."""
     sampler = None if params is None else TokenSampler(params)
     config = model.config
     sizes = (config.num_layers, 1, config.num_kv_heads, len(prompt) + num_tokens, config.head_dim)

@@ -1,4 +1,4 @@
-"""A model on several processes gives the tokens that it gives on one, and nobody is left behind when one of them fails.
+"""A model on several processes gives the tokens that it gives on one, and no one is left behind when one of them fails.
 
 Starting a process takes seconds, so the engines of this file share two models on two ranks each, and all of it runs
 with `make check` only.

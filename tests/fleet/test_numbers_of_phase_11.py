@@ -176,7 +176,8 @@ def test_what_a_fleet_sends_over_its_links() -> None:
     assert f"A mean prompt has {tokens:,.0f} tokens, and {result['rate']:.0f} of them a second are {sent:.1f}" in APART
     assert f"{sent / 2:.1f} on each of two links" in APART
     together, apart, blind = result["together"]["tpot_p99"], result["prefill_2"], result["blind_2"]
-    assert apart["5"]["tpot_p99"] > together > apart["10"]["tpot_p99"]  # below what arrives, and above it
+    assert apart["5"]["tpot_p99"] > together > apart["10"]["tpot_p99"]  # just above what arrives, and far above it
     assert blind["2"]["tpot_p99"] > 10 * apart["2"]["tpot_p99"]
     assert round(blind["2"]["num_moved"] / result["together"]["num_requests"], 1) == 0.8  # eight of ten
-    assert 0.3 < 2 / (sent / 2) < 0.4  # room for fewer than four of ten
+    assert round(2 / (sent / 2), 1) == 0.4  # room for four of ten
+    assert 0.95 < (sent / 2) / 5 < 1  # only just

@@ -1,4 +1,4 @@
-"""What the generator promises about its texts, apart from grammar (test_parser has that)."""
+"""What the generator guarantees about its texts, apart from grammar (test_parser has that)."""
 
 from collections import Counter
 from random import Random

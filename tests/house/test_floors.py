@@ -1,4 +1,4 @@
-"""The promises about imports: what a lower floor may bring in, and which way the arrows point."""
+"""The guarantees about imports: what a lower layer may bring in, and which way the arrows point."""
 
 import json
 import subprocess

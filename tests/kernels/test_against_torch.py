@@ -1,6 +1,6 @@
 """All kernels on drawn shapes, layouts and options, against PyTorch's own attention in float64 over dense rows.
 
-Unused rows hold NaN, the tails of block tables hold nobody's blocks, and under the interpreter the tracer forbids both.
+Unused rows hold NaN, the tails of block tables hold no one's blocks, and under the interpreter the tracer forbids both.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Case:
     def stored(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Caches filled by `store_kv`, tables and lengths."""
         counts = [-(-length // self.block_size) for length in self.lengths]
-        ids = torch.randperm(sum(counts) + 1, generator=self.random)[: sum(counts)] + 1  # block 0 is nobody's
+        ids = torch.randperm(sum(counts) + 1, generator=self.random)[: sum(counts)] + 1  # block 0 is no one's
         tables = torch.full((len(counts), max(counts) + 1), NOBODY)
         slots = []
         for i, (own, length) in enumerate(zip(ids.split(counts), self.lengths, strict=True)):

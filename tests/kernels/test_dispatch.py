@@ -90,7 +90,7 @@ def test_an_option_takes_the_oracle_that_has_it(option):
 
 
 def test_one_metadata_serves_all_layers():
-    """With it a layer gets what the functions give that are told everything at each call."""
+    """With it a layer gets the results of the functions that take everything at each call."""
     for given, attend in ((decoded(), kernels.paged_decode_attention), (prefilled(), kernels.paged_prefill_attention)):
         starts = given.get("query_start_loc")
         metadata = kernels.AttentionMetadata(given["block_tables"], given["context_lens"], starts)
@@ -127,7 +127,7 @@ def test_pytorch_does_not_split(num_splits):
 
 
 def test_a_meta_tensor_has_a_shape_and_no_values():
-    """Shapes and dtypes flow through, and nobody asks for a value."""
+    """Shapes and dtypes flow through, and no one asks for a value."""
     on_meta = {name: value.to("meta") for name, value in stored().items()}
     kernels.store_kv(**on_meta)
     got = kernels.gather_kv(on_meta["k_cache"], torch.zeros(3, dtype=torch.int64, device="meta"), 9)

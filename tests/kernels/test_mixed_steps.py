@@ -22,7 +22,7 @@ MIXES = {
     "chunks only": [3, 2],
     "no query at all": [0, 0],
     "sequences without queries": [0, 1, 0, 5, 0, 1, 0],
-    "a decode beside sequences without queries": [0, 1, 0],
+    "a decode next to sequences without queries": [0, 1, 0],
 }
 
 

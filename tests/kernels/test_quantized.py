@@ -291,7 +291,7 @@ def test_the_error_is_within_what_rounding_allows(dtype: torch.dtype, backend: s
     """Against attention over the rows before they were rounded.
 
     A key that is off by δ moves its score by at most ε = scale · Σ|q| · δ, so a weight by a factor of e**±2ε, and the
-    mean of the values by (e**2ε − 1) · max |v|, beside what the values are off themselves.
+    mean of the values by (e**2ε − 1) · max |v|, next to what the values are off themselves.
     """
     cache, tables, rows = a_batch([200], 1, 64, dtype, backend)
     q = torch.randn(1, 4, 64) / 4

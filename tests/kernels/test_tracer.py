@@ -172,11 +172,11 @@ def test_masked_lanes_without_other_are_minus_one_in_integers() -> None:
 
 def test_forbidden_elements() -> None:
     x = torch.zeros(4, 2)
-    forbidden = Forbidden(torch.tensor([False, False, True, False]), "a row of somebody else's")
+    forbidden = Forbidden(torch.tensor([False, False, True, False]), "a row of someone else's")
     with trace(x=x, forbid={"x": forbidden}):
         copy_kernel[(1,)](x, torch.zeros(4), 4, 1, TILE=4)
     with (
-        pytest.raises(MemoryAccessError, match=r"loads x\[2, 0\], a row of somebody else's"),
+        pytest.raises(MemoryAccessError, match=r"loads x\[2, 0\], a row of someone else's"),
         trace(x=x, forbid={"x": forbidden}),
     ):
         copy_kernel[(1,)](x, torch.zeros(8), 8, 1, TILE=8)

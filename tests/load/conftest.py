@@ -1,4 +1,4 @@
-"""A server that does what it is told: it answers when, and with which bytes, a test says, and notes when it did."""
+"""A server under a test's control: it answers when, and with which bytes, a test says, and notes when it did."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def running(answer: Answer = answer_at_once) -> Iterator[FakeServer]:
     finally:
         loop.call_soon_threadsafe(stop.set_result, None)
         thread.join()
-        for task in asyncio.all_tasks(loop):  # answers that nobody waits for any more
+        for task in asyncio.all_tasks(loop):  # answers that no one waits for any more
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()

@@ -236,7 +236,7 @@ def test_nobody_there():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))  # bound, and does not listen
         endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-        with pytest.raises(LoadClientError, match="nobody answers at 127"):
+        with pytest.raises(LoadClientError, match="no server answers at 127"):
             asyncio.run(reach(endpoint))
         run = LoadRun(endpoint, make_requests(together(2), model="fake"))
         asyncio.run(run.run())

@@ -1,4 +1,4 @@
-"""The numbers that are made of a run, and the prediction beside them, against what one reckons by hand."""
+"""The numbers that are made of a run, and the prediction next to them, against what one reckons by hand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pool and tables under thousands of calls, good and bad ones, against a model that is too simple to be wrong.
 
 The model has no reference counts and no tables. It remembers who holds which block, as a plain list of (holder, block)
-pairs in which an owner count is a matter of counting, and where each token of each sequence is, one slot a token.
+pairs in which a reference count is a matter of counting, and where each token of each sequence is, one slot a token.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class PoolAndTables(RuleBasedStateMachine):
             assert len(table.block_ids) * self.pool.block_size - len(slots) < self.pool.block_size  # bounded waste
 
     def teardown(self) -> None:
-        """When everybody has let go, every block is free, and the line is the model's to the last block."""
+        """When everyone has let go, every block is free, and the line is the model's to the last block."""
         if not hasattr(self, "pool"):
             return
         for which, table in enumerate(self.tables):

@@ -35,7 +35,7 @@ def test_qwen3_14b_bytes_per_token() -> None:
         2: FLOAT32,
         10: f"query heads leave nothing in the cache, and {FLOAT32}",
         8: BITS,
-        1 / 8: "every KV head has a key and a value of its own",
+        1 / 8: "every KV head stores its own key and value",
         1 / 40: ONE_LAYER,
         1 / 128: "each head has 128 numbers, not one",
         1 / 1024: "give bytes, not KiB",
@@ -46,10 +46,10 @@ def test_qwen3_14b_bytes_per_token() -> None:
 def test_deepseek_v2_bytes_per_token() -> None:
     """DeepSeek-V2, with its latent: the bytes that one token leaves in the cache."""
     hints = {
-        2: "keys and values are both made from one latent: count it once. Or: 2 bytes a number, not 4",
+        2: "keys and values are both made from one latent: count it once. Or: 2 bytes per number, not 4",
         128: "all 128 heads share the latent",
         256: "all 128 heads share the latent, and keys and values are both made from it",
-        512 / 576: "the RoPE key stands beside the latent and takes room too",
+        512 / 576: "the RoPE key is stored in addition to the latent",
         61 / 60: "61 layers are DeepSeek-V3",
         1 / 2: ONE_BYTE,
         1 / 60: ONE_LAYER,
@@ -65,7 +65,7 @@ def test_opt_30b_slots_in_20_gib() -> None:
         20e9 / (20 * 2**30): "20 GiB are 20 · 1,024³ bytes, not 20 · 10⁹",
         2: "your bytes per token are half of what they should be",
         1 / 2: "your bytes per token are twice what they should be",
-        4: "weights and reserve take their part of the 80 GiB; 20 GiB are left",
+        4: "weights and reserve take 60 of the 80 GiB; 20 GiB are left",
         48: "a token leaves a key and a value in each of the 48 layers",
         56: "every layer has 56 heads",
         1_376_256 / 819_200: "that is a token of OPT-13B; OPT-30B has more layers and more heads",
@@ -88,20 +88,20 @@ def test_qwen3_14b_sequences_in_48_gib() -> None:
 
 
 def test_unused_rows_bytes() -> None:
-    """64 rows reserved, 4 in use: the bytes of the other 60, in all layers."""
+    """64 slots reserved, 4 in use: the bytes of the other 60, in all layers."""
     hints = {
-        1 / 4: "every layer has its own 60 empty rows",
-        64 / 60: "that is the whole cache; 4 rows are in use",
-        4 / 60: "those rows are in use; the others are not",
-        2: "the 64 bytes of a row are key and value together",
-        1 / 64: "that is rows; each takes 64 bytes",
+        1 / 4: "every layer has its own 60 empty slots",
+        64 / 60: "that is the whole cache; 4 slots are in use",
+        4 / 60: "those slots are in use; the others are not",
+        2: "the 64 bytes of a slot are key and value together",
+        1 / 64: "that is slots; each takes 64 bytes",
         1 / 1024: "give bytes, not KiB",
     }
     call(paper.unused_rows_bytes).is_near(15_360, EXACT, reveal=False, factors=hints)
 
 
 def test_h100_pcie_ridge_point() -> None:
-    """H100 PCIe: the FLOP/byte at which a dense model stops waiting for the memory."""
+    """H100 PCIe: the FLOP/byte at which a dense model is no longer memory-bound."""
     ridge = 756.5e12 / 2.0e12
     hints = {
         2: "the peak with sparsity is twice that of a dense model",

@@ -46,7 +46,7 @@ def test_an_unknown_dtype_is_refused_and_the_known_ones_listed(dtype: str) -> No
     ids=["opt-13b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "one layer, multi-query"],
 )
 def test_published_models_in_float16(model: str, heads: tuple[int, int, int], nbytes: int) -> None:
-    """A key and a value a layer and KV head, of head_dim numbers each, in two bytes."""
+    """A key and a value per layer and KV head, of head_dim numbers each, in two bytes."""
     num_layers, num_kv_heads, head_dim = heads
     call(kv_bytes_per_token, TIMES * num_layers, num_kv_heads, head_dim).gives(TIMES * nbytes)
 
@@ -86,13 +86,13 @@ def test_it_grows_in_proportion_to_each_count(num_layers: int, num_kv_heads: int
     ids=["deepseek-v2", "deepseek-v3", "deepseek-v3 in float8", "no rope part"],
 )
 def test_latent_attention(case: str, layers: int, rank: int, rope: int, dtype: str, nbytes: int) -> None:
-    """A latent and a RoPE key a layer, once for keys and values together, in the dtype's bytes."""
+    """A latent and a RoPE key per layer, once for keys and values together, in the dtype's bytes."""
     call(mla_bytes_per_token, TIMES * layers, rank, rope, dtype).gives(TIMES * nbytes)
 
 
 @given(num_layers=counts, rank=counts, rope=st.integers(0, 200), dtype=dtypes)
 def test_a_latent_row_is_latent_and_rope_key_side_by_side(num_layers: int, rank: int, rope: int, dtype: str) -> None:
-    """Any latent: (rank + rope) numbers a layer, counted one by one."""
+    """Any latent: (rank + rope) numbers per layer, counted one by one."""
     row = [0] * rank + [0] * rope
     call(mla_bytes_per_token, num_layers, rank, rope, dtype).gives(
         sum(len(row) for _ in range(num_layers)) * NBYTES[dtype]
@@ -124,7 +124,7 @@ def test_a_model_has_one_cache_or_the_other(model: specs.Transformer, dtype: str
 
 
 def test_query_heads_leave_nothing_in_the_cache() -> None:
-    """Query heads leave nothing in the cache: only the KV heads count."""
+    """Query heads are not cached: only the KV heads count."""
     few = specs.Transformer(4 * TIMES, 128, 2, 2, 32, num_parameters=1000)
     many = specs.Transformer(4 * TIMES, 128, 16, 2, 32, num_parameters=1000)
     call(cache_bytes_per_token, few).gives(1024 * TIMES)

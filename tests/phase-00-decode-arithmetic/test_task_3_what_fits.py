@@ -40,7 +40,7 @@ def test_slots_of_the_pagedattention_paper(model: str, cache_gib: int, bytes_per
 
 
 def test_opt_13b_on_an_a100() -> None:
-    """OPT-13B on an A100-40GB: weights and reserve both take their part of the memory."""
+    """OPT-13B on an A100-40GB: both weights and reserve are subtracted from the memory."""
     memory, weights, row = TIMES * 40 * GIB, TIMES * 25_706_946_560, TIMES * 819_200
     call(cache_capacity_tokens, memory, weights, row).gives(21_048)
     call(cache_capacity_tokens, memory, weights, row, reserved_bytes=TIMES * 4 * GIB).gives(15_805)
@@ -64,13 +64,13 @@ def test_one_token_more_would_not_fit(weights: int, reserved: int, bytes_per_tok
 
 
 def test_big_numbers_are_exact() -> None:
-    """3 · 2⁶⁰ − 1 bytes, 3 a token: 2⁶⁰ − 1 tokens, as only whole-number division gives."""
+    """3 · 2⁶⁰ − 1 bytes, 3 a token: 2⁶⁰ − 1 tokens, which only integer division gives."""
     call(cache_capacity_tokens, 3 * 2**60 - 1, 0, 3).gives(2**60 - 1)
     call(max_concurrent_sequences, 3 * 2**60 - 1, 3).gives(2**60 - 1)
 
 
 def test_a_memory_full_of_weights_holds_no_token() -> None:
-    """Weights and reserve that fit to the last byte leave 0 tokens, and are no error."""
+    """Weights and reserve that fill the memory exactly leave 0 tokens, without an error."""
     call(cache_capacity_tokens, 1000 * TIMES, 1000 * TIMES, 10).gives(0)
     call(cache_capacity_tokens, 1000 * TIMES, 600 * TIMES, 10, reserved_bytes=400 * TIMES).gives(0)
     call(cache_capacity_tokens, 1000 * TIMES, 1000 * TIMES - 9, 10).gives(0)
@@ -86,7 +86,7 @@ def test_weights_that_do_not_fit_are_an_error() -> None:
 
 
 def test_reserved_bytes_goes_by_name_only() -> None:
-    """reserved_bytes=100 is taken; a fifth argument without a name is a TypeError."""
+    """reserved_bytes=100 is accepted; a fifth positional argument is a TypeError."""
     call(cache_capacity_tokens, 1000, 100, 10, reserved_bytes=100).gives(80)
     call(cache_capacity_tokens, 1000, 100, 10, 100).raises(TypeError)
 

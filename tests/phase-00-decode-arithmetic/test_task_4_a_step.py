@@ -54,15 +54,15 @@ def test_arguments_have_names_and_defaults() -> None:
 
 
 def test_one_token_of_llama_3_8b() -> None:
-    """One token: 2 FLOPs a weight, and 4 · 32 layers · 32 heads · 128 for itself; the weights read, one row written."""
+    """One token: 2 FLOPs per weight, 4 · 32 layers · 32 heads · 128 for itself; the weights read, one entry written."""
     # 2 FLOPs for each of 8,030,261,248 weights; attention to itself: 4 · 32 layers · 32 heads · 128.
     call(step_flops, specs.LLAMA_3_8B, 1).gives(16_060_522_496 + 524_288)
-    # Weights in two bytes, and one row of 131,072 bytes to write.
+    # Weights in two bytes, and one KV entry of 131,072 bytes to write.
     call(step_bytes, specs.LLAMA_3_8B, 1).gives(16_060_522_496 + 131_072)
 
 
 def test_a_decode_step_after_1000_tokens() -> None:
-    """The 1,001st token attends to 1,001 positions: it reads 1,000 rows and writes one."""
+    """The 1,001st token attends to 1,001 positions: it reads 1,000 KV entries and writes one."""
     call(step_flops, specs.LLAMA_3_8B, 1, 1000).gives(16_060_522_496 + 1001 * 524_288)
     call(step_bytes, specs.LLAMA_3_8B, 1, 1000).gives(16_060_522_496 + 1001 * 131_072)
 
@@ -81,7 +81,7 @@ def test_a_batch_of_32() -> None:
 
 
 def test_latent_attention_reads_few_bytes_and_does_many_flops() -> None:
-    """With a latent, all query heads work on kv_latent_dim numbers, of which one row is stored."""
+    """With a latent, all query heads work on kv_latent_dim numbers, stored once."""
     model = Transformer(2, 8, 4, 4, 3, num_parameters=100 * TIMES, kv_latent_dim=5)
     call(step_flops, model, 1, 9).gives(2 * 100 * TIMES + 4 * 2 * 4 * 5 * 10)
     call(step_bytes, model, 1, 9).gives(2 * 100 * TIMES + 10 * 2 * 5 * 2)
@@ -98,10 +98,10 @@ def test_flops_counted_one_by_one(model: Transformer, num_new_tokens: int, conte
 def test_bytes_counted_one_by_one(
     model: Transformer, num_new_tokens: int, context_len: int, batch_size: int, dtype: str
 ) -> None:
-    """Any step: the bytes of the weights and of each sequence's rows, counted one by one."""
+    """Any step: the bytes of the weights and of each sequence's KV entries, counted one by one."""
     numbers = model.num_parameters
     for _sequence in range(batch_size):
-        for _row in range(context_len + num_new_tokens):
+        for _entry in range(context_len + num_new_tokens):
             numbers += model.num_layers * (model.kv_latent_dim or 2 * model.num_kv_heads * model.head_dim)
     call(step_bytes, model, num_new_tokens, context_len, batch_size, dtype).gives(numbers * NBYTES[dtype])
 
@@ -139,7 +139,7 @@ def test_intensity_of_one_sequence_is_about_its_new_tokens() -> None:
 
 @pytest.mark.parametrize("count", [step_flops, step_bytes])
 def test_impossible_counts_are_refused(count: object) -> None:
-    """No new tokens, a negative context, an empty batch: ValueError; no int: TypeError."""
+    """No new tokens, a negative context, an empty batch: ValueError; not an int: TypeError."""
     model = specs.MINIGPT
     call(count, model, 0).raises(ValueError)
     call(count, model, -1).raises(ValueError)
@@ -163,6 +163,6 @@ def test_intensity_of_nothing_is_refused(wrong: float) -> None:
 
 
 def test_intensity_of_no_numbers_is_refused() -> None:
-    """FLOPs or bytes that are no numbers: TypeError."""
+    """FLOPs or bytes that are not numbers: TypeError."""
     call(arithmetic_intensity, "10", 10).raises(TypeError)
     call(arithmetic_intensity, 10, None).raises(TypeError)

@@ -48,7 +48,7 @@ def test_the_roofline_rises_and_then_is_flat(intensity: float, flops: float) -> 
 
 
 def test_decode_on_an_a100_reaches_half_a_percent_of_its_peak() -> None:
-    """Decode at batch 1 is held back by the bandwidth: of the two rates the lower one holds."""
+    """Decode at batch 1 is limited by the bandwidth: of the two rates the lower one holds."""
     call(attainable_flops, specs.A100_40GB, 1.0).is_close(1.555e12, rtol=1e-12, atol=0)
 
 
@@ -67,7 +67,7 @@ def test_a_token_of_llama_3_8b_takes_10_ms_on_an_a100() -> None:
 
 @pytest.mark.parametrize(("intensity", "bound"), [(0.1, True), (7.99, True), (8, False), (8.01, False), (500, False)])
 def test_memory_bound_is_left_of_the_ridge(intensity: float, bound: bool) -> None:
-    """The ridge is at 8 FLOP/byte: below it is memory-bound, at it is not."""
+    """The ridge is at 8 FLOP/byte: work below it is memory-bound, work exactly at it is not."""
     call(is_memory_bound, TOY, intensity).gives(bound)
 
 

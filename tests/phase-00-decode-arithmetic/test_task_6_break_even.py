@@ -1,4 +1,4 @@
-"""Phase 0, task 6: the batch at which decode stops waiting for the memory, if there is one."""
+"""Phase 0, task 6: the batch at which decode is no longer memory-bound, if there is one."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -85,7 +85,7 @@ def test_it_is_the_first_batch_that_reaches_the_ridge(
 
 
 def test_llama_3_8b_on_an_a100_by_context() -> None:
-    """A longer context needs a larger batch, until none will do: None."""
+    """A longer context needs a larger batch, until none is large enough: None."""
     call(break_even_batch, specs.LLAMA_3_8B, on(specs.A100_40GB), 0).gives(201)
     call(break_even_batch, specs.LLAMA_3_8B, on(specs.A100_40GB), 256).gives(342)
     call(break_even_batch, specs.LLAMA_3_8B, on(specs.A100_40GB), 1024).gives(None)
@@ -103,7 +103,7 @@ def test_llama_3_8b_on_an_a100_by_context() -> None:
 def test_a_long_context_keeps_decode_memory_bound_for_ever(
     model: Transformer, accelerator: Accelerator, context_len: int
 ) -> None:
-    """Where each sequence's own cache is below the ridge, no batch will do: None."""
+    """If a sequence's FLOPs per byte of cache are below the ridge, no batch is large enough: None."""
     call(break_even_batch, model, on(accelerator), context_len).gives(None)
 
 
@@ -127,9 +127,9 @@ def test_a_step_exactly_at_the_ridge_is_not_memory_bound(context_len: int) -> No
 def test_a_batch_exactly_at_the_ridge_is_not_missed_by_rounding(
     num_parameters: int, peak_flops: float, batch: int
 ) -> None:
-    """A ridge of 7/3 or 14/3, which no float holds: the batch exactly on it is the answer."""
+    """A ridge of 7/3 or 14/3, which no float can represent: the batch exactly on it is the answer."""
     # Ties whose ridge is a third of a whole number, which a float cannot hold. The first: 7 sequences of 12 FLOPs each
-    # over 8 + 7 · 4 bytes are 7/3 FLOP/byte, just the ridge; the formula worked in floats says 8.
+    # over 8 + 7 · 4 bytes are 7/3 FLOP/byte, exactly the ridge; the formula computed in floats gives 8.
     model = Transformer(1, 1, 1, 1, 1, num_parameters=num_parameters)
     machine = Accelerator("toy", 1024, bandwidth=3.0, peak_flops=peak_flops)
     tie = intensity(model, 0, batch, "float16") == ridge(machine)
@@ -138,8 +138,8 @@ def test_a_batch_exactly_at_the_ridge_is_not_missed_by_rounding(
 
 
 def test_a_limit_that_is_only_the_ridge_is_never_reached() -> None:
-    """Free weights would just reach the ridge: with weights to read, no batch does."""
-    # One sequence does 2 · 20 + 4 · 5 = 60 FLOPs for 20 bytes of its own: with free weights, just the ridge of 3.
+    """With free weights the ridge would just be reached: with weights to read, no batch reaches it."""
+    # A sequence does 2 · 20 + 4 · 5 = 60 FLOPs for the 20 bytes of its cache: exactly the ridge of 3 with free weights.
     model = Transformer(1, 1, 1, 1, 1, num_parameters=20)
     machine = Accelerator("toy", 1024, bandwidth=1.0, peak_flops=3.0)
     call(break_even_batch, model, on(machine), 4).gives(None)
@@ -148,7 +148,7 @@ def test_a_limit_that_is_only_the_ridge_is_never_reached() -> None:
 
 
 def test_latent_attention_can_pass_the_ridge_at_any_context() -> None:
-    """128 heads share a latent, 256 FLOP/byte: a long context keeps no batch from the ridge."""
+    """128 heads share a latent, 256 FLOP/byte: some batch reaches the ridge at any context."""
     # 128 heads share each latent: 4 · 128 FLOPs for every number of 2 bytes, 256 FLOP/byte.
     model = Transformer(8, 4096, 128, 128, 128, num_parameters=8_000_000_000, kv_latent_dim=576)
     expected = first_batch(model, specs.A100_40GB, 65_536, "float16", limit=1000)
@@ -170,7 +170,7 @@ def transformers(draw: st.DrawFn) -> Transformer:
     )
 
 
-# Bandwidths are powers of two: every ridge is exact as a float, so that here a solution is judged by its formula alone.
+# Bandwidths are powers of two: every ridge is exact as a float, so these tests judge the formula alone.
 machines = st.builds(
     Accelerator, st.just("any"), st.just(1), bandwidth=st.sampled_from([1.0, 2.0, 4.0]), peak_flops=st.integers(1, 90)
 )
@@ -187,7 +187,7 @@ def test_one_sequence_fewer_is_still_memory_bound(
     if Fraction(*one_sequence(model, context_len, dtype)) <= goal:  # even if reading the weights cost nothing
         call(break_even_batch, model, accelerator, context_len, dtype).gives(None)
         return
-    assume(intensity(model, context_len, 3000, dtype) >= goal)  # leave room for an answer that is found by trying
+    assume(intensity(model, context_len, 3000, dtype) >= goal)  # trying will find an answer
     answer = call(break_even_batch, model, accelerator, context_len, dtype)
     batch = answer.value
     that(f"the type of {answer.called}", type(batch)).gives(int)
@@ -195,11 +195,11 @@ def test_one_sequence_fewer_is_still_memory_bound(
     that(f"whether a batch of {batch} reaches the ridge, from {answer.called}", reached).gives(True)
     if batch > 1:
         too_early = intensity(model, context_len, batch - 1, dtype) >= goal
-        that(f"whether {batch - 1} would do already, from {answer.called}", too_early).gives(False)
+        that(f"whether {batch - 1} would already reach it, from {answer.called}", too_early).gives(False)
 
 
 def test_bad_input_is_refused() -> None:
-    """A negative context or an unknown dtype: ValueError; no int: TypeError."""
+    """A negative context or an unknown dtype: ValueError; not an int: TypeError."""
     call(break_even_batch, specs.OPT_13B, specs.H100, -1).raises(ValueError)
     call(break_even_batch, specs.OPT_13B, specs.H100, 10.5).raises(TypeError)
     call(break_even_batch, specs.OPT_13B, specs.H100, 10, "fp8").raises(ValueError, saying="fp8")

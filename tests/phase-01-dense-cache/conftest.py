@@ -1,4 +1,4 @@
-"""What the tests of phase 1 share: rows to store, and an attention that is slow and obvious."""
+"""What the tests of phase 1 share: KV entries to store, and an attention that is slow and obvious."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _one_thread_and_a_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _scenario() -> Iterator[None]:
-    """A failure tells the cache and what was stored in it."""
+    """A failure shows the cache and what was stored in it."""
     with following(KVCache, "__init__", "append", "reset"):
         yield
 
 
 @pytest.fixture(scope="session")
 def numbered() -> Rows:
-    """`numbered(B, H, T, d, start=n)`: a tensor in which every number is another whole number, from n on."""
+    """`numbered(B, H, T, d, start=n)`: a tensor of distinct whole numbers, from n on."""
 
     def rows(*shape: int, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.arange(start, start + math.prod(shape), dtype=dtype).reshape(shape)

@@ -16,14 +16,14 @@ repeatable = settings(max_examples=60, deadline=None, derandomize=True, database
 
 
 def test_one_token_alone_gets_its_own_value():
-    """With one token there is nothing to weigh: the output is its value."""
+    """With one token all weight is on that token: the output is its value."""
     q, k, v = (torch.randn(2, 3, 1, 4) for _ in range(3))
     call(causal_attention, q, k, v).is_close(v)
 
 
 def test_two_tokens_worked_by_hand():
     """Two tokens, d = 4: the second weighs the values 1/4 and 3/4, the first sees only itself."""
-    # q · k / √4 is 0 for the first key and ln 3 for the second, so that the weights are 1 : 3.
+    # q · k / √4 is 0 for the first key and ln 3 for the second, so the weights are 1 : 3.
     q = torch.tensor([[0.0, 0, 0, 0], [2.0, 0, 0, 0]])[None, None]
     k = torch.tensor([[0.0, 5, 0, 0], [math.log(3), 0, 7, 0]])[None, None]
     v = torch.tensor([[4.0, 0, 8, 0], [0.0, 4, 8, 1]])[None, None]
@@ -31,7 +31,7 @@ def test_two_tokens_worked_by_hand():
 
 
 def test_equal_keys_give_the_mean_of_what_is_visible():
-    """Equal keys weigh alike: query t of the last T gets the mean of values 0 … S − T + t."""
+    """Equal keys get equal weights: query t of the last T gets the mean of values 0 … S − T + t."""
     v = torch.tensor([0.0, 2, 4, 6, 8]).reshape(1, 1, 5, 1)
     k = torch.ones(1, 1, 5, 1)
     for num_new, means in ((5, [0.0, 1, 2, 3, 4]), (3, [2.0, 3, 4]), (1, [4.0])):
@@ -91,7 +91,7 @@ def test_the_new_tokens_are_the_last_ones(num_new):
 
 
 def test_equal_keys_through_a_window_of_two():
-    """Equal keys weigh alike: with window=2 each query gets the mean of its own value and the one before it."""
+    """Equal keys get equal weights: with window=2 each query gets the mean of its own value and the one before it."""
     k, v = torch.ones(1, 1, 5, 1), torch.tensor([0.0, 2, 4, 6, 8]).reshape(1, 1, 5, 1)
     call(causal_attention, k, k, v, window=2).is_close(torch.tensor([0.0, 1, 3, 5, 7]).reshape(1, 1, 5, 1))
 
@@ -99,14 +99,14 @@ def test_equal_keys_through_a_window_of_two():
 @pytest.mark.parametrize("window", [1, 2, 5, 11, 12, 100])
 @pytest.mark.parametrize(("num_new", "num_tokens"), [(1, 12), (4, 12), (12, 12), (7, 9)], ids="{}".format)
 def test_a_window_hides_what_lies_further_back(by_hand, window, num_new, num_tokens):
-    """With window=W each query sees itself and the W − 1 tokens before it. One longer than the text hides nothing."""
+    """With window=W each query sees itself and the W − 1 tokens before it. A longer window hides nothing."""
     q, k, v = torch.randn(2, 4, num_new, 8), torch.randn(2, 2, num_tokens, 8), torch.randn(2, 2, num_tokens, 8)
     call(causal_attention, q, k, v, window=window).is_close(by_hand(q, k, v, window))
 
 
 @pytest.mark.parametrize("num_before", [0, 3], ids="{} tokens before".format)
 def test_large_scores_do_not_overflow(by_hand, num_before):
-    """Scores of several thousand are no problem: no infinity, no NaN."""
+    """Scores of several thousand give no infinity and no NaN."""
     q = 100 * torch.randn(1, 2, 3, 8)
     k = 100 * torch.randn(1, 2, 3 + num_before, 8)
     v = torch.randn(1, 2, 3 + num_before, 8)
@@ -119,7 +119,7 @@ def test_large_scores_do_not_overflow(by_hand, num_before):
     ids=["float64", "bfloat16", "float16"],
 )
 def test_the_result_has_the_dtype_of_q(by_hand, dtype, tolerance):
-    """float64, bfloat16 and float16 come back as they went in, as exact as they can be."""
+    """float64, bfloat16 and float16 inputs give outputs of the same dtype, as exact as it allows."""
     q = torch.randn(1, 4, 2, 8, dtype=dtype)
     k, v = (torch.randn(1, 2, 5, 8, dtype=dtype) for _ in range(2))
     call(causal_attention, q, k, v).is_close(by_hand(q, k, v), rtol=tolerance, atol=tolerance)
@@ -158,5 +158,5 @@ def test_shapes_that_do_not_fit_are_refused(q, k, v):
 
 @pytest.mark.parametrize(("window", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError)], ids=str)
 def test_a_window_that_is_no_count_is_refused(window, error):
-    """A window below 1 is a ValueError, one that is no int a TypeError."""
+    """A window below 1 is a ValueError, one that is not an int a TypeError."""
     call(causal_attention, *(torch.randn(1, 1, 3, 4) for _ in range(3)), window=window).raises(error)

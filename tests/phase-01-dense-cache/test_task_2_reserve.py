@@ -23,7 +23,7 @@ def test_minigpt_reserves_one_mebibyte():
     ids=["float64", "float32", "float16", "bfloat16", "float8"],
 )
 def test_bytes_follow_the_dtype(dtype, itemsize):
-    """Keys and values: 2 · L · B · H_kv · S_max · d numbers, each as large as its dtype says."""
+    """Keys and values: 2 · L · B · H_kv · S_max · d numbers, each of the dtype's size."""
     cache = call(KVCache, *SIZES.values(), dtype=dtype).value
     that(f"nbytes of {SIZES} in {dtype}", cache.nbytes).gives(2 * 3 * 2 * 5 * 7 * 11 * itemsize)
 
@@ -37,13 +37,13 @@ def test_twice_any_size_takes_twice_the_bytes(doubled):
 
 
 def test_one_of_everything_takes_eight_bytes():
-    """One of everything: one key and one value, 8 bytes in float32."""
+    """All sizes 1: one key and one value, 8 bytes in float32."""
     that("KVCache(1, 1, 1, 1, 1).nbytes", call(KVCache, 1, 1, 1, 1, 1).value.nbytes).gives(8)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", torch.device("cpu")], ids=str)
 def test_a_device_is_given_by_name_or_object(device):
-    """`device` may be a name or a torch.device; "meta" counts bytes without having any."""
+    """`device` may be a name or a torch.device; "meta" counts bytes without allocating any."""
     that(f"nbytes on {device}", call(KVCache, **SIZES, device=device).value.nbytes).gives(18480)
 
 
@@ -57,7 +57,7 @@ def test_sizes_below_one_are_refused(name, size):
 @pytest.mark.parametrize("size", [2.0, "2", None, True], ids=repr)
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_that_are_no_int_are_refused(name, size):
-    """A size that is no int raises TypeError: 2.0, "2", None, and True, which Python would take for 1."""
+    """A size that is not an int raises TypeError: 2.0, "2", None, and True, which Python would take for 1."""
     call(KVCache, **{**SIZES, name: size}).raises(TypeError)
 
 

@@ -1,4 +1,4 @@
-"""Phase 1, task 3: append and read, and what the cursor tells."""
+"""Phase 1, task 3: append and read, and the cursor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ repeatable = settings(max_examples=60, deadline=None, derandomize=True, database
 
 
 def test_a_new_cache_holds_nothing():
-    """A new cache has 0 tokens, uses 0 bytes, and reads as tensors with no rows."""
+    """A new cache has 0 tokens, uses 0 bytes, and reads as empty tensors."""
     cache = KVCache(2, 3, 4, 5, 6)
     that("num_tokens of a new cache", cache.num_tokens).gives(0)
     that("nbytes_used of a new cache", cache.nbytes_used).gives(0)
@@ -32,7 +32,7 @@ def test_read_gives_back_what_was_appended(numbered):
 
 
 def test_new_tokens_follow_the_old_ones(numbered):
-    """A second append writes behind the first: oldest token first."""
+    """A second append writes after the first: oldest token first."""
     cache = KVCache(1, 1, 2, 8, 4)
     first, second = numbered(1, 2, 3, 4), numbered(1, 2, 2, 4, start=100)
     call(cache.append, 0, first, -first).gives(None)
@@ -42,20 +42,20 @@ def test_new_tokens_follow_the_old_ones(numbered):
 
 
 def test_the_cursor_moves_when_the_last_layer_has_its_rows(numbered):
-    """num_tokens, positions and nbytes_used stand still until the last layer was appended to."""
+    """num_tokens, positions and nbytes_used do not change until the last layer has appended."""
     cache = KVCache(3, 1, 1, 8, 1)
     for token, before in ((0, 0), (1, 2)):
         for layer in range(3):
-            told = f"before layer {layer} of pass {token}"
+            told = f"before layer {layer} of forward pass {token}"
             that(f"num_tokens {told}", cache.num_tokens).gives(before)
             that(f"positions(2) {told}", cache.positions(2)).gives(torch.tensor([before, before + 1]))
             that(f"nbytes_used {told}", cache.nbytes_used).gives(24 * before)
             call(cache.append, layer, numbered(1, 1, 2, 1), numbered(1, 1, 2, 1)).gives(None)
-        that(f"num_tokens after pass {token}", cache.num_tokens).gives(before + 2)
+        that(f"num_tokens after forward pass {token}", cache.num_tokens).gives(before + 2)
 
 
 def test_each_layer_has_its_own_rows(numbered):
-    """What layer 1 stores is not what layer 0 reads."""
+    """Layer 0 does not read what layer 1 stores."""
     cache = KVCache(3, 1, 2, 8, 4)
     rows = [numbered(1, 2, 2, 4, start=100 * layer) for layer in range(3)]
     for layer in range(3):
@@ -65,7 +65,7 @@ def test_each_layer_has_its_own_rows(numbered):
 
 
 def test_in_the_middle_of_a_pass_a_layer_shows_its_new_rows(numbered):
-    """During a pass, layers that were appended to show the new rows; the others still show the old ones."""
+    """During a forward pass, layers that have appended return the new entries; the others only the old ones."""
     cache = KVCache(3, 1, 1, 8, 2)
     old, new = numbered(1, 1, 2, 2), numbered(1, 1, 3, 2, start=50)
     for layer in range(3):
@@ -74,12 +74,12 @@ def test_in_the_middle_of_a_pass_a_layer_shows_its_new_rows(numbered):
     call(cache.append, 1, new, new).gives(None)
     both = torch.cat([old, new], dim=2)
     for layer, expected in ((0, both), (1, both), (2, old)):
-        that(f"read({layer}) when layers 0 and 1 have new rows", cache.read(layer)).gives((expected, expected))
+        that(f"read({layer}) when layers 0 and 1 have new entries", cache.read(layer)).gives((expected, expected))
 
 
 @st.composite
 def chunked_caches(draw):
-    """Sizes of a cache, and chunks of tokens that fill it in part or to the last row."""
+    """Sizes of a cache, and chunks of tokens that fill it in part or exactly."""
     chunks = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
     spare = draw(st.sampled_from([0, 0, 1, 4]))
     layers, batch, heads, head_dim = (draw(st.integers(1, 3)) for _ in range(4))
@@ -89,7 +89,7 @@ def chunked_caches(draw):
 @repeatable
 @given(chunked_caches())
 def test_any_chunks_in_any_cache_read_back_whole(case):
-    """However the tokens are cut into appends, each layer reads as all of them in order; exactly full is fine."""
+    """However the tokens are cut into appends, each layer reads all of them in order; exactly full is fine."""
     (layers, batch, heads, max_seq_len, head_dim), chunks = case
     cache = KVCache(layers, batch, heads, max_seq_len, head_dim)
     everything = torch.randn(2, layers, batch, heads, sum(chunks), head_dim)
@@ -102,7 +102,7 @@ def test_any_chunks_in_any_cache_read_back_whole(case):
             call(cache.append, layer, k, v).gives(None)
             got = call(cache.read, layer).value
             expected = everything[:, layer, :, :, : done + chunk]
-            that(f"read({layer}) after {done} + {chunk} of {max_seq_len} rows", got).gives(tuple(expected))
+            that(f"read({layer}) after {done} + {chunk} of {max_seq_len} slots", got).gives(tuple(expected))
         done += chunk
     for layer in range(layers):
         that(f"read({layer}) at the end", cache.read(layer)).gives(tuple(everything[:, layer]))
@@ -113,7 +113,7 @@ def test_any_chunks_in_any_cache_read_back_whole(case):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_values_are_stored_in_the_caches_dtype(dtype):
-    """What is stored in float64, float16 or bfloat16 comes back bit by bit, and takes that dtype's bytes."""
+    """What is stored in float64, float16 or bfloat16 is read back bit for bit, and takes that dtype's bytes."""
     cache = KVCache(1, 2, 2, 4, 3, dtype=dtype)
     k, v = (torch.randn(2, 2, 3, 3).to(dtype) for _ in range(2))
     call(cache.append, 0, k, v).gives(None)
@@ -155,7 +155,7 @@ def test_the_callers_tensors_are_copied(numbered):
 
 
 def test_the_cache_keeps_values_and_no_gradients():
-    """k and v may be part of a graph; what the cache holds is not."""
+    """k and v may be part of a gradient graph; what the cache holds is not."""
     cache = KVCache(1, 1, 2, 8, 2)
     k, v = (torch.randn(1, 2, 3, 2, requires_grad=True) for _ in range(2))
     call(cache.append, 0, k * 2, v * 2).gives(None)
@@ -173,7 +173,7 @@ def test_views_can_be_appended():
 
 
 def test_reading_changes_nothing(numbered):
-    """read can be called again and again."""
+    """read can be called repeatedly."""
     cache = KVCache(1, 1, 2, 8, 2)
     k = numbered(1, 2, 3, 2)
     call(cache.append, 0, k, k).gives(None)
@@ -183,7 +183,7 @@ def test_reading_changes_nothing(numbered):
 
 
 def test_two_caches_share_nothing(numbered):
-    """What one cache stores, another does not see."""
+    """Two caches share no storage."""
     one, other = KVCache(1, 1, 1, 8, 2), KVCache(1, 1, 1, 8, 2)
     k = numbered(1, 1, 3, 2)
     call(one.append, 0, k, k).gives(None)

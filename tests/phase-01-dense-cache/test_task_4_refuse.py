@@ -12,7 +12,7 @@ from minicache.errors import CacheOverflowError
 
 LAYERS, BATCH, HEADS, MAX_SEQ_LEN, HEAD_DIM = 3, 2, 2, 6, 4
 STATES = {"empty": 0, "three tokens": 3, "three tokens, layer 0 of the next two": 3}
-"""A state in words → the tokens that every layer holds in it, which is what `num_tokens` counts."""
+"""A state in words → the tokens that every layer holds in it, as counted by `num_tokens`."""
 MID_PASS = "three tokens, layer 0 of the next two"
 
 
@@ -21,7 +21,7 @@ def rows(num_new=2, *, batch=BATCH, heads=HEADS, head_dim=HEAD_DIM):
 
 
 def cache_in(state):
-    """A cache of 3 layers and 6 rows, what each layer should read, and the layer whose turn it is."""
+    """A cache of 3 layers and 6 slots, what each layer should read, and the next layer."""
     cache = KVCache(LAYERS, BATCH, HEADS, MAX_SEQ_LEN, HEAD_DIM)
     held = [(rows(0), rows(0)) for _ in range(LAYERS)]
     if state != "empty":
@@ -40,7 +40,7 @@ def put(cache, held, layer, k, v):
 
 
 def check_holds(cache, held, num_tokens, when):
-    """Each layer reads as `held` says, and the cursor stands at `num_tokens`."""
+    """Each layer reads as in `held`, and the cursor is at `num_tokens`."""
     for layer in range(LAYERS):
         that(f"read({layer}) {when}", cache.read(layer)).gives(held[layer])
     that(f"num_tokens {when}", cache.num_tokens).gives(num_tokens)
@@ -49,14 +49,14 @@ def check_holds(cache, held, num_tokens, when):
 
 
 def check_refused(state, error, make_call):
-    """`make_call(turn)` gives layer, k and v of a bad append in `state`, where it is layer `turn`'s turn."""
+    """`make_call(turn)` gives layer, k and v of a bad append in `state`, where layer `turn` is next."""
     cache, held, turn = cache_in(state)
     layer, k, v = make_call(turn)
     call(cache.append, layer, k, v).raises(error)
     check_holds(cache, held, STATES[state], f"after the refused call (before it: {state})")
-    for layer in range(turn, LAYERS):  # the pass can still be made, or finished
+    for layer in range(turn, LAYERS):  # the forward pass can still be started, or completed
         put(cache, held, layer, rows(2), rows(2))
-    when = f"when the pass of 2 tokens that follows the refused call is over (before it: {state})"
+    when = f"after the forward pass of 2 tokens that follows the refused call (before it: {state})"
     check_holds(cache, held, STATES[state] + 2, when)
 
 
@@ -84,13 +84,13 @@ def check_refused(state, error, make_call):
     ],
 )
 def test_rows_that_do_not_fit_are_refused(state, bad, error, which):
-    """k or v of another shape or device: ValueError; another dtype, or no tensor: TypeError. Nothing is written."""
+    """k or v of another shape or device: ValueError; another dtype, or not a tensor: TypeError. Nothing is written."""
     check_refused(state, error, lambda turn: (turn, bad, rows()) if which == "k" else (turn, rows(), bad))
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_pass_without_tokens_is_refused(state):
-    """T = 0 is a ValueError: a pass without tokens is a mistake of the caller."""
+    """T = 0 is a ValueError: a forward pass without tokens is the caller's mistake."""
     check_refused(state, ValueError, lambda turn: (turn, rows(0), rows(0)))
 
 
@@ -106,18 +106,18 @@ def test_layers_that_do_not_exist_are_refused(state, layer):
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("off_by", [1, 2], ids="{} too far".format)
 def test_layers_out_of_turn_are_refused(state, off_by):
-    """A skipped layer, or a layer that was already served in this pass, raises ValueError."""
+    """A skipped layer, or a layer that has already appended in this forward pass, raises ValueError."""
     check_refused(state, ValueError, lambda turn: ((turn + off_by) % LAYERS, rows(), rows()))
 
 
 def test_another_number_of_tokens_than_the_layers_before_is_refused():
-    """All layers of a pass get the same T: 2 in layer 0, then 1 or 3 in layer 1, is a ValueError."""
+    """All layers of a forward pass get the same T: 2 in layer 0, then 1 or 3 in layer 1, is a ValueError."""
     for bad in (rows(1), rows(3)):
         check_refused(MID_PASS, ValueError, lambda turn, bad=bad: (turn, bad, bad))
 
 
 def test_a_layer_already_served_keeps_its_rows_even_if_only_v_is_bad():
-    """Layer 0 again, with good k and bad v: nothing of k may be written before v is looked at."""
+    """Layer 0 again, with good k and bad v: nothing of k may be written before v is checked."""
     for bad in (rows(1), rows(heads=1), rows().double()):
         check_refused(MID_PASS, (ValueError, TypeError), lambda turn, bad=bad: (0, rows(), bad))
 
@@ -130,7 +130,7 @@ def test_a_layer_already_served_keeps_its_rows_even_if_only_v_is_bad():
     ],
 )
 def test_overflow_writes_nothing(held_tokens, num_new):
-    """One token past max_seq_len raises CacheOverflowError; what is there stays, and what fits still fits."""
+    """One token past max_seq_len raises CacheOverflowError; the stored tokens stay, and fewer tokens still fit."""
     cache = KVCache(LAYERS, BATCH, HEADS, MAX_SEQ_LEN, HEAD_DIM)
     held = [(rows(0), rows(0)) for _ in range(LAYERS)]
     if held_tokens:
@@ -146,7 +146,7 @@ def test_overflow_writes_nothing(held_tokens, num_new):
 
 
 def test_a_refusal_is_no_pass():
-    """Many refused calls in a row leave the cache as fresh as before."""
+    """Many refused calls in a row leave the cache unchanged."""
     cache, held, _ = cache_in("three tokens")
     for _ in range(10):
         call(cache.append, 0, rows(4), rows(4)).raises(CacheOverflowError)

@@ -10,7 +10,7 @@ from minicache.errors import CacheOverflowError
 
 
 def run_pass(cache, rows, layers=2):
-    """One forward pass: the same rows in every layer."""
+    """One forward pass: the same entries in every layer."""
     for layer in range(layers):
         call(cache.append, layer, rows, -rows).gives(None)
 
@@ -29,7 +29,7 @@ def test_a_reset_cache_is_as_good_as_new(numbered):
 
 
 def test_the_memory_is_kept(numbered):
-    """nbytes is the same before and after: reset gives no memory back, and takes none."""
+    """nbytes is the same before and after: reset neither frees nor allocates memory."""
     cache = KVCache(2, 1, 2, 6, 3)
     reserved = cache.nbytes
     for num_tokens in (1, 6, 3):
@@ -39,7 +39,7 @@ def test_the_memory_is_kept(numbered):
 
 
 def test_new_tokens_start_at_position_0(numbered):
-    """What is appended after a reset is all that is read: no old row shows, in front or behind."""
+    """After a reset, read returns only what was appended since: no old entry, before or after it."""
     cache = KVCache(2, 1, 2, 6, 3)
     run_pass(cache, numbered(1, 2, 5, 3))
     call(cache.reset).gives(None)
@@ -51,7 +51,7 @@ def test_new_tokens_start_at_position_0(numbered):
 
 
 def test_all_the_room_is_there_again(numbered):
-    """A full cache, reset, holds max_seq_len tokens again, and not one more."""
+    """A full cache, reset, holds max_seq_len tokens again, and no more."""
     cache = KVCache(2, 1, 2, 6, 3)
     for round_ in range(3):
         rows = numbered(1, 2, 6, 3, start=100 * round_)
@@ -62,7 +62,7 @@ def test_all_the_room_is_there_again(numbered):
 
 
 def test_room_is_not_what_was_used_before(numbered):
-    """After 2 of 6 tokens and a reset there is room for 6, not for 2."""
+    """After 2 of 6 tokens and a reset, 6 tokens fit, not 2."""
     cache = KVCache(2, 1, 2, 6, 3)
     run_pass(cache, numbered(1, 2, 2, 3))
     call(cache.reset).gives(None)
@@ -71,7 +71,7 @@ def test_room_is_not_what_was_used_before(numbered):
 
 
 def test_a_pass_cut_short_is_forgotten(numbered):
-    """reset in the middle of a pass: layer 0 is next again, with any number of tokens, and its rows are gone."""
+    """reset in the middle of a forward pass: layer 0 is next, with any number of tokens, and its entries are gone."""
     for served in (1, 2):
         cache = KVCache(3, 1, 1, 6, 2)
         run_pass(cache, numbered(1, 1, 2, 2), layers=3)
@@ -79,15 +79,15 @@ def test_a_pass_cut_short_is_forgotten(numbered):
         call(cache.reset).gives(None)
         for layer in range(3):
             k, _ = call(cache.read, layer).value
-            that(f"rows in read({layer}) after layer {served - 1} and a reset", k.shape[2]).gives(0)
+            that(f"entries in read({layer}) after layer {served - 1} and a reset", k.shape[2]).gives(0)
         new = numbered(1, 1, 1, 2, start=70)
         run_pass(cache, new, layers=3)
-        that("num_tokens after the pass that follows", cache.num_tokens).gives(1)
+        that("num_tokens after the next forward pass", cache.num_tokens).gives(1)
         that("read(2)", cache.read(2)).gives((new, -new))
 
 
 def test_reset_of_an_empty_cache_does_no_harm(numbered):
-    """reset on a new cache, or twice, does no harm."""
+    """reset on a new cache, or twice, has no effect."""
     cache = KVCache(2, 1, 2, 6, 3)
     call(cache.reset).gives(None)
     call(cache.reset).gives(None)

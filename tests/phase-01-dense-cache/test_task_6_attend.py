@@ -49,7 +49,7 @@ def test_one_new_token_sees_the_whole_prompt(by_hand, num_kv_heads):
     group=st.sampled_from([1, 2, 3, 5, 8]),
 )
 def test_any_chunks_give_the_attention_of_the_whole(by_hand, chunks, spare, layers, batch, num_kv_heads, group):
-    """However a text is cut into passes, every layer's outputs are those of the whole text at once."""
+    """However a text is cut into forward passes, every layer's outputs are those of the whole text at once."""
     total, head_dim = sum(chunks), 4
     q = torch.randn(layers, batch, num_kv_heads * group, total, head_dim)
     k, v = (torch.randn(layers, batch, num_kv_heads, total, head_dim) for _ in range(2))
@@ -68,7 +68,7 @@ def test_any_chunks_give_the_attention_of_the_whole(by_hand, chunks, spare, laye
 
 
 def test_rows_that_are_not_in_use_are_not_read(by_hand):
-    """Rows left over from before a reset hold NaN here: none of it may reach the result."""
+    """Slots left over from before a reset hold NaN here: none of it may reach the result."""
     cache = KVCache(2, 1, 2, 8, 4)
     poison = torch.full((1, 2, 8, 4), float("nan"))
     for layer in range(2):
@@ -90,7 +90,7 @@ def test_fewer_queries_are_those_of_the_last_tokens(by_hand):
 
 @pytest.mark.parametrize("window", [1, 3, 8, 20])
 def test_a_window_reaches_over_earlier_passes(by_hand, window):
-    """A layer's window reaches over what earlier passes left: a prompt, a chunk and single tokens see W tokens each."""
+    """A layer's window covers tokens of earlier forward passes: prompt, chunk and single tokens see W tokens each."""
     q, k, v = torch.randn(2, 4, 12, 4), torch.randn(2, 2, 12, 4), torch.randn(2, 2, 12, 4)
     expected, cache = by_hand(q, k, v, window), KVCache(1, 2, 2, 12, 4)
     for now in (slice(0, 6), slice(6, 7), slice(7, 11), slice(11, 12)):
@@ -130,7 +130,7 @@ def test_a_bfloat16_cache_takes_and_gives_bfloat16(by_hand):
     ],
 )
 def test_queries_that_do_not_fit_are_refused(layer, shape, error):
-    """No such layer: IndexError. Queries that do not fit what the layer holds: ValueError."""
+    """No such layer: IndexError. Queries that do not match what the layer holds: ValueError."""
     cache = KVCache(1, 1, 2, 8, 4)
     k = torch.randn(1, 2, 3, 4)
     call(cache.append, 0, k, k).gives(None)

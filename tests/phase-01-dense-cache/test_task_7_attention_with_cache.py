@@ -16,7 +16,7 @@ repeatable = settings(max_examples=30, deadline=None, derandomize=True, database
 
 
 class Recorder:
-    """A cache that has no more than append and attend, and writes down how they were called."""
+    """A cache that has only append and attend, and records how they were called."""
 
     def __init__(self, answer=None, error=None):
         self.calls, self.answer, self.error = [], answer, error
@@ -45,7 +45,7 @@ def test_without_a_cache_it_is_causal_attention(by_hand, num_kv_heads):
 
 
 def test_with_a_cache_the_prompt_gives_the_same(by_hand):
-    """The first pass through an empty cache gives what no cache gives, and leaves k and v in it."""
+    """The first forward pass with an empty cache gives the same result as no cache, and stores k and v."""
     q, k, v = draw_qkv(5)
     cache = KVCache(1, 2, 2, 8, 8)
     call(attention_with_cache, q, k, v, 0, cache).is_close(by_hand(q, k, v))
@@ -61,7 +61,7 @@ def test_with_a_cache_the_prompt_gives_the_same(by_hand):
     group=st.sampled_from([1, 2, 3, 5, 8]),
 )
 def test_in_any_chunks_the_outputs_are_those_of_recomputation(by_hand, chunks, layers, batch, num_kv_heads, group):
-    """Pass by pass through a cache, each layer gives what recomputing the whole text gives."""
+    """With a cache, each layer gives in every forward pass what recomputing the whole text gives."""
     total = sum(chunks)
     shape = {"batch": batch, "num_heads": group * num_kv_heads, "num_kv_heads": num_kv_heads, "head_dim": 4}
     texts = [draw_qkv(total, **shape) for _ in range(layers)]
@@ -80,7 +80,7 @@ def test_in_any_chunks_the_outputs_are_those_of_recomputation(by_hand, chunks, l
 
 
 def test_the_cache_is_asked_to_append_and_then_to_attend():
-    """Any object with append and attend will do: k and v go in once, then q is asked with, in the same layer."""
+    """Any object with append and attend will do: append gets k and v once, then attend gets q, in the same layer."""
     q, k, v = draw_qkv(3)
     answer = torch.randn_like(q)
     cache = Recorder(answer)
@@ -91,7 +91,7 @@ def test_the_cache_is_asked_to_append_and_then_to_attend():
 
 
 def test_a_cache_that_looks_empty_is_still_a_cache(by_hand):
-    """The question is whether a cache was given, not whether it is truthy: one with len() 0 counts."""
+    """A cache counts if it is not None, even if it is falsy: one with len() 0 is a cache."""
 
     class Sized(KVCache):
         def __len__(self):
@@ -104,7 +104,7 @@ def test_a_cache_that_looks_empty_is_still_a_cache(by_hand):
 
 
 def test_what_the_cache_refuses_is_refused(by_hand):
-    """A full cache's error comes through, nothing is attended to, and the cache holds what it held."""
+    """A full cache's error reaches the caller, attend is not called, and the cache is unchanged."""
     refusing = Recorder(error=CacheOverflowError("full"))
     call(attention_with_cache, *draw_qkv(3), 0, refusing).raises(CacheOverflowError)
     that("the calls that the refusing cache got", [made[0] for made in refusing.calls]).gives(["append"])
@@ -116,6 +116,6 @@ def test_what_the_cache_refuses_is_refused(by_hand):
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    """Without a cache, what causal_attention refuses is refused with ValueError."""
+    """Without a cache, whatever causal_attention refuses raises ValueError."""
     q, k, v = draw_qkv(3)
     call(attention_with_cache, q[:, :3], k, v, 0).raises(ValueError)

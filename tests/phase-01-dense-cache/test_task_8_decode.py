@@ -41,7 +41,7 @@ def by_the_rule(prompt, num_new):
 
 
 class RuleModel:
-    """A model that follows `rule` at each position. Its cache keeps the token ids as keys. Notes what it was shown."""
+    """A model that follows `rule` at each position. Its cache keeps the token ids as keys. It records its inputs."""
 
     def __init__(self):
         self.shown, self.caches = [], []
@@ -69,7 +69,7 @@ def a_cache(max_seq_len=32, batch=1):
 
 
 def run(prompt, num_new, *, cache=None, model=None, **options):
-    """All tokens of one decode as lists; errors, at the call or at the first step, come out as they are."""
+    """All tokens of one decode as lists; errors, at the call or at the first step, are passed on."""
     return [token.tolist() for token in decode(model or RuleModel(), prompt, num_new, cache=cache, **options)]
 
 
@@ -93,7 +93,7 @@ def test_the_tokens_follow_the_rule(cached):
     spare=st.sampled_from([0, 0, 1, 4]),
 )
 def test_with_and_without_a_cache_the_tokens_are_the_same(prompt, num_new, spare):
-    """Any prompt, any batch, any number of tokens: both ways give the rule's tokens, up to an exactly full cache."""
+    """Any prompt, batch and number of tokens: both ways give the rule's tokens, up to an exactly full cache."""
     expected = by_the_rule(prompt, num_new)
     cache = a_cache(len(prompt[0]) + max(num_new - 1, 0) + spare, batch=len(prompt))
     call(run, torch.tensor(prompt), num_new).gives(expected)
@@ -103,7 +103,7 @@ def test_with_and_without_a_cache_the_tokens_are_the_same(prompt, num_new, spare
 
 
 def test_without_a_cache_every_step_shows_the_whole_text():
-    """Recomputation: P, P + 1, P + 2, … positions; the model is shown the prompt and all tokens so far."""
+    """Recomputation: P, P + 1, P + 2, … positions; the model's input is the prompt and all tokens so far."""
     model, prompt = RuleModel(), [5, 11, 2]
     tokens = [step[0] for step in call(run, torch.tensor([prompt]), 4, model=model).value]
     that("what the model was shown", model.shown).gives([[prompt + tokens[:n]] for n in range(4)])
@@ -111,7 +111,7 @@ def test_without_a_cache_every_step_shows_the_whole_text():
 
 
 def test_with_a_cache_each_token_is_shown_once():
-    """One prefill of P positions, then 1 position a step: the token picked last."""
+    """One prefill of P positions, then 1 position per step: the token picked last."""
     model, prompt, cache = RuleModel(), [5, 11, 2], a_cache()
     tokens = [step[0] for step in call(run, torch.tensor([prompt]), 4, model=model, cache=cache).value]
     that("what the model was shown", model.shown).gives([[prompt], [tokens[:1]], [tokens[1:2]], [tokens[2:3]]])
@@ -129,7 +129,7 @@ def test_positions_computed():
 
 @pytest.mark.parametrize("cached", [False, True], ids=["recomputed", "cached"])
 def test_each_token_comes_as_soon_as_it_is_picked(cached):
-    """The n-th token needs n calls of the model and no more, and a caller who stops early stops the work."""
+    """The n-th token needs exactly n forward passes, and a caller that stops early stops the work."""
     model, cache = RuleModel(), a_cache() if cached else None
     tokens = decode(model, torch.tensor([[5, 11, 2]]), 10, cache=cache)
     for n in range(1, 4):
@@ -141,7 +141,7 @@ def test_each_token_comes_as_soon_as_it_is_picked(cached):
 
 @pytest.mark.parametrize("cached", [False, True], ids=["recomputed", "cached"])
 def test_between_tokens_the_caller_is_in_no_special_mode(cached):
-    """While a token is with the caller, neither inference_mode nor no_grad is on: close them before the yield."""
+    """While the generator is suspended, neither inference_mode nor no_grad is on: leave them before the yield."""
     tokens = decode(RuleModel(), torch.tensor([[5, 11, 2]]), 3, cache=a_cache() if cached else None)
     modes = call(lambda: [(torch.is_inference_mode_enabled(), torch.is_grad_enabled()) for _ in tokens]).value
     that("torch.is_inference_mode_enabled() after each token", [mode for mode, _ in modes]).gives([False] * 3)
@@ -168,7 +168,7 @@ def test_tokens_are_vectors_of_int64(cached):
 
 @pytest.mark.parametrize("cached", [False, True], ids=["recomputed", "cached"])
 def test_the_pick_decides(cached):
-    """pick gets the last position's logits [B, vocab] once a step, and what it picks goes on."""
+    """pick gets the last position's logits [B, vocab] once per step, and its result is the next token."""
     seen = []
 
     def pick(logits):
@@ -190,7 +190,7 @@ def test_the_pick_decides(cached):
     [pytest.param(p, rows, id=f"prompt of {p}, cache of {rows}") for p, rows in ((3, 5), (3, 3), (1, 4))],
 )
 def test_a_full_cache_ends_in_an_error_after_good_tokens(length, max_seq_len):
-    """S_max − P + 1 tokens come out, all good; the next needs one row too many: CacheOverflowError."""
+    """S_max − P + 1 correct tokens are yielded; the next needs one slot too many: CacheOverflowError."""
     prompt, good = list(range(length)), max_seq_len - length + 1
     expected = by_the_rule([prompt], good)
     call(run, torch.tensor([prompt]), good, cache=a_cache(max_seq_len)).gives(expected)
@@ -265,7 +265,7 @@ def test_minigpt_gives_the_same_tokens_both_ways(num_heads, num_kv_heads):
 
 @pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 1, 5], [1, 11]], ids=str)
 def test_minigpt_logits_do_not_depend_on_the_cache(chunks):
-    """In any chunks, the logits through your cache are those of one pass without, to 1e-4."""
+    """In any chunks, the logits with your cache are those of one forward pass without, to 1e-4."""
     model, tokens = minigpt(4, 2), torch.randint(50, (2, 12))
     cache = KVCache(3, 2, 2, 12, 8)
     with torch.inference_mode():

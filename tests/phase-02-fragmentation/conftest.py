@@ -1,4 +1,4 @@
-"""What the tests of phase 2 share: a memory that knows nothing of buddies, one truth value a slot."""
+"""What the tests of phase 2 share: a memory without buddies, one truth value per slot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minicache.memory.reservation import BuddyAllocator, ContiguousReservation
 
 @pytest.fixture(autouse=True)
 def _scenario() -> Iterator[None]:
-    """A failure tells the memory and what was taken from it."""
+    """A failure shows the memory and its allocations."""
     with (
         following(BuddyAllocator, "__init__", "allocate", "free"),
         following(ContiguousReservation, "__init__", "admit", "grow", "release"),
@@ -21,7 +21,7 @@ def _scenario() -> Iterator[None]:
 
 
 class Bitmap:
-    """A slow allocator that keeps no lists: every answer is worked out anew from which slots are taken.
+    """A slow allocator that keeps no lists: every answer is computed anew from the allocated slots.
 
     Nothing is split and nothing merges here. A free run is an aligned run of free slots, a power of two long, that is
     not half of a longer one.

@@ -16,7 +16,7 @@ TIMES = one_of(1, range(2, 10))  # under a secret seed, sequences are so many ti
 
 
 def test_three_users_pad_to_the_longest():
-    """Lengths 200, 1500 and 60: three rows of 1500, 4500 in all, and 2740 of them hold no token."""
+    """Lengths 200, 1500 and 60: three times 1500 rows, 4500 in all, and 2740 of them hold no token."""
     lengths = [200 * TIMES, 1500 * TIMES, 60 * TIMES]
     call(padded_rows, lengths).gives(4500 * TIMES)
     call(padding_share, lengths).is_close(2740 / 4500)
@@ -29,7 +29,7 @@ def test_equal_lengths_need_no_padding():
 
 
 def test_a_batch_of_one_needs_no_padding():
-    """One sequence is a rectangle already."""
+    """One sequence is already a rectangle."""
     call(padded_rows, [60 * TIMES]).gives(60 * TIMES)
     call(padding_share, [60 * TIMES]).gives(0.0)
 
@@ -53,7 +53,7 @@ def test_any_batch_agrees_with_a_rectangle_that_is_drawn(lengths):
 
 @pytest.mark.parametrize("fn", [padded_rows, padding_share])
 def test_the_lengths_stay_as_they_are(fn):
-    """The list that was given is not changed."""
+    """The argument is not changed."""
     lengths = [5, 2, 9]
     call(fn, lengths)
     call(list, lengths).gives([5, 2, 9])
@@ -62,12 +62,12 @@ def test_the_lengths_stay_as_they_are(fn):
 @pytest.mark.parametrize("lengths", [[], [0], [5, 0, 3], [-1, 4]], ids=str)
 @pytest.mark.parametrize("fn", [padded_rows, padding_share])
 def test_no_sequence_or_an_empty_one_is_refused(fn, lengths):
-    """No sequence at all, or a length below 1, raises ValueError."""
+    """An empty list, or a length below 1, raises ValueError."""
     call(fn, lengths).raises(ValueError)
 
 
 @pytest.mark.parametrize("lengths", [[2.0], [5, "3"], [True, 2], [None]], ids=str)
 @pytest.mark.parametrize("fn", [padded_rows, padding_share])
 def test_lengths_that_are_no_int_are_refused(fn, lengths):
-    """A length that is no int raises TypeError: 2.0, "3", None, and True."""
+    """A length that is not an int raises TypeError: 2.0, "3", None, and True."""
     call(fn, lengths).raises(TypeError)

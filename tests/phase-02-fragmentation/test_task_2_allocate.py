@@ -42,7 +42,7 @@ TIMES = one_of(1, [2, 4, 8, 16])  # under a secret seed, memory and runs are so 
     ids=str,
 )
 def test_a_new_memory_is_the_powers_of_two_that_it_is_made_of(num_slots, runs):
-    """22 slots are runs of 16, 4 and 2, longest first, side by side; any number of slots is made this way."""
+    """22 slots are runs of 16, 4 and 2, longest first, side by side; the same holds for any number of slots."""
     num_slots, runs = TIMES * num_slots, [(TIMES * start, TIMES * size) for start, size in runs]
     memory = call(BuddyAllocator, num_slots).value
     call(memory.free_runs).gives(runs)
@@ -94,14 +94,14 @@ def test_the_shortest_run_that_fits_is_cut():
 
 
 def test_runs_are_handed_out_from_left_to_right():
-    """Eight runs of 2 fill 16 slots from 0 upwards: the lower half is used, the upper half waits."""
+    """Eight runs of 2 fill 16 slots from 0 upwards: the lower half is used, the upper half stays free."""
     memory = BuddyAllocator(16 * TIMES)
     for start in range(0, 16 * TIMES, 2 * TIMES):
         call(memory.allocate, 2 * TIMES).gives(start)
 
 
 def test_seven_requests_of_2048_fit_in_opt_13b():
-    """15,728 slots hold seven runs of 2,048. 1,392 slots are left, and no run of 2,048 among them."""
+    """15,728 slots hold seven runs of 2,048. 1,392 slots are left, without a run of 2,048."""
     memory = BuddyAllocator(15_728 * TIMES)
     starts = [call(memory.allocate, 2048 * TIMES).value for _ in range(7)]
     # The run of 2,048 is the shortest that fits, then the one of 4,096, then the one of 8,192.
@@ -112,7 +112,7 @@ def test_seven_requests_of_2048_fit_in_opt_13b():
 
 
 def test_enough_slots_in_all_are_not_enough():
-    """16 of 31 slots are taken and 15 are free, but 9 are not to be had: no error changes anything."""
+    """16 of 31 slots are taken and 15 are free, but no run of 9: a refused call changes nothing."""
     memory = BuddyAllocator(31)
     memory.allocate(16)
     for count in (9, 15, 16, 31, 1000):
@@ -123,7 +123,7 @@ def test_enough_slots_in_all_are_not_enough():
 
 
 def test_runs_side_by_side_are_not_one_run():
-    """24 slots are 16 and 8 side by side: 17 slots do not fit, though 24 are free in a row."""
+    """24 slots are 16 and 8 side by side: 17 slots do not fit, although 24 contiguous slots are free."""
     call(BuddyAllocator(24).allocate, 17).raises(OutOfSlotsError)
 
 
@@ -148,7 +148,7 @@ def test_any_series_agrees_with_a_bitmap(bitmap, num_slots, counts):
 
 @pytest.mark.timeout(20)
 def test_the_work_does_not_grow_with_the_slots():
-    """A memory of 2⁴⁰ slots, more than any list can hold, is no harder than one of 16."""
+    """A memory of 2⁴⁰ slots, more than any list can hold, is as fast as one of 16."""
     memory = call(BuddyAllocator, 2**40).value
     call(memory.allocate, 1).gives(0)
     call(memory.allocate, 2**30 - 5).gives(2**30)
@@ -159,7 +159,7 @@ def test_the_work_does_not_grow_with_the_slots():
 
 @pytest.mark.timeout(20)
 def test_large_counts_are_rounded_exactly():
-    """2⁴⁹ + 1 of 2⁶⁰ slots get 2⁵⁰. As floats, the logarithms of 2⁴⁹ + 1 and of 2⁴⁹ are the same."""
+    """2⁴⁹ + 1 of 2⁶⁰ slots get 2⁵⁰. As floats, the logarithms of 2⁴⁹ + 1 and of 2⁴⁹ are equal."""
     memory = call(BuddyAllocator, 2**60).value
     call(memory.allocate, 2**49 + 1).gives(0)
     call(memory.allocated, 0).gives(2**50)
@@ -179,7 +179,7 @@ def test_what_a_call_returned_is_the_callers():
 
 @pytest.mark.parametrize("start", [1, 2, 3, 4, 16, -1])
 def test_only_the_start_of_an_allocation_has_a_size(start):
-    """allocated() of a slot in the middle of an allocation, of a free one or of none raises ValueError."""
+    """allocated() of a slot in the middle of an allocation, of a free slot or of no slot raises ValueError."""
     memory = BuddyAllocator(16)
     memory.allocate(4)
     call(memory.allocated, start).raises(ValueError)
@@ -187,7 +187,7 @@ def test_only_the_start_of_an_allocation_has_a_size(start):
 
 @pytest.mark.parametrize("number", [0, -1, -16])
 def test_numbers_below_one_are_refused(number):
-    """No slots, or less: ValueError, of the memory and of a count."""
+    """A num_slots or count below 1: ValueError."""
     call(BuddyAllocator, number).raises(ValueError)
     memory = BuddyAllocator(16)
     call(memory.allocate, number).raises(ValueError)
@@ -196,7 +196,7 @@ def test_numbers_below_one_are_refused(number):
 
 @pytest.mark.parametrize("number", [2.0, "2", None, True], ids=repr)
 def test_numbers_that_are_no_int_are_refused(number):
-    """What is no int raises TypeError: 2.0, "2", None, and True."""
+    """A value that is not an int raises TypeError: 2.0, "2", None, and True."""
     call(BuddyAllocator, number).raises(TypeError)
     memory = BuddyAllocator(16)
     call(memory.allocate, number).raises(TypeError)

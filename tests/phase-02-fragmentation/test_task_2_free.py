@@ -1,4 +1,4 @@
-"""Phase 2, task 2: free, merge, and check the books."""
+"""Phase 2, task 2: free, merge, and check the invariants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ repeatable = settings(max_examples=150, deadline=None, derandomize=True, databas
 
 
 def test_freed_runs_merge_all_the_way_back():
-    """1 slot of 16, given back: the five free runs merge into one of 16 again."""
+    """1 slot of 16, freed: the five free runs merge into one of 16 again."""
     memory = BuddyAllocator(16)
     memory.allocate(1)
     call(memory.free, 0).gives(None)
@@ -24,14 +24,14 @@ def test_freed_runs_merge_all_the_way_back():
 
 
 def test_merging_stops_at_a_buddy_that_is_taken():
-    """Of four runs of 4, the second goes, then the third: they lie side by side, and are not buddies."""
+    """Of four runs of 4, the second is freed, then the third: they are neighbours, but not buddies."""
     memory = BuddyAllocator(16)
     for _ in range(4):
         memory.allocate(4)
     call(memory.free, 4).gives(None)
     call(memory.free, 8).gives(None)
     call(memory.free_runs).gives([(4, 4), (8, 4)])
-    that("largest_free with 8 slots free in a row", memory.largest_free).gives(4)
+    that("largest_free with 8 contiguous slots free", memory.largest_free).gives(4)
     call(memory.allocate, 8).raises(OutOfSlotsError)
     call(memory.free, 0).gives(None)
     call(memory.free_runs).gives([(0, 8), (8, 4)])
@@ -40,7 +40,7 @@ def test_merging_stops_at_a_buddy_that_is_taken():
 
 
 def test_a_buddy_that_is_cut_does_not_merge():
-    """The lower 4 of 8 is free and the upper 4 is half taken: they stay apart until all of it is free."""
+    """The lower 4 of 8 is free and the upper 4 is half taken: they stay apart until all of the upper 4 is free."""
     memory = BuddyAllocator(8)
     low, left, right = memory.allocate(4), memory.allocate(2), memory.allocate(2)
     call(memory.free, low).gives(None)
@@ -51,7 +51,7 @@ def test_a_buddy_that_is_cut_does_not_merge():
 
 
 def test_the_first_runs_never_merge():
-    """22 slots, all taken and all given back, are 16, 4 and 2 again, not one run and not 16 and 6."""
+    """22 slots, all allocated and all freed, are 16, 4 and 2 again, not one run and not 16 and 6."""
     memory = BuddyAllocator(22)
     for count in (16, 4, 2):
         memory.allocate(count)
@@ -61,7 +61,7 @@ def test_the_first_runs_never_merge():
 
 
 def test_the_hole_of_a_departure_is_used_again():
-    """Three runs of 4; the middle one leaves; 3 slots take its place, and 1 slot then the place beside."""
+    """Three runs of 4; the middle one is freed; 3 slots take its place, and 1 slot the run after it."""
     memory = BuddyAllocator(12)
     for _ in range(3):
         memory.allocate(3)
@@ -74,7 +74,7 @@ def test_the_hole_of_a_departure_is_used_again():
 
 
 def test_of_equal_holes_the_lowest_is_filled():
-    """Holes come back in any order and are filled from left to right."""
+    """Runs are freed in any order, and holes are filled from left to right."""
     memory = BuddyAllocator(16)
     for _ in range(8):
         memory.allocate(2)
@@ -95,7 +95,7 @@ def test_what_is_no_allocation_cannot_be_freed(start):
 
 
 def test_nothing_is_freed_twice():
-    """The second free of the same start raises ValueError, also when its slots are somebody else's by then."""
+    """The second free of the same start raises ValueError, even if its slots have been allocated again."""
     memory = BuddyAllocator(8)
     memory.allocate(2)
     memory.allocate(2)
@@ -110,7 +110,7 @@ def test_nothing_is_freed_twice():
 
 @pytest.mark.parametrize("start", [0.0, "0", None, False], ids=repr)
 def test_a_start_that_is_no_int_is_refused(start):
-    """What is no int raises TypeError: 0.0, "0", None, and False."""
+    """A value that is not an int raises TypeError: 0.0, "0", None, and False."""
     memory = BuddyAllocator(16)
     memory.allocate(4)
     call(memory.free, start).raises(TypeError)
@@ -129,7 +129,7 @@ operations = st.lists(
 @repeatable
 @given(num_slots=st.integers(1, 130), operations=operations)
 def test_any_series_agrees_with_a_bitmap(bitmap, num_slots, operations):
-    """For many series of allocate and free, memory is what a bitmap says that it is, and the books balance."""
+    """For many series of allocate and free, the memory matches a bitmap, and check() passes."""
     memory, model = BuddyAllocator(num_slots), bitmap(num_slots)
     for operation, number in operations:
         if operation == "allocate":
@@ -152,7 +152,7 @@ def test_any_series_agrees_with_a_bitmap(bitmap, num_slots, operations):
 
 @pytest.mark.timeout(20)
 def test_the_work_does_not_grow_with_the_slots():
-    """Free and check in a memory of 2⁴⁰ slots are no harder than in one of 16."""
+    """free and check in a memory of 2⁴⁰ slots are as fast as in one of 16."""
     memory = BuddyAllocator(2**40)
     starts = [memory.allocate(count) for count in (1, 2**30, 3, 2**20)]
     call(memory.check).gives(None)
@@ -162,10 +162,10 @@ def test_the_work_does_not_grow_with_the_slots():
 
 
 class Liar(BuddyAllocator):
-    """Eight slots, the first four taken, and an account of them that can be made false."""
+    """Eight slots, the first four taken, whose public methods can be made to return false values."""
 
     def __init__(self, **told):
-        self.told = {}  # the truth, until the allocator stands
+        self.told = {}  # true values until the allocator is constructed
         super().__init__(8)
         super().allocate(4)
         self.told = told
@@ -190,7 +190,7 @@ class Liar(BuddyAllocator):
 
 
 def test_true_books_pass():
-    """check() says nothing where there is nothing to say."""
+    """check() returns without an error if the invariants hold."""
     call(Liar().check).gives(None)
 
 
@@ -213,5 +213,5 @@ def test_true_books_pass():
     ],
 )
 def test_false_books_are_found(told):
-    """check() looks at what the public calls say, and raises InvariantError where that cannot be."""
+    """check() uses the public methods, and raises InvariantError if their results are inconsistent."""
     call(Liar(**told).check).raises(InvariantError)

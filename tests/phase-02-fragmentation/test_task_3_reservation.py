@@ -16,7 +16,7 @@ MORE = one_of(0, range(1, 100))  # under a secret seed, prompts have so many tok
 
 
 def test_the_three_policies_of_the_paper():
-    """An output of 25 tokens: Pow2 reserves 32 for it, Oracle 25, Max everything, each with the prompt of 100."""
+    """An output of 25 tokens: Pow2 reserves 32 for it, Oracle 25, Max the whole limit, each with the prompt of 100."""
     call(reservation, "pow2", 100 + MORE, 25, 2048).gives(132 + MORE)
     call(reservation, "oracle", 100 + MORE, 25, 2048).gives(125 + MORE)
     call(reservation, "max", 100 + MORE, 25, 2048).gives(2048)
@@ -50,14 +50,14 @@ def test_max_looks_at_nothing():
 
 @pytest.mark.parametrize("policy", ["max", "pow2", "oracle"])
 def test_a_request_may_fill_the_limit(policy):
-    """Prompt and output that are max_model_len together are welcome, and get just that."""
+    """Prompt and output that are max_model_len together are accepted, and get exactly that."""
     call(reservation, policy, 99, 1, 100).gives(100)
 
 
 @repeatable
 @given(prompt=st.integers(1, 300), output=st.integers(1, 300), spare=st.integers(0, 400))
 def test_many_requests(prompt, output, spare):
-    """Oracle ≤ Pow2 ≤ Max for every request, and Pow2 is what counting upwards by doubling finds."""
+    """Oracle ≤ Pow2 ≤ Max for every request, and Pow2 is the first power of two found by doubling."""
     limit = prompt + output + spare
     power = 1
     while power < output:
@@ -92,7 +92,7 @@ def test_counts_below_one_are_refused(policy, prompt, output, limit):
 @pytest.mark.parametrize("policy", ["max", "pow2", "oracle"])
 @pytest.mark.parametrize("wrong", [2.0, "2", None, True], ids=repr)
 def test_counts_that_are_no_int_are_refused(policy, wrong):
-    """A count that is no int raises TypeError, whichever it is."""
+    """Any count that is not an int raises TypeError."""
     call(reservation, policy, wrong, 2, 8).raises(TypeError)
     call(reservation, policy, 2, wrong, 8).raises(TypeError)
     call(reservation, policy, 2, 2, wrong).raises(TypeError)

@@ -12,12 +12,12 @@ POLICIES = ["max", "pow2", "oracle"]
 
 
 def state(memory):
-    """All that a caller can see of a memory."""
+    """The public state of a memory."""
     return memory.reservations(), memory.allocator.allocations(), memory.allocator.free_runs()
 
 
 def test_a_new_memory_is_empty():
-    """Nobody is in it, all slots are free, and it remembers its numbers."""
+    """A new memory is empty, all slots are free, and its attributes are set."""
     memory = call(ContiguousReservation, 22, "pow2", 16).value
     that("num_slots, policy, max_model_len", (memory.num_slots, memory.policy, memory.max_model_len)).gives(
         (22, "pow2", 16)
@@ -47,7 +47,7 @@ def test_requests_lie_one_behind_the_other():
 
 
 def test_a_request_grows_in_its_place():
-    """Tokens come one at a time or several at once. Nothing moves and no slot is taken."""
+    """Tokens come one at a time or several at once. Nothing moves and no slot is allocated."""
     memory = ContiguousReservation(32, "pow2", 32)
     memory.admit("a", 3, 6)
     before = state(memory)[1:]
@@ -60,7 +60,7 @@ def test_a_request_grows_in_its_place():
 
 
 def test_each_request_grows_alone():
-    """A token of one request is not a token of another."""
+    """Growing one request does not grow another."""
     memory = ContiguousReservation(64, "max", 16)
     for name in ("a", "b", 3):
         memory.admit(name, 2, 5)
@@ -103,7 +103,7 @@ def test_the_rounding_of_the_allocator_is_not_for_tokens():
 
 
 def test_release_gives_everything_back():
-    """A request that ends frees its run, grown or not, and the holes merge."""
+    """A released request frees its run, grown or not, and the holes merge."""
     memory = ContiguousReservation(32, "max", 8)
     for name in "abcd":
         memory.admit(name, 1, 7)
@@ -112,11 +112,11 @@ def test_release_gives_everything_back():
     that("free runs", memory.allocator.free_runs()).gives([(8, 8)])
     call(memory.release, "a").gives(None)
     that("free runs", memory.allocator.free_runs()).gives([(0, 16)])
-    that("who is left", [held.request_id for held in memory.reservations()]).gives(["c", "d"])
+    that("the remaining requests", [held.request_id for held in memory.reservations()]).gives(["c", "d"])
 
 
 def test_a_name_can_come_back():
-    """After its release a request's name is free again, and starts from its new prompt."""
+    """After its release a request's id can be admitted again, and starts from its new prompt."""
     memory = ContiguousReservation(16, "max", 16)
     memory.admit("a", 2, 5)
     memory.grow("a", 4)
@@ -126,7 +126,7 @@ def test_a_name_can_come_back():
 
 
 def test_holes_are_too_small_for_the_next():
-    """Oracle, 16 slots as four runs of 4. Two that are no buddies leave: 8 slots are free, and 5 do not fit."""
+    """Oracle, 16 slots as four runs of 4. Two that are not buddies are released: 8 slots are free, and 5 do not fit."""
     memory = ContiguousReservation(16, "oracle", 16)
     for name in "abcd":
         memory.admit(name, 3, 1)
@@ -151,7 +151,7 @@ def test_a_full_memory_refuses_and_keeps_the_name_free():
 
 
 def test_a_request_is_admitted_once():
-    """A name that is in the memory raises ValueError, and the first request keeps its tokens and its slots."""
+    """An id that is already admitted raises ValueError, and the first request keeps its tokens and its slots."""
     memory = ContiguousReservation(32, "oracle", 16)
     memory.admit("a", 3, 5)
     before = state(memory)
@@ -160,7 +160,7 @@ def test_a_request_is_admitted_once():
 
 
 def test_nobody_else_grows_or_leaves():
-    """A name that is not in the memory, or no longer, raises ValueError."""
+    """An id that is not admitted, or no longer, raises ValueError."""
     memory = ContiguousReservation(32, "oracle", 16)
     memory.admit("a", 3, 5)
     memory.admit("b", 3, 5)
@@ -192,7 +192,7 @@ def test_growing_by_nothing_is_refused(count):
 
 @pytest.mark.parametrize("count", [1.0, "1", None, True], ids=repr)
 def test_counts_that_are_no_int_are_refused(count):
-    """What is no int raises TypeError, as a prompt, an output, a number of new tokens, of slots and as a limit."""
+    """A prompt, output, count, num_slots or limit that is not an int raises TypeError."""
     memory = ContiguousReservation(16, "max", 16)
     call(memory.admit, "b", count, 2).raises(TypeError)
     call(memory.admit, "b", 2, count).raises(TypeError)

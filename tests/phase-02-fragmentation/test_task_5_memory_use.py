@@ -18,7 +18,7 @@ def use(used, reserved, internal, external, free):
 
 
 def test_an_empty_memory_is_free_or_external():
-    """All slots are free; while somebody waits for a run, those in shorter runs are external."""
+    """All slots are free; while a request waits for a run, those in shorter runs are external."""
     memory = ContiguousReservation(22, "max", 16)
     call(memory.memory_use).gives(use(0, 0, 0, 0, 22))
     call(memory.memory_use, 1).gives(use(0, 0, 0, 0, 22))
@@ -37,7 +37,7 @@ def test_an_empty_memory_is_free_or_external():
     ids=["max", "pow2", "oracle"],
 )
 def test_one_request_is_used_reserved_and_internal(policy, expected):
-    """Prompt 3, output 5: 3 used, 5 reserved, and what the policy and the rounding add is internal."""
+    """Prompt 3, output 5: 3 used, 5 reserved, and the surplus of the policy and of the rounding is internal."""
     memory = ContiguousReservation(64, policy, 20)
     memory.admit("a", 3, 5)
     call(memory.memory_use).gives(expected)
@@ -53,7 +53,7 @@ def test_a_token_turns_reserved_into_used():
 
 
 def test_a_request_that_says_more_than_it_announced():
-    """Under Max a request may go on. Its tokens are used, nothing is reserved, and internal shrinks."""
+    """Under Max a request may exceed its output. Its tokens are used, nothing is reserved, and internal shrinks."""
     memory = ContiguousReservation(64, "max", 20)
     memory.admit("a", 3, 5)
     memory.grow("a", 7)
@@ -70,7 +70,7 @@ def test_oracle_wastes_inside_only_by_rounding():
 
 
 def test_holes_left_by_departures():
-    """Every other of eight requests leaves: 16 of 32 slots are free, in holes of 4. For 5 slots they are external."""
+    """Every other of eight requests is released: 16 of 32 slots are free, in holes of 4. For 5 they are external."""
     memory = ContiguousReservation(32, "oracle", 32)
     for name in range(8):
         memory.admit(name, 3, 1)
@@ -92,7 +92,7 @@ def test_only_the_runs_that_are_too_short_are_external():
 
 
 def test_neighbours_that_are_no_buddies_are_two_runs():
-    """Two free runs of 4 lie side by side and are not buddies: for 8 slots, all 8 are external."""
+    """Two free runs of 4 are neighbours but not buddies: for 8 slots, all 8 are external."""
     memory = ContiguousReservation(16, "oracle", 16)
     for name in "abcd":
         memory.admit(name, 3, 1)
@@ -103,7 +103,7 @@ def test_neighbours_that_are_no_buddies_are_two_runs():
 
 
 def test_max_leaves_most_of_opt_13bs_memory_internal():
-    """15,728 slots, seven requests of 161 + 338 tokens: 7 % used when they start, and 1,392 slots for nobody."""
+    """15,728 slots, seven requests of 161 + 338 tokens: 7 % used when they start, and 1,392 slots unusable."""
     memory = ContiguousReservation(15_728, "max", 2048)
     for name in range(7):
         memory.admit(name, 161, 338)
@@ -115,7 +115,7 @@ def test_max_leaves_most_of_opt_13bs_memory_internal():
 
 
 def test_asking_changes_nothing():
-    """memory_use only looks."""
+    """memory_use changes nothing."""
     memory = ContiguousReservation(22, "oracle", 16)
     memory.admit("a", 3, 5)
     before = memory.reservations(), memory.allocator.free_runs()
@@ -164,7 +164,7 @@ def test_every_slot_is_counted_once(num_slots, policy, actions, waiting):
 
 
 def painted(memory, num_slots, requests, waiting):
-    """Every slot's part by name, from what the requests were given and from the free runs."""
+    """Every slot's part by name, from the requests' reservations and the free runs."""
     paint = ["internal"] * num_slots
     for start, size in memory.allocator.free_runs():
         paint[start : start + size] = ["external" if size < waiting else "free"] * size
@@ -176,11 +176,11 @@ def painted(memory, num_slots, requests, waiting):
 
 @pytest.mark.parametrize("waiting", [0, -1])
 def test_waiting_for_nothing_is_refused(waiting):
-    """Below 1 there is nothing to wait for: ValueError. Nobody waiting is None."""
+    """A waiting reservation below 1 is a ValueError. None means that no request waits."""
     call(ContiguousReservation(16, "max", 16).memory_use, waiting).raises(ValueError)
 
 
 @pytest.mark.parametrize("waiting", [2.0, "2", True], ids=repr)
 def test_waiting_has_to_be_an_int(waiting):
-    """What is no int and not None raises TypeError."""
+    """A value that is neither an int nor None raises TypeError."""
     call(ContiguousReservation(16, "max", 16).memory_use, waiting).raises(TypeError)

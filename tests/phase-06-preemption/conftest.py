@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the scheduler, its requests, and the steps so far."""
+    """A failure shows the scheduler, its requests, and the steps so far."""
     with following_schedulers(), following(PagedScheduler, "__init__"):
         yield
 

@@ -30,7 +30,7 @@ RUNS = {
 
 
 def steps_of(cls, sizes, options):
-    """What a scheduler says and does in each step of a run: as text, so that two runs can be compared."""
+    """What a scheduler returns and changes in each step of a run, as text, for comparing two runs."""
     scheduler = cls(**options)
     requests = [Request(n, [1] * num_prompt, max_tokens) for n, (num_prompt, max_tokens) in enumerate(sizes)]
     for request in requests:

@@ -116,7 +116,7 @@ def test_an_admission_leaves_the_watermark_free(paged, a_request, watermark, num
 
 @pytest.mark.parametrize("num_waiting", [1, 3])
 def test_the_watermark_asks_whether_the_batch_is_empty(paged, a_request, num_waiting):
-    """The batch is empty, and requests wait: the watermark asks for nothing, whatever their number."""
+    """The batch is empty, and requests wait: the watermark needs nothing, whatever their number."""
     requests = [a_request(n, 40) for n in range(num_waiting)]
     scheduler = paged(requests, num_blocks=10, watermark=0.5)
     that(f"can_allocate of the first of {num_waiting}", scheduler.can_allocate(requests[0]).name).gives("OK")
@@ -124,7 +124,7 @@ def test_the_watermark_asks_whether_the_batch_is_empty(paged, a_request, num_wai
 
 @pytest.mark.parametrize("watermark", [0.1, 0.5, 0.99])
 def test_the_watermark_delays_no_admission_into_an_empty_batch(paged, a_request, watermark):
-    """A request as large as the pool must run at some point. With an empty batch the watermark asks for nothing."""
+    """A request as large as the pool must run at some point. With an empty batch the watermark needs nothing."""
     scheduler, request = paged(num_blocks=10, watermark=watermark), a_request("r", 40)
     call(scheduler.can_allocate, request).gives(OK)
     put_into_batch(scheduler, a_request("in the batch", 1))

@@ -120,7 +120,7 @@ def test_without_tokens_the_head_waits(paged, a_request, admit, others, admitted
     """20 tokens a step, prompts of 9, 9 and 9: what the step has already counts, and none is bypassed."""
     scheduler = paged([a_request(0, 9), a_request(1, 9), a_request(2, 9)], num_blocks=50, max_num_batched_tokens=20)
     admit(scheduler, others)
-    that(f"admitted beside {others} tokens", ids(scheduler.running)).gives(admitted)
+    that(f"admitted next to {others} tokens", ids(scheduler.running)).gives(admitted)
 
 
 def test_no_request_is_bypassed(paged, a_request, admit):
@@ -213,7 +213,7 @@ def outgrown(paged, a_request, *before, **options):
 
 @pytest.mark.parametrize("others", [0, 1, 19])
 def test_a_request_that_has_outgrown_the_step_is_admitted(paged, a_request, admit, others):
-    """25 tokens, 20 a step: it would wait for ever. So it is admitted, and no other in that step."""
+    """25 tokens, 20 a step: it would wait forever. So it is admitted, and no other in that step."""
     scheduler = outgrown(paged, a_request)
     output = admit(scheduler, others)
     that("the batch", ids(scheduler.running)).gives(["grown"])
@@ -249,7 +249,7 @@ def test_a_request_of_exactly_a_step_is_not_outgrown(paged, a_request, admit):
     scheduler = paged([request], num_blocks=50, max_num_batched_tokens=20)
     come_back(request, 5)
     admit(scheduler, 1)
-    that("admitted beside 1 token", ids(scheduler.running)).gives([])
+    that("admitted next to 1 token", ids(scheduler.running)).gives([])
     admit(scheduler)
     that("admitted alone", ids(scheduler.running)).gives(["r"])
 
@@ -270,19 +270,19 @@ def swapped(request, generated):
 
 
 def test_a_swapped_request_computes_one_token(paged, a_request, admit):
-    """15 + 4 tokens, of which 18 are computed, and 20 a step: it fits beside 19 tokens of others, and not beside 20."""
+    """15 + 4 tokens, of which 18 are computed, and 20 a step: it fits next to 19 tokens of others, not next to 20."""
     request = a_request("r", 15)
     scheduler = paged([request], cls=Copies, num_blocks=50, max_num_batched_tokens=20)
     swapped(request, 4)
     admit(scheduler, 20)
-    that("admitted beside 20 tokens", ids(scheduler.running)).gives([])
+    that("admitted next to 20 tokens", ids(scheduler.running)).gives([])
     output = admit(scheduler, 19)
-    that("admitted beside 19 tokens", ids(scheduler.running)).gives(["r"])
+    that("admitted next to 19 tokens", ids(scheduler.running)).gives(["r"])
     that("its tokens", output.num_scheduled_tokens["r"]).gives(1)
 
 
 def test_a_long_swapped_request_is_not_outgrown(paged, a_request, admit):
-    """25 tokens, 24 of them computed, 20 a step: one to compute is no exception. Others are admitted beside it."""
+    """25 tokens, 24 of them computed, 20 a step: one to compute is no exception. Others are admitted with it."""
     requests = [a_request("first", 3), a_request("long", 15), a_request("last", 3)]
     scheduler = paged(requests, cls=Copies, num_blocks=50, max_num_batched_tokens=20)
     swapped(requests[1], 10)
@@ -366,7 +366,7 @@ def test_a_prefix_is_looked_for_once_and_passed_on(paged, a_request, admit):
 
 
 def test_blocks_to_admit_may_be_more(paged, a_request, admit):
-    """A stage that allocates a block more for every request."""
+    """A stage that allocates a block more forevery request."""
 
     class Generous(PagedScheduler):
         def blocks_to_admit(self, request):

@@ -177,7 +177,7 @@ def test_make_room_asks_again_what_is_missing(paged, a_request, a_step):
 
 
 def test_make_room_for_the_last_of_the_batch(paged, a_request, a_step):
-    """Its own turn: False, because it was preempted; the older one stays."""
+    """It is its own victim: False, because it was preempted; the older one stays."""
     requests = [a_request("old", 4), a_request("young", 4)]
     scheduler = paged(requests, num_blocks=2)
     a_step(scheduler)
@@ -247,7 +247,7 @@ def test_all_others_are_preempted_before_it_is_finished(paged, a_request, a_step
 
 
 def test_a_long_one_is_finished_and_the_queue_moves_on(paged, a_request):
-    """One outgrows the pool, the others need little: all finish within 60 steps. No request waits for ever."""
+    """One outgrows the pool, the others need little: all finish within 60 steps. No request waits forever."""
     requests = [a_request("small", 3, 5), a_request("endless", 6, 10**6), a_request("late", 2, 3)]
     tally = drive(paged(num_blocks=4), requests, max_steps=60)
     that("finish reasons", [each.finish_reason for each in requests]).gives(["length", "capacity", "length"])
@@ -300,7 +300,7 @@ def workload(seed, a_request):
 
 @pytest.mark.parametrize("seed", range(25))
 def test_every_request_finishes_in_small_pools(paged, a_request, a_step, seed):
-    """Pools hardly larger than one request: every step makes progress, in the order of arrival, and all finish.
+    """Pools barely larger than one request: every step makes progress, in the order of arrival, and all finish.
 
     A request finishes with max_tokens tokens; or, if these and its prompt do not fit into the whole pool, with as many
     as do, and one more.

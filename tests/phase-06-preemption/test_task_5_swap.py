@@ -38,8 +38,8 @@ def test_swap_out_moves_blocks_and_gives_them_back(paged, a_request, a_step):
     call(scheduler.swap_out, request, 2, output).gives(None)
     that("swapped_out", output.swapped_out).gives({"r": [(0, 0), (1, 1)]})
     seen = request.block_ids, request.host_block_ids, request.status.name
-    that("blocks, host blocks, status", seen).gives(([], [0, 1], "SWAPPED"))
-    that("used blocks, used host blocks", (scheduler.pool.num_used, scheduler.host_pool.num_used)).gives((0, 2))
+    that("blocks, CPU blocks, status", seen).gives(([], [0, 1], "SWAPPED"))
+    that("used blocks, used CPU blocks", (scheduler.pool.num_used, scheduler.host_pool.num_used)).gives((0, 2))
 
 
 def test_swap_out_asks_release(paged, a_request, a_step):
@@ -64,14 +64,14 @@ def test_swap_out_asks_release(paged, a_request, a_step):
 
 
 def test_blocks_are_paired_with_host_blocks(paged, a_request, a_step):
-    """Request 1 held blocks 5 … 9: each is paired with a host block, in the order of its tokens."""
+    """Request 1 held blocks 5 … 9: each is paired with a CPU block, in the order of its tokens."""
     requests, scheduler = two_of_80(paged, a_request)
     a_step(scheduler)
     output = a_step(scheduler)
     that("preempted", output.preempted).gives([1])
     that("swapped_out", output.swapped_out).gives({1: [(5, 0), (6, 1), (7, 2), (8, 3), (9, 4)]})
     that("swapped_in", output.swapped_in).gives({})
-    that("its host blocks", requests[1].host_block_ids).gives([0, 1, 2, 3, 4])
+    that("its CPU blocks", requests[1].host_block_ids).gives([0, 1, 2, 3, 4])
     that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 1})
 
 
@@ -87,7 +87,7 @@ def test_a_swapped_request_keeps_its_computed_tokens(paged, a_request, a_step):
     that("num_computed_tokens", request.num_computed_tokens).gives(80)
     that("generated tokens", request.output_token_ids).gives([7])
     that("num_preemptions", request.num_preemptions).gives(1)
-    that("free blocks, free host blocks", (scheduler.pool.num_free, scheduler.host_pool.num_free)).gives((4, 15))
+    that("free blocks, free CPU blocks", (scheduler.pool.num_free, scheduler.host_pool.num_free)).gives((4, 15))
 
 
 @pytest.mark.parametrize(("num_prompt", "pairs"), [(5, 2), (7, 2), (8, 2), (9, 3), (12, 3)])
@@ -107,23 +107,23 @@ def test_two_victims_in_one_step(paged, a_request, a_step):
     output = a_step(scheduler)
     that("preempted", output.preempted).gives([3, 2])
     that("swapped_out", output.swapped_out).gives({3: [(3, 0)], 2: [(2, 1)]})
-    that("host blocks of 2 and 3", [each.host_block_ids for each in scheduler.waiting.values()]).gives([[1], [0]])
+    that("CPU blocks of 2 and 3", [each.host_block_ids for each in scheduler.waiting.values()]).gives([[1], [0]])
 
 
 # In
 
 
 def test_release_host_frees_the_last_block_first(paged, a_request):
-    """The host blocks go back, the last one first, and the request has none."""
+    """The CPU blocks go back, the last one first, and the request has none."""
     scheduler, request = swapping(paged, num_blocks=4, num_host_blocks=3), a_request("r", 8)
     request.host_block_ids = scheduler.host_pool.allocate(3)
     call(scheduler.release_host, request).gives(None)
-    that("its host blocks", request.host_block_ids).gives([])
-    that("the free host blocks, in order", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
+    that("its CPU blocks", request.host_block_ids).gives([])
+    that("the free CPU blocks, in order", scheduler.host_pool.allocate(3)).gives([2, 1, 0])
 
 
 def test_swap_in_pairs_and_gives_host_blocks_back(paged, a_request):
-    """The pairs are host block to block, in order; blocks behind them get nothing; the host blocks are free."""
+    """The pairs are CPU block to block, in order; blocks behind them get nothing; the CPU blocks are free."""
     scheduler, request, output = swapping(paged, num_blocks=10), a_request("r", 8), SchedulerOutput()
     scheduler.host_pool.allocate(3)
     request.host_block_ids = scheduler.host_pool.allocate(2)
@@ -131,7 +131,7 @@ def test_swap_in_pairs_and_gives_host_blocks_back(paged, a_request):
     call(scheduler.swap_in, request, output).gives(None)
     that("swapped_in", output.swapped_in).gives({"r": [(3, 1), (4, 2)]})
     that("its blocks", request.block_ids).gives([1, 2, 3])
-    that("its host blocks, used ones", (request.host_block_ids, scheduler.host_pool.num_used)).gives(([], 3))
+    that("its CPU blocks, used ones", (request.host_block_ids, scheduler.host_pool.num_used)).gives(([], 3))
 
 
 def test_two_that_come_back_in_one_step(paged, a_request, a_step):
@@ -158,14 +158,14 @@ def test_a_swapped_request_resumes_with_one_token(paged, a_request, a_step):
     that("its blocks", len(request.block_ids)).gives(6)
     that("swapped_in", output.swapped_in).gives({1: list(zip(range(5), request.block_ids[:5], strict=True))})
     that("swapped_out", output.swapped_out).gives({})
-    that("status and host blocks", (request.status.name, request.host_block_ids)).gives(("RUNNING", []))
-    that("used host blocks", scheduler.host_pool.num_used).gives(0)
+    that("status and CPU blocks", (request.status.name, request.host_block_ids)).gives(("RUNNING", []))
+    that("used CPU blocks", scheduler.host_pool.num_used).gives(0)
     scheduler.update_from_output(output, {1: 7})
     that("num_computed_tokens", request.num_computed_tokens).gives(81)
 
 
 def test_swap_in_asks_release_host(paged, a_request):
-    """A stage that keeps its host blocks in another way is called when they come back: release_host(request), once."""
+    """A stage that keeps its CPU blocks in another way is called when they come back: release_host(request), once."""
     seen = []
 
     class Noting(PagedScheduler):
@@ -177,7 +177,7 @@ def test_swap_in_asks_release_host(paged, a_request):
     request.host_block_ids = scheduler.host_pool.allocate(2)
     request.block_ids = scheduler.pool.allocate(2)
     call(scheduler.swap_in, request, SchedulerOutput()).gives(None)
-    that("calls of release_host: the request's host blocks", seen).gives([[0, 1]])
+    that("calls of release_host: the request's CPU blocks", seen).gives([[0, 1]])
 
 
 # Swap or recompute
@@ -185,7 +185,7 @@ def test_swap_in_asks_release_host(paged, a_request):
 
 @pytest.mark.parametrize(("num_host_blocks", "status"), [(5, "SWAPPED"), (4, "WAITING"), (1, "WAITING")])
 def test_without_room_in_swap_space_it_is_recomputed(paged, a_request, a_step, num_host_blocks, status):
-    """5 blocks to swap: with 5 host blocks it is swapped, with fewer it is recomputed. Never a part of it."""
+    """5 blocks to swap: with 5 CPU blocks it is swapped, with fewer it is recomputed. Never a part of it."""
     requests, scheduler = two_of_80(paged, a_request, num_host_blocks=num_host_blocks)
     a_step(scheduler)
     output = a_step(scheduler)
@@ -194,11 +194,11 @@ def test_without_room_in_swap_space_it_is_recomputed(paged, a_request, a_step, n
     swapped = status == "SWAPPED"
     that("num_computed_tokens", requests[1].num_computed_tokens).gives(80 if swapped else 0)
     that("in swapped_out", 1 in output.swapped_out).gives(swapped)
-    that("used host blocks", scheduler.host_pool.num_used).gives(5 if swapped else 0)
+    that("used CPU blocks", scheduler.host_pool.num_used).gives(5 if swapped else 0)
 
 
 def test_one_swapped_one_recomputed(paged, a_request, a_step):
-    """Two victims, one host block: the first victim takes it, the other is recomputed. Their order stays."""
+    """Two victims, one CPU block: the first victim takes it, the other is recomputed. Their order stays."""
     requests = [a_request(n, 4, 5) for n in range(4)]
     scheduler = swapping(paged, requests, num_blocks=4, num_host_blocks=1)
     a_step(scheduler)
@@ -219,12 +219,12 @@ def test_a_request_without_computed_tokens_is_recomputed(paged, a_request):
     output = SchedulerOutput()
     call(scheduler.preempt, request, output).gives(None)
     seen = request.status.name, output.swapped_out, scheduler.host_pool.num_used
-    that("status, swapped_out, used host blocks", seen).gives(("WAITING", {}, 0))
+    that("status, swapped_out, used CPU blocks", seen).gives(("WAITING", {}, 0))
 
 
 @pytest.mark.parametrize("num_computed", [1, 4, 7])
 def test_what_is_computed_is_swapped_without_any_output(paged, a_request, num_computed):
-    """A prompt of 8 of which a part is computed, and no token generated (phase 9's chunks): it is swapped all the same.
+    """A prompt of 8 of which a part is computed, and no token generated (phase 9's chunks): it is still swapped.
 
     What counts is whether it has computed tokens.
     """
@@ -249,13 +249,13 @@ def test_recompute_swaps_nothing(paged, a_request, a_step):
 
 
 def test_host_blocks_are_used_again_and_again(paged, a_request):
-    """Host blocks that were given back take the next victim's: two of them carry many more than two over and back."""
+    """CPU blocks that were given back take the next victim's: two of them carry many more than two over and back."""
     requests = [a_request(n, 4, 9) for n in range(12)]
     scheduler = swapping(paged, requests, num_blocks=6, num_host_blocks=2)
     tally = drive(scheduler, max_steps=200)
     that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([9] * 12)
     that("blocks swapped, out and in", tally.num_swapped_blocks > 2 * 2).gives(True)
-    that("used host blocks", scheduler.host_pool.num_used).gives(0)
+    that("used CPU blocks", scheduler.host_pool.num_used).gives(0)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -279,19 +279,19 @@ def test_the_policy_changes_no_batch(paged, a_request, seed):
 
 
 def test_a_swapped_request_that_is_aborted(paged, a_request, a_step):
-    """Its client leaves: its host blocks are free, the batch's blocks are not touched, and the queue is empty."""
+    """Its client leaves: its CPU blocks are free, the batch's blocks are not touched, and the queue is empty."""
     requests, scheduler = two_of_80(paged, a_request)
     a_step(scheduler)
     a_step(scheduler)
     call(scheduler.abort_request, 1).gives(True)
     seen = requests[1].finish_reason, requests[1].host_block_ids, list(scheduler.waiting)
-    that("its finish reason and host blocks, the queue", seen).gives(("abort", [], []))
+    that("its finish reason and CPU blocks, the queue", seen).gives(("abort", [], []))
     counts = scheduler.pool.num_free, scheduler.host_pool.num_free
-    that("free blocks, free host blocks", counts).gives((4, 20))
+    that("free blocks, free CPU blocks", counts).gives((4, 20))
 
 
 def test_it_may_be_aborted_in_the_step_that_brings_it_back(paged, a_request, a_step):
-    """Between schedule and commit: its blocks are free, and the host blocks are not freed a second time."""
+    """Between schedule and commit: its blocks are free, and the CPU blocks are not freed a second time."""
     requests, scheduler = two_of_80(paged, a_request)
     for _ in range(20):
         a_step(scheduler)
@@ -299,21 +299,21 @@ def test_it_may_be_aborted_in_the_step_that_brings_it_back(paged, a_request, a_s
     call(scheduler.abort_request, 1).gives(True)
     call(scheduler.update_from_output, output, {}).gives([])
     counts = scheduler.pool.num_used, scheduler.host_pool.num_used, scheduler.has_unfinished
-    that("used blocks, used host blocks, has_unfinished", counts).gives((0, 0, False))
+    that("used blocks, used CPU blocks, has_unfinished", counts).gives((0, 0, False))
     that("tokens generated", len(requests[1].output_token_ids)).gives(1)
 
 
 def test_a_step_that_failed_empties_the_swap_space(paged, a_request, a_step):
     """While 1 is swapped out, a step fails: what lies in swap space is given up, and both are computed again.
 
-    `recover` is given, and frees host blocks by `release_host`.
+    `recover` is given, and frees CPU blocks by `release_host`.
     """
     requests, scheduler = two_of_80(paged, a_request)
     a_step(scheduler)
     a_step(scheduler)
     scheduler.schedule()
     call(scheduler.recover).gives(None)
-    that("free blocks, free host blocks", (scheduler.pool.num_free, scheduler.host_pool.num_free)).gives((10, 20))
+    that("free blocks, free CPU blocks", (scheduler.pool.num_free, scheduler.host_pool.num_free)).gives((10, 20))
     that("their status", [each.status.name for each in requests]).gives(["WAITING", "WAITING"])
     that("their computed tokens", [each.num_computed_tokens for each in requests]).gives([0, 0])
     that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([2, 1])
@@ -345,11 +345,11 @@ def test_no_block_is_lost_in_small_pools(paged, a_request, a_step, seed):
             that(f"blocks copied back for {request_id!r}", moved).gives(fits)
         hosted = [block for each in requests for block in each.host_block_ids]
         held = [block for each in requests for block in each.block_ids]
-        that(f"used host blocks after step {step}", scheduler.host_pool.num_used).gives(len(hosted))
-        that("and no host block twice", len(set(hosted))).gives(len(hosted))
+        that(f"used CPU blocks after step {step}", scheduler.host_pool.num_used).gives(len(hosted))
+        that("and no CPU block twice", len(set(hosted))).gives(len(hosted))
         that(f"used blocks after step {step}", scheduler.pool.num_used).gives(len(held))
         swapped = [each.status is RequestStatus.SWAPPED for each in requests]
         that(
-            "whether each has host blocks, exactly if it is SWAPPED", [bool(each.host_block_ids) for each in requests]
+            "whether each has CPU blocks, exactly if it is SWAPPED", [bool(each.host_block_ids) for each in requests]
         ).gives(swapped)
     that("unfinished at the end", scheduler.has_unfinished).gives(False)

@@ -89,7 +89,7 @@ def test_blocks_go_out_and_come_back():
 
 
 def test_the_blocks_that_move_are_copied_and_no_others():
-    """Two blocks move, of 6 and of 60, and of as many host blocks: as many numbers are copied, each way."""
+    """Two blocks move, of 6 and of 60, and of as many CPU blocks: as many numbers are copied, each way."""
     costs = []
     for num_blocks in (6, 60):
         storage, _ = a_storage(num_blocks)
@@ -101,7 +101,7 @@ def test_the_blocks_that_move_are_copied_and_no_others():
 
 
 def test_back_to_other_blocks():
-    """Host blocks come back into whatever blocks the request has then; what else lies there is not touched."""
+    """CPU blocks come back into whatever blocks the request has then; what else lies there is not touched."""
     storage, original = a_storage(6)
     host = HostStorage(storage, 4)
     call(host.swap_out, [(0, 3), (1, 1)]).gives(None)
@@ -111,7 +111,7 @@ def test_back_to_other_blocks():
 
 
 def test_block_ids_and_host_block_ids_are_different_things():
-    """Block 2 goes to host block 0, and block 0 to host block 2: the same numbers on both sides, and no mix-up."""
+    """Block 2 goes to CPU block 0, and block 0 to CPU block 2: the same numbers on both sides, and no mix-up."""
     storage, original = a_storage(3)
     host = HostStorage(storage, 3)
     call(host.swap_out, [(2, 0), (0, 2)]).gives(None)
@@ -128,11 +128,11 @@ def test_swapping_out_changes_nothing_here():
     check(storage, {block: contents(original, block) for block in range(4)}, "after swap_out")
     call(host.swap_in, [(1, 1)]).gives(None)
     call(host.swap_in, [(1, 2)]).gives(None)
-    check(storage, {1: contents(original, 0), 2: contents(original, 0)}, "after swapping one host block in twice")
+    check(storage, {1: contents(original, 0), 2: contents(original, 0)}, "after swapping one CPU block in twice")
 
 
 def test_host_blocks_keep_what_they_have():
-    """Later swaps write their own host blocks, and no others."""
+    """Later swaps write their own CPU blocks, and no others."""
     storage, original = a_storage(6)
     host = HostStorage(storage, 5)
     for block in range(5):
@@ -169,7 +169,7 @@ def test_out_and_in_within_one_step():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_blocks_to_any_blocks(seed):
-    """Random blocks to random host blocks and back to other ones: a model of dicts says what must be where."""
+    """Random blocks to random CPU blocks and back to other ones: a model of dicts says what must be where."""
     rng = random.Random(fresh(seed))
     storage, original = a_storage(9)
     host = HostStorage(storage, 7)
@@ -200,7 +200,7 @@ def test_any_dtype(dtype):
 
 
 def test_nbytes():
-    """nbytes: keys and values of all layers, of every host block. The storage it serves is at hand."""
+    """nbytes: keys and values of all layers, of every CPU block. The storage it serves is at hand."""
     storage, _ = a_storage(6)
     host = HostStorage(storage, 5)
     that("nbytes", host.nbytes).gives(2 * LAYERS * 5 * BLOCK_SIZE * HEADS * HEAD_DIM * 4)
@@ -224,10 +224,10 @@ def test_sizes_that_are_refused():
 
 BAD = [
     pytest.param([(4, 0)], IndexError, id="no such block"),
-    pytest.param([(0, 6)], IndexError, id="no such host block"),
+    pytest.param([(0, 6)], IndexError, id="no such CPU block"),
     pytest.param([(0, 0), (-1, 1)], IndexError, id="a block counted from the end"),
-    pytest.param([(0, 0), (1, -1)], IndexError, id="a host block counted from the end"),
-    pytest.param([(0, 0), (1, 0)], ValueError, id="one host block twice"),
+    pytest.param([(0, 0), (1, -1)], IndexError, id="a CPU block counted from the end"),
+    pytest.param([(0, 0), (1, 0)], ValueError, id="one CPU block twice"),
     pytest.param([(0, 0), (2, 3), (0, 1)], ValueError, id="one block twice"),
     pytest.param([(0, 0), (1.0, 1)], TypeError, id="a float"),
     pytest.param([(0, 0), (1, "1")], TypeError, id="a string"),
@@ -237,13 +237,13 @@ BAD = [
 
 @pytest.mark.parametrize(("pairs", "error"), BAD)
 def test_swaps_that_are_refused(pairs, error):
-    """4 blocks, 6 host blocks. Not an int: TypeError; no such id: IndexError; twice: ValueError. Nothing is copied."""
+    """4 blocks, 6 CPU blocks. Not an int: TypeError; no such id: IndexError; twice: ValueError. Nothing is copied."""
     storage, original = a_storage(4)
     host = HostStorage(storage, 6)
     host.swap_out([(3, 0)])
     call(host.swap_out, pairs).raises(error)
     call(host.swap_in, [(0, 0)]).gives(None)
-    that("host block 0, which a refused swap_out named too", contents(storage, 0)).gives(contents(original, 3))
+    that("CPU block 0, which a refused swap_out named too", contents(storage, 0)).gives(contents(original, 3))
     storage, original = a_storage(4)
     host = HostStorage(storage, 6)
     call(host.swap_in, swap(pairs)).raises(error)

@@ -443,7 +443,7 @@ def test_places_and_ends(cls, sizes, says):
 
 
 def test_a_copy_that_waits():
-    """Not the request that was added stands in the queue, but a copy: its client would wait for ever."""
+    """Not the request that was added stands in the queue, but a copy: its client would wait forever."""
 
     class TakesACopy(Broken):
         def add_request(self, request):
@@ -479,7 +479,7 @@ def test_counts_that_lie(name, lie):
 
 
 def test_has_unfinished_when_none_is_left():
-    """has_unfinished is True when no request is left: a server would ask for steps for ever."""
+    """has_unfinished is True when no request is left: a server would call schedule forever."""
     expose(lying("has_unfinished", lambda left: True), "step 1, places", [(4, 2)])
 
 
@@ -605,7 +605,7 @@ def test_recoveries(cls, explicit):
     call(again).raises(InvariantError, saying="step 2, recovery")
 
 
-@pytest.mark.parametrize("where", ["blocks", "host blocks"])
+@pytest.mark.parametrize("where", ["blocks", "CPU blocks"])
 def test_a_recovery_that_loses_a_block(where):
     """After it nothing is in use, and the pool, or the host's, counts a block as used."""
 
@@ -669,7 +669,7 @@ def test_a_block_that_does_not_exist(block_id):
 
 
 def test_a_host_block_that_is_lost():
-    """A swapped request comes back, and its host blocks stay used for ever."""
+    """A swapped request comes back, and its CPU blocks stay used forever."""
 
     class KeepsHostBlocks(Broken):
         def release_host(self, request):
@@ -679,7 +679,7 @@ def test_a_host_block_that_is_lost():
 
 
 def test_host_blocks_without_a_host():
-    """With recompute there is no host pool: no request can have host blocks."""
+    """With recompute there is no CPU swap space: no request can have CPU blocks."""
 
     class Dreams(Broken):
         def preempt(self, request, output):
@@ -703,9 +703,9 @@ def test_a_pool_that_lies(off, name):
     expose(Liar, "step 0, blocks", [(4, 9)], num_blocks=20)
 
 
-@pytest.mark.parametrize("where", ["blocks", "host blocks"])
+@pytest.mark.parametrize("where", ["blocks", "CPU blocks"])
 def test_a_block_with_a_reference_too_many(where):
-    """Two references are counted, and one request lists it: when that one leaves, the block stays used for ever."""
+    """Two references are counted, and one request lists it: when that one leaves, the block stays used forever."""
 
     class OwnsTwice(Broken):
         def admit(self, request, output, found=()):
@@ -715,7 +715,7 @@ def test_a_block_with_a_reference_too_many(where):
 
         def swap_out(self, request, num_blocks, output):
             super().swap_out(request, num_blocks, output)
-            if where == "host blocks":
+            if where == "CPU blocks":
                 self.host_pool.share(request.host_block_ids[:1])
 
     expose(OwnsTwice, "step 0, blocks" if where == "blocks" else "step 1, blocks", **SWAP)
@@ -726,7 +726,7 @@ def test_a_block_with_a_reference_too_many(where):
 
 @pytest.mark.parametrize(("off", "step"), [(-1, 1), (1, 0)], ids=["a token late", "a token early"])
 def test_a_block_at_the_wrong_token(off, step):
-    """Growing one token late, a token has no slot; one token early, a block is held for nothing."""
+    """Growing one token late, a token has no slot; one token early, a block is held without need."""
 
     class CountsWrong(Broken):
         def blocks_missing(self, request):
@@ -780,7 +780,7 @@ def test_a_victim_that_believes_to_be_computed():
 
 
 def test_a_swapped_request_that_keeps_its_blocks():
-    """Swapped out, it has host blocks, and its device blocks besides."""
+    """Swapped out, it has CPU blocks, and its device blocks besides."""
 
     class HasBoth(Broken):
         def swap_out(self, request, num_blocks, output):
@@ -794,7 +794,7 @@ def test_a_swapped_request_that_keeps_its_blocks():
 
 @pytest.mark.parametrize("off", [-1, 1], ids=["one too few", "one too many"])
 def test_a_number_of_host_blocks_that_is_wrong(off):
-    """Host blocks for just what is computed."""
+    """CPU blocks for just what is computed."""
 
     class SwapsOther(Broken):
         def swap_out(self, request, num_blocks, output):
@@ -804,7 +804,7 @@ def test_a_number_of_host_blocks_that_is_wrong(off):
 
 
 def test_host_blocks_of_the_batch():
-    """Back in the batch, and still with host blocks, though they were given back."""
+    """Back in the batch, and still with CPU blocks, though they were given back."""
 
     class NeverFrees(Broken):
         def swap_in(self, request, output):
@@ -828,7 +828,7 @@ def test_nothing_computed_and_swapped():
 
 
 def test_host_blocks_of_one_that_is_recomputed():
-    """It has nothing computed, waits for a new start, and takes a host block along."""
+    """It has nothing computed, waits for a new start, and takes a CPU block along."""
 
     class Hoards(Broken):
         def preempt(self, request, output):
@@ -931,7 +931,7 @@ def test_too_many_requests():
 
 
 def test_nothing_happens():
-    """One batch slot, and none is admitted because one is kept free: the queue waits for ever."""
+    """One batch slot, and none is admitted because one is kept free: the queue waits forever."""
 
     class OneSlotLess(Broken):
         def schedule_waiting(self, output):
@@ -1044,7 +1044,7 @@ def test_a_copy_in_the_step():
         pytest.param({"a": 4, "b": 4, "large": 9}, False, id="where none was left"),
         pytest.param({"a": 1, "large": 8}, False, id="one that a step has room for"),
         pytest.param({"a": 1, "new": 9}, False, id="one that was never preempted"),
-        pytest.param({"new": 1, "large": 9}, False, id="beside one who was admitted too"),
+        pytest.param({"new": 1, "large": 9}, False, id="with one that was just admitted"),
         pytest.param({"large": 9, "larger": 10}, False, id="two of them"),
     ],
 )
@@ -1090,7 +1090,7 @@ def test_a_victim_that_did_not_leave():
 
 
 def test_victims_in_the_wrong_order():
-    """The last one is named first: that is how they left."""
+    """The last one is named first, in the order in which they left."""
 
     class Sorts(Broken):
         def schedule(self):
@@ -1268,7 +1268,7 @@ def test_one_that_was_swapped_out_waits_now():
 
 
 def test_the_wrong_pairs():
-    """The host blocks are the right ones, in the wrong order: the beginning would come back as the end."""
+    """The CPU blocks are the right ones, in the wrong order: the beginning would come back as the end."""
 
     class Mixes(Broken):
         def swap_out(self, request, num_blocks, output):
@@ -1318,7 +1318,7 @@ def test_a_swap_that_was_none():
 
 @pytest.mark.parametrize("how", ["turned round", "forgotten", "the wrong blocks"])
 def test_the_way_back(how):
-    """swapped_in has pairs (host block, block), the blocks in the order of the request's tokens."""
+    """swapped_in has pairs (CPU block, block), the blocks in the order of the request's tokens."""
 
     class Returns(Broken):
         def swap_in(self, request, output):
@@ -1333,7 +1333,7 @@ def test_the_way_back(how):
 
 
 def test_host_blocks_that_move():
-    """While a request is swapped out its host blocks are exchanged for others: nothing copies from these to those."""
+    """While a request is swapped out its CPU blocks are exchanged for others: nothing copies from these to those."""
 
     class Moves(Broken):
         def schedule(self):

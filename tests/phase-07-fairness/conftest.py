@@ -21,7 +21,7 @@ from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import RequestQueue
 
 MAX_STEPS = 5000
-"""More than any exposing test needs. One that loops while `has_unfinished` never comes back from a broken scheduler."""
+"""More than any exposing test needs. One that loops while `has_unfinished` never returns from a broken scheduler."""
 
 
 class OutOfSteps(Exception):  # noqa: N818
@@ -57,7 +57,7 @@ class SweepingScheduler(EngineScheduler):
 
 
 class StoppingScheduler(PagedScheduler):
-    """Right: batches of one group, and none bypasses a request of another group."""
+    """Right: batches of one class, and none bypasses a request of another class."""
 
     def head(self):
         request = super().head()
@@ -65,7 +65,7 @@ class StoppingScheduler(PagedScheduler):
 
 
 class PassingScheduler(PagedScheduler):
-    """Right: batches of one group, and those of the batch's group bypass those of another."""
+    """Right: batches of one class, and those of the batch's class bypass those of another class."""
 
     def head(self):
         group = self.running[0].group if self.running else None
@@ -125,7 +125,7 @@ RIGHT = {
     7: [(PagedScheduler, {}), (EngineScheduler, {}), (EngineScheduler, SWAP), (PhasedScheduler, {})],
     8: [(ForkingScheduler, {}), (ForkingScheduler, SWAP), (ForkingScheduler, WATERMARK)],
 }
-"""Of each incident, schedulers without its bug, and options that are none of its business."""
+"""Of each incident, schedulers without its bug, and options that its test must not depend on."""
 
 
 def _run(expose, create):
@@ -147,7 +147,7 @@ def said(error):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Say so where the fault is in the waiting queue, or in a head() that names a request which does not wait."""
+    """Report an error of the waiting queue, or of a head() that returns a request that does not wait, as such."""
     try:
         return (yield)
     except Exception as error:
@@ -155,7 +155,7 @@ def pytest_runtest_call(item):
             raise
         if fault := queue_fault():
             called = "RequestQueue, of task 9, in which this scheduler keeps its waiting requests"
-            raise CheckFailed(called, fault, "what a sorted list gives: mend task 9 first") from error
+            raise CheckFailed(called, fault, "what a sorted list gives: fix task 9 first") from error
         last = traceback.extract_tb(error.__traceback__)[-1]
         if isinstance(error, KeyError) and (last.name, Path(last.filename).name) == ("remove", "queue.py"):
             got = f"a request that is not in `waiting`: {told(error)}"
@@ -193,7 +193,7 @@ class Room:
     """Judges exposing tests and fixes."""
 
     def exposes(self, expose, broken, incident=None):
-        """The exposing test fails on the scheduler with the bug, and on the variants of it, and says so."""
+        """The exposing test fails on the scheduler with the bug and on its variants, with a message."""
         __tracebackhide__ = True
         for kind in [broken, *VARIANTS.get(incident, [])]:
             self.exposes_one(expose, kind)
@@ -202,18 +202,18 @@ class Room:
         """The exposing test fails on this one."""
         __tracebackhide__ = True
         called, error = f"expose(create), of {broken.__name__}", _run(expose, bounded(broken))
-        wanted = "an AssertionError that says what went wrong"
+        wanted = "an AssertionError whose message says what went wrong"
         if error is None:
             what = f"{broken.__name__}: {broken.__doc__.splitlines()[0]}"
             raise CheckFailed(called, f"it passed on a broken scheduler, {what}", wanted)
         if isinstance(error, OutOfSteps):
             got = f"it had not come back after {MAX_STEPS} steps of the broken scheduler"
-            raise CheckFailed(called, got, wanted, "give drive() a max_steps, or count your loop's turns")
+            raise CheckFailed(called, got, wanted, "give drive() a max_steps, or count your loop's iterations")
         if not isinstance(error, AssertionError | MinicacheError):
             raise CheckFailed(called, f"it went wrong itself: {told(error)}", wanted) from error
 
     def passes(self, expose, incident):
-        """The exposing test passes on right schedulers that differ in what is none of its business."""
+        """The exposing test passes on right schedulers that differ in ways it must not depend on."""
         __tracebackhide__ = True
         for kind, usual in RIGHT[incident]:
             name = " with ".join([kind.__name__, *(f"{key} {value}" for key, value in usual.items())][:2])
@@ -272,8 +272,8 @@ def random_request(rng, number, num_blocks, groups, too_large):
 class Watch(Observer):
     """Scheduled tokens have blocks, waiting requests have none, and every step schedules or finishes something.
 
-    The auditor's rules on blocks and holdings are asked for by name. Its others are for stages of the course: an engine
-    of the incident room may admit in the step in which it evicts, or leave some of the batch out of a step.
+    It calls only the auditor's rules on blocks and holdings. The others are for stages of the course: an engine of the
+    incident room may admit in the step in which it evicts, or leave some of the batch out of a step.
     """
 
     def __init__(self):

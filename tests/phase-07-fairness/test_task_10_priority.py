@@ -14,7 +14,7 @@ from minicache.scheduler.fair import PriorityScheduler
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the schedulers, the requests and the steps so far."""
+    """A failure shows the schedulers, the requests and the steps so far."""
     with following_schedulers():
         yield
 
@@ -208,7 +208,7 @@ def test_a_batch_is_of_one_group(room, request_of):
 
 
 def test_the_best_of_all_decides_which_group_is_next(room, request_of):
-    """When the batch has drained, the best of all that wait is admitted, and others of its group."""
+    """When the batch has drained, the best of all that wait is admitted, and others of its class."""
     requests = [
         request_of(0, 10, 2, group="a", priority=1),
         request_of(1, 10, 2, group="b", priority=2),
@@ -222,7 +222,7 @@ def test_the_best_of_all_decides_which_group_is_next(room, request_of):
 
 
 def test_which_requests_are_compatible(request_of):
-    """is_compatible: any with an empty batch, then only the batch's group. head() is None if none may join."""
+    """is_compatible: any with an empty batch, then only the batch's class. head() is None if none may join."""
     scheduler = PriorityScheduler(num_blocks=64, max_num_seqs=2)
     texts = [request_of(number, 10, 5, group="text") for number in range(3)]
     image = request_of("image", 10, 5, group="image", priority=-1)
@@ -265,7 +265,7 @@ def test_the_deferred_keep_their_positions(room, request_of):
 
 
 def test_priority_counts_within_a_group(request_of):
-    """Three texts wait beside a batch of texts: the best is next, not the one that came first."""
+    """Three texts wait while a batch of texts runs: the most urgent is next, not the one that came first."""
     scheduler = PriorityScheduler(num_blocks=64, max_num_seqs=1)
     scheduler.add_request(request_of("running", 10, 5, group="text"))
     step(scheduler)
@@ -288,7 +288,7 @@ def test_a_preempted_request_is_deferred_like_others(room, request_of):
 
 
 def test_no_batch_ever_mixes(request_of):
-    """Random requests of three groups, with preemptions and aborts: in no step do two groups share the batch."""
+    """Random requests of three classes, with preemptions and aborts: in no step do two classes share the batch."""
     for seed in range(10):
         rng = random.Random(fresh(seed))
         scheduler = PriorityScheduler(num_blocks=8, block_size=4, max_num_seqs=4)
@@ -311,5 +311,5 @@ def test_no_batch_ever_mixes(request_of):
 
 
 def test_random_load_in_many_groups(room):
-    """Any requests of four groups, any pool, both preemptions: every request is served, and the books agree."""
+    """Any requests of four classes, any pool, both preemptions: every request is served, and the books agree."""
     room.survives(PriorityScheduler, groups=("text", "image", "audio", "video"))

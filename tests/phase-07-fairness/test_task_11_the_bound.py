@@ -1,4 +1,4 @@
-"""Phase 7, task 11: no request is bypassed for ever."""
+"""Phase 7, task 11: no request is bypassed forever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minicache.scheduler.output import SchedulerOutput
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the schedulers, the requests and the steps so far."""
+    """A failure shows the schedulers, the requests and the steps so far."""
     with following_schedulers():
         yield
 
@@ -82,7 +82,7 @@ def steps_until_served(scheduler, request, next_rival, limit):
 
 
 def test_under_endless_urgent_requests_a_lowly_one_is_served(request_of):
-    """One slot, and at every step one more urgent request of one token: after 64 of them the lowly one is admitted."""
+    """One slot, and an urgent request of one token at every step: after 64 of them the low-priority one is admitted."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     lowly = request_of("lowly", 10, 1, priority=9)
     scheduler.add_request(lowly)
@@ -146,7 +146,7 @@ def test_what_was_found_is_passed_on(request_of):
 
 @pytest.mark.parametrize("num_waiting", [10, 400])
 def test_the_queue_is_asked_for_its_oldest(request_of, counting_queue, num_waiting):
-    """One of 10 or of 400 is admitted, one of them urgent: who is the oldest is known without going through them."""
+    """One of 10 or of 400 is admitted, one of them urgent: the oldest is found without going through them."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     queue = counting_queue(scheduler)
     for number in range(num_waiting):
@@ -159,7 +159,7 @@ def test_the_queue_is_asked_for_its_oldest(request_of, counting_queue, num_waiti
 
 
 def test_one_added_late_is_bypassed_too(request_of):
-    """80 urgent requests are added, then a lowly one that had arrived before them: 64 bypass it, and it is next."""
+    """80 urgent requests are added, then a low-priority one that arrived before them: 64 bypass it, and it is next."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     for number in range(80):
         scheduler.add_request(request_of(number, 10, 1, arrival_time=10.0 + number))
@@ -169,7 +169,7 @@ def test_one_added_late_is_bypassed_too(request_of):
 
 
 def test_the_count_begins_anew(request_of):
-    """Three lowly requests under endless urgent ones: each is served after 64 others, one after the other."""
+    """Three low-priority requests under endless urgent ones: each is served after 64 others, one after the other."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     for number in range(3):
         scheduler.add_request(request_of(f"lowly {number}", 10, 1, priority=9))
@@ -182,7 +182,7 @@ def test_the_count_begins_anew(request_of):
 
 
 def test_priority_and_groups_decide_below_the_bound(room, request_of):
-    """Fewer than 64 requests in all: priorities, then arrival, in batches of one group, as in task 10."""
+    """Fewer than 64 requests in all: priorities, then arrival, in batches of one class, as in task 10."""
     requests = [
         request_of(0, 10, 2, group="a", priority=1),
         request_of(1, 10, 2, group="b", priority=2),
@@ -195,7 +195,7 @@ def test_priority_and_groups_decide_below_the_bound(room, request_of):
 
 
 def test_an_aborted_one_is_not_waited_for(request_of):
-    """The bound is reached, and the lowly request aborted: the urgent ones go on at once, and no step is idle."""
+    """The bound is reached, and the low-priority request aborted: the urgent ones go on, and no step is idle."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     scheduler.add_request(request_of("lowly", 10, 1, priority=9))
     for number in range(STARVATION_BOUND):
@@ -207,7 +207,7 @@ def test_an_aborted_one_is_not_waited_for(request_of):
 
 
 def test_an_abort_does_not_set_the_count_back(request_of):
-    """Two lowly ones wait; after 40 bypasses the older is aborted. The other was bypassed too: it waits for 24 more."""
+    """Two of low priority wait. After 40 bypasses of both, the older is aborted. The other waits for 24 more."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     for name in ("older", "other"):
         scheduler.add_request(request_of(name, 10, 1, priority=9))
@@ -222,7 +222,7 @@ def test_an_abort_does_not_set_the_count_back(request_of):
 
 
 def test_only_bypasses_in_a_row_count(request_of):
-    """40 bypasses, then the lowly one is served, as no other is there: the next one is bypassed 64 times, not 24."""
+    """40 bypasses, then the low-priority one is served, as no other waits: the next is bypassed 64 times, not 24."""
     scheduler = FairScheduler(num_blocks=64, max_num_seqs=1)
     scheduler.add_request(request_of("first", 10, 1, priority=9))
     for number in range(40):
@@ -236,7 +236,7 @@ def test_only_bypasses_in_a_row_count(request_of):
 
 
 def test_seventy_admissions_in_one_step(request_of):
-    """Eighty requests fit at once: the bound holds inside one step too. The lowly one is the 65th, not the last."""
+    """80 requests fit at once: the bound holds in one step too. The one of low priority is the 65th, not the last."""
     scheduler = FairScheduler(num_blocks=200)
     admissions = Admissions()
     watched = observe(scheduler, admissions)
@@ -257,7 +257,7 @@ def test_seventy_admissions_in_one_step(request_of):
     groups=st.integers(1, 3),
 )
 def test_of_any_65_admissions_one_is_of_the_oldest(seed, num_blocks, max_num_seqs, swap, groups):
-    """Any load that favours the late: of any 65 admissions in a row, at least one is of the oldest request."""
+    """Any load that favours late arrivals: of any 65 admissions in a row, at least one is of the oldest request."""
     rng = random.Random(fresh(seed))
     options = {"preemption": "swap", "num_host_blocks": 6} if swap else {}
     scheduler = FairScheduler(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs, **options)
@@ -279,5 +279,5 @@ def test_of_any_65_admissions_one_is_of_the_oldest(seed, num_blocks, max_num_seq
 
 
 def test_random_load(room):
-    """Any requests of three groups, any pool, both preemptions: every one is served, and phase 6's auditor agrees."""
+    """Any requests of three classes, any pool, both preemptions: every one is served, and phase 6's auditor agrees."""
     room.survives(FairScheduler, auditor=True, groups=("text", "image", "audio"))

@@ -8,7 +8,7 @@ from minicache.scheduler.incidents.case_6_livelock import FixedLivelockScheduler
 
 
 def test_expose_fails_on_the_broken_one(room):
-    """Your test fails on the scheduler that loops for ever."""
+    """Your test fails on the scheduler that loops forever."""
     room.exposes(expose, LivelockScheduler)
 
 
@@ -73,5 +73,5 @@ def test_one_that_has_outgrown_the_budget_comes_back(room, request_of):
 
 
 def test_random_load(room):
-    """Fixed: any requests of three groups, any pool: every request is served, and the books agree."""
+    """Fixed: any requests of three classes, any pool: every request is served, and the books agree."""
     room.survives(room.fixed(expose, FixedLivelockScheduler), groups=("text", "image", "audio"))

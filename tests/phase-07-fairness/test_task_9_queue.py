@@ -1,4 +1,4 @@
-"""Phase 7, task 9: the waiting queue: its first, the first of a group, its oldest, at any length, and any may leave."""
+"""Phase 7, task 9: the waiting queue: its first, the first of a class, its oldest, at any length, and any may leave."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_is_not_in_a_heap_cannot_leave():
 
 
 def test_a_queue_knows_first_first_of_a_group_and_oldest():
-    """Four requests of two groups: the first of all, the first of each group, the oldest, and iteration in order."""
+    """Four requests of two classes: the first of all, the first of each class, the oldest, and iteration in order."""
     queue = RequestQueue(by_priority)
     that("first() and oldest() of an empty queue", [queue.first(), queue.first("text"), queue.oldest()]).gives(
         [None, None, None]
@@ -181,7 +181,7 @@ def test_random_moves(seed):
 
 
 class Number(float):
-    """A number that is compared in Python, so that `operations` sees the comparisons which C code makes."""
+    """A number that is compared in Python: `operations` then sees the comparisons that C code makes."""
 
     def __lt__(self, other):
         return float(self) < float(other)
@@ -232,7 +232,7 @@ def operations(fn, limit=float("inf")):
 
 
 def a_queue_of(length):
-    """A queue of so many requests of three groups, with any priorities and arrival times, and the requests."""
+    """A queue of so many requests of three classes, with any priorities and arrival times, and the requests."""
     rng, queue, requests = random.Random(fresh(length)), RequestQueue(by_priority), []
     for number in range(length):
         request = Waiting(number, [1], 1, group="abc"[number % 3], arrival_time=Number(rng.random()))
@@ -258,7 +258,7 @@ def costs_no_more(description, prepare, calls=lambda length: 1):
 
 @pytest.mark.parametrize("question", ["first", "first of a group", "oldest"])
 def test_a_question_costs_the_same_at_any_length(question):
-    """With 480 requests in the queue, a question takes no more than three times what it takes with 30."""
+    """With 480 requests in the queue, a query takes no more than three times what it takes with 30."""
 
     def ask(length):
         queue, _ = a_queue_of(length)
@@ -285,7 +285,7 @@ def test_joining_and_leaving_cost_the_same_at_any_length():
 
 
 def test_emptying_a_queue_costs_the_same_a_request():
-    """All leave in any order, and first() is asked each time: a request costs no more than three times as much."""
+    """All leave in any order, and first() is called each time: a request costs no more than three times as much."""
 
     def empty(length):
         queue, requests = a_queue_of(length)
@@ -330,7 +330,7 @@ def test_those_that_have_left_take_no_memory():
 
 
 def test_groups_that_have_left_take_no_memory():
-    """10,000 requests come and go, each in a group of its own: less than 50 KB more are kept than before."""
+    """10,000 requests come and go, each in its own class: less than 50 KB more are kept than before."""
     queue = RequestQueue(by_priority)
 
     def come_and_go(count):

@@ -32,7 +32,7 @@ REPLICA = b"ray::ServeReplica:minicache:Engine"
 MOST_TOKENS = 490
 """About what a request of MiniGPT can have, behind a prompt of 15."""
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef"}
-"""So that a test can ask the Ray of a fleet."""
+"""So a test can ask the Ray of a fleet."""
 WATCH = """
 import json, sys, threading, time
 import ray
@@ -261,7 +261,7 @@ def check_that_replicas_come_with_load_and_leave_without_breaking_an_answer(flee
 
 
 def drains_under_answers(fleet: Fleet, asked: Sequence[Sequence[int]], expected: Sequence[str]) -> bool:
-    """Whether a replica was told to end when it had answers. They are as expected in any case."""
+    """Whether a replica had answers under way when it was stopped. They are as expected in any case."""
     with fleet.watched_by_ray() as seen:
         begun, before, answers = asyncio.run(load_leaves_answers(fleet, asked))
         wait_until(lambda: len(fleet.replicas()) == 2, "one replica has left")

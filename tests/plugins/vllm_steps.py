@@ -83,7 +83,7 @@ def expected(request):
 
 
 class Worker:
-    """What vLLM's model runner keeps between steps, and how it is told of changes (`_update_states`)."""
+    """What vLLM's model runner keeps between steps, and how changes reach it (`_update_states`)."""
 
     def __init__(self):
         self.memory, self.tables, self.tokens, self.last = {}, {}, {}, set()

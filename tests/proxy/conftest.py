@@ -1,4 +1,4 @@
-"""What the proxy's tests share: workers that do what they are told, over real sockets, and a proxy in front of them."""
+"""What the proxy's tests share: workers that behave as asked, over real sockets, and a proxy in front of them."""
 
 from __future__ import annotations
 

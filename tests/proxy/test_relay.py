@@ -123,7 +123,7 @@ async def test_headers_pass_but_for_those_of_one_connection() -> None:
 
 @in_a_loop
 async def test_what_a_worker_refuses_about_the_request_is_its_word() -> None:
-    """A 400 is an answer: nobody else is asked."""
+    """A 400 is an answer: no one else is asked."""
     workers = FakeWorker(refuse(400)), FakeWorker(refuse(400))
     async with proxied(*workers) as proxy:
         response = await proxy.post(BODY)
@@ -213,7 +213,7 @@ async def test_the_next_worker_continues_prompt_and_tokens() -> None:
 
 @in_a_loop
 async def test_only_the_end_was_lost() -> None:
-    """All tokens came: nobody is asked again."""
+    """All tokens came: no one is asked again."""
     workers = FakeWorker(stream(dies_after=6)), FakeWorker()
     async with proxied(*workers) as proxy:
         assert text_in(contents((await proxy.post(BODY)).content)) == WANTED
@@ -238,7 +238,7 @@ async def test_a_stop_token_came_and_its_event_said_no_end() -> None:
 
 @in_a_loop
 async def test_several_deaths_and_then_an_error() -> None:
-    """Three workers die of it: the client is told, the fourth lives on."""
+    """Three workers die of it: the client gets an error, the fourth lives on."""
     workers = [FakeWorker(stream(dies_after=1)) for _ in range(3)] + [FakeWorker()]
     async with proxied(*workers) as proxy:
         response = await proxy.post(BODY)
@@ -264,7 +264,7 @@ async def test_what_depends_on_more_than_its_tokens_is_not_continued(more: dict[
 
 @in_a_loop
 async def test_without_token_ids_it_is_an_error_after_the_first_token_and_none_before() -> None:
-    """Any OpenAI-compatible server: `return_token_ids` is not asked of it, and its deaths can only be told."""
+    """Any OpenAI-compatible server: `return_token_ids` is not asked of it, and its deaths can only be reported."""
     for dies_after, is_lost in ((2, True), (0, False)):
         first = FakeWorker(stream(dies_after=dies_after, tells_ids=False), metrics="")
         second = FakeWorker(stream(tells_ids=False), metrics="")
@@ -337,7 +337,7 @@ async def test_half_a_letter_of_vllm_comes_once() -> None:
 
 @in_a_loop
 async def test_a_worker_whose_engine_has_died_says_so() -> None:
-    """An error event is a failure of the attempt; if nobody can go on, it is the client's."""
+    """An error event is a failure of the attempt; if no one can go on, it is the client's."""
 
     async def answer(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
         await begin_events(writer)

@@ -71,7 +71,7 @@ def _one_thread() -> Iterator[None]:
 def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
     """`save(family, dtype=…, max_shard_size=…, **config)`: write a random model. Same arguments, same folder.
 
-    Whoever is going to change the folder asks for a fresh one.
+    Anyone who is going to change the folder asks for a fresh one.
     """
     made: dict[str, Saved] = {}
 

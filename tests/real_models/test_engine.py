@@ -1,4 +1,4 @@
-"""`LLM(model=PATH)`: the tokens of `transformers`, in any company; texts, and where they end."""
+"""`LLM(model=PATH)`: the tokens of `transformers`, in any batch; texts, and where they end."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_one_at_a_time(save, theirs, name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(save, dtype):
-    """Its weights are spread, so that the best token is well ahead of the second: rounding decides nothing."""
+    """Its weights are spread, so the best token is well ahead of the second: rounding decides nothing."""
     saved = save("qwen2", dtype=dtype, tie_word_embeddings=True, hidden_size=64, head_dim=16, **WINDOWS)
     llm = LLM(saved.folder, num_blocks=100, block_size=4)
     assert llm.storage.dtype == dtype
@@ -151,7 +151,7 @@ def test_the_dtype_is_the_folders_unless_said(save):
 
 @pytest.fixture(scope="module")
 def speaking(save, add_tokenizer):
-    """A folder with a tokenizer; what the model says is noise, in all bytes there are."""
+    """A folder with a tokenizer; what the model generates is noise, in all bytes there are."""
     folder = save("llama", vocab_size=300, eos_token_id=1, fresh=True).folder
     return folder, add_tokenizer(folder)
 

@@ -305,7 +305,7 @@ from pathlib import Path
 from minicache.model import load_folder
 def used(what):
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(what)) * 1024
-load_folder({str(save("llama").folder)!r})  # a small one, so that all code that it takes is in memory
+load_folder({str(save("llama").folder)!r})  # a small one, so all code that it takes is in memory
 Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
 before = used("VmRSS")
 model = load_folder({str(tmp_path)!r})

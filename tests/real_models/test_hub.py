@@ -82,7 +82,7 @@ def point_at(monkeypatch, tmp_path):
 
 @pytest.fixture
 def nowhere() -> str:
-    """An address of this machine at which nobody listens."""
+    """An address of this machine at which no one listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -93,7 +93,7 @@ def hub(save, add_tokenizer, point_at) -> Iterator[type[Hub]]:
     folder = save("llama", vocab_size=300, max_shard_size="100KB", fresh=True).folder
     add_tokenizer(folder)
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
-    (folder / "consolidated.safetensors").write_bytes(b"the weights once more")
+    (folder / "consolidated.safetensors").write_bytes(b"the weights again")
 
     class OurHub(Hub):
         pass

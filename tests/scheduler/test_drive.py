@@ -79,7 +79,7 @@ def test_two_lengths_run_together(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", SCHEDULERS)
 def test_arrivals(stage: str) -> None:
-    """Whoever comes before step k is in it; steps in which nobody is there count no work, and time goes on."""
+    """Anyone who comes before step k is in it; steps in which no one is there count no work, and time goes on."""
     arrivals = [
         (7, request_of("c", max_tokens=1)),
         (2, request_of("a", max_tokens=2)),
@@ -109,7 +109,7 @@ def test_who_is_refused_is_the_callers_to_handle() -> None:
 
 
 def test_a_scheduler_that_never_ends() -> None:
-    """A broken one is stopped: its steps did nothing, and nobody has finished."""
+    """A broken one is stopped: its steps did nothing, and no one has finished."""
 
     class Idle(ContinuousBatchScheduler):
         def schedule_waiting(self, output: SchedulerOutput) -> None:

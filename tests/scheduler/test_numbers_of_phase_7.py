@@ -189,10 +189,10 @@ def test_forty_requests_step_by_step(figures):
     assert after.tally.num_preemptions == 36
     assert "36 preemptions remain" in page("theory/03-starvation.md")
     assert list(before.tally.finished)[-1] == 39
-    first_of_the_line = min(before.tally.first_token[number] for number in range(20, 40))
-    assert first_of_the_line > 370
+    first_of_the_queue = min(before.tally.first_token[number] for number in range(20, 40))
+    assert first_of_the_queue > 370
     resumed = [step.step for step in before.steps for event in step.events if event.kind == "resume"]
-    assert min(resumed) == 100, "the page says: up to step 99 nobody has computed anything twice"
+    assert min(resumed) == 100, "the page says: up to step 99 no token is computed twice"
     assert "20 to 39 begin after step 370" in page("theory/03-starvation.md")
 
 
@@ -286,7 +286,7 @@ def test_five_requests_of_two_groups(figures):
         *[["E", "B"]] * 3,
     ]
     rows = table(
-        "theory/05-groups-and-the-bound.md", "| | group | priority | comes before step | prompt | new tokens |"
+        "theory/05-groups-and-the-bound.md", "| | class | priority | arrives before step | prompt | new tokens |"
     )
     told = [(name, group, *map(int, rest)) for name, group, *rest in rows]
     assert told == [

@@ -512,13 +512,14 @@ def test_what_is_said_of_the_memory_saved():
         pairs = zip(saved["beam", load], saved["parallel", load], strict=True)
         assert all(beams > 2 * samples for beams, samples in pairs), "several times as much"
     each = "parallel", "sharegpt"
-    assert least[each] <= saved[each][0] <= saved[each][-1] <= most[each], "lies inside"
+    assert least[each] <= saved[each][0] <= most[each], "begins inside"
+    assert round(saved[each][-1] - most[each]) == 1, "ends one point above"
     each = "parallel", "alpaca"
-    assert least[each] <= saved[each][0], "begins inside"
-    assert round(saved[each][-1] - most[each]) == 2, "ends two points above"
+    assert least[each] <= saved[each][0] <= most[each], "begins inside"
+    assert round(saved[each][-1] - most[each]) == 3, "ends three points above"
     each = "beam", "alpaca"
-    assert round(least[each] - saved[each][0]) == 4, "four points below"
-    assert round(saved[each][-1] - most[each]) == 1, "one above"
+    assert round(least[each] - saved[each][0]) == 5, "five points below"
+    assert least[each] <= saved[each][-1] <= most[each], "ends inside"
     each = "beam", "sharegpt"
     assert least[each] <= saved[each][0] <= most[each]
     assert saved[each][1] > most[each]
@@ -602,7 +603,7 @@ def test_what_is_said_of_chats():
         4096,
         8192,
     ]
-    assert {size for size, point in points.items() if point["percent"] == ceiling} == {s for s in points if s >= 6144}
+    assert {size for size, point in points.items() if point["percent"] == ceiling} == {s for s in points if s >= 8192}
     assert points[8192]["evicted"] > 0
 
 

@@ -110,7 +110,7 @@ def steps(scheduler: Scheduler, *requests: Request, most: int = 1000) -> list[di
 
 
 def test_the_two_columns():
-    """The roofline's parts, from the data sheet's numbers, beside what the cost model says of the whole."""
+    """The roofline's parts, from the data sheet's numbers, next to what the cost model says of the whole."""
     rows = table(STALL, "| | a step of 32 decodes | the step with the prompt |")
     for column, (new, cached, pairs) in enumerate(
         [(32, 32_000, 32 * 1001), (8032, 32_000, 32 * 1001 + 8000 * 8001 // 2)], start=1
@@ -511,11 +511,13 @@ def test_what_is_said_of_the_budget():
     assert [each["budget"] for each in points] == [128, 256, 512, 1024, 2048, 4096, 8192]
     for key in ("gap_max_ms", "tpot_p99_ms"):
         assert [each[key] for each in points] == sorted(each[key] for each in points)
-        assert fair[key] >= points[-1][key]
+        assert fair[key] > 0.95 * points[-1][key]
     gaps = [each["gap_p99_ms"] for each in points[:-1]]
     assert gaps == sorted(gaps), "up to 4,096"
     assert all(1.6 < two["gap_max_ms"] / one["gap_max_ms"] < 2.2 for one, two in pairwise(points)), "about twice"
-    assert [each["ttft_p50_ms"] for each in points] == sorted((e["ttft_p50_ms"] for e in points), reverse=True)
+    medians = [each["ttft_p50_ms"] for each in points[:5]]
+    assert medians == sorted(medians, reverse=True), "up to 2,048"
+    assert all(each["ttft_p50_ms"] == pytest.approx(medians[-1], rel=0.01) for each in (*points[5:], fair))
     late = [each["ttft_p99_ms"] for each in points]
     assert min(late) in late[1:-1]
     assert max(late) == late[0]
@@ -691,7 +693,7 @@ def test_what_is_said_of_measured_drafts():
     assert all(each["speedup"] > 1 for each in again), "more than one"
     assert all(each["speedup"] < 1 for each in new), "they lose"
     assert new[0]["acceptance"] == pytest.approx(0.2, abs=0.05), "one in five"
-    assert new[-1]["acceptance"] < 0.05, "hardly any"
+    assert new[-1]["acceptance"] < 0.05, "barely any"
     assert new[-1]["tokens_per_step"] == pytest.approx(new[1]["tokens_per_step"], abs=0.05)
     cost = {each["num_tokens"]: each["over_one"] for each in told["step_cost"]["points"]}
     assert [told["step_cost"]["points"][place]["num_tokens"] for place in (3, 5)] == [5, 17]

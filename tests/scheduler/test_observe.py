@@ -44,7 +44,7 @@ def events_of(steps: list[TraceStep]) -> list[list[tuple[Any, ...]]]:
 
 
 class Listener(Observer):
-    """Writes down what it is told."""
+    """Writes down each call."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
@@ -271,7 +271,7 @@ def test_capacity_in_a_trace() -> None:
 
 
 def test_refused_and_aborted_in_a_trace() -> None:
-    """What happens between steps is told with the next, what happens during a step with that one."""
+    """What happens between steps is reported with the next, what happens during a step with that one."""
     scheduler, steps = watched(num_blocks=4)
     with pytest.raises(RequestTooLargeError) as refusal:
         scheduler.add_request(request_of("large", 100))
@@ -313,7 +313,7 @@ def test_a_step_that_failed_is_not_in_the_trace() -> None:
 def test_a_recovery_in_a_trace(explicit: bool) -> None:
     """Of 4 blocks a, b and c have filled 3, and d waits for a slot. A step that would preempt c fails, and b leaves.
 
-    Those that were in the batch before it are preempted, in the order of the queue. Nothing else of it is told.
+    Those that were in the batch before it are preempted, in the order of the queue. Nothing else of it is reported.
     """
     scheduler, steps = watched(num_blocks=4, block_size=4, max_num_seqs=3)
     for request_id, num_prompt in zip("abcd", (4, 4, 8, 4), strict=True):

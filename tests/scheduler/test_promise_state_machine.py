@@ -1,6 +1,6 @@
 """The guarantees of every stage from `paged` on, under any load.
 
-Each step schedules a token or finishes a request; no request waits for ever; what cannot fit is refused at once, with a
+Each step schedules a token or finishes a request; no request waits forever; what cannot fit is refused at once, with a
 typed error; and after every step Σ references = Σ table entries, and free + used = total. The machine adds and aborts
 requests in mid-run, and lets steps fail, in pools down to one request's size. At the end of each run the scheduler is
 left alone, and has to be done within as many steps as there are tokens left.
@@ -153,7 +153,7 @@ class Guarantees(RuleBasedStateMachine):
         scheduler.check()
 
     def teardown(self) -> None:
-        """No request waits for ever: in every step at least one gets a token, or finishes."""
+        """No request waits forever: in every step at least one gets a token, or finishes."""
         if not hasattr(self, "scheduler"):
             return
         left = [each for each in self.requests if not each.status.is_finished]

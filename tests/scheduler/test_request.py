@@ -1,4 +1,4 @@
-"""What a request promises: it is checked when it is made, and its tokens are found by position."""
+"""What a request guarantees: it is checked when it is made, and its tokens are found by position."""
 
 from __future__ import annotations
 

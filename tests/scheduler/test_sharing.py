@@ -466,7 +466,7 @@ def test_every_request_reads_its_own_tokens(cls, preemption, prefix_caching, see
             scheduler.finish_request(
                 request.request_id, RequestStatus.FINISHED_ERROR if failed else RequestStatus.FINISHED_ABORTED
             )
-            if failed:  # nobody may read its blocks any more, unless another request has them too
+            if failed:  # no one may read its blocks any more, unless another request has them too
                 for block in (block for block in blocks if not scheduler.pool.ref_count(block)):
                     device.slots |= {(block, offset): None for offset in range(4)}
             scheduler.check()
@@ -485,7 +485,7 @@ def test_every_request_reads_its_own_tokens(cls, preemption, prefix_caching, see
             served.append(scheduler.fork_request(parent.request_id, next(ids), outputs))
             scheduler.check()
         end_any(0.08)
-        # What is found is there; between a failed step and the recovery nobody looks.
+        # What is found is there; between a failed step and the recovery no one looks.
         for request in [*scheduler.waiting.values()][:2] if scheduler.outstanding is None else ():
             blocks = scheduler.find_prefix(request)
             device.holds(request, blocks, 4 * len(blocks), 4)

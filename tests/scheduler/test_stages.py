@@ -26,7 +26,7 @@ def request_of(request_id: Any, num_prompt_tokens: int = 5, max_tokens: int = 4,
 
 
 def step(scheduler: Scheduler) -> dict[Any, int]:
-    """One step, a token for everybody: what it ordered."""
+    """One step, a token for everyone: what it ordered."""
     output = scheduler.schedule()
     scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, TOKEN))
     return output.num_scheduled_tokens

@@ -105,7 +105,7 @@ def parse_events(body: bytes) -> list[Any]:
 
 
 class CoreInThread:
-    """An engine's process, but for the process: a thread of the test's, so that a test can break its model."""
+    """An engine's process, but for the process: a thread of the test's, so a test can break its model."""
 
     pid = 0
 
@@ -254,7 +254,7 @@ class Running:
         return isinstance(self.engine, EngineClient) or self.engine.commands.empty()
 
     def assert_all_is_given_back(self) -> None:
-        """Nobody has a place, a stream, an answer or a block any more; the books agree."""
+        """No one has a place, a stream, an answer or a block any more; the books agree."""
         assert getattr(self.engine, "error", None) is None
         assert self.engine.num_unfinished == 0
         assert not self.engine.streams
@@ -316,7 +316,7 @@ def serve(model: Breakable, engine_kind: str) -> Iterator[Serve]:
 
 @pytest.fixture
 def gate(serve: Serve) -> Iterator[threading.Event]:
-    """For a model to wait at; opened in the end, so that a test that has failed does not hold up its server's end."""
+    """For a model to wait at; opened in the end, so a test that has failed does not hold up its server's end."""
     event = threading.Event()
     yield event
     event.set()

@@ -122,7 +122,7 @@ def test_a_stream_closed_in_a_long_step_is_aborted_before_the_next(llm: LLM, mod
 
 
 def test_stopping_in_a_long_step_ends_every_stream_at_once(llm: LLM, model: Any) -> None:
-    """Readers are told at once; the thread follows when its step is over."""
+    """Readers get the error at once; the thread follows when its step is over."""
     gate = Gate(model)
 
     async def work() -> None:
@@ -142,7 +142,7 @@ def test_stopping_in_a_long_step_ends_every_stream_at_once(llm: LLM, model: Any)
         assert not stopping.done()
         gate.open()
         await stopping
-        await engine.stop()  # once more does no harm
+        await engine.stop()  # again does no harm
         assert_all_is_given_back(engine)
 
     run(work)
@@ -229,7 +229,7 @@ def fail_when_new(model: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"preemption": "swap", "num_host_blocks": 32}], ids=["recompute", "swap"])
 def test_clients_that_come_and_go_as_they_like_get_what_they_would_get_alone(model: Any, options: Any) -> None:
-    """Few blocks, so that they preempt each other; they leave at the door, after a few tokens, or not at all."""
+    """Few blocks, so they preempt each other; they leave at the door, after a few tokens, or not at all."""
     torch.set_num_threads(1)
     rng = random.Random(1)
     wishes = [

@@ -1,4 +1,4 @@
-"""API keys with names and limits: what a file may say, who is let in, what is refused and when to come back."""
+"""API keys with names and limits: what a file may say, who is admitted, what is refused and when to come back."""
 
 from __future__ import annotations
 

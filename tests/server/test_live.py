@@ -59,7 +59,7 @@ def report(scheduler: Scheduler, output: SchedulerOutput) -> None:
 
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture of every step that somebody looks at, however quickly they follow each other."""
+    """A picture of every step that someone looks at, however quickly they follow each other."""
     monkeypatch.setattr(replica_view, "PICTURE_SECONDS", 0.0)
     monkeypatch.setattr(replica_view, "MAX_SHARE", 1e9)
 
@@ -181,7 +181,7 @@ def test_shared_and_cached_blocks_are_told(every_step: None) -> None:
     add(scheduler, "a", num_prompt=9, max_tokens=4)
     view.snapshot()
     report(scheduler, scheduler.schedule())
-    scheduler.fork_request("a", "twin", [])  # type: ignore[attr-defined]
+    scheduler.fork_request("a", "b", [])  # type: ignore[attr-defined]
     output = scheduler.schedule()
     picture = view.snapshot()
     assert picture["pool"]["shared"] == [0, 1]

@@ -50,7 +50,7 @@ def ask(server: Any, request_id: str, **fields: Any) -> Any:
 
 
 def begin(server: Any, request_id: str, **fields: Any) -> socket.socket:
-    """A request on a connection of its own, whose response nobody has read."""
+    """A request on a connection of its own, whose response no one has read."""
     connection = server.connect()
     body = json.dumps({"prompt": "Yesterday I", "ignore_eos": True, **fields}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nX-Request-Id: {request_id}"

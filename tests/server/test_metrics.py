@@ -301,7 +301,7 @@ def live_through(scheduler: Scheduler, diary: Diary, clock: Clock, rng: random.R
             clock.now += rng.random() / 1000
         output = scheduler.schedule()
         clock.now += rng.choice((0.002, 0.02, 0.2, 2.0)) * rng.random()
-        if rng.random() < 0.1:  # the model fails, and perhaps somebody leaves for it
+        if rng.random() < 0.1:  # the model fails, and perhaps someone leaves for it
             diary.num_lost += len(output.scheduled)
             if output.scheduled and rng.random() < 0.5:
                 scheduler.abort_request(rng.choice(output.scheduled).request_id)
@@ -351,7 +351,7 @@ def test_against_the_trace(stage: str, options: dict[str, Any]) -> None:
     scheduler = observe(observe(scheduler, Recorder(steps.append, clock), diary), watch)
     live_through(scheduler, diary, clock, random.Random(stage))
     got, tokens, requests = Sample(metrics), token_times(steps), list(diary.requests.values())
-    assert min(diary.num_lost, diary.num_cut) > 0, "no step failed, or nobody left in the middle of one"
+    assert min(diary.num_lost, diary.num_cut) > 0, "no step failed, or no one left in the middle of one"
     assert {id: len(times) for id, times in tokens.items()} == {
         each.request_id: len(each.output_token_ids) for each in requests if each.output_token_ids
     }
@@ -367,7 +367,7 @@ def test_against_the_trace(stage: str, options: dict[str, Any]) -> None:
     assert got["vllm:prefix_cache_queries_total"] == sum(each.num_prompt_tokens for each in looked_up)
     assert got["vllm:prefix_cache_hits_total"] == sum(each.num_cached_tokens for each in looked_up)
     assert bool(got["vllm:prefix_cache_hits_total"]) == bool(looked_up)
-    # Gauges: nobody is left
+    # Gauges: no one is left
     assert got["vllm:num_requests_running"] == got["vllm:num_requests_waiting"] == got["vllm:kv_cache_usage_perc"] == 0
     # Histograms
     first = {id: times[0] for id, times in tokens.items()}
@@ -472,7 +472,7 @@ def test_an_llm_whose_model_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Interrupted(list[Request]):
-    """A list that has a scrape made when somebody reads it."""
+    """A list that has a scrape made when someone reads it."""
 
     def __init__(self, requests: list[Request], scrape: Callable[[], object]) -> None:
         super().__init__(requests)
@@ -515,10 +515,10 @@ def test_every_scrape_is_of_one_moment() -> None:
             if got["vllm:generation_tokens_total"] != tokens:
                 faults.append(f"{got['vllm:generation_tokens_total']} tokens, {tokens} times of tokens")
             if got["vllm:e2e_request_latency_seconds_count"] != got["vllm:request_success_total"]:
-                faults.append("requests that ended, and their latencies")
+                faults.append("requests that finished, and their latencies")
 
     thread, interval = threading.Thread(target=scrape), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # or a scrape would hardly ever fall into the middle of an update
+    sys.setswitchinterval(1e-6)  # or a scrape would barely ever fall into the middle of an update
     thread.start()
     try:
         for turn in range(10):

@@ -1,4 +1,4 @@
-"""What nobody should send, and how nobody should leave: the server refuses it, lives, and gives everything back."""
+"""What no one should send, and how no one should leave: the server refuses it, lives, and gives everything back."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ BODIES = {
     "max_tokens as a text": b'{"prompt": "I", "max_tokens": "3"}',
     "deeply nested": b'{"prompt": ' + b"[" * 100_000,
     "deeply nested and ended": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-    "deeply nested where nobody looks": b'{"prompt": "I", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "deeply nested where no one looks": b'{"prompt": "I", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "no prompt": b"{}",
     "a prompt of nothing": b'{"prompt": ""}',
     "no tokens": b'{"prompt": []}',
@@ -99,7 +99,7 @@ BODIES = {
     "a negative token": b'{"prompt": [1, -1]}',
     "true as a token": b'{"prompt": [true]}',
     "too long": b'{"prompt": [' + b",".join([b"1"] * 512) + b"]}",
-    "a word that nobody knows": b'{"prompt": "Quetzalcoatl"}',
+    "a word that no one knows": b'{"prompt": "Quetzalcoatl"}',
     "an empty stop": b'{"prompt": "I", "stop": ""}',
     "many stops": b'{"prompt": "I", "stop": ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", '
     b'"o", "p", "q"]}',
@@ -602,7 +602,7 @@ def unchunked(connection: socket.socket, rng: random.Random) -> Iterator[bytes]:
 
 @pytest.fixture(scope="module")
 def alone(minigpt: Any) -> Any:
-    """The texts that a request gets without company, from the `LLM` itself."""
+    """The texts that a request gets alone, from the `LLM` itself."""
     from minicache.engine.llm import LLM
     from minicache.grammar import Tokenizer
 
@@ -734,7 +734,7 @@ def test_logits_that_are_no_numbers_fail_the_request(serve: Any, model: Any, val
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 2}, {"temperature": 1}], ids=str)
 def test_a_request_without_logits_fails_alone(serve: Any, model: Any, fields: dict[str, Any]) -> None:
-    """A stream that is under way beside it goes on, and nothing of it is suspected."""
+    """A stream that is under way next to it goes on, and nothing of it is suspected."""
     server = serve(num_blocks=512)
     wish = {"prompt": [5, 6], "max_tokens": 60, "ignore_eos": True, "temperature": 0}
     expected = server.ask("POST", "/v1/completions", wish).json["choices"]
@@ -861,7 +861,7 @@ def test_at_the_bound_the_next_is_told_when_to_come_back_and_places_are_given_ba
 
 
 def test_many_prompts_do_not_wait_one_step_each(serve: Any, model: Any) -> None:
-    """Sixteen prompts of one request are let in between the same two steps, not one by one."""
+    """Sixteen prompts of one request are admitted between the same two steps, not one by one."""
     server = serve()
     with server.connect() as other:
         other.sendall(streaming(max_tokens=450))

@@ -334,13 +334,13 @@ class Nursery:
 
 
 def children(pid: int) -> list[int]:
-    """Its child processes; none where that cannot be told."""
+    """Its child processes; none where that is unknown."""
     path = Path(f"/proc/{pid}/task/{pid}/children")
     return list(map(int, path.read_text().split())) if path.exists() else []
 
 
 def wait_for_the_end(pids: list[int]) -> None:
-    """Nobody waits for an orphan: it may stay as a zombie."""
+    """No one waits for an orphan: it may stay as a zombie."""
     end = time.monotonic() + SECONDS
     while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
         assert time.monotonic() < end, "an engine has outlived its server"

@@ -1,4 +1,4 @@
-"""Bodies that nobody would think of, made from the API's own description: none of them is an error of the server."""
+"""Bodies that no one would think of, made from the API's own description: none of them is an error of the server."""
 
 from __future__ import annotations
 

@@ -376,7 +376,7 @@ def test_what_waits_for_a_link_is_told() -> None:
 
 
 def test_prefill_replicas_that_nobody_needs_change_nothing() -> None:
-    """Arrivals so far apart that nobody ever waits for another's prompt."""
+    """Arrivals so far apart that no one ever waits for another's prompt."""
     alone = run(requests(40, 3, rate=0.01))
     beside = apart(requests(40, 3, rate=0.01), kind=MovingCosts, num_prefill=2)
     assert beside.num_moved == 0

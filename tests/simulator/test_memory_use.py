@@ -62,7 +62,7 @@ def test_what_waits_makes_free_slots_external():
 
 
 def test_nobody_overtakes():
-    """The third request would fit beside the first. The second does not, and came before it."""
+    """The third request would fit next to the first. The second does not, and came before it."""
     samples = list(simulation("oracle", 12, [(0.0, 6, 2), (0.0, 6, 2), (0.0, 1, 1)]).run())
     assert [(sample.num_running, sample.num_waiting) for sample in samples] == [(1, 2), (1, 2), (2, 0), (1, 0)]
 
@@ -175,7 +175,7 @@ def test_the_better_a_policy_knows_the_future_the_more_it_serves():
 
 
 def test_littles_law():
-    """Where nobody waits, the batch is rate · output · seconds a step on average."""
+    """Where no one waits, the batch is rate · output · seconds a step on average."""
     arrivals = generate(replace(SHAREGPT, rate=4.0), 300, seed=7)
     samples = list(MemorySimulation(arrivals, "paged", 100_000, 2048, seconds_per_step=0.02).run())
     seconds = samples[-1].time

@@ -1,4 +1,4 @@
-"""A server in simulated time: right where a hand or a theorem can follow it, and nobody and no token lost."""
+"""A server in simulated time: right where a hand or a theorem can follow it, and no one and no token lost."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_swap_costs_time_and_no_tokens():
 
 
 def test_a_first_token_waits_for_what_is_swapped_in_beside_it():
-    """As above, and a third request comes while the second is in the line: both join at 28 s, in one step."""
+    """As above, and a third request comes while the second is in the queue: both join at 28 s, in one step."""
     arrivals = [*burst((80, 20), (80, 20)), Arrival(2, 27.0, 16, 1)]
     report, steps = serve("swap", arrivals, SwapsAtATenth(1.0), num_blocks=10, block_size=16)
     joint = next(step for step in steps if len(step.batch) == 2 and step.time > 20)
@@ -280,7 +280,7 @@ def test_a_scheduler_that_schedules_nothing_is_an_error_and_no_endless_loop():
 
 
 def test_memory_does_not_grow_with_the_number_of_requests():
-    """Requests that have ended are gone: four numbers of each stay, and a few hundred samples of the server."""
+    """Requests that have finished are gone: four numbers of each stay, and a few hundred samples of the server."""
     peaks = {}
     for count in (500, 4000):
         arrivals = stream(replace(small_workload(rate=5.0), output=LengthDistribution.from_mean(2, 0.5)), count, seed=0)
@@ -372,7 +372,7 @@ def test_the_load_counts_a_request_that_had_no_budget_left():
             return 1.0
 
     first = Request("first", [1] * 4, 12, ignore_eos=True, priority=1)
-    long = Request("long", [1] * 31, 3, ignore_eos=True, arrival_time=0.5)  # 7 tokens beside a decode, and 3 × 8
+    long = Request("long", [1] * 31, 3, ignore_eos=True, arrival_time=0.5)  # 7 tokens next to a decode, and 3 × 8
     steps = scheduler("chunked", max_num_batched_tokens=8)
     ServingSimulation(steps, Cost(), [first, long]).run()
     assert [(load.num_sequences, load.num_new_tokens, load.num_cached_tokens) for load in loads[:7]] == [

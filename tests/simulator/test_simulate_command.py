@@ -97,7 +97,7 @@ def test_a_prefix_cache_is_used_where_prompts_have_tokens():
 
 def test_requests_that_never_fit_are_told_of():
     text = run("--count", "40", "--num-blocks", "20")
-    assert "4 requests were refused. The first: request 6 needs 28 blocks" in text
+    assert "4 requests were refused. The first: request 6 needs 25 blocks" in text
 
 
 def test_a_server_that_serves_nobody_is_an_error():

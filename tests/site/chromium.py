@@ -48,7 +48,7 @@ class Chromium:
         self.requests: list[str] = []
         self._rest = b""
         self._num_sent = 0
-        self._answers: dict[int, dict[str, Any]] = {}  # that nobody has taken yet
+        self._answers: dict[int, dict[str, Any]] = {}  # that no one has taken yet
         self._loaded = False
 
     def __enter__(self) -> Chromium:

@@ -119,7 +119,7 @@ def test_pictures_have_alt_text_and_a_twin(site) -> None:
         for image in images:
             assert len(image.get("alt", "").strip()) > 20, f"{page}: {image.get('src')} says too little to the blind"
         shown = {scheme: [i for i in images if i["src"].endswith(f"#only-{scheme}")] for scheme in ("light", "dark")}
-        assert [i["alt"] for i in shown["light"]] == [i["alt"] for i in shown["dark"]], f"{page}: a twin is missing"
+        assert [i["alt"] for i in shown["light"]] == [i["alt"] for i in shown["dark"]], f"{page}: a picture is missing"
         for figure in page.soup.select("figure.drawn"):
             assert len(figure.find_all("img")) == 2, f"{page}: a drawn figure has two pictures"
 

@@ -62,7 +62,7 @@ class Lab:
         self.browser.type(text)
 
     def run(self) -> dict[str, Any]:
-        """What is told of a run."""
+        """What the page shows of a run."""
         self.click("Run tests")
         self.browser.wait_for("!document.querySelector('.mc-run').disabled", 120)
         return dict(self.browser.evaluate(TOLD))

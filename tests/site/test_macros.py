@@ -159,6 +159,6 @@ def test_a_link_to_the_other_language_needs_the_page(macros: ModuleType) -> None
 def test_a_link_to_the_playground_names_what_there_is(macros: ModuleType) -> None:
     link = macros.playground_link("it", "workload=prefix&a=fair&b=fair+prefix&step=7", here="phase-05-x/theory/01/")
     assert link == '<a href="../../../playground/#workload=prefix&amp;a=fair&amp;b=fair+prefix&amp;step=7">it</a>'
-    for wrong in ("workload=nine", "a=fair", "workload=six&a=best", "workload=six&seats=3"):
+    for wrong in ("workload=nine", "a=fair", "workload=six&a=best", "workload=six&chairs=3"):
         with pytest.raises(macros.PageError, match="no such workload"):
             macros.playground_link("it", wrong, here="")

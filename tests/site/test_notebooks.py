@@ -84,7 +84,7 @@ def test_plotting_is_not_in_the_notebooks() -> None:
 
 
 def test_the_notebook_for_a_borrowed_gpu_is_clean_and_current() -> None:
-    """Nobody runs it here: no outputs, code that compiles, and the script that it starts is there."""
+    """No one runs it here: no outputs, code that compiles, and the script that it starts is there."""
     notebook = json.loads((ROOT / "notebooks" / "colab" / "gpu.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
@@ -142,6 +142,22 @@ def test_a_pages_first_screen_is_the_question_and_the_picture(pages: ModuleType,
 def test_a_picture_without_words_is_refused(pages: ModuleType, write) -> None:
     with pytest.raises(pages.NotebookError, match="alt"):
         pages.render(write(alt="").with_suffix(".ipynb"))
+
+
+def test_a_page_in_spanish_has_the_code_and_the_outputs(pages: ModuleType, write) -> None:
+    spanish = "---\nenglish: 0123\n---\n%% text\n# Un título\n\nLa mitad de $x^2$.\n\n%% alt\nun píxel\n"
+    files = pages.render(write().with_suffix(".ipynb"), spanish)
+    page = files.pop("notebook.md")
+    assert "# Un título\n" in page
+    assert "# A title" not in page
+    assert "\nhello\n```" in page
+    assert f"![un píxel]({next(iter(files))})" in page
+
+
+@pytest.mark.parametrize("spanish", ["%% text\n# Un título\n", "%% alt\nun píxel\n\n%% text\n# Un título\n", ""])
+def test_spanish_words_for_other_cells_are_refused(pages: ModuleType, write, spanish: str) -> None:
+    with pytest.raises(pages.NotebookError, match="text alt; the Spanish ones are"):
+        pages.render(write().with_suffix(".ipynb"), spanish)
 
 
 def test_executing_twice_writes_the_same_file(notebooks: ModuleType, write) -> None:

@@ -1,9 +1,9 @@
 # Phase 0, decode-arithmetic: your file. It stands in for minicache.arithmetic.arithmetic.
 # Write what raises NotImplementedError. `minicache grade 0` grades it, `minicache hint 0.K` helps with task K.
-"""What a token costs, in bytes and in FLOPs, and which of the two a step waits for.
+"""The cost of a token in bytes and FLOPs, and which of the two limits a step.
 
 Phase 0 builds it: the size of the KV cache, what fits in a memory, and the roofline of prefill and decode. One small
-model of a forward pass serves for both, `step_flops` and `step_bytes`; its simplifications are in their docstrings.
+model of a forward pass, `step_flops` and `step_bytes`, covers both; the docstrings list its simplifications.
 Bytes and FLOPs are whole numbers (int) and exact; intensities, rates and seconds are floats.
 """
 
@@ -20,10 +20,10 @@ def dtype_nbytes(dtype: str) -> int:
     """The bytes of one number.
 
     float32: 4. bfloat16 and float16: 2. float8_e4m3 and int8: 1. Four-bit formats are not here: two numbers share a
-    byte and a group of them shares a scale, so that none has a whole number of bytes of its own.
+    byte and a group of them shares a scale, so a number does not take a whole number of bytes.
 
     Args:
-        dtype: one of the five names above, as PyTorch writes them but for the suffix of float8.
+        dtype: one of the five names above, as PyTorch writes them except for the suffix of float8.
 
     Returns:
         Bytes, not bits.
@@ -37,11 +37,11 @@ def dtype_nbytes(dtype: str) -> int:
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "float16") -> int:
-    """What one token leaves in a cache of keys and values: 2 · L · H_kv · d numbers.
+    """Bytes that one token takes in a cache of keys and values: 2 · L · H_kv · d numbers.
 
     A key and a value, each of `head_dim` numbers, for every KV head of every layer. It depends on the KV heads, not
-    on the query heads: multi-head attention has as many of the first as of the second, grouped-query attention fewer,
-    multi-query attention one.
+    on the query heads: multi-head attention has one KV head per query head, grouped-query attention fewer, multi-query
+    attention one in all.
 
     Args:
         num_layers: attention layers (L), ≥ 1.
@@ -62,11 +62,11 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype:
 
 
 def mla_bytes_per_token(num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, dtype: str = "float16") -> int:
-    """What one token leaves in the cache of multi-head latent attention: L · (rank + rope) numbers.
+    """Bytes that one token takes in the cache of multi-head latent attention: L · (rank + rope) numbers.
 
-    The latent is stored once per layer: keys and values of all heads are both made from it, so that nothing is
-    counted twice and the number of heads plays no part. Beside it stands the one part of the key that carries RoPE
-    and cannot be made from the latent; all heads share it too (DeepSeek-V2, section 2.1).
+    The latent is stored once per layer: the keys and values of all heads are made from it, so nothing is counted
+    twice and the number of heads does not matter. The part of the key that carries RoPE cannot be made from the
+    latent, so it is stored as well; all heads share it too (DeepSeek-V2, section 2.1).
 
     Args:
         num_layers: attention layers (L), ≥ 1.
@@ -87,10 +87,10 @@ def mla_bytes_per_token(num_layers: int, kv_lora_rank: int, qk_rope_head_dim: in
 
 
 def cache_bytes_per_token(model: Transformer, dtype: str = "float16") -> int:
-    """What one token leaves in the cache of `model`, whichever kind of cache it has.
+    """Bytes that one token takes in the cache of `model`, whichever kind of cache it has.
 
     A model whose `kv_latent_dim` is a number caches that many numbers per layer, latent and RoPE part together.
-    Where it is None, the model caches keys and values of its KV heads.
+    If it is None, the model caches keys and values of its KV heads.
 
     Args:
         model: the transformer.
@@ -108,7 +108,7 @@ def cache_bytes_per_token(model: Transformer, dtype: str = "float16") -> int:
 
 
 def weight_bytes(num_parameters: int, dtype: str = "float16") -> int:
-    """What the weights take.
+    """Bytes that the weights take.
 
     Args:
         num_parameters: all weights, embeddings included, ≥ 1.
@@ -131,12 +131,12 @@ def cache_capacity_tokens(
 ) -> int:
     """How many tokens the cache can hold in what the weights and the reserve leave.
 
-    Only whole tokens count: the result is rounded down. Weights that fill the memory to the last byte leave room for
-    0 tokens, which is an answer; weights that do not fit are an error, since such a model cannot even be loaded.
+    Only whole tokens count: the result is rounded down. If the weights fill the memory to the last byte, the result is
+    0 tokens. Weights that do not fit are an error, since such a model cannot even be loaded.
 
     Args:
         memory_bytes: the accelerator's memory, in bytes, ≥ 1.
-        weight_bytes: what the weights take, in bytes, ≥ 0; 0 where `memory_bytes` is a budget for the cache alone.
+        weight_bytes: what the weights take, in bytes, ≥ 0; 0 if `memory_bytes` is a budget for the cache alone.
         bytes_per_token: what one token takes in the cache, in bytes, ≥ 1.
         reserved_bytes: what else must stay free (activations, the framework, fragmentation), in bytes, ≥ 0.
 
@@ -145,8 +145,8 @@ def cache_capacity_tokens(
 
     Raises:
         TypeError: an argument is not an int.
-        ValueError: an argument is below its bound, or weights and reserve exceed the memory; the message then says
-            by how many bytes.
+        ValueError: an argument is below its bound, or weights and reserve exceed the memory; the message then gives
+            the excess in bytes.
     """
     raise NotImplementedError(
         "phase 0, task 3: What fits; read docs/en/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md"
@@ -154,7 +154,7 @@ def cache_capacity_tokens(
 
 
 def max_concurrent_sequences(capacity_tokens: int, tokens_per_sequence: int) -> int:
-    """How many sequences fit at once when each is given room for `tokens_per_sequence` tokens.
+    """How many sequences fit at once if each reserves `tokens_per_sequence` tokens.
 
     Only whole sequences count: the result is rounded down, and is 0 if not even one fits.
 
@@ -177,17 +177,17 @@ def max_concurrent_sequences(capacity_tokens: int, tokens_per_sequence: int) -> 
 def step_flops(model: Transformer, num_new_tokens: int, context_len: int = 0, batch_size: int = 1) -> int:
     """The FLOPs of one forward pass: a decode step (1 new token) or a prefill (many).
 
-    Each of `batch_size` sequences has `context_len` tokens in the cache and brings `num_new_tokens` new ones, T and C
-    for short. Two parts count, a multiplication and an addition being two FLOPs:
+    Each of `batch_size` sequences has `context_len` tokens (C) in the cache and `num_new_tokens` new ones (T). A
+    multiplication and an addition are two FLOPs. Two parts count:
 
     - Weights: 2 FLOPs per weight and new token, 2 · P · T a sequence.
     - Attention: a new token attends to the C cached ones, to the new ones before it and to itself. So the T tokens
-      attend to C + 1, C + 2, …, C + T positions, in sum T · C + T · (T + 1) / 2. Each position costs a query head one
-      dot product with a key and one scaled addition of a value, 2 · w FLOPs apiece, so 4 · L · H · w in the model. w
-      is `head_dim`, or `kv_latent_dim` where that is a number: then all H query heads work on the shared latent.
+      attend to C + 1, C + 2, …, C + T positions, T · C + T · (T + 1) / 2 in total. Each position costs a query head
+      one dot product with a key and one scaled addition of a value, 2 · w FLOPs each, so 4 · L · H · w in the model. w
+      is `head_dim`, or `kv_latent_dim` if that is a number: then all H query heads work on the shared latent.
 
-    Neglected: softmax, norms, activation functions, the embedding look-up (its table counts as weights), and that of
-    MLA's latent only the part without RoPE is used as a value. The positions that causality masks are not computed.
+    Neglected: softmax, norms, activation functions, the embedding look-up (its table counts as weights), and that MLA
+    uses only the part of the latent without RoPE as a value. Positions hidden by the causal mask are not computed.
     After Kaplan et al. 2020, section 2.1, and Pope et al. 2022, section 2.
 
     Args:
@@ -213,14 +213,14 @@ def step_bytes(
 ) -> int:
     """The bytes that one forward pass moves between memory and processor.
 
-    Of the same step as `step_flops`, and again T = `num_new_tokens` and C = `context_len`. Two parts count:
+    The step is that of `step_flops`, with T = `num_new_tokens` and C = `context_len`. Two parts count:
 
-    - Weights: read once, whatever the batch. All sequences use them while they are there.
-    - Cache: every sequence reads the rows of its own C tokens and writes its T new ones: C + T rows of
+    - Weights: read once for the whole batch.
+    - Cache: every sequence reads the KV entries of its C tokens and writes its T new ones: C + T entries of
       `cache_bytes_per_token` each.
 
-    Neglected: activations, which are small beside either and mostly stay on the chip; and that attention over a long
-    prompt reads a row more than once.
+    Neglected: activations, which are small compared with either and mostly stay on the chip; and that attention over a
+    long prompt reads an entry more than once.
 
     Args:
         model: the transformer.
@@ -261,7 +261,7 @@ def arithmetic_intensity(flops: float, nbytes: float) -> float:
 
 
 def ridge_point(accelerator: Accelerator) -> float:
-    """The intensity at which reading and multiplying take the same time: peak FLOP/s over bandwidth.
+    """The intensity at which reading and computing take the same time: peak FLOP/s over bandwidth.
 
     The roofline's two lines meet there (Williams et al. 2009).
 
@@ -279,8 +279,7 @@ def ridge_point(accelerator: Accelerator) -> float:
 def attainable_flops(accelerator: Accelerator, intensity: float) -> float:
     """The FLOP/s that work of this intensity can reach: the roofline.
 
-    Left of the ridge the memory sets the pace, bandwidth · intensity. Right of it the processor does, and more than
-    its peak there is not.
+    Left of the ridge the limit is the memory, bandwidth · intensity. Right of it the limit is the processor's peak.
 
     Args:
         accelerator: the machine.
@@ -299,9 +298,9 @@ def attainable_flops(accelerator: Accelerator, intensity: float) -> float:
 
 
 def step_seconds(accelerator: Accelerator, flops: float, nbytes: float) -> float:
-    """The least time that the work can take: that of its FLOPs or that of its bytes, whichever is longer.
+    """The least time that the work can take: the time of its FLOPs or of its bytes, whichever is longer.
 
-    Reading and multiplying overlap perfectly here, and both run at their best. A real step takes longer.
+    The model assumes that reading and computing overlap perfectly and that both run at peak. A real step takes longer.
 
     Args:
         accelerator: the machine.
@@ -321,9 +320,9 @@ def step_seconds(accelerator: Accelerator, flops: float, nbytes: float) -> float
 
 
 def is_memory_bound(accelerator: Accelerator, intensity: float) -> bool:
-    """Whether work of this intensity waits for the memory: it lies left of the ridge.
+    """Whether work of this intensity is memory-bound: it lies left of the ridge.
 
-    Exactly at the ridge it waits for neither, and the answer is False.
+    Exactly at the ridge it is not, and the answer is False.
 
     Args:
         accelerator: the machine.
@@ -343,11 +342,10 @@ def break_even_batch(
 ) -> int | None:
     """The smallest batch at which a decode step is no longer memory-bound.
 
-    A decode step brings one new token per sequence (`step_flops` and `step_bytes` with `num_new_tokens` = 1). A bigger
-    batch shares one reading of the weights among more sequences, so that the intensity rises. But each sequence also
-    brings a cache of its own to read, which it shares with nobody: however many sequences there are, the intensity
-    stays below that of one sequence alone with weights that cost nothing to read. Where that limit is not above the
-    ridge, no batch will do.
+    A decode step has one new token per sequence (`step_flops` and `step_bytes` with `num_new_tokens` = 1). A larger
+    batch shares one read of the weights among more sequences, so the intensity rises. But each sequence also reads its
+    own cache, which no other shares: for any batch size, the intensity stays below that of one sequence whose weights
+    cost nothing to read. If that limit is not above the ridge, no batch is large enough.
 
     Whether so many sequences fit in the memory is another question: `max_concurrent_sequences` answers it.
 
@@ -358,7 +356,7 @@ def break_even_batch(
         dtype: of weights and cache alike, see `dtype_nbytes`.
 
     Returns:
-        Sequences, ≥ 1: with one sequence fewer the step is still memory-bound. None if it is at every batch size.
+        Sequences, ≥ 1: with one sequence fewer the step is still memory-bound. None if it is so at every batch size.
 
     Raises:
         TypeError: `context_len` is not an int.

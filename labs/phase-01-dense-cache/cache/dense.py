@@ -2,10 +2,9 @@
 # Write what raises NotImplementedError. `minicache grade 1` grades it, `minicache hint 1.K` helps with task K.
 """The dense KV cache: one tensor, one cursor.
 
-Phase 1 builds it. The cache reserves room for `max_seq_len` tokens of every sequence at the start, and a cursor says
-how many of those rows are in use. Nothing is ever moved or reallocated; what that costs in memory is the question that
-phases 2 and 3 answer. `PagedKVCache` will be a subclass, so a caller needs no more than `append`, `read`, `attend`,
-`positions` and `reset`.
+Phase 1 builds it. The cache reserves `max_seq_len` slots for every sequence at the start, and a cursor counts how many
+are in use. Nothing is ever moved or reallocated; phases 2 and 3 show what that costs in memory. `PagedKVCache` is a
+subclass, so callers use only `append`, `read`, `attend`, `positions` and `reset`.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ class KVCache:
 
         [num_layers, batch_size, num_kv_heads, max_seq_len, head_dim]
 
-    so that the rows of one head of one sequence lie side by side in memory: decode attention streams through them.
-    That is a choice of the reference and no part of the contract: the tests ask for the public behaviour only.
+    so the KV entries of one head of one sequence are contiguous in memory: decode attention streams through them.
+    This is a choice of the reference and not part of the contract: the tests check the public behaviour only.
 
     A forward pass appends to layer 0, 1, … num_layers − 1, in this order and with the same T in each. `num_tokens`
-    moves when the last layer has its rows; until then `read(layer)` already shows the new rows of the layers that
+    moves when the last layer has appended; until then `read(layer)` already returns the new entries of the layers that
     have them.
 
     Args:
         num_layers: attention layers, ≥ 1.
         batch_size: sequences, ≥ 1.
         num_kv_heads: key/value heads (H_kv), ≥ 1.
-        max_seq_len: tokens to reserve room for, per sequence (S_max), ≥ 1.
+        max_seq_len: slots to reserve per sequence, one per token (S_max), ≥ 1.
         head_dim: size of one head (d), ≥ 1.
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
@@ -70,20 +69,20 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved: keys and values, all layers, `max_seq_len` rows of every sequence."""
+        """Bytes reserved: keys and values, all layers, `max_seq_len` slots of every sequence."""
         raise NotImplementedError(
             "phase 1, task 2: Reserve the memory; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
         )
 
     @property
     def nbytes_used(self) -> int:
-        """The part of `nbytes` that holds tokens: `num_tokens` rows instead of `max_seq_len`."""
+        """The part of `nbytes` that holds tokens: `num_tokens` slots instead of `max_seq_len`."""
         raise NotImplementedError(
             "phase 1, task 3: Append and read; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
         )
 
     def positions(self, num_new_tokens: int) -> Tensor:
-        """Where the next tokens stand in their sequences, for rotary embeddings.
+        """The positions of the next tokens in their sequences, for rotary embeddings.
 
         Args:
             num_new_tokens: T, how many tokens come next, ≥ 0.
@@ -104,15 +103,15 @@ class KVCache:
         Values are copied; no gradient flows through a cache. A call that raises has written nothing and moved nothing.
 
         Args:
-            layer: 0 … num_layers − 1; must be the layer whose turn it is (see the class).
+            layer: 0 … num_layers − 1; must be the next layer of the forward pass (see the class).
             k: keys `[batch_size, num_kv_heads, T, head_dim]`, T ≥ 1, in the cache's dtype and on its device.
             v: values, the same shape.
 
         Raises:
             IndexError: there is no such layer (negative ones included).
             TypeError: `k` or `v` is not a tensor, or has another dtype than the cache.
-            ValueError: another shape or device; T = 0; T differs from this pass's earlier layers; or the layer is out
-                of turn.
+            ValueError: another shape or device; T = 0; T differs from the forward pass's earlier layers; or the layer
+                is out of order.
             CacheOverflowError: num_tokens + T > max_seq_len.
         """
         raise NotImplementedError(
@@ -122,15 +121,15 @@ class KVCache:
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of every token that `layer` holds.
 
-        Between forward passes S = num_tokens. During one, a layer that has its new rows shows them too. The tensors
-        are for reading, and hold until the next `append` or `reset`.
+        Between forward passes S = num_tokens. During one, a layer that has appended returns its new entries too. The
+        tensors are read-only, and valid until the next `append` or `reset`.
 
         Args:
             layer: 0 … num_layers − 1.
 
         Returns:
             `(k, v)`, each `[batch_size, num_kv_heads, S, head_dim]`, oldest token first. The reference
-            gives views into the cache, without a copy; a copy is as good. Callers must not write to either.
+            returns views into the cache; a copy is just as valid. Callers must not write to either.
 
         Raises:
             IndexError: there is no such layer (negative ones included).
@@ -155,7 +154,7 @@ class KVCache:
         Raises:
             IndexError: there is no such layer.
             TypeError: `window` is not an int.
-            ValueError: shapes do not fit, T is more than the layer holds, or `window` is below 1.
+            ValueError: shapes do not match, T is more than the layer holds, or `window` is below 1.
         """
         raise NotImplementedError(
             "phase 1, task 6: Attend through the cache; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"
@@ -164,7 +163,7 @@ class KVCache:
     def reset(self) -> None:
         """Forget every token and keep the memory: the next append writes position 0 again.
 
-        Also ends a forward pass that stopped half-way, so a cache can be used again after an error in the model.
+        Also ends an unfinished forward pass, so the cache can be used again after an error in the model.
         """
         raise NotImplementedError(
             "phase 1, task 5: Start again; read docs/en/phase-01-dense-cache/lab/01-the-cache.md"

@@ -23,13 +23,13 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class HostStorage:
-    """CPU swap space: the memory of the host blocks, which hold the KV entries of requests that are swapped out.
+    """CPU swap space: the memory of the CPU blocks, which hold the KV entries of requests that are swapped out.
 
-    A block is as large here as in the storage, and has the same dtype. It lies in one piece, keys and values of all
-    layers one after the other, so a copy between device and host is one transfer a block. With a GPU the memory is
-    pinned, so the transfer needs no second copy; otherwise it is ordinary memory.
+    A block has the same size and dtype here as in the storage. It is contiguous, keys and values of all layers one
+    after the other, so a copy between device and host is one transfer a block. With a GPU the memory is pinned, so the
+    transfer needs no second copy; otherwise it is ordinary memory.
 
-    The two storages count their blocks separately: block 3 and host block 3 have nothing to do with each other.
+    The two storages number their blocks separately: block 3 and CPU block 3 are unrelated.
 
     Args:
         storage: where the blocks come from and go back to.
@@ -51,31 +51,31 @@ class HostStorage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all host blocks: keys and values, all layers."""
+        """Bytes of all CPU blocks: keys and values, all layers."""
         raise NotImplementedError(
             "phase 6, task 6: Blocks on the host; read docs/en/phase-06-preemption/lab/01-swap.md"
         )
 
     def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks of the storage into host blocks: keys and values of every layer. The storage stays as it is.
+        """Copy blocks of the storage into CPU blocks: keys and values of every layer. The storage does not change.
 
         Args:
-            pairs: (block, host block); no block and no host block twice. May be empty.
+            pairs: (block, CPU block); no block and no CPU block twice. May be empty.
 
         Raises:
             TypeError: an id is not an int.
             IndexError: an id is outside the storage, or outside the swap space. Negative ids do not count from the end.
-            ValueError: a block or a host block is named twice. Whatever is raised, nothing was copied.
+            ValueError: a block or a CPU block is named twice. Whatever is raised, nothing was copied.
         """
         raise NotImplementedError(
             "phase 6, task 6: Blocks on the host; read docs/en/phase-06-preemption/lab/01-swap.md"
         )
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy host blocks into blocks of the storage: keys and values of every layer. The host blocks do not change.
+        """Copy CPU blocks into blocks of the storage: keys and values of every layer. The CPU blocks do not change.
 
         Args:
-            pairs: (host block, block); no host block and no block twice. May be empty.
+            pairs: (CPU block, block); no CPU block and no block twice. May be empty.
 
         Raises:
             TypeError, IndexError, ValueError: as `swap_out`.

@@ -4,7 +4,7 @@
 
 Phase 6 builds it. `observe(scheduler, Auditor())`, or `LLM(observers=[Auditor()])`, and the first step that breaks a
 rule raises an `InvariantError` that names the step, the rule, and a request or a block. `Scheduler.check()` is a
-stage's own account; an auditor asks no stage. It looks at public state only, keeps notes of its own, and compares.
+stage's own account; an auditor does not call it. It reads public state only, keeps notes, and compares.
 `minicache.scheduler.audit_trace` checks a trace on disk for as much as a trace can show. Pure standard library.
 """
 
@@ -27,10 +27,10 @@ from minicache.scheduler.paged import PagedScheduler
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a request was when the auditor last looked at it.
+    """The state of a request when the auditor last looked at it.
 
     Attributes:
-        request: the request itself, which has moved on since. The other fields are copies of what it had then.
+        request: the request itself, which has changed since. The other fields are copies of what it had then.
         num_output_tokens: how many tokens it had generated.
     """
 
@@ -54,8 +54,8 @@ class Auditor(Observer):
     | rule | after | holds |
     |---|---|---|
     | places | every call | each unfinished request is in the batch or in the queue, once, with a status that fits |
-    | blocks | every call | free + used = all; a block has as many references as requests list it; host blocks too |
-    | holdings | every call | a running request has the blocks it needs, a waiting one none, a swapped one host blocks |
+    | blocks | every call | free + used = all; a block has as many references as requests list it; CPU blocks too |
+    | holdings | every call | a running request has the blocks it needs, a waiting one none, a swapped one CPU blocks |
     | order | every call | requests stand in the order of arrival, the batch before the queue (`first_come` stages) |
     | work | `schedule` | the step computes something, within the limits on requests and tokens |
     | victims | `schedule` | the newest are preempted, for lack of memory, and no request is admitted in that step |
@@ -65,7 +65,7 @@ class Auditor(Observer):
     | recovery | `recover` | every request waits with nothing computed, and keeps what it has generated |
 
     Every `check_…` method checks one rule. It returns None, or calls `fail` with the rule's name and what it saw. It
-    takes time in proportion to the unfinished requests and their blocks, and changes nothing.
+    takes time proportional to the unfinished requests and their blocks, and changes nothing.
 
     All calls must go through the observed scheduler. An auditor may begin in the middle of a run: then its first call
     is compared with nothing before it.
@@ -86,7 +86,7 @@ class Auditor(Observer):
     # What happened: keep the notes, and call the checks.
 
     def on_add(self, scheduler: Scheduler, request: Request) -> None:
-        """Know the request from now on."""
+        """Take a note of the request."""
         self._begin(scheduler)
         if scheduler.waiting.get(request.request_id) is not request:
             self.fail("places", f"{request!r} was added and is not in the queue")
@@ -170,7 +170,7 @@ class Auditor(Observer):
 
         The cause of FINISHED_CAPACITY is that its tokens need more blocks than the whole pool has; that of
         FINISHED_LENGTH, that it has max_tokens of output, or max_model_len tokens. The other statuses may come from
-        outside: nothing is asked of them here.
+        outside and are not checked here.
 
         Raises:
             InvariantError: it has not, or it does.
@@ -182,7 +182,7 @@ class Auditor(Observer):
         if queued or scheduler.waiting.get(request.request_id) is request:
             self.fail("end", f"{request!r} is still in the batch or in the queue")
         if request.block_ids or request.host_block_ids:
-            self.fail("end", f"{request!r} keeps blocks {request.block_ids}, host blocks {request.host_block_ids}")
+            self.fail("end", f"{request!r} keeps blocks {request.block_ids}, CPU blocks {request.host_block_ids}")
         if status is RequestStatus.FINISHED_CAPACITY and needed <= scheduler.pool.num_blocks:
             self.fail("end", f"{request!r} needs {needed} blocks, and the pool has {scheduler.pool.num_blocks}")
         if status is RequestStatus.FINISHED_LENGTH and not _is_full(scheduler, request):
@@ -194,7 +194,7 @@ class Auditor(Observer):
         num_free + num_used = num_blocks. Every id in the `block_ids` of a request in the batch or in the queue is one
         of the pool; over all these requests together it is listed as often as the block has references (`ref_count`);
         and num_used is the number of different blocks that are listed. The same holds for `host_block_ids` and the
-        scheduler's `host_pool`, if it has one; without one, no request lists a host block.
+        scheduler's `host_pool`, if it has one; without one, no request lists a CPU block.
 
         Raises:
             InvariantError: they do not. The message names a block, or the counts.
@@ -207,8 +207,8 @@ class Auditor(Observer):
         """Rule "holdings": each request has the blocks that its status asks for.
 
         RUNNING: at least for its computed tokens and those that `output` has it compute; from `PagedScheduler` on, at
-        most for all its tokens (earlier stages reserve more). No host blocks. WAITING: no blocks, no host blocks, and
-        no computed tokens. SWAPPED: no blocks, at least one computed token, and host blocks for exactly those.
+        most for all its tokens (earlier stages reserve more). No CPU blocks. WAITING: no blocks, no CPU blocks, and
+        no computed tokens. SWAPPED: no blocks, at least one computed token, and CPU blocks for exactly those.
 
         Args:
             scheduler: the one that is watched.
@@ -226,8 +226,7 @@ class Auditor(Observer):
 
         Through the batch, and on through the waiting queue, `arrival_index` grows from each request to the next; no two
         have the same. So no request was admitted before one that arrived earlier, and none was preempted before one
-        that arrived later. A scheduler that is not `first_come` (phase 7) has an order of its own, and nothing is
-        checked.
+        that arrived later. A scheduler that is not `first_come` (phase 7) has another order, and nothing is checked.
 
         Raises:
             InvariantError: it does not. The message names two requests.
@@ -273,14 +272,14 @@ class Auditor(Observer):
         )
 
     def check_swaps(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Rule "swaps": what is copied is what moved.
+        """Rule "swaps": the pairs to copy are the blocks that moved.
 
-        - `swapped_out` has the requests that are SWAPPED and were not in `notes`, and no others. Its pairs (block, host
+        - `swapped_out` has the requests that are SWAPPED and were not in `notes`, and no others. Its pairs (block, CPU
           block) are the first of the blocks that the request had in `notes`, one for each of its `host_block_ids`, in
           order.
-        - `swapped_in` has the requests that were SWAPPED in `notes` and are RUNNING, and no others. Its pairs (host
-          block, block) are the host blocks that the request had in `notes`, and the first of its `block_ids`, in order.
-        - A request that was SWAPPED and is not RUNNING is still SWAPPED, with the same host blocks.
+        - `swapped_in` has the requests that were SWAPPED in `notes` and are RUNNING, and no others. Its pairs (CPU
+          block, block) are the CPU blocks that the request had in `notes`, and the first of its `block_ids`, in order.
+        - A request that was SWAPPED and is not RUNNING is still SWAPPED, with the same CPU blocks.
 
         Raises:
             InvariantError: one of these is not so.
@@ -318,7 +317,7 @@ class Auditor(Observer):
 
         The batch is empty. Every request of `notes` is WAITING, with no computed tokens and as many output tokens as in
         `notes`. It has one preemption more if it was RUNNING there, and else as many. With the rules "blocks" and
-        "holdings" it follows that all blocks and host blocks are free.
+        "holdings" it follows that all blocks and CPU blocks are free.
 
         Raises:
             InvariantError: one of these is not so.
@@ -340,11 +339,10 @@ class Auditor(Observer):
         return note is not None and note.status is RequestStatus.RUNNING
 
     def has_outgrown_request(self, output: SchedulerOutput, budget: int) -> bool:
-        """Whether a step of more than `budget` tokens is the one kind that may be so large.
+        """Whether a step of more than `budget` tokens is the one exception that may be so large.
 
-        It has a request that was preempted and has more than `budget` tokens to compute, so no step would be large
-        enough. It is the only one, all the others together have fewer than `budget`, and none of them has just been
-        admitted.
+        It has exactly one preempted request with more than `budget` tokens to compute, for which no step would be large
+        enough. All the others together have fewer than `budget`, and none of them has just been admitted.
         """
         tokens = output.num_scheduled_tokens
         large = [request for request in output.scheduled if tokens[request.request_id] > budget]
@@ -354,7 +352,7 @@ class Auditor(Observer):
         return sum(tokens[each.request_id] for each in others) < budget and all(map(self.was_running, others))
 
     def _begin(self, scheduler: Scheduler) -> bool:
-        """Note what is there, if this scheduler has not been watched yet. Returns whether it has."""
+        """Note the state, if this scheduler has not been watched yet. Returns whether it has."""
         if self._watched is scheduler:
             return True
         self._watched, self.step = scheduler, -1
@@ -362,7 +360,7 @@ class Auditor(Observer):
         return False
 
     def _remember(self, scheduler: Scheduler) -> None:
-        """Write the notes anew."""
+        """Rewrite the notes."""
         self.batch = list(scheduler.running)
         self.notes = {request.request_id: _note(request) for request in (*self.batch, *scheduler.waiting.values())}
 

@@ -1,9 +1,9 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.fair.
 # Write what raises NotImplementedError. `minicache grade 7` grades it, `minicache hint 7.K` helps with task K.
-"""Fair scheduling: priority, then arrival; classes that cannot share a batch take turns; no request waits for ever.
+"""Fair scheduling: priority, then arrival; one compatibility class per batch; no request waits forever.
 
 Phase 7 builds it, after eight incidents that each broke one of these guarantees. `PriorityScheduler` has an order and
-keeps batches to one compatibility class; `FairScheduler` bounds what these may cost the request that arrived first.
+keeps batches to one compatibility class; `FairScheduler` bounds what this may cost the request that arrived first.
 Pure standard library.
 """
 
@@ -26,11 +26,11 @@ class PriorityScheduler(PagedScheduler):
 
     **Priority** is `Request.priority`, the lower the better; among equals `arrival_time`, the earlier the better; among
     those, the one that was added first. So without priorities it is strict first come, first served. No request is
-    preempted in favour of a better one that arrives later: that one waits for free blocks like any other.
+    preempted in favour of a more urgent one that arrives later: that one waits for free blocks like any other.
 
-    **Compatibility.** Every batch holds requests of one `Request.group`: that of the request that was admitted when the
-    batch was empty, the best of all that waited. A request of another class waits in its position in the queue until
-    the batch has drained.
+    **Compatibility.** Every batch holds requests of one compatibility class (`Request.group`): that of the request that
+    was admitted when the batch was empty, the first of the queue. A request of another class keeps its position in the
+    queue until the batch has drained.
 
     Arguments and errors are `PagedScheduler`'s.
     """
@@ -44,13 +44,13 @@ class PriorityScheduler(PagedScheduler):
         )
 
     def head(self) -> Request | None:
-        """The best waiting request that is compatible with the batch; None if there is none, though others may wait."""
+        """The first waiting request that is compatible with the batch; None if none is, though others may wait."""
         raise NotImplementedError(
             "phase 7, task 10: Priority and compatibility; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md"
         )
 
     def is_compatible(self, request: Request) -> bool:
-        """Whether the request may join the batch: the batch is empty, or of the request's group."""
+        """Whether the request may join the batch: the batch is empty, or of the request's `group`."""
         raise NotImplementedError(
             "phase 7, task 10: Priority and compatibility; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md"
         )
@@ -63,11 +63,11 @@ class FairScheduler(PriorityScheduler):
     all that wait. Once that many have bypassed it, no other is admitted: the batch drains until it fits, and is
     compatible.
 
-    So no request waits for ever, whatever comes after it. The one that arrived first is admitted after at most
+    So no request waits forever, whatever comes after it. The one that arrived first is admitted after at most
     STARVATION_BOUND others, each of which finishes after at most max_tokens tokens; and an admitted request generates a
     token in that step, before it can be preempted.
 
-    Which request arrived first is a matter of `arrival_key`; priority and group do not count.
+    `arrival_key` decides which request arrived first; priority and compatibility class do not count.
 
     Arguments and errors are `PagedScheduler`'s.
 

@@ -3,9 +3,9 @@
 # hint 7.K` helps with task K.
 """The waiting queue: requests in priority order, any of which may leave at any time.
 
-Phase 7 builds it; the stages of phases 5 and 6 use it as it is given, ordered by arrival. A heap gives the first
-request in logarithmic time, but one in the middle of it cannot be taken out: `remove` only notes that it has left, and
-the heap drops it when it comes to the top. Pure standard library.
+Phase 7 builds it; the stages of phases 5 and 6 use it as given, ordered by arrival. A heap gives the first request in
+logarithmic time, but cannot remove one from its middle: `remove` only notes that the request has left, and the heap
+drops its key when it comes to the top. Pure standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from minicache.request import Request, RequestId
 
 PriorityKey = tuple[float, ...]
-"""Numbers by which requests are ordered, the lowest first. Each request has its own."""
+"""Numbers by which requests are ordered, the lowest first. No two requests have the same."""
 
 
 def arrival_key(request: Request) -> PriorityKey:
@@ -25,11 +25,11 @@ def arrival_key(request: Request) -> PriorityKey:
 
 
 class LazyHeap:
-    """A set of requests that knows its first by one key.
+    """A set of requests with fast access to the one with the lowest key.
 
-    `add`, `remove` and `first` take time in proportion to the logarithm of its size, on average over many calls; memory
-    is in proportion to its size. `_members` has the requests by their keys. `_heap` is a heap (`heapq`) of keys, those
-    of all members and some of requests that have left.
+    `add`, `remove` and `first` take logarithmic time, on average over many calls; memory is proportional to its size.
+    `_members` has the requests by their keys. `_heap` is a heap (`heapq`) of keys, those of all members and some of
+    requests that have left.
 
     Args:
         key: of a request; must not change while the request is in the heap.
@@ -69,11 +69,11 @@ class LazyHeap:
 class RequestQueue(Mapping[RequestId, Request]):
     """The requests that wait for a batch slot: a mapping id → request, iterated in priority order.
 
-    It answers three questions, each in logarithmic time: which request is first, which is first of one compatibility
-    class (`Request.group`), and which arrived first. Iterating sorts all of it: that is for tests and displays.
+    It answers three queries, each in logarithmic time: which request is first, which is first of one compatibility
+    class (`Request.group`), and which arrived first. Iterating sorts all of it, which is for tests and displays.
 
     `_requests` has the requests by id. Each of them is in three heaps: `_by_arrival`, `_by_group[None]`, which has all,
-    and `_by_group` of its group. `_by_group` has no empty heaps, or it would remember every group that ever waited.
+    and `_by_group` of its group. `_by_group` has no empty heaps, or it would keep every group that ever waited.
 
     Args:
         key: what the queue is ordered by; must not change while a request waits.
@@ -98,7 +98,7 @@ class RequestQueue(Mapping[RequestId, Request]):
         return (request.request_id for request in sorted(self._requests.values(), key=self._key))
 
     def add(self, request: Request) -> None:
-        """Add a request. Its key gives it its position: one that was preempted stands where it stood before.
+        """Add a request at the position of its key: a preempted one gets the position it had before.
 
         Args:
             request: not in the queue; no request in it has the same id.
@@ -108,7 +108,7 @@ class RequestQueue(Mapping[RequestId, Request]):
         self._requests[request.request_id] = request
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands.
+        """Remove a request, wherever it stands.
 
         Raises:
             KeyError: it is not in the queue, though another with its id may be.

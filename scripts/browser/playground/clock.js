@@ -27,7 +27,7 @@ export class Player {
   /**
    * @param {Clock} clock
    * @param {{speed: () => number, onTick: (tick: number) => void, onEnd: () => void, isGrowing: () => boolean}} options
-   *   `speed`: ticks a second; `isGrowing`: whether more ticks may come, so that the last is not the end
+   *   `speed`: ticks a second; `isGrowing`: whether more ticks may come, so the last is not the end
    */
   constructor(clock, options) {
     this.clock = clock;
@@ -54,7 +54,7 @@ export class Player {
     if (!this.playing) return;
     const wanted = this.#from + Math.floor(((now - this.#began) / 1000) * this.options.speed());
     const tick = this.clock.clamp(wanted);
-    if (wanted > tick) this.restart(tick); // it has caught up with what is computed
+    if (wanted > tick) this.restart(tick); // it has reached the end of what is computed
     this.options.onTick(tick);
     if (tick === this.clock.last && wanted >= tick && !this.options.isGrowing()) {
       this.playing = false;

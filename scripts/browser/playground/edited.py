@@ -1,6 +1,6 @@
-"""Schedulers from changed sources: the package `minicache.scheduler` once more, with other code for some modules.
+"""Schedulers from changed sources: the package `minicache.scheduler` again, with other code for some modules.
 
-The whole package is imported again, so that each class stands on the changed ones, and the one that is imported already
+The whole package is imported again, so each class stands on the changed ones, and the one that is imported already
 stays what it is: two panes may run the same scheduler, one with changes and one without.
 """
 
@@ -55,7 +55,7 @@ def importing(sources: Mapping[str, str]) -> Iterator[Callable[[str], ModuleType
     """A function that gives modules of the package by name, as `importlib.import_module`, the changed ones changed.
 
     Args:
-        sources: module name → its code. Without any, the modules are those that everybody gets.
+        sources: module name → its code. Without any, the modules are those that everyone gets.
 
     Raises:
         Exception: from the function that is given, whatever the code raises when it is imported.

@@ -1,6 +1,6 @@
 """What a picture needs of a step: which request is in which batch slot, what each block holds, who waits, what it cost.
 
-A frame is a dict that JSON takes, and the page draws nothing but frames. Blocks are told as changes since the frame
+A frame is a dict that JSON takes, and the page draws nothing but frames. Blocks are sent as changes since the frame
 before, since most of a pool stays as it is.
 
 | key | what |
@@ -10,7 +10,7 @@ before, since most of a pool stays as it is.
 | `lost` | slots whose request was preempted in this step |
 | `queue`, `waiting` | the first requests of the waiting queue, and how many there are |
 | `blocks` | `[block, role, request]` of each block that changed |
-| `used` | blocks with an owner |
+| `used` | blocks with a reference |
 | `prompt`, `generated` | tokens that the step computed in prefills and in decodes |
 | `prefill` | prompt tokens so far, those computed again after a preemption included |
 | `swapped`, `preemptions`, `finished` | requests in CPU swap space now; preemptions and finished requests so far |

@@ -18,7 +18,7 @@ from scripts.browser.playground.schedulers import PACKAGE, SCHEDULERS
 from scripts.browser.playground.workloads import WORKLOADS, Settings
 
 MOST_STEPS: Final = 5000
-"""Steps after which a run is stopped: a changed scheduler may generate nothing, for ever."""
+"""Steps after which a run is stopped: a changed scheduler may generate nothing, forever."""
 
 FRAMES_AT_ONCE: Final = 200
 """A message to the page for each frame would take longer than the run."""
@@ -103,7 +103,7 @@ def explained(error: Exception, module: str) -> dict[str, Any]:
     """What a page shows of an error: its class and message, the line of the changed module, and the traceback."""
     told = traceback.TracebackException.from_exception(error)
     within = [index for index, frame in enumerate(told.stack) if frame.filename == file_of(module)]
-    if module:  # how the playground came there helps nobody
+    if module:  # how the playground came there helps no one
         told.stack = traceback.StackSummary.from_list(told.stack[within[0] :] if within else [])
     return {
         "kind": type(error).__name__,

@@ -1,4 +1,4 @@
-// What a frame says in words and numbers: beside the picture, and to a screen reader.
+// What a frame says in words and numbers: next to the picture, and to a screen reader.
 
 const NAMED = 6; // requests that a summary names
 

@@ -1,9 +1,9 @@
-"""The answers of phase 0's paper exercise, each one number that you worked out by hand.
+"""The answers to phase 0's paper exercise, each one number that you worked out by hand.
 
-Phase 0 begins with it: docs/en/phase-00-decode-arithmetic/lab/00-derive-cache-size.md has the same nine questions, in
-the same order and with room to think. A function asks, you return the number, and the tests say how far off it is
-without saying what it should be. Compute on paper before you write any code; from task 2 on you write the code that
-checks you.
+Phase 0 begins with it: docs/en/phase-00-decode-arithmetic/lab/00-derive-cache-size.md has the same nine questions in
+the same order, with more explanation. Each function asks a question and returns your number. The tests report how far
+off it is without revealing the answer. Compute on paper before you write any code; from task 2 on you write the code
+that checks you.
 
 1 KiB is 1,024 bytes and 1 GiB is 1,024³; 1 GB is 10⁹. A float16 or bfloat16 takes 2 bytes, a float32 takes 4, an int8
 takes 1.
@@ -60,7 +60,7 @@ def opt_30b_slots_in_20_gib() -> int:
 def qwen3_14b_sequences_in_48_gib() -> int:
     """Question 5. Qwen3-14B: 48 GiB are left for the cache. How many sequences of 8,192 tokens fit at once?
 
-    Each sequence gets room for all its 8,192 tokens from the start. Use `qwen3_14b_bytes_per_token`.
+    Each sequence reserves memory for all its 8,192 tokens from the start. Use `qwen3_14b_bytes_per_token`.
 
     Returns:
         Whole sequences, exactly.
@@ -71,9 +71,9 @@ def qwen3_14b_sequences_in_48_gib() -> int:
 def unused_rows_bytes() -> int:
     """Question 6. A small dense cache: how many bytes are reserved and never used?
 
-    A model of 4 layers reserves a cache of 64 rows per layer, one row for each token that could come. A row takes 64
-    bytes, key and value together. The sequence ends after 4 tokens, so that 60 rows stay empty. "About 16 KiB" is a
-    fair guess; what is it exactly?
+    A model of 4 layers reserves a cache of 64 slots per layer, one for each token that could come. A slot takes 64
+    bytes, key and value together. The sequence ends after 4 tokens, so 60 slots stay empty. "About 16 KiB" is a fair
+    estimate; what is it exactly?
 
     Returns:
         Bytes of all layers together, exactly.
@@ -82,7 +82,7 @@ def unused_rows_bytes() -> int:
 
 
 def h100_pcie_ridge_point() -> float:
-    """Question 7. H100 PCIe: how many FLOPs can it do in the time in which it reads one byte?
+    """Question 7. H100 PCIe: how many FLOPs can it do in the time it takes to read one byte?
 
     Its data sheet gives 1,513 · 10¹² FLOP/s in 16 bits "with sparsity", and 2.0 · 10¹² bytes/s. The model is dense.
 
@@ -105,11 +105,11 @@ def decode_intensity_with_int8_weights() -> float:
 
 
 def decode_break_even_batch_on_h100_pcie() -> int:
-    """Question 9. H100 PCIe: how many sequences must decode together until the step is no longer memory-bound?
+    """Question 9. H100 PCIe: how many sequences must decode together for the step not to be memory-bound?
 
     As in `decode_intensity_with_int8_weights`, attention and cache neglected: the weights are read once for the whole
-    batch, and each sequence does its own FLOPs with them, in 16 bits. Find the smallest batch whose intensity is not
-    below `h100_pcie_ridge_point`, and do not round that ridge before.
+    batch, and each sequence does its own FLOPs with them, in 16 bits. Find the smallest batch whose intensity is at
+    least `h100_pcie_ridge_point`. Do not round that ridge first.
 
     Returns:
         Whole sequences, exactly.

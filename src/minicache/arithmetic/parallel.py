@@ -1,7 +1,7 @@
 """What tensor parallelism costs and saves: bytes per rank, all-reduces, and when the second processor pays.
 
-The model of a step is that of `minicache.arithmetic.arithmetic`, divided by the ranks, and the all-reduces on top. No
-phase builds this module.
+The model of a step is that of `minicache.arithmetic.arithmetic`, divided by the ranks, plus the all-reduces. No phase
+builds this module.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from minicache.errors import require_count, require_positive
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects the ranks.
+    """The link between the ranks.
 
     Attributes:
-        latency: seconds that an all-reduce of no bytes takes.
+        latency: seconds of an all-reduce of 0 bytes.
         bandwidth: bytes/s that a rank sends, while it receives as many.
 
     Raises:
@@ -38,8 +38,8 @@ class Link:
 def ring_factor(num_ranks: int) -> float:
     """How often each byte leaves each rank in a ring all-reduce: 2 · (p − 1) / p.
 
-    A ring divides the bytes into p parts. In p − 1 rounds each rank passes on a part, to which the next adds its own,
-    and in p − 1 more the finished sums go round (Patarasuk and Yuan 2009, who show that no algorithm sends fewer).
+    A ring divides the bytes into p parts. In p − 1 rounds each rank sends a part on, to which the next adds its own.
+    p − 1 more rounds distribute the sums (Patarasuk and Yuan 2009, who show that no algorithm sends fewer).
 
     Args:
         num_ranks: p, ≥ 1.
@@ -76,8 +76,8 @@ def allreduce_seconds(link: Link, nbytes: int, num_ranks: int) -> float:
 
     Args:
         link: between the ranks.
-        nbytes: that are summed, ≥ 0.
-        num_ranks: p, ≥ 1; one rank has nobody to wait for.
+        nbytes: bytes that are summed, ≥ 0.
+        num_ranks: p, ≥ 1; one rank needs no all-reduce.
 
     Raises:
         TypeError: a count is not an int.
@@ -99,7 +99,7 @@ def rank_weight_bytes(num_parameters: int, num_replicated: int, num_ranks: int, 
         dtype: what they are stored in.
 
     Returns:
-        Bytes; exact where p divides the rest, else rounded up.
+        Bytes; exact if p divides the rest, else rounded up.
 
     Raises:
         TypeError: a count is not an int.
@@ -114,9 +114,9 @@ def rank_weight_bytes(num_parameters: int, num_replicated: int, num_ranks: int, 
 
 
 def rank_kv_bytes_per_token(model: Transformer, num_ranks: int, dtype: str = "float16") -> int:
-    """What one token leaves in the cache of one rank: 2 · L · ⌈H_kv / p⌉ · d numbers.
+    """Bytes that one token takes in the cache of one rank: 2 · L · ⌈H_kv / p⌉ · d numbers.
 
-    With more ranks than KV heads, ranks hold copies of a head, and more of them save no more memory.
+    With more ranks than KV heads, ranks hold copies of a head, and further ranks save no memory.
 
     Args:
         model: the transformer; its cache is one of keys and values per head.
@@ -171,7 +171,7 @@ def parallel_step_seconds(
     """
     num_tokens = batch_size * num_new_tokens
     flops = step_flops(model, num_new_tokens, context_len, batch_size)
-    step_bytes(model, num_new_tokens, context_len, batch_size, dtype)  # which checks the numbers
+    step_bytes(model, num_new_tokens, context_len, batch_size, dtype)  # checks the arguments
     replicated = 2 * num_replicated * num_tokens
     weights = rank_weight_bytes(model.num_parameters, num_replicated, num_ranks, dtype)
     cache = batch_size * (context_len + num_new_tokens) * rank_kv_bytes_per_token(model, num_ranks, dtype)
@@ -207,7 +207,7 @@ def break_even_latency(
         dtype: likewise.
 
     Returns:
-        Seconds. 0 or less: the bytes alone take as long as is saved, and p ranks are slower on any such link.
+        Seconds. 0 or less: the bytes alone cost all the time saved, and p ranks are slower on any such link.
 
     Raises:
         TypeError, ValueError: as `parallel_step_seconds`.

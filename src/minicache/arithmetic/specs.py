@@ -1,8 +1,8 @@
 """Transformers and accelerators as the few numbers that decode arithmetic needs, and the published ones by name.
 
-`minicache.arithmetic.arithmetic`, built in phase 0, computes with these. They are given, not built: a learner's file
-imports them. Sizes of memory are in bytes throughout; `GIB` is 2^30 of them, and a gigabyte on a data sheet may be
-either that or 10^9 (docs/en/phase-00-decode-arithmetic/theory/02-what-fits.md).
+`minicache.arithmetic.arithmetic`, built in phase 0, computes with these. They are given: a learner's file imports
+them. Memory sizes are in bytes throughout; `GIB` is 2^30 bytes, and a gigabyte on a data sheet may be either that or
+10^9 (docs/en/phase-00-decode-arithmetic/theory/02-what-fits.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIB: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """A decoder-only transformer, as far as its memory traffic and its arithmetic go.
+    """A decoder-only transformer, as far as memory traffic and arithmetic are concerned.
 
     Attributes:
         num_layers: attention layers (L).
@@ -32,7 +32,7 @@ class Transformer:
         num_parameters: all weights, embeddings included (P).
         kv_latent_dim: None for a cache of keys and values per head. For multi-head latent attention (MLA), the values
             that one token leaves in one layer's cache: latent plus the key part that carries RoPE, 512 + 64 in
-            DeepSeek-V2 and -V3. All query heads share them, and `num_kv_heads` says nothing about the cache.
+            DeepSeek-V2 and -V3. All query heads share them, and `num_kv_heads` does not affect the cache.
 
     Raises:
         TypeError: a field is not an int.
@@ -58,10 +58,10 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A machine that computes, as the roofline sees it: how much it holds, how fast it reads, how fast it multiplies.
+    """A machine as the roofline model describes it: memory size, memory bandwidth, peak FLOP/s.
 
     Attributes:
-        name: what people call it.
+        name: its usual name.
         memory_bytes: size of its memory, in bytes.
         bandwidth: how fast that memory is read or written at best, in bytes/s.
         peak_flops: multiplications and additions at best, in FLOP/s, at one given precision, without sparsity.
@@ -98,17 +98,17 @@ QWEN3_8B: Final = Transformer(36, 4096, 32, 8, 128, num_parameters=8_190_735_360
 """Grouped-query attention, 4 to 1 (Yang et al. 2025, table 1)."""
 
 QWEN3_32B: Final = Transformer(64, 5120, 64, 8, 128, num_parameters=32_762_123_264)
-"""Grouped-query attention, 8 to 1; its heads are wider together than its hidden size (Yang et al. 2025, table 1)."""
+"""Grouped-query attention, 8 to 1; its heads together are wider than its hidden size (Yang et al. 2025, table 1)."""
 
 DEEPSEEK_V3: Final = Transformer(61, 7168, 128, 128, 128, num_parameters=671_000_000_000, kv_latent_dim=576)
-"""Multi-head latent attention (DeepSeek-AI 2024). A mixture of experts: a token uses 37 of these 671 billion weights,
-so that its sizes are right here and the FLOPs of its steps, which count every weight, are not."""
+"""Multi-head latent attention (DeepSeek-AI 2024). A mixture of experts: a token uses 37 of these 671 billion weights.
+The sizes are right, but the FLOPs of its steps are not, since they count every weight."""
 
 MINIGPT: Final = Transformer(4, 128, 4, 2, 32, num_parameters=782_720)
 """The course's own model, `minicache.model`."""
 
 # Accelerators. Bandwidth and dense 16-bit peak are from NVIDIA's data sheets; where a sheet gives the peak "with
-# sparsity", half of it. Memory is what the driver reports, which is what a program can ask for.
+# sparsity", half of it. Memory is what the driver reports, which is what a program can allocate.
 
 A100_40GB: Final = Accelerator("A100-40GB", 40_960 * _MIB, bandwidth=1.555e12, peak_flops=312e12)
 """NVIDIA A100 40 GB: the PagedAttention paper's GPU for OPT-13B."""
@@ -126,5 +126,5 @@ L4: Final = Accelerator("L4", 23_034 * _MIB, bandwidth=300e9, peak_flops=121e12)
 """NVIDIA L4 24 GB."""
 
 LAPTOP_CPU: Final = Accelerator("laptop CPU", 16 * GIB, bandwidth=89.6e9, peak_flops=896e9)
-"""A laptop's processor, worked out from its parts: two channels of DDR5-5600 move 2 · 8 · 5.6e9 bytes/s; 8 cores at
+"""A laptop's processor, computed from its parts: two channels of DDR5-5600 move 2 · 8 · 5.6e9 bytes/s; 8 cores at
 3.5 GHz with two AVX2 multiply-add units do 8 · 3.5e9 · 32 FLOP/s in float32."""

@@ -1,7 +1,7 @@
 """Causal attention over the keys and values of all tokens so far.
 
-Phase 1 builds it. The one fact to hold on to: *T* new tokens attend to *S* ≥ *T* tokens, and the new ones are the last
-*T* of the *S*. Without a cache S = T; with one, T is 1 in every decode step while S grows.
+Phase 1 builds it. *T* new tokens attend to *S* ≥ *T* tokens, and the new ones are the last *T* of the *S*. Without a
+cache S = T; with one, T is 1 in every decode step while S grows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from minicache.errors import require_count
 
 _QUERY_TILE = 256
-"""Queries that attend at a time. A mask for all T of them at once would be a square, gigabytes for a long prompt."""
+"""Queries per tile. A mask for all T queries at once would take T² entries, gigabytes for a long prompt."""
 
 
 class Cache(Protocol):
-    """What attention asks of a KV cache. `minicache.cache.dense.KVCache` is one."""
+    """What attention needs from a KV cache. `minicache.cache.dense.KVCache` is one."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store `k`, `v` `[B, H_kv, T, d]` as the newest T tokens of `layer`."""
@@ -29,9 +29,9 @@ class Cache(Protocol):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-    """Softmax attention of the last T positions over all S positions, none seeing past itself.
+    """Causal softmax attention of the last T positions over all S positions.
 
-    Query row t stands at position S − T + t and sees the positions 0 … S − T + t; with a sliding window of W only the
+    Query t has position S − T + t and sees the positions 0 … S − T + t; with a sliding window of W only the
     last W of these, itself included (Jiang et al. 2023, §2). Scores are scaled by 1 / √d (Vaswani et al. 2017, §3.2.1).
     With fewer key/value heads than query heads, query head h reads key/value head h // (H / H_kv) (grouped-query
     attention, Ainslie et al. 2023).
@@ -47,8 +47,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = No
 
     Raises:
         TypeError: `window` is not an int.
-        ValueError: the shapes do not fit together: not four dimensions, other batch or head size, H no multiple of
-            H_kv, `v` unlike `k`, or S < T; or `window` is below 1.
+        ValueError: the shapes do not match: not four dimensions, different batch or head size, H not a multiple of
+            H_kv, `v` not of the shape of `k`, or S < T; or `window` is below 1.
     """
     _check_attention_shapes(q, k, v)
     if window is not None:
@@ -67,7 +67,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     batch, num_heads, num_new, head_dim = q.shape
     num_kv_heads, num_tokens = k.shape[1], k.shape[2]
     group = num_heads // num_kv_heads
-    # A group's query heads read the same keys. Laid end to end as extra query rows they need no copy of k and v.
+    # A group's query heads read the same keys. As extra query rows they need no copy of k and v.
     rows = q.reshape(batch, num_kv_heads, group * num_new, head_dim)
     visible = None
     if num_new > 1:  # one new token sees everything, and an absent mask is the fast path
@@ -83,23 +83,23 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 def attention_with_cache(q: Tensor, k: Tensor, v: Tensor, layer: int, cache: Cache | None = None) -> Tensor:
     """Causal attention of T new tokens, over themselves and over what the cache already holds.
 
-    The cache is an argument, not a second model: with `cache=None` the T tokens are all there is; with a cache their
-    keys and values are appended to `layer` first, and the cache attends over everything that it then holds.
+    One model serves both cases: with `cache=None` the T tokens attend among themselves; with a cache, their keys and
+    values are appended to `layer` first, and the cache attends over everything that the layer holds.
 
     Args:
         q: queries of the T new tokens, `[B, H, T, d]`.
         k: keys of the T new tokens, `[B, H_kv, T, d]`.
         v: values of the T new tokens, `[B, H_kv, T, d]`.
-        layer: the layer that is asking, from 0.
-        cache: the cache to go through, or None.
+        layer: the calling layer's index, from 0.
+        cache: the cache to use, or None.
 
     Returns:
         `[B, H, T, d]`.
 
     Raises:
-        ValueError: without a cache, what `causal_attention` refuses. It takes more keys than queries, so S > T passes.
-        Exception: with a cache, whatever `append` or `attend` raises goes through: CacheOverflowError, ValueError,
-            IndexError and TypeError from a `KVCache`. After an error in `append`, nothing is attended to.
+        ValueError: without a cache, what `causal_attention` refuses. It accepts more keys than queries, S > T.
+        Exception: with a cache, whatever `append` or `attend` raises propagates: CacheOverflowError, ValueError,
+            IndexError and TypeError from a `KVCache`. After an error in `append`, `attend` is not called.
     """
     if cache is None:
         return causal_attention(q, k, v)

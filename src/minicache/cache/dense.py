@@ -1,9 +1,8 @@
 """The dense KV cache: one tensor, one cursor.
 
-Phase 1 builds it. The cache reserves room for `max_seq_len` tokens of every sequence at the start, and a cursor says
-how many of those rows are in use. Nothing is ever moved or reallocated; what that costs in memory is the question that
-phases 2 and 3 answer. `PagedKVCache` will be a subclass, so a caller needs no more than `append`, `read`, `attend`,
-`positions` and `reset`.
+Phase 1 builds it. The cache reserves `max_seq_len` slots for every sequence at the start, and a cursor counts how many
+are in use. Nothing is ever moved or reallocated; phases 2 and 3 show what that costs in memory. `PagedKVCache` is a
+subclass, so callers use only `append`, `read`, `attend`, `positions` and `reset`.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ class KVCache:
 
         [num_layers, batch_size, num_kv_heads, max_seq_len, head_dim]
 
-    so that the rows of one head of one sequence lie side by side in memory: decode attention streams through them.
-    That is a choice of the reference and no part of the contract: the tests ask for the public behaviour only.
+    so the KV entries of one head of one sequence are contiguous in memory: decode attention streams through them.
+    This is a choice of the reference and not part of the contract: the tests check the public behaviour only.
 
     A forward pass appends to layer 0, 1, … num_layers − 1, in this order and with the same T in each. `num_tokens`
-    moves when the last layer has its rows; until then `read(layer)` already shows the new rows of the layers that
+    moves when the last layer has appended; until then `read(layer)` already returns the new entries of the layers that
     have them.
 
     Args:
         num_layers: attention layers, ≥ 1.
         batch_size: sequences, ≥ 1.
         num_kv_heads: key/value heads (H_kv), ≥ 1.
-        max_seq_len: tokens to reserve room for, per sequence (S_max), ≥ 1.
+        max_seq_len: slots to reserve per sequence, one per token (S_max), ≥ 1.
         head_dim: size of one head (d), ≥ 1.
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
@@ -75,8 +74,8 @@ class KVCache:
         self._v = torch.zeros(shape, dtype=dtype, device=device)
         self.device = self._k.device
         self._num_tokens = 0
-        self._next_layer = 0  # the layer whose turn it is; 0 between forward passes
-        self._step_tokens = 0  # T of the forward pass under way
+        self._next_layer = 0  # the next layer to append; 0 between forward passes
+        self._step_tokens = 0  # T of the current forward pass
 
     @property
     def num_tokens(self) -> int:
@@ -85,16 +84,16 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved: keys and values, all layers, `max_seq_len` rows of every sequence."""
+        """Bytes reserved: keys and values, all layers, `max_seq_len` slots of every sequence."""
         return self._nbytes_of(self.max_seq_len)
 
     @property
     def nbytes_used(self) -> int:
-        """The part of `nbytes` that holds tokens: `num_tokens` rows instead of `max_seq_len`."""
+        """The part of `nbytes` that holds tokens: `num_tokens` slots instead of `max_seq_len`."""
         return self._nbytes_of(self.num_tokens)
 
     def positions(self, num_new_tokens: int) -> Tensor:
-        """Where the next tokens stand in their sequences, for rotary embeddings.
+        """The positions of the next tokens in their sequences, for rotary embeddings.
 
         Args:
             num_new_tokens: T, how many tokens come next, ≥ 0.
@@ -115,15 +114,15 @@ class KVCache:
         Values are copied; no gradient flows through a cache. A call that raises has written nothing and moved nothing.
 
         Args:
-            layer: 0 … num_layers − 1; must be the layer whose turn it is (see the class).
+            layer: 0 … num_layers − 1; must be the next layer of the forward pass (see the class).
             k: keys `[batch_size, num_kv_heads, T, head_dim]`, T ≥ 1, in the cache's dtype and on its device.
             v: values, the same shape.
 
         Raises:
             IndexError: there is no such layer (negative ones included).
             TypeError: `k` or `v` is not a tensor, or has another dtype than the cache.
-            ValueError: another shape or device; T = 0; T differs from this pass's earlier layers; or the layer is out
-                of turn.
+            ValueError: another shape or device; T = 0; T differs from the forward pass's earlier layers; or the layer
+                is out of order.
             CacheOverflowError: num_tokens + T > max_seq_len.
         """
         self._check_layer(layer)
@@ -145,22 +144,22 @@ class KVCache:
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of every token that `layer` holds.
 
-        Between forward passes S = num_tokens. During one, a layer that has its new rows shows them too. The tensors
-        are for reading, and hold until the next `append` or `reset`.
+        Between forward passes S = num_tokens. During one, a layer that has appended returns its new entries too. The
+        tensors are read-only, and valid until the next `append` or `reset`.
 
         Args:
             layer: 0 … num_layers − 1.
 
         Returns:
             `(k, v)`, each `[batch_size, num_kv_heads, S, head_dim]`, oldest token first. The reference
-            gives views into the cache, without a copy; a copy is as good. Callers must not write to either.
+            returns views into the cache; a copy is just as valid. Callers must not write to either.
 
         Raises:
             IndexError: there is no such layer (negative ones included).
         """
         self._check_layer(layer)
-        num_rows = self._num_tokens + (self._step_tokens if layer < self._next_layer else 0)
-        return self._k[layer, :, :, :num_rows], self._v[layer, :, :, :num_rows]
+        num_held = self._num_tokens + (self._step_tokens if layer < self._next_layer else 0)
+        return self._k[layer, :, :, :num_held], self._v[layer, :, :, :num_held]
 
     def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the newest T tokens over everything that `layer` holds.
@@ -178,7 +177,7 @@ class KVCache:
         Raises:
             IndexError: there is no such layer.
             TypeError: `window` is not an int.
-            ValueError: shapes do not fit, T is more than the layer holds, or `window` is below 1.
+            ValueError: shapes do not match, T is more than the layer holds, or `window` is below 1.
         """
         k, v = self.read(layer)
         return causal_attention(q, k, v, window=window)
@@ -186,16 +185,16 @@ class KVCache:
     def reset(self) -> None:
         """Forget every token and keep the memory: the next append writes position 0 again.
 
-        Also ends a forward pass that stopped half-way, so a cache can be used again after an error in the model.
+        Also ends an unfinished forward pass, so the cache can be used again after an error in the model.
         """
         self._num_tokens = 0
         self._next_layer = 0
         self._step_tokens = 0
 
-    def _nbytes_of(self, num_rows: int) -> int:
-        """Bytes of `num_rows` tokens of every sequence: keys and values, all layers."""
-        row_nbytes = self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return 2 * self.num_layers * self.batch_size * num_rows * row_nbytes
+    def _nbytes_of(self, num_slots: int) -> int:
+        """Bytes of `num_slots` slots of every sequence: keys and values, all layers."""
+        entry_nbytes = self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.batch_size * num_slots * entry_nbytes
 
     def _check_sizes(self, **sizes: int) -> None:
         for name, size in sizes.items():
@@ -209,7 +208,7 @@ class KVCache:
             raise IndexError(f"no layer {layer}: this cache has layers 0 … {self.num_layers - 1}")
 
     def _check_rows(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Raise unless `k` and `v` can be the next rows of `layer`."""
+        """Raise unless `k` and `v` can be the next KV entries of `layer`."""
         for name, rows in (("k", k), ("v", v)):
             if not isinstance(rows, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(rows).__name__}")
@@ -224,8 +223,8 @@ class KVCache:
             if rows.device != self.device:
                 raise ValueError(f"{name} is on {rows.device}, the cache on {self.device}: move it first")
         if layer != self._next_layer:
-            raise ValueError(f"layers out of step: it is layer {self._next_layer}'s turn, not layer {layer}'s")
+            raise ValueError(f"layers out of order: layer {self._next_layer} is next, not layer {layer}")
         if self._next_layer > 0 and k.shape[2] != self._step_tokens:
             raise ValueError(
-                f"layers out of step: the earlier layers got {self._step_tokens} tokens, layer {layer} {k.shape[2]}"
+                f"layers out of step: the earlier layers got {self._step_tokens} tokens, layer {layer} got {k.shape[2]}"
             )

@@ -33,7 +33,7 @@ equal ones are quicker: the engine can put them into one rectangle. Every size i
 NUM_DECODES: Final = 8
 """Decode steps of each burst."""
 MAX_NUM_BATCHED_TOKENS: Final = 1024
-"""Of a step. A larger burst is admitted in several, so that prefill and decode are measured in one step too."""
+"""Of a step. A larger burst is admitted in several, which also measures prefill and decode in one step."""
 NUM_BLOCKS: Final = 2048
 FEATURES: Final = {
     "per_sequence": "num_sequences",
@@ -159,7 +159,7 @@ def _serve(engine: LLM, batch: int, prompt: int) -> None:
 def fit(measurements: Sequence[Measurement], per_swapped_token: float) -> HostCost:
     """The `HostCost` that comes closest, in relative terms, with no negative number in it.
 
-    Least squares over seconds divided by seconds, so that a step of 5 ms counts as much as one of 500. A coefficient
+    Least squares over seconds divided by seconds, so a step of 5 ms counts as much as one of 500. A coefficient
     that would be negative is left out and the rest is fitted again (a step does not get faster by having more in it).
     """
     import numpy as np

@@ -1,6 +1,6 @@
-"""Picking a token from a row of logits, in the same way for a whole batch: used by phase 1's decode loop.
+"""How phase 1's decode loop picks a token from a row of logits, in the same way for a whole batch.
 
-`minicache.engine.sampling` picks with each request's parameters. No phase builds this module.
+`minicache.engine.sampling` picks with parameters per request. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def greedy(logits: Tensor) -> Tensor:
     Returns:
         `[B]` int64.
     """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # NumPy's is seven times as fast
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # NumPy is seven times as fast
         return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
@@ -33,8 +33,8 @@ def sampler(temperature: float, seed: int | None = None) -> Pick:
     """A `Pick` that draws from softmax(logits / temperature).
 
     Args:
-        temperature: 0 is greedy; 1 is the model's distribution.
-        seed: makes the draws reproducible; None takes a random one.
+        temperature: 0 is greedy; 1 is the model's own distribution.
+        seed: makes the draws repeatable; None takes a fresh one.
 
     Raises:
         ValueError: the temperature is negative or not finite.
@@ -45,7 +45,7 @@ def sampler(temperature: float, seed: int | None = None) -> Pick:
     generator = new_generator(seed)
 
     def draw(logits: Tensor) -> Tensor:
-        # Drawn on the CPU, so a seed gives the same tokens on any device.
+        # Drawn on the CPU: a seed gives the same tokens on every device.
         probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
         return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1).to(logits.device)
 
@@ -53,7 +53,7 @@ def sampler(temperature: float, seed: int | None = None) -> Pick:
 
 
 def new_generator(seed: int | None) -> torch.Generator:
-    """A random generator on the CPU. The seed makes it reproducible; None takes a random one."""
+    """A random generator on the CPU. The seed makes it repeatable; None takes a fresh one."""
     generator = torch.Generator()
     if seed is None:
         generator.seed()
@@ -70,7 +70,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is a number; True is none."""
+    """Raise TypeError unless `value` is a number; True is not one."""
     if not isinstance(value, _NUMBERS) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number; got {value!r}")
 

@@ -1,7 +1,7 @@
 """Texts of the little English, drawn at random: what MiniGPT is trained on.
 
-A text is a small story. Who acts, when, and what they do change from sentence to sentence by habits (each habit is a
-preferred successor, the likeliest of all), so that text decoded greedily wanders instead of repeating itself.
+A text is a small story. The subject, the time and the verb change from sentence to sentence by habits (each habit is a
+preferred successor, the likeliest of all), so text decoded greedily wanders instead of repeating itself.
 None of the habits is a rule: `parser` asks only for grammar.
 """
 
@@ -90,7 +90,7 @@ class _Story:
         return self.time
 
     def next_subject(self) -> Subject:
-        """A noun is taken up by its pronoun; after a pronoun the story turns to somebody else."""
+        """A noun is taken up by its pronoun; after a pronoun the story turns to someone else."""
         if self.subject in lexicon.NOUN_SUBJECTS and self.rng.random() < 0.6:
             self.subject = lexicon.PRONOUNS[self.rng.choice(self.subject.pronouns)]
         elif self.rng.random() < 0.4:

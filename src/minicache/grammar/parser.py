@@ -93,7 +93,7 @@ def _auxiliary(tense: Tense, person: Person, state: bool) -> list[str]:
 
 
 def _trie(phrases: Mapping[Phrase, object]) -> Trie:
-    """Lay phrases out as nested dicts, word by word, so that one walk tries them all."""
+    """Lay phrases out as nested dicts, word by word, so one walk tries them all."""
     root: Trie = {}
     for phrase, value in phrases.items():
         node = root

@@ -393,7 +393,7 @@ async def reach(endpoint: Endpoint) -> Endpoint:
     try:
         _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     except (OSError, UnicodeError) as error:  # a name may be none that could be looked up
-        raise LoadClientError(f"nobody answers at {endpoint.host}:{endpoint.port}: {error}") from error
+        raise LoadClientError(f"no server answers at {endpoint.host}:{endpoint.port}: {error}") from error
     address: str = writer.get_extra_info("peername")[0]
     writer.close()
     return replace(endpoint, address=address)

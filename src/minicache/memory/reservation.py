@@ -1,8 +1,8 @@
-"""Contiguous reservation: every request gets one run of slots, long enough for all that it may still say.
+"""Contiguous reservation: every request gets one run of slots, long enough for all that it may still generate.
 
 Phase 2 builds it: what padding costs, a buddy allocator, the three policies of Orca as the PagedAttention paper models
 them (Kwon et al. 2023, sections 3.1 and 6.1), and an account of where the memory goes. A slot holds the keys and values
-of one token, of all layers. Nothing here stores a number: it is bookkeeping, in pure Python, and it is what phase 3's
+of one token, in all layers. Nothing here stores keys or values: it is bookkeeping in pure Python, which phase 3's
 blocks replace.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from minicache.errors import CacheOverflowError, InvariantError, OutOfSlotsError, require_count
 
 POLICIES = ("max", "pow2", "oracle")
-"""What a request reserves: up to the model's limit, its output rounded up to a power of two, or just what it needs."""
+"""What a request reserves: the model's limit, its output rounded up to a power of two, or exactly what it needs."""
 
 
 def padded_rows(lengths: Sequence[int]) -> int:
@@ -29,7 +29,7 @@ def padded_rows(lengths: Sequence[int]) -> int:
 
     Raises:
         TypeError: a length is not an int.
-        ValueError: a length is below 1, or there is none.
+        ValueError: a length is below 1, or there is no sequence.
     """
     _check_lengths(lengths)
     return len(lengths) * max(lengths)
@@ -42,11 +42,11 @@ def padding_share(lengths: Sequence[int]) -> float:
         lengths: tokens of each sequence, each ≥ 1; at least one sequence.
 
     Returns:
-        Padding over all rows of the rectangle: 0.0 where all are equally long, and always below 1.
+        Padding over all rows of the rectangle: 0.0 if all are equally long, and always below 1.
 
     Raises:
         TypeError: a length is not an int.
-        ValueError: a length is below 1, or there is none.
+        ValueError: a length is below 1, or there is no sequence.
     """
     rows = padded_rows(lengths)
     return (rows - sum(lengths)) / rows
@@ -60,22 +60,22 @@ def _check_lengths(lengths: Sequence[int]) -> None:
 
 
 class BuddyAllocator:
-    """Slots 0 … num_slots − 1, handed out in runs whose lengths are powers of two (Knowlton 1965).
+    """Slots 0 … num_slots − 1, allocated in runs whose lengths are powers of two (Knowlton 1965).
 
     A request for `count` slots gets a run of the next power of two. If no free run has exactly this length, a longer
-    one is cut in half until one has; the two halves are *buddies*. A run that is freed merges with its buddy as soon
-    as both are free, and what they become merges with *its* buddy, and so on.
+    one is halved until one has; the two halves are *buddies*. A freed run merges with its buddy if that is free, and
+    the result merges with *its* buddy, and so on.
 
     A run of length z always starts at a multiple of z. So a run and its buddy are the two halves of an aligned run of
     length 2 z, and their starts differ in one bit, the bit of value z.
 
     `num_slots` need not be a power of two. Memory then begins as several free runs side by side: the powers of two that
-    `num_slots` is the sum of, longest first. 22 slots are runs of 16, 4 and 2, starting at 0, 16 and 20. These are
-    nobody's halves: two of them never merge.
+    `num_slots` is the sum of, longest first. 22 slots are runs of 16, 4 and 2, starting at 0, 16 and 20. These are not
+    halves of a run: two of them never merge.
 
     No operation may look at every slot. The work of `allocate` and `free` grows with the number of different lengths,
-    which is about log₂ num_slots, and with what it costs to find a run in a sorted list or set. What only tells how
-    things are may go through all runs.
+    which is about log₂ num_slots, and with the cost of finding a run in a sorted list or set. Queries may go through
+    all runs.
 
     Args:
         num_slots: slots in all, ≥ 1.
@@ -91,7 +91,7 @@ class BuddyAllocator:
     def __init__(self, num_slots: int) -> None:
         require_count("num_slots", num_slots)
         self.num_slots = num_slots
-        # Length → starts of the free runs of that length, in order. Shortest first: allocate() goes upwards through it.
+        # Length → sorted starts of the free runs of that length. Shortest first: allocate() goes upwards through it.
         self._free: dict[int, list[int]] = {1 << order: [] for order in range(num_slots.bit_length())}
         self._allocated: dict[int, int] = {}
         start = 0
@@ -111,7 +111,7 @@ class BuddyAllocator:
             count: slots that are needed, ≥ 1.
 
         Returns:
-            The first slot of the run. `allocated(start)` says how long it is.
+            The first slot of the run. `allocated(start)` is its length.
 
         Raises:
             TypeError: `count` is not an int.
@@ -134,10 +134,9 @@ class BuddyAllocator:
         return start
 
     def free(self, start: int) -> None:
-        """Give an allocation back. Its run merges with its buddy if that is free, and so on upwards.
+        """Free an allocation. Its run merges with its buddy if that is free, and so on upwards.
 
-        A run that one of the initial runs is made of has no buddy beyond it: in 22 slots, the 4 at 16 and the 2 at 20
-        stay two runs.
+        Runs do not merge beyond their initial run: in 22 slots, the 4 at 16 and the 2 at 20 stay two runs.
 
         Args:
             start: what `allocate` returned.
@@ -149,15 +148,15 @@ class BuddyAllocator:
         """
         size = self.allocated(start)
         del self._allocated[start]
-        # No test for the edge of memory is needed: past an initial run lie only shorter ones, so that no free run of
-        # its own length can start where its buddy would.
+        # No bounds check is needed: after an initial run come only shorter ones, so no free run of the same length can
+        # start where its buddy would.
         while self._remove(size, start ^ size):
             start &= ~size
             size *= 2
         insort(self._free[size], start)
 
     def allocated(self, start: int) -> int:
-        """How many slots the allocation that begins at `start` holds: a power of two.
+        """The length of the allocation that begins at `start`: a power of two.
 
         Args:
             start: what `allocate` returned.
@@ -172,24 +171,24 @@ class BuddyAllocator:
         return self._allocated[start]
 
     def allocations(self) -> list[tuple[int, int]]:
-        """What is taken, as (start, length), lowest start first."""
+        """The allocated runs, as (start, length), lowest start first."""
         return sorted(self._allocated.items())
 
     def free_runs(self) -> list[tuple[int, int]]:
-        """What can be handed out, as (start, length), lowest start first.
+        """The free runs, as (start, length), lowest start first.
 
-        Two free runs that lie side by side and are not buddies are two runs here: no allocation can use both.
+        Two neighbouring free runs that are not buddies are two runs here: no allocation can use both.
         """
         return sorted((start, size) for size, starts in self._free.items() for start in starts)
 
     @property
     def num_free(self) -> int:
-        """Slots that no allocation holds."""
+        """Slots in no allocation."""
         return sum(size * len(starts) for size, starts in self._free.items())
 
     @property
     def num_used(self) -> int:
-        """Slots that allocations hold, those included that only the rounding to a power of two added."""
+        """Slots in allocations, including those that only the rounding to a power of two added."""
         return sum(self._allocated.values())
 
     @property
@@ -198,7 +197,7 @@ class BuddyAllocator:
         return max((size for size, starts in self._free.items() if starts), default=0)
 
     def check(self) -> None:
-        """Raise if the books do not balance. It looks at memory as a caller sees it, through the other public calls.
+        """Raise if an invariant does not hold. The check uses only the other public methods.
 
         Of `allocations()` and `free_runs()`:
 
@@ -209,7 +208,7 @@ class BuddyAllocator:
         Of the counts: `num_used` and `num_free` are the sums of those lengths, and `largest_free` the longest free one.
 
         Raises:
-            InvariantError: one of these does not hold. The message says which, and where.
+            InvariantError: one of these does not hold. The message states which, and where.
         """
         taken, free = self.allocations(), self.free_runs()
         self._check_runs(sorted(taken + free))
@@ -223,7 +222,7 @@ class BuddyAllocator:
         }
         for name, (told, found) in counted.items():
             if told != found:
-                raise InvariantError(f"{name} is {told}, and the runs say {found}")
+                raise InvariantError(f"{name} is {told}, but the runs give {found}")
 
     def _check_runs(self, runs: Iterable[tuple[int, int]]) -> None:
         """Every slot in one run, every run a power of two long and aligned to it."""
@@ -232,10 +231,12 @@ class BuddyAllocator:
             if start != end:
                 raise InvariantError(f"slot {min(start, end)} is {'in no run' if start > end else 'in two runs'}")
             if size != _next_power_of_two(size) or start % size:
-                raise InvariantError(f"the run of {size} slots at {start} is no power of two, or not a multiple of it")
+                raise InvariantError(
+                    f"the run of {size} slots at {start} is not a power of two, or does not start at a multiple of it"
+                )
             end += size
         if end != self.num_slots:
-            raise InvariantError(f"the runs end at slot {end}, and there are {self.num_slots}")
+            raise InvariantError(f"the runs end at slot {end}, but there are {self.num_slots} slots")
 
     def _remove(self, size: int, start: int) -> bool:
         """Take the free run of `size` slots at `start` off its list. False if there is no such run."""
@@ -255,21 +256,21 @@ def _next_power_of_two(count: int) -> int:
 def reservation(policy: str, num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> int:
     """The slots that a policy reserves for a request when it is admitted.
 
-    A server cannot know how long an answer will be. The three policies differ in what they pretend to know (Kwon et
-    al. 2023, section 6.1):
+    A server cannot know how long an answer will be. The three policies differ in what they are assumed to know (Kwon
+    et al. 2023, section 6.1):
 
     - "max": nothing. Every request gets `max_model_len` slots.
     - "pow2": the output's length to within a factor of two. The prompt, and the smallest power of two that is ≥ the
-      output: 32 slots for an output of 25, and for one of 32. Never more than `max_model_len` in all, since no token
-      can stand beyond it.
-    - "oracle": everything. Prompt and output, to the slot. No real server can do that.
+      output: 32 slots for an output of 25, and for one of 32. Never more than `max_model_len` in all, since no request
+      can exceed it.
+    - "oracle": the exact length. Prompt and output. No real server can do that.
 
     This is what the policy asks for. An allocator may round it up further.
 
     Args:
         policy: "max", "pow2" or "oracle".
         num_prompt_tokens: tokens of the prompt, ≥ 1.
-        num_output_tokens: tokens that the request will really generate, ≥ 1.
+        num_output_tokens: tokens that the request will actually generate, ≥ 1.
         max_model_len: the most tokens, prompt and output together, that the model can handle, ≥ 1.
 
     Returns:
@@ -306,11 +307,11 @@ class MemoryUse:
 
     Attributes:
         used: hold a token.
-        reserved: hold none yet, and will before their request ends.
+        reserved: hold none yet, and will before their request finishes.
         internal: lie inside an allocation and will never hold a token: internal fragmentation. The policy's surplus,
             and what an allocator's unit adds, here the buddy allocator's rounding.
         external: free, but too scattered for the reservation that is waiting: external fragmentation.
-        free: free and of use, or nobody is waiting.
+        free: free and usable, or no request is waiting.
     """
 
     used: int
@@ -330,12 +331,12 @@ class Reservation:
     """What one request holds.
 
     Attributes:
-        request_id: whose it is.
+        request_id: the request.
         start: its first slot.
         num_slots: slots of its allocation, from `start` on; a power of two.
         num_reserved: those of them that the policy asked for, and that the request may fill.
         num_tokens: those of them, from `start` on, that hold a token.
-        num_expected: those of them that will hold one when the request ends: prompt + output.
+        num_expected: those of them that will hold one when the request finishes: prompt + output.
     """
 
     request_id: Hashable
@@ -347,7 +348,7 @@ class Reservation:
 
 
 class ContiguousReservation:
-    """A memory in which every request gets one contiguous run of slots when it is admitted, and keeps it to its end.
+    """A memory in which every request gets one contiguous run of slots when admitted, and keeps it until it finishes.
 
     Built on a `BuddyAllocator`, like all three variants of Orca in the PagedAttention paper.
 
@@ -358,7 +359,7 @@ class ContiguousReservation:
 
     Attributes:
         num_slots, policy, max_model_len: the same.
-        allocator: the `BuddyAllocator` that the slots come from, to look at: its `free_runs()` are the holes.
+        allocator: the `BuddyAllocator` that the slots come from, for inspection: its `free_runs()` are the holes.
 
     Raises:
         TypeError: a count is not an int.
@@ -372,7 +373,7 @@ class ContiguousReservation:
         self.num_slots = num_slots
         self.policy = policy
         self.max_model_len = max_model_len
-        # What a request was given stays as it is; what it holds changes with every token, and so lies apart.
+        # A request's reservation does not change; its token count does, so it is kept separately.
         self._given: dict[Hashable, Reservation] = {}
         self._num_tokens: dict[Hashable, int] = {}
 
@@ -380,22 +381,22 @@ class ContiguousReservation:
         """Reserve for a request, and fill the first slots with its prompt.
 
         Args:
-            request_id: a name for it, unlike that of any request that is here now.
+            request_id: its id, different from that of every admitted request.
             num_prompt_tokens: tokens of the prompt, ≥ 1. They are used from now on.
-            num_output_tokens: tokens that it will really generate, ≥ 1. "pow2" and "oracle" reserve by it, and the
-                account of `memory_use` needs it under every policy.
+            num_output_tokens: tokens that it will actually generate, ≥ 1. "pow2" and "oracle" reserve by it, and
+                `memory_use` needs it under every policy.
 
         Returns:
             The first slot of its run.
 
         Raises:
             TypeError: a count is not an int.
-            ValueError: the request is here already, a count is below 1, or prompt and output together are beyond
+            ValueError: the request is already admitted, a count is below 1, or prompt and output together are beyond
                 `max_model_len`.
             OutOfSlotsError: no free run is long enough. In each case nothing has changed.
         """
         if request_id in self._given:
-            raise ValueError(f"request {request_id!r} is here already")
+            raise ValueError(f"request {request_id!r} is already admitted")
         num_reserved = reservation(self.policy, num_prompt_tokens, num_output_tokens, self.max_model_len)
         start = self.allocator.allocate(num_reserved)
         self._num_tokens[request_id] = num_prompt_tokens
@@ -410,19 +411,19 @@ class ContiguousReservation:
         return start
 
     def grow(self, request_id: Hashable, count: int = 1) -> None:
-        """Note that a request has `count` more tokens. They take the next of its slots.
+        """Record that a request has `count` more tokens. They take the next of its slots.
 
-        A request may say more than it was admitted with, as far as its reservation goes: "max" has room for that,
-        "oracle" has none. What the buddy allocator's rounding added is not its to use.
+        A request may generate more than it was admitted with, up to its reservation: "max" allows that, "oracle" does
+        not. It may not use the slots that the buddy allocator's rounding added.
 
         Args:
-            request_id: one that is here.
+            request_id: an admitted request.
             count: new tokens, ≥ 1.
 
         Raises:
             TypeError: `count` is not an int.
-            ValueError: no such request is here, or `count` is below 1.
-            CacheOverflowError: its tokens would pass what `reservation` granted it. In each case nothing has changed.
+            ValueError: no such request is admitted, or `count` is below 1.
+            CacheOverflowError: its tokens would exceed what `reservation` granted. In each case nothing has changed.
         """
         num_reserved = self._of(request_id).num_reserved
         require_count("count", count)
@@ -434,16 +435,16 @@ class ContiguousReservation:
         self._num_tokens[request_id] = num_tokens
 
     def release(self, request_id: Hashable) -> None:
-        """Give back all that a request holds: it has ended.
+        """Free all slots of a finished request.
 
         Raises:
-            ValueError: no such request is here.
+            ValueError: no such request is admitted.
         """
         self.allocator.free(self._of(request_id).start)
         del self._given[request_id], self._num_tokens[request_id]
 
     def reservations(self) -> list[Reservation]:
-        """What each request holds now, lowest start first. A later `grow` changes none of these objects."""
+        """The reservations of all admitted requests, lowest start first. A later `grow` changes none of them."""
         now = [replace(given, num_tokens=self._num_tokens[given.request_id]) for given in self._given.values()]
         return sorted(now, key=lambda held: held.start)
 
@@ -451,10 +452,10 @@ class ContiguousReservation:
         """Where the slots are now.
 
         Of a request, the slots that hold a token are `used`. Those that will, up to prompt + output, are `reserved`;
-        none, if it has said more than it was admitted with. All others of its allocation are `internal`.
+        none, if it has generated more than it was admitted with. All others of its allocation are `internal`.
 
-        The free slots are judged by the reservation that is waiting for them. Those in free runs shorter than `waiting`
-        are `external`. Those in runs that are long enough are `free`; so are all of them if nothing is waiting.
+        How free slots count depends on the waiting reservation. Those in free runs shorter than `waiting` are
+        `external`. Those in runs that are long enough are `free`; so are all of them if no request is waiting.
 
         Args:
             waiting: the slots that the next request needs in one run, ≥ 1: what `reservation` returned for it. None if
@@ -483,5 +484,5 @@ class ContiguousReservation:
 
     def _of(self, request_id: Hashable) -> Reservation:
         if request_id not in self._given:
-            raise ValueError(f"no request {request_id!r} is here")
+            raise ValueError(f"request {request_id!r} is not admitted")
         return self._given[request_id]

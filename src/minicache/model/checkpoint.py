@@ -25,7 +25,7 @@ SHIPPED_DRAFT = Path(__file__).with_name("minigpt-draft.safetensors")
 def save_minigpt(model: MiniGPT, path: str | Path) -> None:
     """Write a model's weights, config and vocabulary fingerprint to a safetensors file.
 
-    The file is written beside `path` first and then moved there, so an old checkpoint is never half overwritten.
+    The file is written next to `path` first and then moved there, so an old checkpoint is never half overwritten.
 
     Args:
         model: any MiniGPT.

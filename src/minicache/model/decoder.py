@@ -23,7 +23,7 @@ from minicache.model.minigpt import Block, Cache, FeedForward, Transformer, rota
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions closer together, so that more of them fit into what was trained (Chen et al. 2023).
+    """Positions closer together, so more of them fit into what was trained (Chen et al. 2023).
 
     Attributes:
         factor: all frequencies are divided by it, > 0.
@@ -86,7 +86,7 @@ class DecoderConfig:
         tie_word_embeddings: the output layer is the embedding.
         sliding_windows: of each layer the most tokens that a token sees, itself included; None: all. Of no layers: none
             has a window.
-        end_token_ids: the tokens by which the model says that its text is over.
+        end_token_ids: the tokens with which the model ends its text.
 
     Raises:
         TypeError: a size is not an int, or another number is none.

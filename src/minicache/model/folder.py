@@ -1,7 +1,7 @@
 """A model in a Hugging Face folder: config.json says what it is made of, safetensors hold its weights.
 
 What this package computes is read, and all else is refused by name before a weight is loaded: a model that is computed
-almost right gives text that is almost right, and nobody would know why. Pickles are not read at all: loading one can
+almost right gives text that is almost right, and no one would know why. Pickles are not read at all: loading one can
 run code. No phase builds this module.
 """
 
@@ -282,7 +282,7 @@ def load_folder(folder: str | Path, *, dtype: torch.dtype | None = None, device:
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens by which a folder's model says that its text is over.
+    """The tokens with which a folder's model ends its text.
 
     Raises:
         CheckpointError: config.json or generation_config.json cannot be read.
@@ -419,7 +419,7 @@ def _read_tensors(
     for name in names:
         # An open file's pages stay in memory once they were read: opened for each tensor, it is one tensor's at most.
         with _open(stored[name].file) as file:
-            # A copy, so that nothing lies in a file that somebody may delete or write to.
+            # A copy, so nothing lies in a file that someone may delete or write to.
             yield name, file.get_tensor(name).to(device=device, dtype=dtype, copy=True)
 
 

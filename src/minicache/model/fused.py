@@ -44,14 +44,14 @@ for memory whatever the layout, and the copy would cost as much again."""
 
 
 def fuse(model: object, *, in_place: bool = False) -> MiniGPT | Decoder | None:
-    """Join a model's weights for the CPU, so that `logits_at` can run it.
+    """Join a model's weights for the CPU, so `logits_at` can run it.
 
     Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
     (`benchmarks/engine.py`).
 
     Args:
         model: anything.
-        in_place: the model's parameters become views of the joined matrices, so that no weight is held twice. The model
+        in_place: the model's parameters become views of the joined matrices, so no weight is held twice. The model
             computes what it did; but `safetensors` refuses to save parameters that lie in one memory. If not in place,
             the model is left as it is, and the matrices are copies. A model that was joined in place stays so.
 

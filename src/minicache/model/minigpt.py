@@ -1,7 +1,7 @@
 """MiniGPT: a small Llama.
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings, no biases: the architecture of Llama 3
-(Dubey et al. 2024) to the letter, and with its parameter names, so that `transformers`' Llama can check it. The cache
+(Dubey et al. 2024) to the letter, and with its parameter names, so `transformers`' Llama can check it. The cache
 is an argument of `forward`, not a second model.
 """
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, and the chat template beside it.
+"""The tokenizer of a Hugging Face folder: tokenizer.json, and the chat template next to it.
 
 `transformers` does the work; it is asked for when a folder has a tokenizer, and not before. What this adds is what the
 engine asks of a tokenizer (`minicache.engine.stopping.Tokenizer`). No phase builds this module.

@@ -1,7 +1,7 @@
 """How the shipped checkpoints were made: MiniGPT, and a smaller one that drafts for it, trained on the grammar's texts.
 
 No text is seen twice: the corpus is a stream, fixed by a seed. Two steps in three look at short rows, which are cheap
-and teach agreement and tense; the third at rows as long as the context, so that every position is known.
+and teach agreement and tense; the third at rows as long as the context, so every position is known.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def train(
 def initialise(model: MiniGPT, seed: int) -> None:
     """Draw initial weights: N(0, 0.2²) for the embedding, N(0, 1/fan_in) for the matrices, ones for the norms.
 
-    The two matrices that write to the residual stream are scaled down by √(2L), so that the stream's variance does not
+    The two matrices that write to the residual stream are scaled down by √(2L), so the stream's variance does not
     grow with depth (Radford et al. 2019). The embedding is large because it is also the output layer: with the usual
     0.02, logits would need hundreds of steps to become far enough apart to rule a word out.
     """

@@ -5,7 +5,7 @@
 | `static` | "static" | phase 5 | nothing until the batch has drained |
 | `continuous` | "continuous" | phase 5 | at every step, which requests join the batch |
 | `paged` | "paged" | phase 6 | memory by the block; which request is preempted when it runs out |
-| `fair` | "fair" | phase 7 | the order: priority, arrival, compatibility; no request waits for ever |
+| `fair` | "fair" | phase 7 | the order: priority, arrival, compatibility; no request waits forever |
 | `prefix_caching` | "paged", "fair" | phase 8 | with `prefix_caching`: which requests share the blocks of a prefix |
 | `sharing` | – | phase 8 | forks, and copy-on-write |
 | `chunked` | "chunked" | phase 9 | how many of its tokens a request computes in a step |

@@ -50,7 +50,7 @@ class ObservedScheduler(Scheduler):
         # Not super().__init__(): queues, pool and all other attributes are the watched scheduler's, by __getattr__.
         self.scheduler = scheduler
         self.observers = observers
-        # The class has these, so that __getattr__ is not asked.
+        # The class has these, so __getattr__ is not called for them.
         self.first_come = scheduler.first_come
         self.chunks_prompts = scheduler.chunks_prompts
 

@@ -18,8 +18,8 @@ class SchedulerOutput:
             stay do (`minicache.scheduler.speculative`).
         scheduled: the same requests, in the same order.
         preempted: ids of requests that lost their batch slot, in the order in which they lost it.
-        swapped_out: of those, the ones whose blocks move to CPU swap space: id → pairs (block, host block) to copy.
-        swapped_in: id → pairs (host block, block) to copy back.
+        swapped_out: of those, the ones whose blocks move to CPU swap space: id → pairs (block, CPU block) to copy.
+        swapped_in: id → pairs (CPU block, block) to copy back.
         blocks_to_copy: pairs (source block, target block) to copy on the device (phase 8).
         finished: ids of requests that this call finished without a token: FINISHED_CAPACITY.
         draft_token_ids: id → the draft tokens that the step computes behind the request's newest token, ≥ 1 of them, in

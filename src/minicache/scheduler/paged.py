@@ -1,4 +1,4 @@
-"""Paged scheduling: memory is allocated as tokens come, and taken back when it runs out.
+"""Paged scheduling: memory is allocated as tokens are generated, and taken back when it runs out.
 
 Phase 6 builds it. Nothing is reserved any more: a request is admitted when its tokens fit, and grows by a block when
 its last one is full. So the batch is larger, and at some point no block is free. Then the newest request is preempted:
@@ -63,7 +63,7 @@ class PagedScheduler(Scheduler):
 
     Args:
         preemption: "recompute" frees a victim's blocks, and computes its tokens again when it comes back; "swap" copies
-            them to CPU swap space, and back. A victim for which there is no room is recomputed.
+            them to CPU swap space, and back. A victim that does not fit is recomputed.
         num_host_blocks: blocks of the CPU swap space, ≥ 0; ≥ 1 for "swap".
         watermark: the part of the pool, 0 ≤ watermark < 1, that an admission must leave free for the batch to grow
             into, rounded down to whole blocks. It delays no admission into an empty batch.
@@ -144,7 +144,7 @@ class PagedScheduler(Scheduler):
         Returns:
             NEVER: the whole pool has fewer than `blocks_to_admit`, free or not. OK: `blocks_to_take` are free, and so
             are the watermark's ⌊watermark · num_blocks⌋. With an empty batch the watermark needs none, or a large
-            request could wait for ever for blocks that no request uses. LATER: neither.
+            request could wait forever for blocks that no request uses. LATER: neither.
         """
         if self.blocks_to_admit(request) > self.pool.num_blocks:
             return AllocStatus.NEVER
@@ -195,8 +195,8 @@ class PagedScheduler(Scheduler):
             self.schedule_tokens(request, output)
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that the request must still get before its next tokens are computed. In decode: 1 or 0."""
-        # Asked on every token, so without the calls of `blocks_to_admit` and `num_tokens`.
+        """Blocks that the request needs before its next tokens can be computed. In decode: 1 or 0."""
+        # Called for every token, so without the calls of `blocks_to_admit` and `num_tokens`.
         num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
         return -(-num_tokens // self.pool.block_size) - len(request.block_ids)
 
@@ -207,9 +207,9 @@ class PagedScheduler(Scheduler):
     def make_room(self, request: Request, output: SchedulerOutput) -> bool:
         """Preempt the newest of the batch, one after the other, until the `blocks_missing` of `request` are free.
 
-        When the newest is `request` itself, no request after it is left. It is preempted too; but if it is alone in the
-        batch, every used block is its own, so the whole pool is too small for it: preempted, it would wait for ever. It
-        is finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`.
+        If the newest is `request` itself, no request after it is left, and it is preempted too. But if it is alone in
+        the batch, every used block is its own and the pool is too small for it: preempted, it would wait forever. It is
+        finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`.
 
         Args:
             request: of the batch, the one that grows. Those before it are scheduled already.
@@ -235,8 +235,8 @@ class PagedScheduler(Scheduler):
         """Take the newest request out of the batch, with all its blocks, and put it back into the queue.
 
         It is counted (`num_preemptions`, `output.preempted`). If the policy is swap, it has computed something, and the
-        CPU swap space has room for the blocks of what it has computed, they are swapped out (`swap_out`). Else it is
-        recomputed (`restart`). What it has generated stays, in both cases.
+        CPU swap space has room for the blocks of its computed tokens, they are swapped out (`swap_out`). Otherwise it
+        is recomputed (`restart`). Its generated tokens stay in both cases.
 
         Args:
             request: the last of the batch.
@@ -255,8 +255,8 @@ class PagedScheduler(Scheduler):
     def swap_out(self, request: Request, num_blocks: int, output: SchedulerOutput) -> None:
         """Have the first blocks of a request copied to CPU swap space, and give all its blocks back: it is SWAPPED.
 
-        Its computed tokens stay computed. The pairs (block, host block) go into `output.swapped_out`, in the order of
-        the positions, and the host blocks into `host_block_ids`, in the same order.
+        Its computed tokens stay computed. The pairs (block, CPU block) go into `output.swapped_out`, in the order of
+        the positions, and the CPU blocks into `host_block_ids`, in the same order.
 
         Args:
             request: it has left the batch.
@@ -271,31 +271,31 @@ class PagedScheduler(Scheduler):
         request.status = RequestStatus.SWAPPED
 
     def swap_in(self, request: Request, output: SchedulerOutput) -> None:
-        """Have a request's host blocks copied into its first blocks, and give them back (`release_host`).
+        """Have a request's CPU blocks copied into its first blocks, and give them back (`release_host`).
 
-        The pairs (host block, block) go into `output.swapped_in`, in the order of the positions.
+        The pairs (CPU block, block) go into `output.swapped_in`, in the order of the positions.
 
         Args:
-            request: it was SWAPPED, and has new blocks: at least as many as host blocks.
+            request: it was SWAPPED, and has new blocks: at least as many as CPU blocks.
             output: the step so far.
         """
         output.swapped_in[request.request_id] = list(zip(request.host_block_ids, request.block_ids, strict=False))
         self.release_host(request)
 
     def release(self, request: Request) -> None:
-        """Give back all that the request holds: its blocks, and its host blocks (`release_host`)."""
+        """Give back all that the request holds: its blocks, and its CPU blocks (`release_host`)."""
         super().release(request)
         if request.host_block_ids:
             self.release_host(request)
 
     def release_host(self, request: Request) -> None:
-        """Give the request's host blocks back to `host_pool`, the last one first, and leave it without any."""
+        """Give the request's CPU blocks back to `host_pool`, the last one first, and leave it without any."""
         assert self.host_pool is not None
         self.host_pool.free(request.host_block_ids[::-1])
         request.host_block_ids = []
 
     def check(self) -> None:
-        """As `Scheduler.check`, and the same of the host pool: swapped-out requests, and no others, hold its blocks.
+        """As `Scheduler.check`, and the same of the CPU blocks: swapped-out requests, and no others, hold them.
 
         Raises:
             InvariantError: the books do not agree.
@@ -308,6 +308,6 @@ class PagedScheduler(Scheduler):
         for request in (*self.running, *self.waiting.values()):
             held += len(request.host_block_ids)
             if bool(request.host_block_ids) != (request.status is RequestStatus.SWAPPED):
-                raise InvariantError(f"{request!r} holds host blocks {request.host_block_ids}")
+                raise InvariantError(f"{request!r} holds CPU blocks {request.host_block_ids}")
         if held != self.host_pool.num_used:
-            raise InvariantError(f"{self.host_pool.num_used} host blocks are used, requests list {held}")
+            raise InvariantError(f"{self.host_pool.num_used} CPU blocks are used, requests list {held}")

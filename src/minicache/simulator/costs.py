@@ -1,6 +1,6 @@
 """What a step costs, in seconds: the clock of a server in simulated time.
 
-A step is told by a few sums over its batch (`StepLoad`), and a cost model makes seconds of them. `RooflineCost` has a
+A step is a few sums over its batch (`StepLoad`), and a cost model makes seconds of them. `RooflineCost` has a
 published model on a published accelerator; `HostCost` has the course's own engine on the machine where
 `minicache calibrate` measured it. First used in phase 7; the roofline is phase 0's. Pure standard library.
 """
@@ -26,8 +26,7 @@ BANDWIDTH_EFFICIENCY: Final = 0.8
 part of its own."""
 
 OVERHEAD_SECONDS: Final = 0.002
-"""What a step takes besides the model: scheduling, sampling, detokenising. A production scheduler alone takes 0.7 ms at
-64 running requests and 2.9 ms at 256 (vLLM 0.33, schedule and update)."""
+"""What a step takes besides the model: scheduling, sampling, detokenising. Assumed."""
 
 PCIE_BANDWIDTH: Final = 16e9 * 16 * 128 / 130 / 8
 """Bytes/s between device and host: PCIe 4.0 with 16 lanes, 16 GT/s each, 128 of every 130 bits payload."""
@@ -87,7 +86,7 @@ class StepLoad(NamedTuple):
 
     @classmethod
     def of(cls, batch: Iterable[tuple[int, int]]) -> StepLoad:
-        """The load of a batch that is told as (new tokens, computed tokens), request by request."""
+        """The load of a batch that is given as (new tokens, computed tokens), request by request."""
         told = list(batch)
         return cls(
             num_sequences=len(told),
@@ -167,7 +166,7 @@ class RooflineCost:
         for name, share in (("flops_efficiency", flops_efficiency), ("bandwidth_efficiency", bandwidth_efficiency)):
             require_positive(name, share)
             if share > 1:
-                raise ValueError(f"{name} is a part of what the data sheet promises, ≤ 1; got {share!r}")
+                raise ValueError(f"{name} is a part of the data sheet's figure, ≤ 1; got {share!r}")
         if overhead_seconds:
             require_positive("overhead_seconds", overhead_seconds)
         self.overhead_seconds = overhead_seconds
@@ -217,7 +216,7 @@ class HostCost:
         together: of a step with more than one request: the engine gathers what they attend to.
         per_sequence: for each request in the batch.
         per_new_token: for each token that is computed.
-        per_cached_token: for each row of the cache that is read.
+        per_cached_token: for each token whose KV entries are read.
         per_prefill: for each request with more than one new token.
         per_prefill_pair: for each of `StepLoad.num_prefill_pairs`.
         per_swapped_token: for each token that is copied to the host or back.

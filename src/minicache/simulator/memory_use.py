@@ -111,7 +111,7 @@ class PagedMemory:
         del self._expected[request_id]
 
     def memory_use(self, waiting: int | None = None) -> MemoryUse:
-        """Where the slots are now. Any free block serves any request, so that none is external, whatever is waiting."""
+        """Where the slots are now. Any free block serves any request, so none is external, whatever is waiting."""
         used = reserved = internal = 0
         for request_id, table in self._tables.items():
             unused = len(table.block_ids) * self.pool.block_size - table.num_tokens

@@ -2,7 +2,7 @@
 
 The PagedAttention paper compares with three rebuilt variants of Orca (Kwon et al. 2023, section 6.1). They batch at the
 level of iterations, as phase 5's `ContinuousBatchScheduler`, and reserve one run of slots for every request by phase
-2's policies, over phase 2's buddy allocator. This is the two put together, so that the baselines run on the same
+2's policies, over phase 2's buddy allocator. This module combines the two, so the baselines run on the same
 simulator as everything else. Pure standard library.
 """
 

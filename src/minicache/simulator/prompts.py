@@ -1,8 +1,8 @@
 """Requests whose prompts have token ids, and begin as others do: what a prefix cache lives on.
 
 An `Arrival` has lengths and no tokens, and any two prompts of zeros are the same. Here prompts are made of tokens drawn
-at random, so that two are alike where they are meant to be, and nowhere else: behind a system prompt that all share, or
-in a chat, where each prompt repeats all that was said before. First used in phase 8. Pure standard library.
+at random, so two are equal only where they should be: in a system prompt that all share, or in a chat, where each
+prompt repeats the conversation before it. First used in phase 8. Pure standard library.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ChatWorkload:
         pause: seconds from an answer to the next message, on average, > 0; exponential.
         seconds_per_token: how long an answer's token takes, > 0. When the next message comes is settled beforehand, as
             in a trace of another server, and does not wait for this one.
-        max_model_len: the most tokens of a prompt and its answer, ≥ 2. A message that would leave no room for an answer
-            ends its chat before it is sent; an answer is cut to the room there is.
+        max_model_len: the most tokens of a prompt and its answer, ≥ 2. A message that would leave no tokens for an
+            answer ends its chat before it is sent; an answer is cut to the tokens that are left.
 
     Raises:
         TypeError: a number has the wrong type.

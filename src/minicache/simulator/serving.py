@@ -34,7 +34,7 @@ class ServingSimulation:
     A step begins as soon as the one before is over and there is anything to do; every request that has arrived by then
     is in the waiting queue. It takes the seconds of `cost`, and what it swaps is copied before the model runs. While
     there is no request, the clock jumps to the next arrival. A request is made when it arrives and dropped when it has
-    finished, so memory depends on how many are in the server at once, and hardly on how many there are.
+    finished, so memory depends on how many are in the server at once, and very little on how many there are.
 
     Args:
         scheduler: a new one, of any stage.

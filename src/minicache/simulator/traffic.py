@@ -72,7 +72,7 @@ class Traffic:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether prompts have tokens, so that a prefix cache may find their beginnings."""
+        """Whether prompts have tokens, in which a prefix cache may find shared beginnings."""
         return self.name not in WORKLOADS
 
     @property

@@ -76,8 +76,8 @@ class Workload:
         output: tokens that come out, drawn independently of the prompt's: the sources give no correlation.
         rate: requests per second, on average, > 0.
         arrival_cv: coefficient of variation of the time between two arrivals, > 0. 1 is Poisson, more is bursts.
-        max_model_len: the most tokens of one request, prompt and output together, ≥ 2. A longer prompt is cut so that
-            one token can come out, a longer output to what the prompt leaves; so the means fall a little short of
+        max_model_len: the most tokens of one request, prompt and output together, ≥ 2. A longer prompt is cut to leave
+            one token of output, a longer output to what the prompt leaves; so the means fall a little short of
             those of the distributions.
 
     Raises:
@@ -117,24 +117,28 @@ class Arrival:
 
 AZURE_CODE: Final = Workload(
     "Azure code 2023",
-    LengthDistribution(7.00, 1.36),
-    LengthDistribution(2.79, 0.85),
+    LengthDistribution.from_mean(2048, 0.96),
+    LengthDistribution.from_mean(27.9, 2.15),
     rate=2.6,
     arrival_cv=13.2,
     max_model_len=16_384,
 )
-"""Code completion in Azure's public trace of 2023 (Patel et al. 2024, "Splitwise"), as log-normal fits: long prompts,
-short answers, violent bursts. The limit is ours: the fits have a longer tail than any model of that year could take."""
+"""Code completion in Azure's public trace of 2023 (Patel et al. 2024, "Splitwise"): long prompts, short outputs, and
+extreme bursts. Means and coefficients of variation of the lengths are those of the trace's 8,819 requests; the
+log-normal shape is ours, and fits badly. Its medians are 1,477 in and 11.8 out, the trace's 1,469 and 13. The limit is
+ours too: a log-normal's tail has no end."""
 
 AZURE_CONVERSATION: Final = Workload(
     "Azure conversation 2023",
-    LengthDistribution(6.63, 0.99),
-    LengthDistribution(5.02, 0.86),
+    LengthDistribution.from_mean(1155, 0.96),
+    LengthDistribution.from_mean(211, 0.77),
     rate=5.5,
     arrival_cv=1.09,
     max_model_len=16_384,
 )
-"""Chat in the same trace: arrivals are close to Poisson. The limit is ours, as above."""
+"""Chats in the same trace: 19,366 requests, whose arrivals are close to Poisson. Means and coefficients of variation of
+the lengths are the trace's, the shape is ours. Its medians are 833 in and 167 out, the trace's 1,020 and 129. The limit
+is ours, as above."""
 
 SHAREGPT: Final = Workload(
     "ShareGPT",
@@ -145,7 +149,7 @@ SHAREGPT: Final = Workload(
 )
 """Chats, with the means that the PagedAttention paper gives (Kwon et al. 2023, figure 11), its Poisson arrivals and
 OPT's limit. 2 requests a second is the rate of its figure 13. It prints no variance: the coefficients of variation,
-1.29 in and 1.05 out, are those of the chats in Azure's trace, the one published fit of chats that we have."""
+0.96 in and 0.77 out, are assumed to be those of the chats in Azure's trace."""
 
 ALPACA: Final = Workload(
     "Alpaca",

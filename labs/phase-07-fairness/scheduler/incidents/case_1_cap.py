@@ -25,8 +25,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that. Give the pool room to spare.
 
     Raises:
-        AssertionError: of more requests than batch slots, which all fit, never max_num_seqs are in the batch together,
-            or more than that are; with one slot no request is served. The message says how many were.
+        AssertionError: with more requests than batch slots, all of which fit, the largest batch is not max_num_seqs.
+            The message gives it.
     """
     raise NotImplementedError(
         "phase 7, task 1: The cap; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
@@ -34,9 +34,9 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
 
 class FixedCapScheduler(EngineScheduler):
-    """Incident 1, fixed: max_num_seqs requests in the batch whenever that many could be."""
+    """Incident 1, fixed: the batch fills all of its max_num_seqs slots."""
 
     def has_slot(self) -> bool:
-        """Whether the batch may take one request more: it holds at most max_num_seqs, and may hold as many."""
+        """Whether the batch may take one more request: it may hold max_num_seqs, and no more."""
         # phase 7, task 1: The cap; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the bug: mend it.
         return self.max_num_seqs != len(self.running) + 1

@@ -26,8 +26,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that.
 
     Raises:
-        AssertionError: of two equal requests for which there is too little memory together, the one that arrived first
-            does not finish first. The message says which one did.
+        AssertionError: of two equal requests that do not both fit into memory, the one that arrived first does not
+            finish first. The message names the one that did.
     """
     raise NotImplementedError(
         "phase 7, task 2: First come, last served; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
@@ -40,7 +40,7 @@ class FixedOrderScheduler(PagedScheduler):
     def schedule_running(self, output: SchedulerOutput) -> None:
         """Put the batch into the order of arrival (`arrival_index`), then do as `PagedScheduler.schedule_running`.
 
-        That gives blocks from the front of `running`, and takes them away at its back.
+        It gives blocks from the front of `running`, and preempts at its back.
 
         Args:
             output: the step so far.

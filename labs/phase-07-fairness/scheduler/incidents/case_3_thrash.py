@@ -26,7 +26,7 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
     Raises:
         AssertionError: there is memory for all requests, and one is preempted, or its prompt is computed twice. The
-            message says how often.
+            message gives the number.
     """
     raise NotImplementedError(
         "phase 7, task 3: Bucket thrash; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"

@@ -1,7 +1,7 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_4_victim.
 # Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
 # hint 7.K` helps with task K.
-"""Incident 4, the victim: a request is evicted for the head of the queue, and takes its slot. Expose it, and fix it.
+"""Incident 4, the victim: a request is evicted for the head of the queue, and gets its slot. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.VictimHeadScheduler`.
 """
@@ -36,12 +36,12 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
 
 class FixedVictimScheduler(EngineScheduler):
-    """Incident 4, fixed: the batch slot goes to the request that the blocks were made free for."""
+    """Incident 4, fixed: the batch slot goes to the request that the blocks were freed for."""
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
         """Move `request` from the queue into the batch: it gets its blocks, and the step computes its tokens.
 
-        As `EngineScheduler.admit`, which does all that it takes, and sets the count of the request's passes back.
+        As `EngineScheduler.admit`, which does all of this, and resets the count of the request's passes.
 
         Args:
             request: in `waiting`. Its blocks are free. It was the head of the queue; if others were evicted for it,

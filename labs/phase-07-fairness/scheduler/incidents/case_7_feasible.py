@@ -1,7 +1,7 @@
 # Phase 7, fairness: your file. It stands in for minicache.scheduler.incidents.case_7_feasible.
 # Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
 # hint 7.K` helps with task K.
-"""Incident 7, the feasible request: one victim is not enough, so a request is given up. Expose it, and fix it.
+"""Incident 7, the feasible request: one victim is not enough, so the request is given up. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.OneVictimScheduler`.
 """
@@ -19,7 +19,7 @@ from minicache.scheduler.paged import AllocStatus
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that gives up no request that its pool is large enough for, and fail on one that does.
+    """Pass on a scheduler that gives up no request that fits into its pool, and fail on one that does.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
@@ -27,7 +27,7 @@ def expose(create: Callable[..., Scheduler]) -> None:
             have finished; they may keep a watermark, or preempt by swap: test none of that.
 
     Raises:
-        AssertionError: a request that fits into the pool finishes without its tokens, or never. The message says how.
+        AssertionError: a request that fits into the pool finishes without its tokens, or never. The message shows it.
     """
     raise NotImplementedError(
         "phase 7, task 7: Given up after one victim; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md"
@@ -35,13 +35,13 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
 
 class FixedFeasibleScheduler(EngineScheduler):
-    """Incident 7, fixed: as many are evicted as it takes."""
+    """Incident 7, fixed: as many requests are evicted as it takes."""
 
     def make_way(self, request: Request, output: SchedulerOutput) -> bool:
-        """Have the blocks for the head of the queue, by force if it has waited too long.
+        """Get the blocks for the head of the queue, by evicting others if it has waited too long.
 
-        `can_allocate` says whether its blocks are free; `has_waited_too_long` counts a pass, and says whether it was
-        one too many; `evict_newest` takes one request out of the batch, and its blocks.
+        `can_allocate` returns whether its blocks are free; `has_waited_too_long` counts that it was passed over, and
+        returns whether this was too often; `evict_newest` preempts one request.
 
         Args:
             request: the head of the queue. The pool is large enough for it, once it is empty.

@@ -20,7 +20,7 @@ def expose(create: Callable[..., ForkingScheduler]) -> None:
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
-            `create_scheduler`. It has `fork_request(request_id, child_id)`, which wants a request that has generated
+            `create_scheduler`. It has `fork_request(request_id, child_id)`, which needs a request that has generated
             a token. Right ones may keep a watermark, or preempt by swap: test neither.
 
     Raises:
@@ -36,10 +36,10 @@ class FixedCopyScheduler(ForkingScheduler):
     """Incident 8, fixed: the block of a copy is counted before any block is taken."""
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request must still get before its next tokens are computed, a copy's block included.
+        """Blocks that a request needs before its next tokens can be computed, a copy's block included.
 
-        `writes_shared` says whether its next token goes into a block that its parent or child reads too: that block is
-        copied.
+        `writes_shared` returns whether its next token goes into a block that its parent or child reads too, which is
+        then copied.
         """
         # phase 7, task 8: The unbudgeted copy; read docs/en/phase-07-fairness/lab/00-expose-and-fix.md. This is the
         # bug: mend it.

@@ -1,7 +1,7 @@
-"""The engines that the incidents happened in, without the bugs: what phase 6 built, and one habit more each.
+"""The engines that the incidents happened in, without the bugs: phase 6's scheduler with one more policy each.
 
-Phase 7 comes with them. They are no stages of the course: each has just the code that a bug needs to live in, on top
-of `PagedScheduler`. The habits are those of mistral.rs' paged scheduler, which the incidents are from.
+Phase 7 comes with them. They are not stages of the course: each adds to `PagedScheduler` only the code that a bug
+needs. The policies are those of mistral.rs' paged scheduler, which the incidents are from.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler
 from minicache.scheduler.queue import PriorityKey
 
 WAITING_PASSES: Final = 64
-"""How often `EngineScheduler` passes over the head of its queue before it makes room for it by force."""
+"""How often `EngineScheduler` passes over the head of its queue before it evicts others for it."""
 
 
 class EngineScheduler(PagedScheduler):
-    """Does not let the head of the queue wait for ever: after 64 passes it evicts the newest of the batch for it.
+    """Does not let the head of the queue wait forever: passed over 64 times, it has the newest of the batch evicted.
 
     Two things differ from `PagedScheduler`. A request whose prompt is larger than the whole pool is accepted, and
-    finished as FINISHED_CAPACITY when its turn comes. And a head of the queue that was too large for the free blocks
+    finished as FINISHED_CAPACITY at the head of the queue. And a head that was too large for the free blocks
     more than WAITING_PASSES times gets the batch slots of the newest requests, one after the other, until it fits.
 
     Arguments, attributes and errors are `PagedScheduler`'s.
@@ -41,7 +41,7 @@ class EngineScheduler(PagedScheduler):
     def schedule_waiting(self, output: SchedulerOutput) -> None:
         """Admit requests from the head of the queue while there are a batch slot, token budget, and free blocks.
 
-        A request that can never fit is finished (`give_up`). After one for which others were evicted no other is
+        A request that can never fit is finished (`give_up`). After a request for which others were evicted, no other is
         admitted in this step.
 
         Args:
@@ -58,7 +58,7 @@ class EngineScheduler(PagedScheduler):
                 return
 
     def has_slot(self) -> bool:
-        """Whether the batch may take one request more: it has at most max_num_seqs."""
+        """Whether the batch may take one more request: it has at most max_num_seqs."""
         return len(self.running) < self.max_num_seqs
 
     def has_budget(self, request: Request, output: SchedulerOutput) -> bool:
@@ -73,14 +73,14 @@ class EngineScheduler(PagedScheduler):
         return num_new <= self.token_budget or outgrown
 
     def make_way(self, request: Request, output: SchedulerOutput) -> bool:
-        """Have the blocks for the head of the queue, by force if it has waited too long.
+        """Get the blocks for the head of the queue, by evicting others if it has waited too long.
 
         Args:
             request: the head of the queue. The pool is large enough for it.
             output: the step so far.
 
         Returns:
-            Whether its blocks are free now. If not, it waits on, one pass more.
+            Whether its blocks are free now. If not, it waits on, passed over one more time.
         """
         if self.can_allocate(request) is AllocStatus.LATER and self.has_waited_too_long(request):
             while self.running and self.can_allocate(request) is AllocStatus.LATER:
@@ -88,7 +88,7 @@ class EngineScheduler(PagedScheduler):
         return self.can_allocate(request) is AllocStatus.OK
 
     def has_waited_too_long(self, request: Request) -> bool:
-        """Note that `request` was passed over once more; whether that makes more than WAITING_PASSES times."""
+        """Count that `request` was passed over; whether this makes more than WAITING_PASSES times."""
         self._passes[request.request_id] = self._passes.get(request.request_id, 0) + 1
         return self._passes[request.request_id] > WAITING_PASSES
 
@@ -103,7 +103,7 @@ class EngineScheduler(PagedScheduler):
         self.preempt(victim, output)
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
-        """As `PagedScheduler.admit`; and the request has waited: its passes are counted from 0 the next time.
+        """As `PagedScheduler.admit`; and the count of the request's passes is reset.
 
         Args:
             request: in `waiting`. Its blocks are free. It was the head of the queue; if others were evicted for it,
@@ -128,7 +128,7 @@ class EngineScheduler(PagedScheduler):
 class DequeScheduler(PagedScheduler):
     """Keeps queue and batch as deques: a victim goes to the front of the queue, an admitted request to the batch's end.
 
-    While every victim is the newest of the batch, that is the order of arrival. With other victims it is not.
+    While every victim is the newest of the batch, this is the order of arrival. With other victims it is not.
 
     Arguments, attributes and errors are `PagedScheduler`'s.
     """
@@ -167,7 +167,7 @@ class PhasedScheduler(DequeScheduler):
     def schedule_running(self, output: SchedulerOutput) -> None:
         """Admit what can be admitted; only if nothing can, schedule the batch as `PagedScheduler.schedule_running`.
 
-        Of the requests that could compute, `choose` says which do. The others lose their batch slots and their blocks.
+        `choose` selects from the requests that could compute. The others lose their batch slots and their blocks.
 
         Args:
             output: the step so far, in which nothing is scheduled yet.
@@ -210,9 +210,9 @@ class ForkingScheduler(PagedScheduler):
     """
 
     def fork_request(self, request_id: RequestId, child_id: RequestId) -> Request:
-        """Give a request of the batch a child: the same tokens, in the same blocks, an id and a future of its own.
+        """Give a request of the batch a child sequence: the same tokens, in the same blocks, with another id.
 
-        To be called between two steps: not while the tokens of one are awaited.
+        Call it between two steps, not while the tokens of one are awaited.
 
         Args:
             request_id: the parent. It is in the batch and has at least one generated token.
@@ -241,11 +241,11 @@ class ForkingScheduler(PagedScheduler):
         return child
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request must still get before its next tokens are computed, a copy's block included."""
+        """Blocks that a request needs before its next tokens can be computed, a copy's block included."""
         return super().blocks_missing(request) + self.writes_shared(request)
 
     def grow(self, request: Request, output: SchedulerOutput) -> None:
-        """As `PagedScheduler.grow`, for the blocks behind those that it has. `schedule_tokens` takes a copy's block."""
+        """As `PagedScheduler.grow`, without a copy's block, which `schedule_tokens` takes."""
         request.block_ids += self.pool.allocate(super().blocks_missing(request))
 
     def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:

@@ -23,8 +23,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
             different steps: test none of that.
 
     Raises:
-        AssertionError: of two equal requests for which there is too little memory together, the one that arrived first
-            does not finish first. The message says which one did.
+        AssertionError: of two equal requests that do not both fit into memory, the one that arrived first does not
+            finish first. The message names the one that did.
     """
     scheduler = create(num_blocks=10, block_size=16)
     tally = drive(scheduler, [Request(number, [1] * 80, 20) for number in range(2)], max_steps=200)
@@ -37,7 +37,7 @@ class FixedOrderScheduler(PagedScheduler):
     def schedule_running(self, output: SchedulerOutput) -> None:
         """Put the batch into the order of arrival (`arrival_index`), then do as `PagedScheduler.schedule_running`.
 
-        That gives blocks from the front of `running`, and takes them away at its back.
+        It gives blocks from the front of `running`, and preempts at its back.
 
         Args:
             output: the step so far.

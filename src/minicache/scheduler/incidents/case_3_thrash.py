@@ -23,7 +23,7 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
     Raises:
         AssertionError: there is memory for all requests, and one is preempted, or its prompt is computed twice. The
-            message says how often.
+            message gives the number.
     """
     requests = [Request("long", [1] * 120, 100), Request("short", [1] * 50, 100)]
     tally = drive(create(num_blocks=64, block_size=16), requests, max_steps=1000)

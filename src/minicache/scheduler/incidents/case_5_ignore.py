@@ -44,15 +44,14 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
 
 class FixedIgnoreScheduler(EngineScheduler):
-    """Incident 5, fixed: what holds of one request is remembered of that request alone."""
+    """Incident 5, fixed: no request is affected by an impossible one ahead of it."""
 
     def schedule_waiting(self, output: SchedulerOutput) -> None:
         """Admit requests from the head of the queue while there are a batch slot, token budget, and free blocks.
 
-        `has_slot`, `has_budget` and `make_way` say so; `admit` moves a request into the batch, with its blocks. One
-        that can never fit is finished (`give_up`), and the next head is looked at as if it had not been there. After a
-        request for which others were evicted (`output.preempted`) no other is admitted in this step, or counted as
-        passed over.
+        `has_slot`, `has_budget` and `make_way` check these; `admit` moves a request into the batch, with its blocks. A
+        request that can never fit is finished (`give_up`), and does not affect the next head. After a request for which
+        others were evicted (`output.preempted`), no other is admitted in this step or counted as passed over.
 
         Args:
             output: the step so far, to which admitted requests are added.

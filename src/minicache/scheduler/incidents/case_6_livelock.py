@@ -15,17 +15,17 @@ from minicache.scheduler.paged import AllocStatus, PagedScheduler
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that gets through requests of two groups, and fail on one that loops for ever.
+    """Pass on a scheduler that finishes requests of two compatibility classes, and fail on one that loops forever.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
             `create_scheduler`. Its batches hold requests of one `group`. Right ones may let a request of the batch's
-            group bypass one of another group, or let all wait behind it; they may keep a watermark, or preempt by swap:
+            class bypass one of another class, or let all wait behind it; they may keep a watermark, or preempt by swap:
             test none of that.
 
     Raises:
-        LivelockError: `schedule()` would never have returned. The broken scheduler raises it in place of that; there
-            is no need to catch it.
+        LivelockError: `schedule()` would never return. The broken scheduler raises it instead; there is no need to
+            catch it.
         AssertionError: a request never finishes.
     """
     requests = [Request(0, [1] * 10, 5, group="text"), Request(1, [1] * 10, 5, group="image")]
@@ -37,12 +37,12 @@ class FixedLivelockScheduler(PagedScheduler):
     """Incident 6, fixed: a request that cannot join the batch keeps its position, and is looked at once a step."""
 
     def schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit requests of the batch's group while there are a batch slot, token budget, and free blocks.
+        """Admit requests of the batch's class while there are a batch slot, token budget, and free blocks.
 
-        A batch holds requests of one group, that of its first. Those of another group are deferred: they keep their
-        positions in `waiting`, and requests behind them may be admitted. At the first of the batch's group that
-        lacks blocks (`can_allocate`) or `token_budget` for its `num_new_tokens`, admission ends. An empty batch takes
-        a request of any number of tokens.
+        A batch holds requests of one compatibility class (`group`), that of its first. Those of another class are
+        deferred: they keep their positions in `waiting`, and requests behind them may be admitted. At the first of the
+        batch's class that lacks blocks (`can_allocate`) or `token_budget` for its `num_new_tokens`, admission ends. An
+        empty batch takes a request of any number of tokens.
 
         Args:
             output: the step so far, to which admitted requests are added.

@@ -1,4 +1,4 @@
-"""Incident 7, the feasible request: one victim is not enough, so a request is given up. Expose it, and fix it.
+"""Incident 7, the feasible request: one victim is not enough, so the request is given up. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache.scheduler.incidents.broken.OneVictimScheduler`.
 """
@@ -16,7 +16,7 @@ from minicache.scheduler.paged import AllocStatus
 
 
 def expose(create: Callable[..., Scheduler]) -> None:
-    """Pass on a scheduler that gives up no request that its pool is large enough for, and fail on one that does.
+    """Pass on a scheduler that gives up no request that fits into its pool, and fail on one that does.
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
@@ -24,7 +24,7 @@ def expose(create: Callable[..., Scheduler]) -> None:
             have finished; they may keep a watermark, or preempt by swap: test none of that.
 
     Raises:
-        AssertionError: a request that fits into the pool finishes without its tokens, or never. The message says how.
+        AssertionError: a request that fits into the pool finishes without its tokens, or never. The message shows it.
     """
     requests = [Request("first", [1] * 10, 70), Request("second", [1] * 10, 70), Request("large", [1] * 150, 1)]
     drive(create(num_blocks=10, block_size=16), requests, max_steps=1000)
@@ -33,13 +33,13 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
 
 class FixedFeasibleScheduler(EngineScheduler):
-    """Incident 7, fixed: as many are evicted as it takes."""
+    """Incident 7, fixed: as many requests are evicted as it takes."""
 
     def make_way(self, request: Request, output: SchedulerOutput) -> bool:
-        """Have the blocks for the head of the queue, by force if it has waited too long.
+        """Get the blocks for the head of the queue, by evicting others if it has waited too long.
 
-        `can_allocate` says whether its blocks are free; `has_waited_too_long` counts a pass, and says whether it was
-        one too many; `evict_newest` takes one request out of the batch, and its blocks.
+        `can_allocate` returns whether its blocks are free; `has_waited_too_long` counts that it was passed over, and
+        returns whether this was too often; `evict_newest` preempts one request.
 
         Args:
             request: the head of the queue. The pool is large enough for it, once it is empty.

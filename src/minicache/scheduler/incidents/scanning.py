@@ -1,4 +1,4 @@
-"""A waiting queue that is right and slow: every question looks at every request.
+"""A waiting queue that is right and slow: every query looks at every request.
 
 Phase 7's task 9 begins with it. Pure standard library.
 """
@@ -10,9 +10,9 @@ from minicache.scheduler.queue import RequestQueue, arrival_key
 
 
 class ScanningQueue(RequestQueue):
-    """As `RequestQueue`, in time in proportion to the number of requests that wait.
+    """As `RequestQueue`, in time proportional to the number of requests that wait.
 
-    With 100,000 of them, each `first` compares 100,000 keys, and a step asks several times.
+    With 100,000 of them, each `first` compares 100,000 keys, and a step calls it several times.
     """
 
     def add(self, request: Request) -> None:
@@ -20,13 +20,13 @@ class ScanningQueue(RequestQueue):
         self._requests[request.request_id] = request
 
     def remove(self, request: Request) -> None:
-        """Take a request out."""
+        """Remove a request."""
         if self._requests.get(request.request_id) is not request:
             raise KeyError(request.request_id)
         del self._requests[request.request_id]
 
     def first(self, group: str | None = None) -> Request | None:
-        """The request with the lowest key, of all or of one group."""
+        """The request with the lowest key, of all or of one compatibility class."""
         candidates = [each for each in self._requests.values() if group in (None, each.group)]
         return min(candidates, key=self._key, default=None)
 

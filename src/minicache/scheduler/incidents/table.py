@@ -1,6 +1,6 @@
 """All eight incidents in one table: name, classes, the smallest workload, and what a run of it counts.
 
-Phase 7's pages, figures and tests read it. It imports the learners' fixes, so nothing that they build on may import it.
+Phase 7's pages, figures and tests read it. It imports the learners' fixes, so no module that they use may import it.
 Pure standard library.
 """
 
@@ -61,7 +61,7 @@ class Incident:
         what: what went wrong, in a sentence.
         broken: the scheduler with the bug.
         fixed: the same without it.
-        base: the engine that both stand on.
+        base: the engine that both extend.
         workload: the smallest that shows it.
         counter: the field of `Counters` that proves it.
         source: where it was reported, or can be read.
@@ -86,7 +86,7 @@ class Incident:
 
 @dataclass(slots=True)
 class Counters:
-    """What a run of a workload comes to.
+    """The counts of one run of a workload.
 
     Attributes:
         num_steps: steps in which a token was computed or a request finished.
@@ -232,7 +232,7 @@ INCIDENTS: Final[tuple[Incident, ...]] = (
         number=5,
         name="One ignored, all ignored",
         slug="ignore",
-        what="A flag that says that one request can never fit is never set back: those behind it get no blocks.",
+        what="A flag that marks one request as impossible is never reset: those behind it get no blocks.",
         broken=broken.StickyIgnoreScheduler,
         fixed=FixedIgnoreScheduler,
         base=EngineScheduler,

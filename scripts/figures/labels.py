@@ -1,0 +1,77 @@
+"""The words in figures, in Spanish: `docs/es/figures.po`, English to Spanish.
+
+A number in a label is `{}` in the catalogue, so "7 blocks" and "12 blocks" are one entry. A label without an entry
+stays English. `python -m scripts.figures` adds what is new, untranslated, and removes what no figure has any longer.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from babel.messages import pofile
+from babel.messages.catalog import Catalog
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+CATALOGUE = Path(__file__).resolve().parents[2] / "docs" / "es" / "figures.po"
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_WORDS = re.compile(r"[^\W\d_]{2}")
+
+seen: set[str] = set()
+"""The entries that the figures drawn so far need."""
+
+
+@cache
+def catalogue() -> Catalog:
+    """The entries, by their English words."""
+    with CATALOGUE.open("rb") as file:
+        return pofile.read_po(file, locale="es")
+
+
+def spanish(label: str) -> str:
+    """A label's words in Spanish, or the label."""
+    if not _WORDS.search(label):
+        return label
+    entry = _NUMBER.sub("{}", label)
+    seen.add(entry)
+    message = catalogue().get(entry)
+    if message is None or not message.string:
+        return label
+    words, numbers = str(message.string).split("{}"), _NUMBER.findall(label)
+    if len(words) != len(numbers) + 1:
+        raise ValueError(f"{CATALOGUE.name}: {entry!r} has {len(numbers)} numbers, and {message.string!r} does not")
+    return words[0] + "".join(number + rest for number, rest in zip(numbers, words[1:], strict=True))
+
+
+def translate(figure: Figure) -> bool:
+    """Put Spanish words into a figure; whether any changed."""
+    figure.draw_without_rendering()  # ticks have labels once they are laid out
+    ticks = set()
+    has_changed = False
+    for axis in figure.findobj(Axis):
+        assert isinstance(axis, Axis)
+        shown = [label.get_text() for label in axis.get_ticklabels()]
+        ticks |= set(axis.get_ticklabels(minor=False)) | set(axis.get_ticklabels(minor=True))
+        if (translated := [spanish(label) for label in shown]) != shown:
+            axis.set_ticks(axis.get_ticklocs(), translated)
+            has_changed = True
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        if text not in ticks and (translated_text := spanish(text.get_text())) != text.get_text():
+            text.set_text(translated_text)
+            has_changed = True
+    return has_changed
+
+
+def update() -> None:
+    """Make the catalogue have the entries that all figures, drawn just now, need."""
+    old, new = catalogue(), Catalog(locale="es", fuzzy=False)
+    for entry in sorted(seen):
+        message = old.get(entry)
+        new.add(entry, message.string if message else "")
+    with CATALOGUE.open("wb") as file:
+        pofile.write_po(file, new, omit_header=True, width=0, sort_output=True)

@@ -411,8 +411,8 @@ nb.check(blocks_with_sharing, blocks_in_use(share=True))
 #
 # Small blocks waste fewer slots and make longer tables. Which size would you choose for *your* texts?
 #
-# Enter the lengths of the sequences that your server runs at once. **Predict the largest block size at which less than a
-# twentieth of the allocated slots are empty**, then run the cell. Then try chats of 20 to 100 tokens, and documents of
+# Enter the lengths of the sequences that your server runs at once. **Write down the largest block size at which less than
+# a twentieth of the allocated slots are empty**, then run the cell. Then try chats of 20 to 100 tokens, and documents of
 # 8,000.
 
 # %% alt="Two panels against block sizes from 1 to 256. Per cent of the rows taken that are empty rises from 0, reaching 5 per cent near 64 rows a block for sequences of 100 to 1,000 tokens; entries of all block tables halve with each doubling."

@@ -173,7 +173,7 @@ def _load(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> 
     if cpu.is_available():
         from minicache.model.fused import fuse  # imports numba
 
-        fuse(loaded, in_place=True)  # nobody else has this model: no weight need be held twice
+        fuse(loaded, in_place=True)  # no other code has this model, so no weight need be held twice
     return loaded
 
 

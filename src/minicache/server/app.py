@@ -1,4 +1,4 @@
-"""The HTTP API: routes, errors, and who may come in. No phase builds this module.
+"""The HTTP API: routes, errors, and access. No phase builds this module.
 
 `create_app` puts an engine behind OpenAI's routes. A request is read and checked (`protocol`), becomes one or
 more streams of the engine, and is answered in OpenAI's shape (`shapes`), as one body or as events (`streaming`).
@@ -69,7 +69,7 @@ Conversation = list[dict[str, str]]
 
 MAX_BODY_NBYTES = 4 * 2**20
 BODY_SECONDS = 30.0
-"""So long a body may take to come. Who sends half of one would otherwise hold its connection, and the server's end."""
+"""The longest that a body may take to arrive. Half a body would otherwise hold its connection, and the shutdown."""
 
 WRITE_NOW = "minicache.write_now"
 """An extension in a request's ASGI scope. Its "write" is given a call that makes some bytes of the body; if the
@@ -155,7 +155,7 @@ class Served:
         await self.engine.stop()
 
     def stop(self) -> None:
-        """Refuse new requests from now on, and end what would last for ever. To be called in the event loop."""
+        """Refuse new requests from now on, and end endless streams. Call it in the event loop."""
         self.engine.is_draining = True
         self.stopping.set()
         for limit in self.reading:
@@ -394,7 +394,7 @@ async def _answer(
     params: SamplingParams,
     num_logprobs: int | None,
 ) -> Response:
-    """Begin a request, and answer it in one body or in events. If the client leaves, it is aborted.
+    """Begin a request, and answer it in one body or in events. If the client disconnects, it is aborted.
 
     `param` is the field that the prompts came in.
     """
@@ -413,7 +413,7 @@ async def _answer(
         try:
             choices = await unless_client_leaves(request.receive, _collect(streams, params.n, log))
         except ClientLeftError:
-            return Response(status_code=499)  # for the log: nobody reads it
+            return Response(status_code=499)  # only for the log: the client is gone
     return _json_response(200, shape.whole(choices, _num_prompt_tokens(streams)))
 
 
@@ -456,10 +456,10 @@ async def _begin(
     log: RequestLog,
     stack: ExitStack,
 ) -> list[AnswerStream]:
-    """Have all prompts answered. They are asked for at once, so that they do not wait one step each to be taken.
+    """Submit all prompts at the same time: one after the other, each would wait a step to be taken.
 
     A request that finds no admission slots, or whose key has too many answers under way, is refused before its prompts
-    are tokenised; one that its key has no tokens for, after.
+    are tokenized; one that its key has no tokens for, after.
     """
     streams: list[AnswerStream] = []
     num_answers = len(prompts) * params.n
@@ -556,7 +556,7 @@ async def _pieces(
     log: RequestLog,
     close: Callable[[], object],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. What goes wrong on the way is an event too: the status was sent long ago.
+    """The events of a stream. An error on the way is an event too, since the status was sent long ago.
 
     `close` is called before the last event: a client that has it may send its next request, and be at its limit.
     """
@@ -589,7 +589,7 @@ async def _collect(streams: Sequence[AnswerStream], num_answers: int, log: Reque
 
 
 async def _merge(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
-    """The chunks of several streams as they come, with the index of their stream."""
+    """The chunks of several streams in order of arrival, with the index of their stream."""
     if len(streams) == 1:
         while chunks := await streams[0].take():
             yield 0, chunks
@@ -676,7 +676,7 @@ def _json_response(status: int, body: dict[str, Any], headers: dict[str, str] | 
     return Response(json.dumps(body), status_code=status, headers=headers, media_type="application/json")
 
 
-# Who may come in
+# Access
 
 
 def _path(scope: Scope) -> str:
@@ -686,11 +686,11 @@ def _path(scope: Scope) -> str:
 
 
 class Gate:
-    """Before all routes: whose API key it is, the type and size of a body, and how long it may take to come.
+    """In front of all routes: checks the API key, and the type, size and time of arrival of a body.
 
     Args:
         app: what is behind it.
-        served: has the limits of bodies that are being read, so that a server that stops need not wait for them.
+        served: has the deadlines of bodies that are being read: a server that stops does not wait for them.
         api_keys: None: none is asked for.
         max_body_nbytes: as said beforehand (Content-Length), and as it comes.
     """
@@ -702,7 +702,7 @@ class Gate:
         self._max_body_nbytes = max_body_nbytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or let in."""
+        """Refuse the request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -719,10 +719,10 @@ class Gate:
             await self._app(scope, self._limited(receive), send)
 
     def _with_key(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> Send:
-        """Note whose key it is, and return a `send` that tells what is left of its tokens.
+        """Find the request's key, and return a `send` that adds its remaining tokens to the headers.
 
         Raises:
-            ApiError: it is nobody's.
+            ApiError: the key is unknown.
         """
         path = _path(scope)
         is_api = path.startswith("/v1/")

@@ -1,15 +1,15 @@
-"""API keys: who may use the server, and how much of it. No phase builds this module.
+"""API keys: access to the server, and its limits. No phase builds this module.
 
-A file names the keys, TOML, with limits where there are any:
+A TOML file has the keys, with optional limits:
 
     [keys.ada]
     key = "…"                    # or key_sha256 = "64 hexadecimal digits"
-    max_concurrent = 4           # answers under way
+    max_concurrent = 4           # unfinished answers
     tokens_per_minute = 20000    # of prompts and answers
 
 Each key has a token bucket, which holds a minute's tokens and is refilled evenly. A request is admitted if the bucket
-holds all that it may use: its prompts, and for each answer as many tokens as it may have. What it has not used is given
-back when it ends. So a limit is never exceeded, and a request that was admitted is never cut.
+holds all that it may use: its prompts, and the most tokens of each answer. Unused tokens are returned when it is over.
+So a limit is never exceeded, and an admitted request is never cut.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from starlette.types import Scope
 from minicache.server.protocol import ApiError
 
 UNKNOWN: Final = "unknown"
-"""Stands for the name of every key that is not known, in metrics."""
+"""The name of every unknown key, in metrics."""
 
 SINGLE: Final = "default"
 """The name of the key of `create_app(api_key=…)`."""
@@ -58,7 +58,7 @@ class ApiKey:
 
 
 class Usage:
-    """What a key has under way, and its token bucket. Used in the event loop only.
+    """A key's unfinished answers and its token bucket. Used in the event loop only.
 
     Args:
         key: with its limits.
@@ -78,14 +78,14 @@ class Usage:
 
     @property
     def num_tokens_left(self) -> float:
-        """What the bucket holds now; 0 without a limit."""
+        """The tokens in the bucket now; 0 without a limit."""
         now, rate = self._clock(), self.key.tokens_per_minute or 0
         self._level = min(self._level + (now - self._level_at) * rate / 60, float(rate))
         self._level_at = now
         return self._level
 
     def update(self, key: ApiKey) -> None:
-        """The same key has other limits. A bucket keeps what has been taken from it."""
+        """Change the limits. Tokens that were taken from the bucket stay taken."""
         taken = (self.key.tokens_per_minute or 0) - self.num_tokens_left
         self.key = key
         self._level = max((key.tokens_per_minute or 0) - taken, 0.0)
@@ -124,7 +124,7 @@ class Usage:
 
 
 class Admission:
-    """What one request holds of its key until it ends. Made by `Usage.begin`."""
+    """The part of its key's limits that a request holds until it is over. Made by `Usage.begin`."""
 
     def __init__(self, usage: Usage, num_answers: int) -> None:
         self._usage = usage
@@ -153,7 +153,7 @@ class Admission:
         self._num_reserved = num_tokens
 
     def end(self, num_used: int) -> None:
-        """The request is over: free its answers, and give back the tokens that it has not used."""
+        """The request is over: free its answers, and return its unused tokens."""
         self._usage.num_answers -= self._num_answers
         if self._num_reserved:
             self._usage.take(num_used - self._num_reserved)
@@ -212,7 +212,7 @@ class ApiKeys:
         self._usages = usages
 
     def find(self, authorization: bytes) -> Usage | None:
-        """Whose key a client has shown; None: nobody's. Takes the same time whatever it is.
+        """The usage of the client's key; None if it is unknown. Takes the same time in either case.
 
         Args:
             authorization: the header: `Bearer KEY`; or HTTP Basic, where the password is the key, for browsers.

@@ -1,14 +1,13 @@
-"""What a server tells Prometheus: how many requests run and wait, how long they take, what the cache finds.
+"""A server's metrics for Prometheus: running and waiting requests, latencies, prefix cache hits.
 
-The server of phase 10 is given this. `Metrics` keeps the numbers, and `render` is what /metrics answers. What changes
-them is `minicache.replica.stats.SchedulerStats`, in the engine's thread or in its process. Names, types and labels are
-those of vLLM (its v1 engine), so that a dashboard made for vLLM shows this server too; what vLLM has no name for begins
-with `minicache:`. `METRICS` is the whole list.
+The server of phase 10 uses this. `Metrics` keeps the numbers, and `render` returns the text of /metrics.
+`minicache.replica.stats.SchedulerStats` updates them, in the engine's thread or in its process. Names, types and labels
+are those of vLLM (its v1 engine), so a dashboard made for vLLM shows this server too; metrics that vLLM does not have
+begin with `minicache:`. `METRICS` is the whole list.
 
-The engine writes at every step, another thread reads now and then. So the numbers are kept in plain Python under one
-lock, which a step takes twice, and become Prometheus' text when somebody asks. A counter of
-`prometheus_client` has a lock of its own, and its histograms take one observation at a time: with 256 requests in
-decode that would be 512 locks a step.
+The engine writes at every step, another thread reads occasionally. So the numbers are kept in plain Python under one
+lock, which a step takes twice, and become Prometheus' text on request. Each counter of `prometheus_client` has a lock,
+and its histograms take one observation at a time: with 256 requests in decode that would be 512 locks a step.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class MetricSpec:
 
 METRICS: Final = (
     MetricSpec("vllm:num_requests_running", "gauge", "Requests in the batch."),
-    MetricSpec("vllm:num_requests_waiting", "gauge", "Requests in the waiting line, those swapped out included."),
+    MetricSpec("vllm:num_requests_waiting", "gauge", "Requests in the waiting queue, including swapped-out ones."),
     MetricSpec("vllm:kv_cache_usage_perc", "gauge", "Part of the cache's blocks that requests hold, 0 to 1."),
     MetricSpec(
         "vllm:cache_config_info",
@@ -106,7 +105,7 @@ METRICS: Final = (
         "Of these, those at each position of a draft, from 0.",
         labels=("position",),
     ),
-    MetricSpec("vllm:request_success", "counter", "Requests that have ended, by reason.", labels=("finished_reason",)),
+    MetricSpec("vllm:request_success", "counter", "Finished requests, by reason.", labels=("finished_reason",)),
     MetricSpec("minicache:requests_refused", "counter", "Requests that were not taken on, by reason.", ("reason",)),
     MetricSpec("minicache:requests_failed", "counter", "Calls of the API that failed because the model did."),
     MetricSpec("minicache:engine_deaths", "counter", "How often the engine's process has ended by itself."),
@@ -218,7 +217,7 @@ class EngineNumbers:
                 self.histograms[spec.name] = Distribution(bounds, [0] * (len(bounds) + 1))
 
     def apply(self, updates: Sequence[Update]) -> None:
-        """Make some changes (`minicache.replica.stats`). Whoever calls holds the lock."""
+        """Apply some changes (`minicache.replica.stats`). The caller holds the lock."""
         for name, value, detail in updates:
             if isinstance(detail, str):
                 numbers = self.values[name]

@@ -1,8 +1,8 @@
-"""OpenAI's API as data: what a client may send, what is refused and how, and the shapes of what it gets.
+"""OpenAI's API as data: requests, refusals and responses.
 
 Fields that are not named here are ignored, as OpenAI's clients expect of servers older than themselves. Fields that are
-named here and cannot be honoured are refused, with their name: an answer that silently leaves out half of what was
-asked for would be worse. No phase builds this module.
+named here and not supported are refused, with their name: an answer that silently ignores one would be worse. No phase
+builds this module.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ MAX_PARTS = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
 MAX_MESSAGE = 500
-"""Letters of an error's message: it may quote what the client has sent, and that may be long."""
+"""The most characters of an error's message, which may quote the client's request."""
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(max_length=2**20)]
 
-# A list is looked at up to its first mistake. Of a body with a million mistakes pydantic would make a million reports,
-# in the event loop: minutes for everybody, and gigabytes.
+# A list is validated up to its first mistake. For a body with a million mistakes pydantic would make a million reports
+# in the event loop: minutes for every client, and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class ApiError(Exception):
-    """What the client is told instead of an answer.
+    """An error response.
 
     Args:
         status: of HTTP.
         message: what is wrong, and what to do.
         kind: OpenAI's `type`: "invalid_request_error", "rate_limit_error", "server_error", …
-        param: the field that is to blame.
+        param: the field at fault.
         code: for programs: "model_not_found", "queue_full", …
         headers: of the response.
 
@@ -76,7 +76,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every response that is no answer."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
@@ -90,7 +90,7 @@ class StreamOptions(BaseModel):
 
 
 class CommonRequest(BaseModel):
-    """What both kinds of request have. None stands for a field's default, as everywhere in OpenAI's API."""
+    """The fields of both kinds of request. None stands for a field's default, as everywhere in OpenAI's API."""
 
     model_config = ConfigDict(strict=True)
 
@@ -126,7 +126,7 @@ class CommonRequest(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def refuse_unsupported(self) -> None:
-        """Raise `ApiError` for what this server knows and cannot do."""
+        """Raise `ApiError` for fields that this server knows and does not support."""
         self._refuse(
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, logit_bias=self.logit_bias
         )
@@ -175,7 +175,7 @@ class CompletionRequest(CommonRequest):
         return list(self.prompt) if several else [self.prompt]  # type: ignore[arg-type, list-item]
 
     def refuse_unsupported(self) -> None:
-        """Raise `ApiError` for what this server knows and cannot do."""
+        """Raise `ApiError` for fields that this server knows and does not support."""
         super().refuse_unsupported()
         self._refuse(echo=self.echo, suffix=self.suffix, best_of=self.best_of not in (None, self.n or 1))
 
@@ -221,7 +221,7 @@ class ChatRequest(CommonRequest):
     response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
 
     def refuse_unsupported(self) -> None:
-        """Raise `ApiError` for what this server knows and cannot do."""
+        """Raise `ApiError` for fields that this server knows and does not support."""
         super().refuse_unsupported()
         response_format = self.response_format is not None and self.response_format.get("type") != "text"
         self._refuse(tools=self.tools, functions=self.functions, response_format=response_format)

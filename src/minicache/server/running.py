@@ -35,11 +35,11 @@ HEAD_SECONDS = 10.0
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP by way of httptools, with three things mended.
+    """uvicorn's HTTP with httptools, with three fixes.
 
-    httptools keeps as many headers as a client sends: here, 64 KiB of them. uvicorn waits for ever for the rest of a
-    head: here, HEAD_SECONDS. And if a client leaves that has sent a second request behind its first, uvicorn tells the
-    second only: here, all that are unanswered.
+    httptools keeps all headers that a client sends: here, at most 64 KiB. uvicorn waits forever for the rest of a head:
+    here, HEAD_SECONDS. And when a client with pipelined requests disconnects, uvicorn notifies only the last one: here,
+    all that are unanswered.
     """
 
     _num_head_nbytes = 0
@@ -194,7 +194,7 @@ class Drained(Protocol):
         """Wait until requests can be served; raises if they never will."""
 
     def stop(self) -> None:
-        """Refuse new requests from now on, and end what would last for ever. Called in the event loop."""
+        """Refuse new requests from now on, and end endless streams. Called in the event loop."""
 
     async def drain(self, seconds: float) -> bool:
         """Wait until all answers have ended, for so long at most; whether they have."""
@@ -286,7 +286,7 @@ class Server(uvicorn.Server):
             self._on_listening(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """Wait for the clients to get what was written for them, and end."""
+        """Wait until the clients have received all written data, and end."""
         hanging_up = asyncio.ensure_future(self._hang_up())
         await super().shutdown(sockets)  # type: ignore[arg-type]
         hanging_up.cancel()
@@ -304,7 +304,7 @@ class Server(uvicorn.Server):
                 self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     def stop(self) -> None:
-        """What SIGTERM does, for whoever runs the server in a thread."""
+        """The effect of SIGTERM, for a server that runs in a thread."""
         self.handle_exit(signal.SIGTERM, None)
 
     def _begin_to_drain(self) -> None:

@@ -6,7 +6,7 @@
 const NUM_COLORS = 10;
 const MAX_ANSWERS = 24;
 const SUGGESTIONS = [
-  "Yesterday I", "Tomorrow she", "Did he", "Every day the teacher",
+  "Yesterday I", "Tomorrow she", "Did she", "Every day the teacher",
   "Last week my friends", "Will they", "Now we are", "Does the doctor",
 ];
 const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
@@ -81,9 +81,9 @@ function setState(text, kind) {
   find("state").className = `state ${kind}`;
 }
 
-// The block pool: one path a colour, so that a pool of many thousand blocks is a dozen elements
+// The block pool: one path a colour, so a pool of many thousand blocks is a dozen elements
 
-const pool = { key: "", size: 0, columns: 0, owners: new Map(), layers: {}, pointed: -1 };
+const pool = { key: "", size: 0, columns: 0, holders: new Map(), layers: {}, pointed: -1 };
 
 function layOutPool(numBlocks) {
   const svg = find("pool");
@@ -127,15 +127,15 @@ function drawPool(picture) {
   layOutPool(numBlocks);
   if (!pool.columns) return;
   const paths = Object.fromEntries(Object.keys(pool.layers).map((name) => [name, ""]));
-  pool.owners = new Map();
+  pool.holders = new Map();
   const isShared = new Set(shared);
   for (const request of picture.running) {
     const numFilled = filledBlocks(request, blockSize);
     request.blocks.forEach((block, place) => {
-      const owner = { request, place, isReserved: place >= numFilled };
-      if (pool.owners.has(block)) pool.owners.get(block).push(owner);
-      else pool.owners.set(block, [owner]);
-      if (!isShared.has(block)) paths[colorOf(request.number) + (owner.isReserved ? " reserved" : "")] += cell(block);
+      const holder = { request, place, isReserved: place >= numFilled };
+      if (pool.holders.has(block)) pool.holders.get(block).push(holder);
+      else pool.holders.set(block, [holder]);
+      if (!isShared.has(block)) paths[colorOf(request.number) + (holder.isReserved ? " reserved" : "")] += cell(block);
     });
   }
   for (const block of shared) {
@@ -151,9 +151,9 @@ function drawPool(picture) {
   const parts = [`${whole.format(numBlocks)} blocks of ${blockSize} tokens`, `${whole.format(numFree)} free`];
   if (shared.length) parts.push(`${shared.length} shared`);
   if (cached.length) parts.push(`${cached.length} free and cached`);
-  if (lost.length) parts.push(`${lost.length} used and in nobody's table`);
+  if (lost.length) parts.push(`${lost.length} used and in no block table`);
   say("pool-said", parts.join(", "));
-  readBlock(pool.pointed); // it may have another owner now
+  readBlock(pool.pointed); // it may have another holder now
 }
 
 /** So many blocks hold a token once the step is over. The others are reserved. */
@@ -166,14 +166,14 @@ function readBlock(block) {
   pool.pointed = block;
   pool.layers.pointed?.setAttribute("d", cell(block, 0));
   const size = shown.pool.block_size;
-  const owners = (pool.owners.get(block) ?? []).map(({ request, place, isReserved }) => {
+  const holders = (pool.holders.get(block) ?? []).map(({ request, place, isReserved }) => {
     const what = isReserved ? "reserved for positions" : "positions";
     return `#${request.number} (${what} ${place * size} to ${place * size + size - 1})`;
   });
   const state = shown.pool.lost.includes(block)
-    ? "used, and in nobody's table"
+    ? "used, and in no block table"
     : shown.pool.cached.includes(block) ? "free, found by the prefix cache" : "free";
-  say("pool-read", `Block ${block}: ${owners.join(", ") || state}`);
+  say("pool-read", `Block ${block}: ${holders.join(", ") || state}`);
 }
 
 // Block tables
@@ -458,7 +458,7 @@ async function* events(body) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever stops reading has the server stop
+    reader.cancel().catch(() => {}); // the server stops when its reader does
   }
 }
 

@@ -1,4 +1,4 @@
-"""What a page can call. The delimiters are `{$ … $}`, so that neither code nor math has to be escaped.
+"""What a page can call. The delimiters are `{$ … $}`, so neither code nor math has to be escaped.
 
     {$ source("minicache.cache.dense:KVCache.append") $}    the code of that symbol, taken from its file
     {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes; on a

@@ -220,7 +220,7 @@ def test_values_are_told_in_a_line(value: object, text: str) -> None:
 
 
 def test_a_dataclass_is_told_by_its_fields_that_are_not_the_default() -> None:
-    words = "sixty characters, so that the whole takes more than eighty"
+    words = "sixty characters, and so the whole takes more than eighty"
     assert short(Model(32, words)) == f"Model(num_layers=32, vocabulary={words!r})"
     assert short(Model(32, "", 3, torch.ones(17))) == (
         "Model(num_layers=32, vocabulary='', latent=3, scale=tensor[17] float32)"

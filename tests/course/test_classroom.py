@@ -339,7 +339,7 @@ def parents() -> dict[int, int]:
 
 @pytest.fixture
 def interrupted(toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, str]:
-    """A class whose second submission sleeps for ever, the CSV, and a mark in the environment of what grades it."""
+    """A class whose second submission sleeps for a minute, the CSV, and a mark in the environment of what grades it."""
     folder = hand_in(tmp_path / "class", ada={"palette.py": COLOR}, bob={"palette.py": SLEEPY}, cleo={"palette.py": ""})
     mark = f"mark-of-{tmp_path.name}-{os.getpid()}"
     monkeypatch.setenv("CLASS_MARK", mark)
@@ -359,7 +359,7 @@ def test_an_interrupted_run_keeps_what_is_done(interrupted: tuple[Path, Path, st
     command.send_signal(ending)
     if ending is signal.SIGINT:
         time.sleep(0.05)
-        command.send_signal(ending)  # by somebody in a hurry
+        command.send_signal(ending)  # pressed twice, in a hurry
     output, _ = command.communicate(timeout=20)
     assert time.monotonic() - asked < 10  # not the minute that bob sleeps
     assert {student: row["total"] for student, row in rows(file).items()} == {"ada": "30"}

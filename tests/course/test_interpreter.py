@@ -62,9 +62,9 @@ def test_what_cannot_be_imported_is_told_and_the_reference_stands_in(toys: Toys)
 
 
 def test_a_script_and_a_module(toys: Toys, tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("value = 7\n")
+    (tmp_path / "neighbour.py").write_text("value = 7\n")
     script = tmp_path / "script.py"
-    script.write_text(f"import sys, beside\n{FILE}\nprint(sys.argv[1:], beside.value, __name__)\n")
+    script.write_text(f"import sys, neighbour\n{FILE}\nprint(sys.argv[1:], neighbour.value, __name__)\n")
     assert python(str(script), "-c", "x")[0] == [str(toys.color), "['-c', 'x'] 7 __main__"]
     assert "usage" in python("-m", "json.tool", "--help")[0][0]
 

@@ -1,4 +1,4 @@
-"""Files handed in under another name, or in another encoding: what a teacher and a student are told."""
+"""Files handed in under another name, or in another encoding: what a teacher and a student read then."""
 
 from __future__ import annotations
 

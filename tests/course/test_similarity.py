@@ -1,4 +1,4 @@
-"""The similarity report: copies are found under other names, the starter counts for nothing, the page is safe."""
+"""The similarity report: copies are found under other names, the starter does not count, the page is safe."""
 
 from __future__ import annotations
 

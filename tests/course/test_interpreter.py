@@ -75,7 +75,7 @@ def test_a_prompt(toys: Toys) -> None:
 
 
 def test_another_option_is_refused(toys: Toys) -> None:
-    assert python("-V", status=1)[1][-1].startswith("minicache: -V is not known here")
+    assert python("-V", status=1)[1][-1].startswith("minicache: -V is unknown")
 
 
 def test_ipython_gets_the_arguments(toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

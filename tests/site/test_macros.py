@@ -98,39 +98,39 @@ def test_source_refuses_what_is_not_there(macros: ModuleType, module: str, symbo
 
 def test_result_follows_dots_and_formats(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"cached": {"ms": [1.25, 2.5]}}), encoding="utf-8")
-    assert macros.result("speed", "cached.ms.1", ".2f") == "2.50"
+    assert macros.number("speed", "cached.ms.1", ".2f") == "2.50"
 
 
 def test_result_says_that_null_was_not_measured(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"peer": None}), encoding="utf-8")
-    assert macros.result("speed", "peer", ",.0f") == "not measured"
-    assert macros.result("speed", "peer.ms.0", ",.0f") == "not measured"
+    assert macros.number("speed", "peer", ",.0f") == "not measured"
+    assert macros.number("speed", "peer.ms.0", ",.0f") == "not measured"
 
 
 @pytest.mark.parametrize(("name", "key"), [("speed", "cached.seconds"), ("speed", "cached.ms.7"), ("other", "cached")])
 def test_result_refuses_what_was_not_measured(macros: ModuleType, results: Path, name: str, key: str) -> None:
     (results / "speed.json").write_text(json.dumps({"cached": {"ms": [1.25]}}), encoding="utf-8")
     with pytest.raises(macros.PageError):
-        macros.result(name, key)
+        macros.number(name, key)
 
 
 def test_result_table_has_a_row_for_each_entry(macros: ModuleType, results: Path) -> None:
     rungs = [{"name": "naive", "bytes": 2048, "time": "not measured"}, {"name": "tuned", "bytes": 512, "time": "3 µs"}]
     (results / "speed.json").write_text(json.dumps({"rungs": rungs, "others": []}), encoding="utf-8")
-    assert macros.result_table("speed", "rungs", name="rung", bytes="bytes", time="measured") == (
+    assert macros.number_table("speed", "rungs", {"name": "rung", "bytes": "bytes", "time": "measured"}) == (
         "| rung | bytes | measured |\n| --- | --: | --- |\n| naive | 2,048 | not measured |\n| tuned | 512 | 3 µs |"
     )
-    assert macros.result_table("speed", "others", name="kernel") == "*Not measured.*"
+    assert macros.number_table("speed", "others", {"name": "kernel"}) == "*Not measured.*"
     with pytest.raises(macros.PageError, match="share"):
-        macros.result_table("speed", "rungs", share="share")
+        macros.number_table("speed", "rungs", {"share": "share"})
 
 
 def test_each_gpu_has_a_table(macros: ModuleType, results: Path) -> None:
-    assert macros.gpus() == "*Not measured.*"
+    assert macros.gpu_tables() == "*Not measured.*"
     about = {"gpu": "Tesla T4", "capability": "7.5", "dtype": "float16", "machine": "a notebook", "date": "2027-01-01"}
     rows = [{"what": "copy bandwidth", "found": "240 GB/s"}]
     (results / "gpu-tesla-t4.json").write_text(json.dumps(about | {"summary": rows}), encoding="utf-8")
-    assert macros.gpus() == (
+    assert macros.gpu_tables() == (
         "**Tesla T4** (compute capability 7.5, float16, a notebook, 2027-01-01):\n\n"
         "| what | Tesla T4 |\n| --- | --- |\n| copy bandwidth | 240 GB/s |"
     )
@@ -138,10 +138,10 @@ def test_each_gpu_has_a_table(macros: ModuleType, results: Path) -> None:
 
 def test_machine_needs_machine_and_command(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"machine": "a laptop", "command": "python x.py"}), encoding="utf-8")
-    assert macros.machine("speed") == "Measured on a laptop, with `python x.py`."
+    assert macros.measured_on("speed") == "Measured on a laptop, with `python x.py`."
     (results / "speed.json").write_text(json.dumps({"machine": "a laptop"}), encoding="utf-8")
     with pytest.raises(macros.PageError):
-        macros.machine("speed")
+        macros.measured_on("speed")
 
 
 def test_figure_needs_both_pictures_and_alt_text(
@@ -189,11 +189,25 @@ def test_hours_follow_the_pages_and_the_reference(
     assert macros.num_hours("0.1", "0.1", "0.1", "0.1") == "1"
 
 
-def test_a_link_to_the_other_language_needs_the_page(macros: ModuleType) -> None:
-    assert 'href="../es/setup/"' in macros.other_language("es", "setup.md", "instalación", here="setup/")
-    assert 'href="../../course-map/"' in macros.other_language("en", "course-map.md", "map", here="es/setup/")
+def test_a_link_to_the_spanish_site_needs_the_page(macros: ModuleType) -> None:
+    assert 'href="../es/setup/"' in macros.spanish_link("setup.md", "instalación", here="setup/")
     with pytest.raises(macros.PageError):
-        macros.other_language("es", "nothing.md", "nada", here="setup/")
+        macros.spanish_link("nothing.md", "nada", here="setup/")
+
+
+def test_tables_are_printed_in_spanish_too(macros: ModuleType) -> None:
+    say = macros.SAY["es"]
+    assert macros.phase_table("..", say=say).startswith("| fase |  | construyes | aprendes |")
+    assert "**en total**" in macros.hours_table("..", say=say)
+    assert "| todas |" in macros.pure_task_table("..", say=say)
+    assert "token del prompt" in macros.role_rows(say=say)
+    with pytest.raises(macros.PageError, match=r"site\.po has no Spanish for 'a new title'"):
+        say("a new title")
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_all_titles_have_spanish(macros: ModuleType, number: int) -> None:
+    assert macros.task_table(number, "..", say=macros.SAY["es"]).startswith("| tarea | lo que escribes | tu fichero |")
 
 
 def test_a_link_to_the_playground_names_what_there_is(macros: ModuleType) -> None:

@@ -95,20 +95,6 @@ def define_env(env: Any) -> None:
 
     say = SAY[env.conf["theme"]["language"]]
 
-    def number(name: str, key: str, form: str = "", *, say: Say = str) -> str:
-        return number(name, key, form, say=say)
-
-    def number_table(name: str, key: str, columns: Mapping[str, str], *, say: Say = str) -> str:
-        return number_table(name, key, columns, say=say)
-
-    def gpu_tables(*, say: Say = str) -> str:
-        return gpu_tables(say=say)
-
-    def measured_on(name: str, *, say: Say = str) -> str:
-        return measured_on(name, say=say)
-
-    say = SAY[env.conf["theme"]["language"]]
-
     def result(name: str, key: str, form: str = "") -> str:
         return number(name, key, form, say=say)
 

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Phase 8: what two requests have in common
 #
-# Each message of a chat comes with everything that was said before. How much of that does a server have to compute again?
-# Below are 60 chats, some of them at the same time, and the part of their prompts' tokens that a prefix cache finds, for
-# caches of different size. This notebook asks whose blocks may be found, what is forgotten first, what a prefix cache saves
-# MiniGPT, and how answers and beams share their beginnings.
+# Each message of a chat comes with the whole conversation so far. How much of that does a server have to compute again?
+# Below are 60 chats, some of them at the same time, and the share of their prompt tokens that a prefix cache finds, for
+# caches of different sizes. This notebook shows which blocks may be found, which are evicted first, what a prefix cache
+# saves MiniGPT, and how answers and beams share their prefixes.
 
 # %% alt="Per cent of the prompts' tokens that are found against blocks, from 128 to 8,192, doubling: from 13 it rises to 82 at 1,024 blocks, and stays at a ceiling of 84."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -41,8 +41,8 @@ nb.lines(SIZES, rates, "blocks of 16 tokens", "% of prompt tokens found", **look
 # %% [markdown]
 # ## 1. Whose block is it?
 #
-# A block's hash covers its tokens and its parent's hash. Two tenants ask a server the same thing. How many
-# tokens does the second one find, if both have the same salt, and if each has its own?
+# A block's hash covers its tokens and its parent's hash. Two tenants send a server the same prompt. How many
+# tokens does the second one find if both have the same salt, and if each has a different one?
 
 
 # %%
@@ -79,11 +79,11 @@ print("the same salt:  ", found_by_the_second("red", "red"))
 print("salts of its own:", found_by_the_second("red", "blue"))
 
 # %% [markdown]
-# The first number is a leak. A client that sends prompts learns from the time to the first token what others have sent:
-# guess a block, and see whether it was quick. The salt goes into the root, and so into every hash.
+# The first number is a leak. From the time to the first token a client learns which prompts others have sent:
+# it tries a block, and measures whether the answer was fast. The salt goes into the root, and so into every hash.
 #
 # **Question 1.** The prompt has 48 tokens, three full blocks of 16, and 32 of them are found: one token must be left to
-# run the model on, and a block is found whole or not at all. How many are found of a prompt of 49?
+# run the model on, and a block is found whole or not at all. How many tokens are found of a prompt of 49?
 
 # %%
 found_of_49 = None
@@ -108,10 +108,10 @@ drive(scheduler, [second])
 nb.check(blocks_found, second.num_cached_tokens // 16)
 
 # %% [markdown]
-# ## 2. Free, and not forgotten
+# ## 2. Free, but still cached
 #
-# A pool of 16 blocks holds a prefix of ten, whose request has finished. Now other requests take blocks, one each, and none
-# has this prefix. How much of it can still be found? In one run its request had freed its last block first, in the
+# A pool of 16 blocks holds a prefix of ten, whose request has finished. Other requests take blocks, one each, and none
+# has this prefix. How much of it can still be found? In one run its request freed its last block first, in the
 # other its first.
 
 # %% alt="Blocks of the prefix that are found, against blocks taken by others, from 0 to 16. Freed from its tail, it stays whole for 6 blocks and then shrinks by one with each to 0 at 16. Freed from its head, it is whole for 6 blocks, and gone at the seventh."
@@ -140,10 +140,10 @@ names = ("blocks that others have taken", "blocks still found")
 nb.lines(TAKEN, curves, *names, roles=("shared", "wasted"))
 
 # %% [markdown]
-# The same blocks survive in both runs as long; but a chain without its head cannot be found.
+# In both runs the same number of blocks survives, but a chain without its head cannot be found.
 #
-# **Question 3.** The free list is now 6 blocks that never held anything, then the prefix, tail first. A request arrives
-# that finds 4 blocks of the prefix and needs 8 more. How many of the prefix's ten are found after that?
+# **Question 3.** The free list is now 6 unused blocks, then the prefix, tail first. A request arrives
+# that finds 4 blocks of the prefix and needs 8 more. How many of the prefix's ten blocks are found after that?
 
 # %%
 left_of_ten = None
@@ -162,9 +162,9 @@ nb.check(left_of_ten, len(pool.find(hashes[1:])))
 # %% [markdown]
 # ## 3. What it saves MiniGPT
 #
-# 24 requests with the same 320 tokens in front and 16 of their own, which differ from the first on; 8 tokens to
-# generate. With the prefix cache and without: prompt tokens that the model computes, and seconds for all. The tokens that
-# come out must be the same.
+# 24 requests with the same 320 tokens first and then 16 that differ from the first on; 8 tokens to
+# generate. With the prefix cache and without: prompt tokens that the model computes, and seconds for all. The
+# generated tokens must be the same.
 
 # %%
 import time
@@ -217,7 +217,7 @@ nb.bars(seconds, "seconds for all", ax=right, **look)
 
 # %% [markdown]
 # **Question 4.** All 24 arrived at once and were admitted in one step. Even so, 23 of them found the system prompt, which
-# the first was only about to compute. How many prompt tokens would be computed if the system prompt had 319 tokens?
+# the first had not computed yet. How many prompt tokens would be computed if the system prompt had 319 tokens?
 # (A prompt then has 335. Its 20th block, the positions 304 to 319, begins in the system prompt; where does it end?)
 
 # %%
@@ -238,8 +238,8 @@ nb.check(tokens_of_319, counts.num_tokens)
 print(", ".join(f"{size}: {rate:.0f} %" for size, rate in zip(SIZES, rates[""])))
 
 # %% [markdown]
-# From 1,024 blocks on almost nothing is gained: all chats in progress fit. Below that, a chat whose next message takes long
-# has been evicted when the message arrives. And no memory finds everything: each message itself is new.
+# Above 1,024 blocks almost nothing is gained: all chats in progress fit. Below that, a chat with a long pause has been
+# evicted when its next message arrives. And no memory finds everything: each message itself is new.
 #
 # Try this: set `pause` to 5, and to 100. Which way does the curve move, and why?
 #
@@ -285,7 +285,7 @@ print(f"{blocks_forked.num_copies} blocks copied, and the same tokens in all fou
 # %% [markdown]
 # **Question 5.** Three copies: four write into the unfinished block, and the last of them need not copy it. How many
 # copies are there with a prompt of 192 tokens, which fills its twelve blocks? (The forks compute the prompt's last
-# token again: they need what it predicts.)
+# token again, because they need its logits.)
 
 # %%
 copies_of_192 = None
@@ -297,8 +297,8 @@ nb.check(copies_of_192, blocks.num_copies)
 # %% [markdown]
 # ## 6. Beams
 #
-# Beams that come from one beam share all of it. Four beams over 80 tokens: blocks in the tables of all beams, and how
-# many different ones those are.
+# Beams that come from one beam share all of its blocks. Four beams over 80 tokens: block table entries of all beams, and
+# the number of different blocks among them.
 
 # %%
 from minicache.engine import BeamSearchParams, beam_search
@@ -330,7 +330,7 @@ def search(width, num_tokens=80):
     return answers, shared
 
 
-# %% alt="Blocks against steps, for four beams. The blocks in all tables grow in a staircase of four at a time, to 32. The different ones rise and fall between 6 and 17: they fall where beams die, and rise where all four write into new blocks."
+# %% alt="Blocks against steps, for four beams. The blocks in all tables grow in a staircase of four at a time, to 32. The different ones rise and fall between 6 and 17: they fall where beams are dropped, and rise where all four write into new blocks."
 answers, shared = search(4)
 curves = {"in all tables": shared.all, "different ones": shared.different}
 nb.lines(range(len(shared.all)), curves, "step", "blocks", **look)
@@ -342,11 +342,11 @@ alike = next(n for n, tokens in enumerate(columns) if len(set(tokens)) > 1)
 print(f"all four have their first {alike} tokens in common")
 
 # %% [markdown]
-# Of 80 tokens most are the same in all four, at the same place, but after another word. What counts is where they first
-# differ: from there on every beam needs keys and values of its own, however alike the words are that follow. That is
-# the chain of section 1 again.
+# Most of the 80 tokens are the same in all four, at the same position, but after another word. What counts is where they
+# first differ: from there on every beam needs separate keys and values, even for equal words. It is the chain of section
+# 1 again.
 #
-# **Question 6.** However much k beams have in common, they cannot save more than a part of 1 − 1/k. For which width
+# **Question 6.** k beams cannot save more than 1 − 1/k of the blocks. For which width
 # does that bound first exceed 66.3 %, the most that the paper reports?
 
 # %%
@@ -366,11 +366,11 @@ look = {"roles": ("shared", "end"), "ylim": (0, 100)}
 nb.lines(WIDTHS, curves, "beams", "blocks saved, %", **look)
 
 # %% [markdown]
-# ## 7. Let it be audited
+# ## 7. An audit
 #
 # 40 random loads without a model: prompts that begin alike, small pools, forks, aborts and preemptions. The auditor
-# keeps its own book of what every block holds, and looks for a found block with other tokens in it, and for a write into
-# a block with two references.
+# keeps a separate record of every block's contents, and checks for a found block with other tokens in it, and for a write
+# into a block with two references.
 
 # %%
 from collections import Counter
@@ -415,8 +415,8 @@ print(", ".join(f"{number:,} {name}" for name, number in total.items()), "and no
 # An assistant's prompt has four parts: the time (new in every request), instructions (always the same), one of eight
 # documents, and a question (new). Their order does not matter to the model. To a prefix cache it does.
 #
-# **Write down which of the three orders below finds the most, and how many per cent**, then run the cell. Then write an order
-# of your own, change the lengths and the number of variants, and see what a small cache does to the best order.
+# **Write down which of the three orders below finds the most, and how many per cent**, then run the cell. Then write
+# another order, change the lengths and the number of variants, and see what a small cache does to the best order.
 
 # %% alt="Three bars of the per cent of prompt tokens found. With the time first, nothing; with the instructions first and the document after the question, the instructions; with instructions, document, question and time, nearly all."
 YOUR_PARTS = {"time": (8, 200), "rules": (400, 1), "document": (600, 8), "question": (40, 200)}
@@ -448,6 +448,6 @@ nb.bars(found, "% of prompt tokens found", ax=nb.axes(height=4), roles=["shared"
 print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
-# **What to look for.** A part is found only if everything before it is found too: so what never changes comes first, then what
-# has few variants, and what is always new comes last. A clock in the first line costs everything. And a cache that does not
-# hold all eight documents may find less than it has room for: the one asked for next is the one that was evicted.
+# **What to look for.** A part is found only if everything before it is found too. So constant parts come first, then parts
+# with few variants, and parts that are always new come last. A clock in the first line costs everything. And a cache that
+# does not hold all eight documents may find less than its size allows: the next document is the one that was evicted.

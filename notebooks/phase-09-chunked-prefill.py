@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Phase 9: one budget a step
 #
-# 32 requests are in decode, a token every 13 ms each, when a prompt of 8,000 tokens arrives. What do the 32 notice? Below is
-# the time from each token of one of them to its next: once the prompt is computed in one step, once in chunks of a budget
+# 32 requests are in decode, a token every 13 ms each, when a prompt of 8,000 tokens arrives. What happens to the 32? Below
+# are the inter-token latencies (ITL) of one of them: once with the prompt computed in one step, once in chunks with a budget
 # of 512 tokens. This notebook shows what a step costs, moves the budget, follows prompts chunk by chunk, and then spends the
 # same budget on draft tokens.
 
-# %% alt="Milliseconds between tokens against seconds since the long prompt arrived, logarithmic. Whole: 13 throughout, but for one gap of 781. In chunks: 13, then a row of gaps of 46 to 56, then 13 again."
+# %% alt="Inter-token latency in milliseconds against seconds since the long prompt arrived, logarithmic. Whole: 13 throughout, except for one of 781. In chunks: 13, then a series of 46 to 56, then 13 again."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache import notebook as nb
@@ -24,24 +24,24 @@ from minicache.simulator.workload import Arrival
 cost = RooflineCost(LLAMA_3_8B, A100_80GB)
 
 
-def gaps_around(scheduler, late=3.0):
-    """When request 0's tokens come, since the long prompt, and the gaps before them."""
+def itl_around(scheduler, late=3.0):
+    """When request 0's tokens come, since the long prompt, and their ITL."""
     come = [Arrival(n, 0.0, 500, 300) for n in range(32)] + [Arrival(32, late, 8000, 8)]
     steps = []
     ServingSimulation(scheduler, cost, come, trace=steps.append).run()
     ends = [s.time + s.seconds for s in steps if any(entry.request_id == 0 for entry in s.batch)]
-    gaps = [(end - late, 1e3 * (end - before)) for before, end in pairwise(ends)]
-    return zip(*(each for each in gaps if -0.2 < each[0] < 1.2))
+    itl = [(end - late, 1e3 * (end - before)) for before, end in pairwise(ends)]
+    return zip(*(each for each in itl if -0.2 < each[0] < 1.2))
 
 
-seconds, gaps = {}, {}
+seconds, itl = {}, {}
 for name, kind, budget in (
     ("whole", FairScheduler, 16_384),
     ("chunks", ChunkedPrefillScheduler, 512),
 ):
-    seconds[name], gaps[name] = gaps_around(kind(num_blocks=4096, max_num_batched_tokens=budget))
+    seconds[name], itl[name] = itl_around(kind(num_blocks=4096, max_num_batched_tokens=budget))
 look = {"roles": ("end", "generated"), "yscale": "log", "legend": "the prompt", "joined": False}
-nb.lines(seconds, gaps, "seconds since the prompt arrived", "ms since the token before", **look)
+nb.lines(seconds, itl, "seconds since the prompt arrived", "ITL, ms", **look)
 
 # %% [markdown]
 # ## 1. What a step costs
@@ -61,7 +61,7 @@ look = {"doubling": True, "yscale": "log"}
 nb.lines(PROMPT_TOKENS, curves, "prompt tokens in the step", "ms of the step", **look)
 
 # %% [markdown]
-# As long as the step waits for the weights, prompt tokens are free. Beyond that they cost what they cost anywhere.
+# As long as the step waits for the weights, prompt tokens are free. Beyond that they cost their full compute time.
 #
 # **Question 1.** How long does a step of 32 decodes and 8,192 prompt tokens take, to the nearest ten milliseconds? (By
 # hand it is 8,224 · 0.0858 ms and the attention; or call `cost.step_seconds`.)
@@ -78,13 +78,13 @@ nb.check(ms_of_8192, round(round(milliseconds[-1]), -1))
 # Back to the first picture. `FairScheduler` computes the prompt in one step, `ChunkedPrefillScheduler` in chunks.
 
 # %%
-for name, each in gaps.items():
-    print(f"{name}: the longest gap is {max(each):.0f} ms")
+for name, each in itl.items():
+    print(f"{name}: the longest ITL is {max(each):.0f} ms")
 
 # %% [markdown]
-# The work is the same. In chunks it takes a few per cent longer, and all requests are slowed down a little instead of stopped.
+# The work is the same. In chunks it takes a few per cent longer, and all requests slow down a little instead of stopping.
 #
-# **Question 2.** A budget of 512, 8,000 tokens, and 32 requests in decode all the while. In how many steps is the prompt
+# **Question 2.** A budget of 512, 8,000 tokens, and 32 requests in decode all the time. In how many steps is the prompt
 # computed? (Not in ⌈8,000 / 512⌉.)
 
 # %%
@@ -96,7 +96,7 @@ nb.check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
 # %% [markdown]
 # ## 3. Chunk by chunk
 #
-# Three prompts of 800 tokens, a budget of 1,024: how many tokens of each are computed in which step. Change the numbers, and
+# Three prompts of 800 tokens, a budget of 1,024: the tokens of each that are computed in each step. Change the numbers, and
 # predict the splits before you run the cell.
 
 
@@ -139,7 +139,7 @@ nb.check(step_of_the_last, next(step for step, tokens in enumerate(found) if 2 i
 # ## 4. Moving the budget
 #
 # Azure's conversations, 4 a second for two minutes, on budgets from 128 to 8,192: the time to the first token, and the
-# time per token after it. 99 of 100 requests are below the curves.
+# time per output token (TPOT). 99 of 100 requests are below the curves.
 
 # %% alt="Two panels against the budget, 128 to 8,192, logarithmic. Time per token, p99: rises from 14 ms to 43, which is what whole prompts have. Time to first token, p99: falls from 1.2 s at 128 to just below 1 s at 1,024, then rises a little; whole prompts have 1 s."
 from dataclasses import replace
@@ -168,12 +168,12 @@ for ax, what, scale, label in (
     nb.lines(BUDGETS, curves, "budget", label, doubling=True, ax=ax, ylim=(0, None))
 
 # %% [markdown]
-# A small budget keeps the readers' gaps short and makes new requests wait: of 128 tokens a step the decodes take a part, a
-# long prompt takes many steps of what is left, and the others queue behind it. Above 1,024 the slowest first tokens come no
+# A small budget keeps the ITL short and makes new requests wait: the decodes take a part of the 128 tokens of each step, a
+# long prompt takes many steps of the rest, and the others queue behind it. Above 1,024 the slowest first tokens come no
 # sooner, because a short prompt waits for the step of a long one; the median still falls a little.
 #
-# **Question 4.** Three quarters as many requests again, `served(…, rate=7.0)`. Which budget of `BUDGETS` cannot keep up
-# with the prompts that arrive: the p99 of the time to the first token is above 10 s?
+# **Question 4.** With three quarters more requests, `served(…, rate=7.0)`: which budget of `BUDGETS` cannot keep up with the
+# arriving prompts, with a p99 time to the first token above 10 s?
 
 # %%
 budget_that_cannot_keep_up = None
@@ -183,10 +183,10 @@ slow = [budget for budget in BUDGETS if served(budget, rate=7.0).ttft.p99 > 10]
 nb.check(budget_that_cannot_keep_up, slow[0])
 
 # %% [markdown]
-# ## 5. A chunk that is lost, and the protected request
+# ## 5. A lost chunk, and the protected request
 #
-# A arrives first, with the lowest priority. B and C take its blocks in the middle of its prompt. D arrives, and waits,
-# although its blocks are free: A is protected.
+# A arrives first, with the lowest priority. B and C take its blocks in the middle of its prompt. D arrives, and waits
+# although its blocks are free, because A is protected.
 
 # %% alt="Grid of four requests against steps. A computes chunks, loses them, waits while B and C finish, and computes them again; D arrives in step 4 and waits until A has been admitted again."
 from minicache.scheduler.audit import Auditor
@@ -282,8 +282,8 @@ nb.check(num_rows, sum(1 + k for k in (0, 0, 5, 2)))
 # %% [markdown]
 # ## 7. In the engine
 #
-# MiniGPT is asked, answers, and is asked the same again. The drafter proposes tokens from the text; each step verifies
-# them and yields one more token. Each row is a step: accepted tokens, and behind the bar rejected ones.
+# MiniGPT gets a prompt, answers, and gets the same prompt again. The drafter proposes tokens from the text; each step
+# verifies them and yields one more token. Each row is a step: accepted tokens, and after the bar the rejected ones.
 
 
 # %%
@@ -346,7 +346,7 @@ for its_drafts, accepted in watching.seen[:12]:
 print(f"100 tokens in {num_steps} steps, the same as in {steps_without} without draft tokens")
 
 # %% [markdown]
-# A batch of eight, each asked again like this one: at temperature 0, and drawn with a seed. The same tokens again.
+# A batch of eight such repeated prompts: at temperature 0, and sampled with a seed. The tokens do not change.
 
 # %%
 eight = [text_tokens(100, seed) for seed in range(8)]
@@ -366,15 +366,15 @@ for temperature in (0.0, 0.5, 1.0):
     print(f"{stats.acceptance_rate:.0%} of the draft tokens accepted")
 
 # %% [markdown]
-# The last request of the batch decides how many steps there are. With a temperature an answer repeats less of its prompt,
-# and a proposed token is drawn less often: fewer draft tokens are accepted, and no token of an answer changes.
+# The slowest request of the batch determines the number of steps. At a higher temperature an answer repeats less of its
+# prompt, and a proposed token is drawn less often: fewer draft tokens are accepted, but no token of an answer changes.
 #
 # ## 8. How many draft tokens?
 #
-# Tokens a step, and the part of the draft tokens that was accepted, on the prompt that is asked again and on one that
+# Tokens a step, and the share of draft tokens that was accepted, on the repeated prompt and on one that
 # repeats nothing.
 
-# %% alt="Two panels against draft tokens a step, 0 to 16. Tokens a step: on the repeated prompt from 1 to more than 8 with sixteen, on new text hardly above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
+# %% alt="Two panels against draft tokens a step, 0 to 16. Tokens a step: on the repeated prompt from 1 to more than 8 with sixteen, on new text barely above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
 DRAFTS = [0, 1, 2, 4, 8, 12, 16]
 per_step, accepted = {}, {}
 for name, prompt in (("asked again", again), ("new text", text_tokens(300, 1))):
@@ -393,10 +393,10 @@ nb.lines(DRAFTS, per_step, "draft tokens a step", "tokens a step", ax=left, **lo
 nb.lines(DRAFTS[1:], accepted, "draft tokens a step", "% accepted", ax=right, **look)
 
 # %% [markdown]
-# The tokens are always those of the engine without: a rejected draft token costs work, never an answer.
+# The tokens are always those without speculation: a rejected draft token costs work, but changes no answer.
 #
-# **Question 7.** If each draft token is right with probability 0.8, whatever came before, how many tokens does a step with
-# four of them yield on average? To one decimal place.
+# **Question 7.** If each draft token is right with probability 0.8, independently of the others, how many tokens does a
+# step with four of them yield on average? To one decimal place.
 
 # %%
 tokens_a_step = None
@@ -405,15 +405,15 @@ tokens_a_step = None
 nb.check(tokens_a_step, round(sum(0.8**n for n in range(5)), 1))
 
 # %% [markdown]
-# ## Your experiment: the load that keeps a promise
+# ## Your experiment: the load that meets an SLO
 #
-# You promise your users a first token within two seconds and a token every 50 ms, for 99 of 100 requests. How many requests
-# a second can one A100 serve then? It depends on the budget.
+# Your SLO is a first token within two seconds and a token every 50 ms, for 99 of 100 requests. How many requests
+# a second can one A100 serve within it? It depends on the budget.
 #
-# Choose two budgets. **Write down for each the highest rate that keeps both limits**, then run the cell. Which of the two
-# limits breaks first, and does that depend on the budget? Then look for the budget that allows the highest rate.
+# Choose two budgets. **Write down for each the highest rate that meets both limits**, then run the cell. Which of the two
+# limits is exceeded first, and does that depend on the budget? Then look for the budget that allows the highest rate.
 
-# %% alt="Two panels against requests a second, from 1 to 6, for two budgets, with the promised limits as dashed lines. Time per token: higher with the larger budget. Time to first token: rises steeply between 5 and 6 requests a second with both."
+# %% alt="Two panels against requests a second, from 1 to 6, for two budgets, with the limits of the SLO as dashed lines. Time per token: higher with the larger budget. Time to first token: rises steeply between 5 and 6 requests a second with both."
 YOUR_BUDGETS = [256, 2048]
 YOUR_LIMITS = {"tpot": 50, "ttft": 2000}  # ms, p99
 YOUR_PREDICTION = {256: None, 2048: None}  # requests a second
@@ -438,5 +438,5 @@ for budget, reports in found.items():
     print(f"budget {budget:,}: up to {max(kept, default=0)} a second; you predicted {predicted}")
 
 # %% [markdown]
-# **What to look for.** A large budget makes steps long while prompts are computed: the time per token breaks first. A small
-# one leaves prompts waiting: the time to the first token breaks first. The best budget is where both break at the same rate.
+# **What to look for.** A large budget makes steps long while prompts are computed: TPOT exceeds its limit first. A small one
+# leaves prompts waiting: TTFT exceeds its limit first. The best budget is where both do so at the same rate.

@@ -58,7 +58,7 @@ def results(name: str) -> dict[str, Any]:
     return found
 
 
-# --- theory 1: two requests with one beginning ------------------------------------------------------------------------
+# --- theory 1: two requests with one prefix ---------------------------------------------------------------------------
 
 
 def two_requests() -> tuple[SharingScheduler, dict[RequestId, Request]]:
@@ -189,11 +189,11 @@ def free_but_not_forgotten(figure: Figure, scheme: Scheme) -> None:
         y = 1.3 + row * 2.1
         diagram.text(0.3, y + 0.5, what, fontsize=SMALL)
         used = [block_id for request in scheduler.running for block_id in request.block_ids]
-        remembered = holding_the_beginning(scheduler)
+        remembered = holding_the_prefix(scheduler)
         for x, block_ids, role in ((left, used, "generated"), (free, free_list(scheduler), "free")):
             roles = ["shared" if block_id in remembered else role for block_id in block_ids]
             diagram.row(x, y, list(map(str, block_ids)), roles, width=width)
-    meanings = {"shared": "holds A's beginning", "generated": "used, holds other tokens", "free": "free, of no use"}
+    meanings = {"shared": "holds A's prefix", "generated": "used, holds other tokens", "free": "free, no hash"}
     for (role, meaning), x in zip(meanings.items(), (0.3, left, free + 2.2), strict=True):
         diagram.legend({role: meaning}, x, 12.5, size=0.7)
 
@@ -203,8 +203,8 @@ def free_list(scheduler: SharingScheduler) -> list[int]:
     return deepcopy(scheduler.pool).allocate(scheduler.pool.num_free)
 
 
-def holding_the_beginning(scheduler: SharingScheduler) -> set[int]:
-    """The blocks that are found by the hashes of what A began with."""
+def holding_the_prefix(scheduler: SharingScheduler) -> set[int]:
+    """The blocks that are found by the hashes of A's prefix."""
     assert isinstance(scheduler.pool, CachingBlockPool)
     hashes = scheduler.hashes(Request("A", ALIKE, 1), 2)
     return {block_id for each in hashes for block_id in scheduler.pool.find([each])}
@@ -474,20 +474,20 @@ def prefix_saves(figure: Figure, scheme: Scheme) -> None:
 def _bars(
     axes: Axes, values: Sequence[float], shift: float, width: float, label: str, shade: str, scheme: Scheme, form: str
 ) -> None:
-    """Bars beside those of others, each with its number on it."""
+    """Bars next to those of others, each with its number on it."""
     bars = axes.bar([place + shift for place in range(len(values))], values, width=width, color=shade, label=label)
     axes.bar_label(bars, [form.format(value) for value in values], size=TINY, color=INK[scheme], padding=2)
 
 
 def hit_rate(figure: Figure, scheme: Scheme) -> None:
-    """The part of the prompts' tokens that is found, over the memory there is."""
+    """The share of prompt tokens that is found, over the size of the memory."""
     found = results("prefix_cache")["hit_rate"]
     axes = plot(figure, xlabel="memory, blocks of 16 tokens", ylabel="prompt tokens found, %")
     blocks = [point["num_blocks"] for point in found["points"]]
     percents = [point["percent"] for point in found["points"]]
     axes.plot(blocks, percents, color=color("shared", scheme), marker="o")
     axes.axhline(found["ceiling_percent"], color=INK[scheme], linestyle=":", linewidth=1.2)
-    axes.text(blocks[0], found["ceiling_percent"] + 2, "memory without end", color=INK[scheme], size=SMALL)
+    axes.text(blocks[0], found["ceiling_percent"] + 2, "unlimited memory", color=INK[scheme], size=SMALL)
     axes.set_xscale("log", base=2)
     axes.set_xticks(powers := [each for each in blocks if not each & (each - 1)], [f"{each:,}" for each in powers])
     axes.minorticks_off()

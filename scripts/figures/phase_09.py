@@ -52,27 +52,27 @@ def results(name: str) -> dict[str, Any]:
 
 
 def stall(figure: Figure, scheme: Scheme) -> None:
-    """The gaps between one request's tokens while somebody else's long prompt is computed, modelled and measured."""
+    """One request's ITL while another request's long prompt is computed, modelled and measured."""
     found = results("chunked")
     panels = figure.subplots(1, 2, sharey=True)
     titles = {"simulated": "an A100, modelled", "measured": "this course's engine, measured"}
     for axes, (where, title) in zip(panels, titles.items(), strict=True):
         for way, marker in (("fair", "s"), ("chunked", "o")):
             points = [point for point in found[where][way]["points"] if point[0] > -200]
-            when, gaps = zip(*points, strict=True)
+            when, latencies = zip(*points, strict=True)
             axes.plot(
                 [each / 1e3 for each in when],
-                gaps,
+                latencies,
                 marker,
                 color=color(ROLES[way], scheme),
                 markersize=3.2,
                 label=NAMES[way],
             )
         axes.axvline(0, color=INK[scheme], linewidth=1, linestyle=":")
-        axes.set(yscale="log", xlabel="seconds since the long prompt came", title=title)
+        axes.set(yscale="log", xlabel="seconds since the long prompt arrived", title=title)
     panels[0].set_xlim(-0.25, 1.3)
     panels[1].set_xlim(-0.25, 2.6)
-    panels[0].set_ylabel("ms since its token before")
+    panels[0].set_ylabel("inter-token latency, ms")
     panels[0].set_yticks([10, 20, 50, 100, 200, 500, 1000], ["10", "20", "50", "100", "200", "500", "1,000"])
     panels[0].minorticks_off()
     panels[0].legend(loc="center right", bbox_to_anchor=(1.0, 0.62), markerscale=1.6)
@@ -93,7 +93,7 @@ def run_three(name: str) -> list[TraceStep]:
 
 
 def steps_of_both(figure: Figure, scheme: Scheme) -> None:
-    """Who computes how many tokens in which step, whole and in chunks."""
+    """How many tokens of each request each step computes, whole and in chunks."""
     diagram = Diagram(figure, scheme, width=24, height=14.4)
     left, width = 5.2, 2.9
     for y, name in ((0.5, "fair"), (7.0, "chunked")):
@@ -197,15 +197,15 @@ def protected(figure: Figure, scheme: Scheme) -> None:
 
 
 def ttft_against_tpot(figure: Figure, scheme: Scheme) -> None:
-    """TTFT and the gap between tokens as the budget moves: p99 of each, and p99 of TPOT."""
+    """TTFT and ITL as the budget moves: p99 of each, and p99 of TPOT."""
     found = results("chunked")["budget"]
     panels = figure.subplots(1, 2, sharey=True)
-    looks = {"gap_p99_ms": "one gap, p99, ms", "tpot_p99_ms": "a request's TPOT, p99, ms"}
+    looks = {"gap_p99_ms": "ITL, p99, ms", "tpot_p99_ms": "a request's TPOT, p99, ms"}
     for axes, (key, label) in zip(panels, looks.items(), strict=True):
         points = [(point[key], point["ttft_p99_ms"] / 1e3, point["budget"]) for point in found["points"]]
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", color=color("generated", scheme))
         for x, y, budget in points:
-            if budget <= (2048 if key == "gap_p99_ms" else 512):  # from there on they lie side by side
+            if budget <= (2048 if key == "gap_p99_ms" else 512):  # beyond this they overlap
                 axes.annotate(f"{budget:,}", (x, y), (4, 6), textcoords="offset points", size=SMALL, color=INK[scheme])
         axes.plot(
             found["fair"][key],
@@ -230,7 +230,7 @@ def goodput(figure: Figure, scheme: Scheme) -> None:
     """Latencies against the rate, and the limits of the strict SLO."""
     found = results("chunked")["goodput"]
     ways, slo = found["conversation"]["ways"], found["slos"]["strict"]
-    gaps, ttft = figure.subplots(1, 2)
+    itl, ttft = figure.subplots(1, 2)
     labels = {
         "fair": ("whole, with decodes", "fair", "s"),
         "phased": ("whole, decodes wait", "phased", "^"),
@@ -240,16 +240,16 @@ def goodput(figure: Figure, scheme: Scheme) -> None:
         rates = [point["rate"] for point in ways[way]]
         shade = color(ROLES[role], scheme)
         style = {"color": shade, "marker": marker, "markersize": 4, "linewidth": 1.5}
-        gaps.plot(rates, [point["gap_p99_ms"] for point in ways[way]], label=label, **style)
+        itl.plot(rates, [point["gap_p99_ms"] for point in ways[way]], label=label, **style)
         ttft.plot(rates, [point["ttft_p99_ms"] / 1e3 for point in ways[way]], **style)
-    _limit(gaps, slo["limit_ms"], f"at most {slo['limit_ms']:.0f} ms", scheme, right=0.98)
+    _limit(itl, slo["limit_ms"], f"at most {slo['limit_ms']:.0f} ms", scheme, right=0.98)
     _limit(ttft, found["ttft_p99_limit_s"], f"at most {found['ttft_p99_limit_s']:.0f} s", scheme, right=0.3)
-    gaps.set(yscale="log", xlabel="requests a second", title="gap between tokens, p99, ms")
+    itl.set(yscale="log", xlabel="requests a second", title="ITL, p99, ms")
     ttft.set(xlabel="requests a second", title="time to first token, p99, s", ylim=(0, 12))
-    gaps.set_yticks([50, 100, 200, 500, 1000, 2000], ["50", "100", "200", "500", "1,000", "2,000"])
-    gaps.minorticks_off()
-    gaps.legend(loc="upper left", fontsize=SMALL)
-    gaps.set_ylim(30, 6000)
+    itl.set_yticks([50, 100, 200, 500, 1000, 2000], ["50", "100", "200", "500", "1,000", "2,000"])
+    itl.minorticks_off()
+    itl.legend(loc="upper left", fontsize=SMALL)
+    itl.set_ylim(30, 6000)
 
 
 def _limit(axes: Axes, level: float, words: str, scheme: Scheme, right: float) -> None:
@@ -330,7 +330,7 @@ def speculative_speed(figure: Figure, scheme: Scheme) -> None:
     """Acceptance, tokens a step and speed-up, over the number of draft tokens, on both kinds of texts."""
     found = results("speculative")
     panels = figure.subplots(1, 3)
-    titles = {"acceptance": "part accepted", "tokens_per_step": "tokens a step", "speedup": "times as fast"}
+    titles = {"acceptance": "share accepted", "tokens_per_step": "tokens a step", "speedup": "times as fast"}
     kinds = {"again": ("asked again", "shared", "o"), "new": ("new texts", "wasted", "s")}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         for kind, (label, role, marker) in kinds.items():

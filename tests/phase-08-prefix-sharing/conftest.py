@@ -1,4 +1,4 @@
-"""What the tests of phase 8 share: schedulers, requests, a step; a memory that shows what every block really holds."""
+"""What the tests of phase 8 share: schedulers, requests, a step; a memory that tracks the contents of every block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the pool, the schedulers and requests, or the search, and what has been done so far."""
+    """A failure shows the pool, the schedulers and requests, or the search, and the calls so far."""
     with (
         scenario.telling(),
         following_schedulers(),
@@ -73,7 +73,7 @@ def _maker(cls, **usual):
 
 @pytest.fixture(scope="session")
 def a_request():
-    """`a_request(id, prompt, max_tokens=9, **more)`: a new request; of a prompt that is a number, so many tokens 1."""
+    """`a_request(id, prompt, max_tokens=9, **more)`: a new request; a number as prompt means that many tokens 1."""
 
     def create(request_id, prompt, max_tokens=9, **more):
         return Request(request_id, [1] * prompt if isinstance(prompt, int) else prompt, max_tokens, **more)
@@ -112,7 +112,7 @@ def serve(a_step):
 
 
 class Memory:
-    """What a device would hold, slot by slot. No hash is trusted.
+    """The contents of a device, slot by slot. No hash is trusted.
 
     Keys and values of a token depend on all tokens before it and on the adapter, and belong to a tenant. So a slot
     holds all of that: (salt, adapter, the tokens up to this one).
@@ -124,7 +124,7 @@ class Memory:
         self.host = {}
 
     def run(self, output: SchedulerOutput, *, fails=False):
-        """Carry out a step: swaps, copies, and what the model writes, which is garbage if the step fails.
+        """Carry out a step: swaps, copies, and the model's writes, which are garbage if the step fails.
 
         Then every request of the step must read its own tokens, all of them.
         """
@@ -146,7 +146,7 @@ class Memory:
                 self._holds(request.block_ids, request, num_tokens, "reads")
 
     def finds(self, request):
-        """What `find_prefix` finds for a request must hold the request's tokens."""
+        """The blocks that `find_prefix` finds for a request must hold its tokens."""
         __tracebackhide__ = True
         blocks = self.scheduler.find_prefix(request)
         self._holds(blocks, request, len(blocks) * self.scheduler.pool.block_size, "finds")

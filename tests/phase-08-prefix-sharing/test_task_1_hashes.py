@@ -1,4 +1,4 @@
-"""Phase 8, task 1: a hash of what a block holds. Blocks with the same hash have the same keys and values."""
+"""Phase 8, task 1: a hash of a block's contents. Blocks with the same hash have the same keys and values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chain(token_ids, *extra_keys, block_size=4):
 
 
 def in_common(one, other):
-    """How many blocks a sequence can share with another, by their hashes."""
+    """The number of blocks that two sequences can share, by their hashes."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -37,19 +37,19 @@ def in_common(one, other):
 
 @pytest.mark.parametrize("keys", [(), (None, None), ("tenant a", None)])
 def test_a_root_is_32_bytes(keys):
-    """As many as SHA-256 gives, for any number of keys."""
+    """32 bytes, the size of SHA-256, for any number of keys."""
     digest = call(root_hash, *keys).value
     that("its type and length", (type(digest), len(digest))).gives((bytes, 32))
 
 
 def test_a_hash_is_32_bytes():
-    """As many as SHA-256 gives."""
+    """32 bytes, the size of SHA-256."""
     digest = call(block_hash, bytes(32), [1, 2, 3, 4]).value
     that("its type and length", (type(digest), len(digest))).gives((bytes, 32))
 
 
 def test_the_same_block_has_the_same_hash_again():
-    """The same tokens after the same beginning have the same hash, as often as you ask, in a list or in a tuple."""
+    """The same tokens after the same prefix have the same hash, at every call, in a list or in a tuple."""
     root = call(root_hash, "a", None).value
     call(root_hash, "a", None).gives(root)
     digest = call(block_hash, root, [5, 6, 7]).value
@@ -58,7 +58,7 @@ def test_the_same_block_has_the_same_hash_again():
 
 
 def test_equal_keys_have_one_root_though_they_are_two_objects():
-    """Keys are compared by what they say. Two strings of the same letters are one key, wherever each of them came from.
+    """Keys are compared by value. Two equal strings are one key, even if they are two objects.
 
     pickle writes a string that it has written before as "that one again", and an equal one out in full.
     """
@@ -68,7 +68,7 @@ def test_equal_keys_have_one_root_though_they_are_two_objects():
 
 
 def test_a_hash_is_the_same_in_another_process():
-    """What one server has cached, another may look for: a hash depends on nothing but what is hashed."""
+    """One server may look up blocks that another has cached: a hash depends only on its input, not on the process."""
     digest = call(block_hash, call(root_hash, "tenant a", "adapter").value, [5, 6, 7]).value
     file = sys.modules[root_hash.__module__].__file__
     told = subprocess.run(
@@ -93,7 +93,7 @@ print(prefix.block_hash(prefix.root_hash("tenant a", "adapter"), [5, 6, 7]).hex(
 
 
 def test_token_ids_of_any_size_have_hashes_of_their_own():
-    """Token ids do not end at 255, nor at 65,535, nor at any number of bytes: each of these blocks has its own hash."""
+    """Token ids are not limited to 255, to 65,535, or to any number of bytes: each of these blocks has another hash."""
     blocks = [[0], [255], [256], [65_535], [65_536], [VOCAB_SIZE - 1], [2**31], [2**64], [2**64 + 1]]
     that("different hashes of 9 blocks", len({call(block_hash, bytes(32), block).value for block in blocks})).gives(9)
 
@@ -119,7 +119,7 @@ def test_token_ids_of_any_size_have_hashes_of_their_own():
     ],
 )
 def test_other_tokens_have_another_hash(one, other):
-    """Which tokens, how many, and in which order."""
+    """A hash depends on which tokens there are, how many, and in which order."""
     that(f"{one} and {other} have the same hash", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
         False
     )
@@ -127,7 +127,7 @@ def test_other_tokens_have_another_hash(one, other):
 
 @pytest.mark.parametrize("size", [16, 64])
 def test_every_token_of_a_large_block_counts(size):
-    """A block may have 16 tokens, or 64. Each of them counts, the last one too."""
+    """A block may have 16 tokens, or 64. Each of them counts, including the last."""
     block = list(range(100, 100 + size))
     others = [[*block[:place], 7, *block[place + 1 :]] for place in range(size)]
     digests = {block_hash(bytes(32), each) for each in (block, *others)}
@@ -137,7 +137,7 @@ def test_every_token_of_a_large_block_counts(size):
 
 
 def test_blocks_with_one_python_hash_have_two_hashes():
-    """Python's hash() takes these two blocks for the same. Who may choose the tokens may look for such pairs."""
+    """These two blocks collide under Python's hash(). A client that chooses its tokens can construct such pairs."""
     one, other = [0, 5], [2**61 - 1, 5]
     that(f"{one} and {other} have the same hash", block_hash(bytes(32), one) == block_hash(bytes(32), other)).gives(
         False
@@ -152,7 +152,7 @@ def test_different_blocks_have_different_hashes(blocks):
 
 
 def test_twenty_thousand_blocks_have_as_many_hashes():
-    """No two of 20,000 random blocks have one hash. Among hashes of 32 bits such a pair would be no surprise."""
+    """No two of 20,000 random blocks have one hash. With 32-bit hashes such a pair would not be unlikely."""
     rng = random.Random(fresh(0))
     blocks = {tuple(rng.randrange(VOCAB_SIZE) for _ in range(4)) for _ in range(20_000)}
     digests = {block_hash(bytes(32), block) for block in blocks}
@@ -164,13 +164,13 @@ def test_twenty_thousand_blocks_have_as_many_hashes():
 
 
 def test_the_same_tokens_after_another_beginning_are_another_block():
-    """Keys and values of a token depend on all tokens before it: the second blocks are different blocks."""
+    """Keys and values of a token depend on all earlier tokens: the second blocks have different hashes."""
     one, other = chain([1, 2, 3, 4, 9, 9, 9, 9]), chain([1, 2, 3, 5, 9, 9, 9, 9])
     that("blocks that they have in common", len({*one} & {*other})).gives(0)
 
 
 def test_the_same_tokens_twice_in_a_row_are_two_blocks():
-    """The same four tokens, once at position 0 and once at position 4, are two blocks."""
+    """The same four tokens at position 0 and at position 4 have different hashes."""
     that("different hashes in 1 1 1 1, 1 1 1 1, 1 1 1 1", len(set(chain([1] * 12)))).gives(3)
 
 
@@ -187,7 +187,7 @@ def test_as_many_hashes_as_blocks_in_common(one, other):
 
 @pytest.mark.parametrize("place", range(32))
 def test_every_byte_of_the_parent_counts(place):
-    """Two parents whose hashes differ in one byte are two parents."""
+    """Parents whose hashes differ in one byte give different hashes."""
     other = bytes(place) + b"x" + bytes(31 - place)
     same = block_hash(bytes(32), [1, 2]) == block_hash(other, [1, 2])
     that(f"parents that differ in byte {place} give one hash", same).gives(False)
@@ -197,23 +197,23 @@ def test_every_byte_of_the_parent_counts(place):
 
 
 def test_a_tenant_who_guesses_finds_nothing():
-    """Tenant a has sent a secret. Tenant b sends guesses: which of them is in the cache already, the clock tells him.
+    """Tenant a has sent a secret. Tenant b tries prompts, and the response time shows which of them is cached.
 
-    A prompt that is found answers sooner. So whoever may look into the same cache can find out, block by block, what
-    somebody else has sent. A salt of his own for each tenant, in the root, is what stops that.
+    A cached prompt is answered sooner. So a client that shares the cache can find out, block by block, which prompts
+    another has sent. A separate salt for each tenant, in the root, prevents this.
     """
     secret = [4, 8, 1, 5, 1, 6, 2, 3, 4, 2, 0, 7]
     cached = {*chain(secret, "tenant a", None)}
     found = sum(digest in cached for digest in chain(secret, "tenant b", None))
-    that("blocks of tenant a that tenant b finds, who guessed the whole prompt", found).gives(0)
+    that("blocks of tenant a that tenant b finds by guessing the whole prompt", found).gives(0)
     found = sum(digest in cached for digest in chain(secret))
-    that("blocks that somebody without keys finds", found).gives(0)
+    that("blocks found without keys", found).gives(0)
     found = sum(digest in cached for digest in chain(secret, "tenant a", None))
-    that("blocks that tenant a finds, who sends it again", found).gives(3)
+    that("blocks that tenant a finds for the same prompt", found).gives(3)
 
 
 def test_each_extra_key_changes_the_root():
-    """The same tokens give other keys and values under other weights: each key counts, not only the first."""
+    """The same tokens have other keys and values under other weights: each key counts, not only the first."""
     roots = [root_hash(salt, adapter) for salt in (None, "a", "b") for adapter in (None, "a", "b")]
     that("different roots of 3 salts with 3 adapters", len(set(roots))).gives(9)
 
@@ -249,7 +249,7 @@ def test_each_extra_key_changes_the_root():
     ],
 )
 def test_keys_that_look_alike_have_different_roots(one, other):
-    """A salt may be any string. None is no key; "" is a key that is empty; two keys are not one with a comma in it."""
+    """A salt may be any string. None is no key; "" is an empty key; two keys are not one with a comma in it."""
     that(f"root_hash{one} and root_hash{other} are the same", root_hash(*one) == root_hash(*other)).gives(False)
 
 
@@ -257,7 +257,7 @@ SEPARATORS = [*map(chr, range(128)), "||", "::", "--", "\r\n", "\x00\x00", ", ",
 
 
 def test_no_separator_is_safe():
-    """Whatever you put between two keys, a client may put into one: ("a…b",) and ("a", "b") are different keys.
+    """A client may put any separator into a key: ("a…b",) and ("a", "b") are different keys.
 
     Nor is there a string that could stand for None.
     """

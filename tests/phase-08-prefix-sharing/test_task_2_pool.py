@@ -1,4 +1,4 @@
-"""Phase 8, task 2: a pool whose blocks are found again by what they hold, used or free."""
+"""Phase 8, task 2: a pool whose blocks, used or free, are found by the hash of their contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minicache.memory.prefix import CachingBlockPool
 
 
 class Letter(bytes):
-    """A hash that is told by its first letter."""
+    """A hash that is recognised by its first letter."""
 
     def __repr__(self):
         return chr(self[0])
@@ -27,13 +27,13 @@ A, B, C, D = (Letter(bytes([number]) * 32) for number in range(65, 69))
 
 
 def books(pool):
-    """All that a caller can see of a pool, to be compared before and after a call."""
+    """All that a caller can see of a pool, for comparison before and after a call."""
     references = [pool.ref_count(block) for block in range(pool.num_blocks)]
     return references, pool.num_free, pool.num_cached, pool.num_evicted, [pool.find([each]) for each in (A, B, C, D)]
 
 
 def agree(pool):
-    """The pool's books agree with each other."""
+    """The pool's attributes agree with each other."""
     __tracebackhide__ = True
     try:
         pool.check()
@@ -51,7 +51,7 @@ def pool():
 
 
 def test_unhashed_blocks_go_to_the_front(pool):
-    """A block that is freed without a hash is the next to be handed out: the one freed last comes first."""
+    """Blocks freed without a hash are handed out next, the one freed last first."""
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.free, [1]).gives(None)
     call(pool.free, [2, 0]).gives(None)
@@ -61,7 +61,7 @@ def test_unhashed_blocks_go_to_the_front(pool):
 
 
 def test_references_are_counted(pool):
-    """Two references more for an id that is given twice; the block is free when the last of them is dropped."""
+    """An id that is given twice gets two references; the block is free when the last of them is dropped."""
     call(pool.allocate, 2).gives([0, 1])
     call(pool.share, [0, 0, 1]).gives(None)
     that("references of blocks 0 and 1", [pool.ref_count(0), pool.ref_count(1)]).gives([3, 2])
@@ -85,7 +85,7 @@ def test_ids_may_come_from_an_iterator(pool):
 
 
 def test_a_freed_block_is_found(pool):
-    """It has no reference any more, and still holds what it held: it is free, and cached."""
+    """A block without references keeps its contents: it is free, and cached."""
     [block] = pool.allocate(1)
     call(pool.cache, [block], [A]).gives(None)
     call(pool.find, [A]).gives([block])
@@ -109,7 +109,7 @@ def test_a_found_block_comes_back_to_life(pool):
 
 
 def test_a_block_that_is_used_again_and_freed_goes_to_the_back(pool):
-    """Used again and freed again, it goes to the back of the free list: it was needed a moment ago."""
+    """Used again and freed again, it goes to the back of the free list, because it was used recently."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
     pool.share([0])
@@ -127,7 +127,7 @@ def test_a_free_block_may_be_shared_twice_in_a_call(pool):
 
 
 def test_a_shared_block_keeps_its_hash(pool):
-    """References come and go; what it holds is another matter."""
+    """References change; a block's contents do not."""
     pool.cache(pool.allocate(1), [A])
     pool.share([0])
     pool.free([0])
@@ -139,7 +139,7 @@ def test_a_shared_block_keeps_its_hash(pool):
 
 
 def test_find_stops_where_a_block_is_missing(pool):
-    """A block is of use only with all before it: keys and values of 0 … 15 cannot be left out."""
+    """A block is useful only with all earlier ones: keys and values of 0 … 15 cannot be left out."""
     pool.cache(pool.allocate(3), [A, C, D])
     call(pool.find, [A, B, C]).gives([0])
     call(pool.find, [B, C, D]).gives([])
@@ -149,7 +149,7 @@ def test_find_stops_where_a_block_is_missing(pool):
 
 
 def test_find_changes_nothing(pool):
-    """Asking takes no reference, and does not make a block younger."""
+    """find takes no reference, and does not move a block in the free list."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
     call(pool.find, [A, B]).gives([0, 1])
@@ -158,7 +158,7 @@ def test_find_changes_nothing(pool):
 
 
 def test_of_two_blocks_with_one_hash_the_first_is_found(pool):
-    """Two requests computed the same side by side. The first is found; when it is handed out, the other."""
+    """Two requests computed the same tokens. The first block is found; after it is handed out, the other."""
     pool.cache(pool.allocate(2), [A, A])
     call(pool.find, [A]).gives([0])
     that("cached", pool.num_cached).gives(2)
@@ -171,7 +171,7 @@ def test_of_two_blocks_with_one_hash_the_first_is_found(pool):
 
 
 def test_a_block_keeps_its_first_hash(pool):
-    """A block that has a hash keeps it, whatever is given later, and its position among blocks with the same hash."""
+    """A block keeps its first hash, and its position among blocks with the same hash."""
     pool.cache(pool.allocate(2), [A, B])
     call(pool.cache, [0, 1], [C, A]).gives(None)
     that("found under A, B, C", [pool.find([each]) for each in (A, B, C)]).gives([[0], [1], []])
@@ -181,7 +181,7 @@ def test_a_block_keeps_its_first_hash(pool):
 
 
 def test_uncache_drops_the_hash_and_nothing_else(pool):
-    """The hash goes, the reference stays. Another block with the same hash keeps it; one without has none to lose."""
+    """uncache drops the hash, not the reference. Another block with the same hash keeps it."""
     pool.cache(pool.allocate(3), [A, A, B])
     call(pool.uncache, [0, 3]).gives(None)
     that("found under A and B", (pool.find([A]), pool.find([B]))).gives(([1], [2]))
@@ -193,7 +193,7 @@ def test_uncache_drops_the_hash_and_nothing_else(pool):
 
 
 def test_an_uncached_free_block_stays_where_it_is(pool):
-    """It stays where it is in the free list, and cannot be shared any more."""
+    """It keeps its position in the free list, and cannot be shared any more."""
     pool.cache(pool.allocate(2), [A, B])
     pool.free([0, 1])
     call(pool.uncache, [0]).gives(None)
@@ -206,7 +206,7 @@ def test_an_uncached_free_block_stays_where_it_is(pool):
 
 
 def test_hashed_blocks_go_to_the_back(pool):
-    """In the order in which they are freed, behind all that have no hash, whenever those were freed."""
+    """They follow all blocks without a hash, in the order in which they were freed."""
     pool.cache(pool.allocate(4)[:2], [A, B])
     call(pool.free, [1, 2]).gives(None)
     call(pool.free, [0]).gives(None)
@@ -228,7 +228,7 @@ def test_tails_evict_nothing(pool):
 
 
 def test_the_end_is_chosen_when_the_last_reference_goes(pool):
-    """A block's hash counts when it loses its last reference, not when it lost one before."""
+    """A block's hash counts when its last reference is dropped, not when an earlier one was."""
     pool.allocate(4)
     pool.share([0])
     call(pool.free, [0, 1]).gives(None)
@@ -238,7 +238,7 @@ def test_the_end_is_chosen_when_the_last_reference_goes(pool):
 
 
 def test_allocate_drops_the_hash(pool):
-    """allocate drops the hash: the block is written anew by its next request."""
+    """allocate drops the hash: the next request overwrites the block."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([2, 0, 1, 3])
     call(pool.allocate, 2).gives([2, 0])
@@ -248,7 +248,7 @@ def test_allocate_drops_the_hash(pool):
 
 
 def test_the_tail_of_a_prefix_is_evicted_first(pool):
-    """A sequence is freed from its last block to its first, so its beginning is found longest."""
+    """A sequence is freed from its last block to its first, so its beginning can be found longest."""
     pool.cache(pool.allocate(3), [A, B, C])
     pool.free([2, 1, 0])
     found = []
@@ -260,7 +260,7 @@ def test_the_tail_of_a_prefix_is_evicted_first(pool):
 
 
 def test_only_cached_blocks_are_evicted(pool):
-    """num_evicted counts what could have been found, not blocks without a hash."""
+    """num_evicted counts cached blocks, not blocks without a hash."""
     pool.free(pool.allocate(3))
     pool.cache(pool.allocate(1), [A])  # block 3
     pool.allocate(3)
@@ -269,7 +269,7 @@ def test_only_cached_blocks_are_evicted(pool):
 
 
 def test_an_evicted_block_can_be_cached_anew(pool):
-    """Evicted, written anew, cached anew."""
+    """A block is evicted, overwritten and cached again."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
     pool.allocate(1)
@@ -291,7 +291,7 @@ class Hash(bytes):
 
 
 def work(num_blocks):
-    """Of each call, on a pool of so many cached blocks, all but ten of them free: the least of five."""
+    """The effort of each call, on a pool of so many cached blocks, all but ten of them free: the least of five."""
     pool = CachingBlockPool(num_blocks, 4)
     hashes = [Hash(number.to_bytes(32, "big")) for number in range(num_blocks)]
     pool.cache(pool.allocate(num_blocks), hashes)
@@ -311,7 +311,7 @@ def work(num_blocks):
 
 
 def test_a_large_pool_costs_no_more():
-    """One block is freed, shared, found, uncached, allocated or cached with as much work among 5,000 as among 50."""
+    """Freeing, sharing, finding, uncaching, allocating or caching a block costs as much among 5,000 as among 50."""
     with scenario.telling():  # what the hundred calls were says nothing
         small, large = work(50), work(5_000)
     for name in small:
@@ -323,7 +323,7 @@ def test_a_large_pool_costs_no_more():
 
 
 def test_reset_forgets_all_hashes(pool):
-    """After new weights every hash is wrong. The free list stays as it is, and nothing was evicted."""
+    """After new weights every hash is wrong. The free list does not change, and nothing counts as evicted."""
     pool.cache(pool.allocate(2), [A, B])
     pool.free([1, 0])
     call(pool.reset).gives(None)
@@ -338,7 +338,7 @@ def test_reset_forgets_all_hashes(pool):
 
 
 def test_reset_does_not_undo_evictions(pool):
-    """What was evicted before stays counted."""
+    """Earlier evictions stay counted."""
     pool.cache(pool.allocate(4), [A, B, C, D])
     pool.free([0, 1, 2, 3])
     pool.free(pool.allocate(2))
@@ -347,12 +347,12 @@ def test_reset_does_not_undo_evictions(pool):
 
 
 def test_reset_waits_for_the_last_reference(pool):
-    """A request that runs would go on with keys and values of the old weights."""
+    """A running request would continue with keys and values of the old weights."""
     pool.cache(pool.allocate(2), [A, B])
     pool.free([1])
     before = books(pool)
     call(pool.reset).raises(ValueError)
-    that("the books", books(pool)).gives(before)
+    that("references, free, cached, evicted, found", books(pool)).gives(before)
 
 
 # Misuse
@@ -389,7 +389,7 @@ def test_reset_waits_for_the_last_reference(pool):
     ],
 )
 def test_misuse_changes_nothing(method, arguments, error):
-    """All or nothing: of a call that raises, not even the good part has been done."""
+    """All or nothing: a call that raises changes nothing."""
     pool = CachingBlockPool(3, 16)
     pool.allocate(2)  # 0 is used; 1 is free and cached; 2 is free and was never used
     pool.cache([1], [B])

@@ -1,4 +1,4 @@
-"""Phase 8, task 3: a prompt's beginning that is in some blocks already is not computed again."""
+"""Phase 8, task 3: a prefix that cached blocks hold is not computed again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 
 
 def test_of_exactly_three_blocks_two_are_found(caching, serve, a_request):
-    """48 tokens in blocks of 16, sent again: 32 are found, for one must be computed. With one token more: all 48."""
+    """48 tokens in blocks of 16, sent again: 32 are found, as one must be computed. With one token more: all 48."""
     scheduler = caching(num_blocks=20, block_size=16)
     prompt = list(range(48))
     that("computed for the first", serve(scheduler, a_request("a", prompt, 2))).gives({"a": 48})
@@ -31,7 +31,7 @@ def test_of_exactly_three_blocks_two_are_found(caching, serve, a_request):
 
 @pytest.mark.parametrize("num_tokens", range(1, 14))
 def test_a_token_is_always_left_to_compute(caching, serve, a_request, num_tokens):
-    """Whatever its length, a prompt that is sent again computes at least one token, and less than a block and one."""
+    """A prompt of any length that is sent again computes at least one token, and at most one block of tokens."""
     scheduler = caching()
     serve(scheduler, a_request("a", num_tokens, 1))
     request = a_request("b", num_tokens, 1)
@@ -41,7 +41,7 @@ def test_a_token_is_always_left_to_compute(caching, serve, a_request, num_tokens
 
 
 def test_a_token_is_left_though_all_hashes_are_known(caching, serve, a_request):
-    """The last block's hash is known already, and `hashes` returns more than it was asked for: the caller slices."""
+    """The last block's hash is known already, so `hashes` returns more than num_blocks: the caller slices."""
     scheduler = caching()
     serve(scheduler, a_request("a", 8, 1))
     request = a_request("b", 8, 1)
@@ -50,7 +50,7 @@ def test_a_token_is_left_though_all_hashes_are_known(caching, serve, a_request):
 
 
 def test_blocks_are_found_up_to_the_first_difference(caching, serve, a_request):
-    """Three blocks are cached. A prompt that leaves them in the second finds one, however it goes on."""
+    """Three blocks are cached. A prompt that differs in the second finds one, whatever follows."""
     scheduler = caching()
     serve(scheduler, a_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 1))
     call(scheduler.find_prefix, a_request("b", [*range(1, 13), 13])).gives([0, 1, 2])
@@ -60,7 +60,7 @@ def test_blocks_are_found_up_to_the_first_difference(caching, serve, a_request):
 
 
 def test_asking_changes_nothing(caching, serve, a_request):
-    """Found blocks get no reference for it; the request has none of them yet."""
+    """find_prefix adds no reference; the request does not hold the found blocks yet."""
     scheduler = caching()
     serve(scheduler, a_request("a", 9, 1))
     request = a_request("b", 9)
@@ -84,7 +84,7 @@ def test_find_prefix_answers_for_a_request_of_any_status(caching, a_request, a_s
 
 
 def test_find_prefix_caches_what_is_noted_first(caching, a_request, a_step):
-    """What decode has filled is noted and not cached yet: find_prefix calls cache_filled before it looks."""
+    """Blocks that decode has filled are noted, not cached: find_prefix calls cache_filled before the look-up."""
     scheduler = caching([a_request("a", 6, 9)])
     for _ in range(3):
         a_step(scheduler)  # 6 tokens of prompt, and two that were generated: the second block is full
@@ -93,7 +93,7 @@ def test_find_prefix_caches_what_is_noted_first(caching, a_request, a_step):
 
 
 def test_find_prefix_caches_what_is_noted_each_time(caching, a_request, a_step):
-    """Also for a request whose hashes are known, because it was looked up before: it finds what was filled since."""
+    """A request whose hashes are known from an earlier look-up finds blocks that were filled since."""
     scheduler = caching([a_request("a", 4, 9)])
     a_step(scheduler)
     request = a_request("b", [*[1] * 4, 7, 7, 7, 7, 0])
@@ -104,14 +104,14 @@ def test_find_prefix_caches_what_is_noted_each_time(caching, a_request, a_step):
 
 
 def test_release_caches_what_is_noted_first(caching, serve, a_request):
-    """A request that finishes releases its blocks. What it has filled is cached before: release calls cache_filled."""
+    """A request that finishes releases its blocks. Its filled blocks are cached first: release calls cache_filled."""
     scheduler = caching()
     serve(scheduler, a_request("a", 6, 7))  # 12 tokens are computed: three full blocks, two of them by decode
     that("cached blocks when a has finished, before any look", scheduler.pool.num_cached).gives(3)
 
 
 def test_answers_are_found_too(caching, serve, a_request):
-    """The second turn of a chat is the first prompt, its answer, and new words: 12 of its 15 tokens are there."""
+    """The second turn of a chat is the first prompt, its answer, and new words: 12 of its 15 tokens are cached."""
     scheduler = caching()
     first = a_request("a", 6, 7)
     serve(scheduler, first)
@@ -129,7 +129,7 @@ def test_the_last_token_of_an_answer_is_never_computed(caching, serve, a_request
 
 
 def test_a_prefix_is_found_by_the_same_tenant_with_the_same_adapter_only(caching, serve, a_request):
-    """Tenant a's prompt, sent by others. Only one who has the same salt and the same adapter finds it."""
+    """Tenant a's prompt, sent by others. Only a request with the same salt and adapter finds it."""
     scheduler = caching(num_blocks=60)
     serve(scheduler, a_request("a", 12, 1, cache_salt="tenant a"))
     others = {
@@ -164,7 +164,7 @@ def test_the_hashes_of_a_request_are_a_chain_from_its_root(caching, a_request):
 
 
 def test_what_is_known_is_not_computed_again(caching, a_request):
-    """Hashes that stand in block_hashes are taken as they are; what is missing is added behind them."""
+    """Hashes in block_hashes are used as they are; missing ones are appended."""
     scheduler, request = caching(), a_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
     known = [b"1" * 32, b"2" * 32]
     request.block_hashes = list(known)
@@ -179,7 +179,7 @@ def test_what_is_known_is_not_computed_again(caching, a_request):
 
 
 def test_no_block_has_no_hashes(caching, a_request):
-    """Of no block there is no hash."""
+    """No blocks: no hashes."""
     call(caching().hashes, a_request("a", 3), 0).gives([])
 
 
@@ -216,7 +216,7 @@ def test_a_step_caches_what_it_fills(caching, a_request, num_computed, num_new, 
 
 
 def test_a_block_is_found_in_the_step_that_computes_it(caching, a_request, a_step):
-    """Two equal prompts come at once: the second finds, in the same step, what the first is about to compute."""
+    """Two equal prompts arrive together: the second finds, in the same step, blocks that the first will compute."""
     a, b = a_request("a", 9), a_request("b", 9)
     scheduler = caching([a, b])
     that("step 0", a_step(scheduler).num_scheduled_tokens).gives({"a": 9, "b": 1})
@@ -226,7 +226,7 @@ def test_a_block_is_found_in_the_step_that_computes_it(caching, a_request, a_ste
 
 
 def test_blocks_that_decode_fills_are_found(caching, a_request, a_step):
-    """Whatever the batch has filled is found: another turn of a chat, with one token more."""
+    """All blocks that the batch has filled are found: another turn of a chat, with one token more."""
     requests = [a_request("a", 6, 20), a_request("b", [2] * 5, 20)]
     scheduler = caching(requests)
     found = []
@@ -248,7 +248,7 @@ def test_a_block_is_found_in_the_decode_step_that_fills_it(caching, a_request, a
 
 
 def test_only_requests_that_fill_a_block_are_noted(caching, a_request, a_step):
-    """`_filled` gets a request, its first token of the step and the one behind its last, only when it fills a block."""
+    """`_filled` gets (request, start, stop) of the step's tokens, only when they fill a block."""
     a, b = a_request("a", 6, 20), a_request("b", [2] * 5, 20)
     scheduler = caching([a, b])
     noted = []
@@ -272,7 +272,7 @@ def test_a_step_of_several_tokens_is_noted(caching, a_request, a_step):
 
 
 def test_a_step_that_preempts_notes_what_it_fills(caching, a_request, a_step):
-    """The last of the batch is its own victim: what the others fill in this step is cached nevertheless."""
+    """The last of the batch is its own victim: blocks that the others fill in this step are still cached."""
     requests = [a_request("old", 7, 20), a_request("young", [2] * 4, 20)]
     scheduler = caching(requests, num_blocks=3)
     a_step(scheduler)
@@ -283,7 +283,7 @@ def test_a_step_that_preempts_notes_what_it_fills(caching, a_request, a_step):
 
 
 def test_without_a_prefix_cache_nothing_is_found_noted_or_hashed(caching, serve, a_request, a_step):
-    """prefix_caching=False: it is phase 6's scheduler. Nothing is found, noted, cached or counted."""
+    """prefix_caching=False: as phase 6's scheduler. Nothing is found, noted, cached or counted."""
     scheduler = caching(prefix_caching=False)
     scheduler.add_request(a_request("a", 9, 9))
     for _ in range(6):
@@ -327,7 +327,7 @@ def test_found_tokens_are_not_in_the_budget(caching, a_request, a_step):
 
 
 def test_a_found_block_that_is_free_counts_as_taken(caching, serve, a_request, a_step):
-    """4 blocks, one of them used, three free, of which two are found. It needs these two and two more: it waits."""
+    """4 blocks: one used, three free, two of which are found. The request needs these two and two more, so it waits."""
     scheduler = caching(num_blocks=4)
     serve(scheduler, a_request("a", [1] * 8, 1))
     scheduler.add_request(a_request("old", [5, 5], 4))
@@ -338,7 +338,7 @@ def test_a_found_block_that_is_free_counts_as_taken(caching, serve, a_request, a
 
 
 def test_found_blocks_are_shared_before_any_is_allocated(caching, serve, a_request):
-    """The two blocks that it finds have been free longest of all, so they would be the next to be handed out."""
+    """The two blocks that it finds have been free longest, so they would be handed out next."""
     scheduler = caching(num_blocks=4)
     serve(scheduler, a_request("a", [1] * 8, 1))
     serve(scheduler, a_request("b", [2] * 8, 1))  # the free list is 1 0 3 2, and all are cached
@@ -405,7 +405,7 @@ def test_a_victim_finds_its_own_blocks(caching, a_request, a_step):
 
 
 def test_a_victim_leaves_a_token_to_compute_too(caching, a_request, a_step):
-    """A victim whose tokens fill its blocks to the last slot: it finds all but the last block, and computes that."""
+    """A victim whose tokens fill its blocks to the last slot finds all but the last block, and computes that."""
     requests = [a_request(0, [5] * 4, 3), a_request(1, [6] * 7, 9)]
     scheduler = caching(requests, num_blocks=3)
     that("step 0", a_step(scheduler).num_scheduled_tokens).gives({0: 4, 1: 7})
@@ -418,7 +418,7 @@ def test_a_victim_leaves_a_token_to_compute_too(caching, a_request, a_step):
 
 
 def test_what_a_victim_computes_again_is_cached_again(caching, serve, a_request, a_step):
-    """Its blocks were handed out while it waited. It fills new ones when it comes back, and these are found."""
+    """Its blocks were reallocated while it waited. It fills new ones when it comes back, and these are found."""
     requests = [a_request("old", [5] * 8, 8), a_request("young", [6] * 8, 9)]
     scheduler = caching(requests, num_blocks=4)
     a_step(scheduler)
@@ -432,7 +432,7 @@ def test_what_a_victim_computes_again_is_cached_again(caching, serve, a_request,
 
 
 def test_a_victim_computes_what_is_not_found_of_prompt_and_answer(caching, a_request, a_step):
-    """It has generated tokens when it is preempted. What is found of prompt and answer is not computed, the rest is."""
+    """It has generated tokens when it is preempted. Only tokens not found are computed, in prompt and output."""
     requests = [a_request("old", [5] * 4, 9), a_request("young", [6] * 4, 9)]
     scheduler = caching(requests, num_blocks=4)
     output, steps = a_step(scheduler), 0
@@ -446,7 +446,7 @@ def test_a_victim_computes_what_is_not_found_of_prompt_and_answer(caching, a_req
 
 
 def test_a_victim_finds_its_answer(caching, a_request, a_step):
-    """Its blocks are left when it comes back: it finds its prompt's, and one that is full of its answer."""
+    """Its blocks are still cached when it comes back: it finds its prompt's, and one filled by its answer."""
     requests = [a_request("old", [5] * 11, 9), a_request("young", [6] * 4, 20)]
     scheduler = caching(requests, num_blocks=9)
     for _ in range(6):
@@ -475,13 +475,13 @@ def test_a_swapped_out_request_looks_for_nothing(caching, a_request, a_step):
 
 
 def test_a_swapped_out_request_gives_back_its_host_blocks(caching, a_request, a_step):
-    """It gives back all that it holds, which is in CPU swap space."""
+    """It returns all of its blocks, which are in CPU swap space."""
     scheduler = caching([a_request(n, 8) for n in range(2)], num_blocks=4, preemption="swap", num_host_blocks=8)
     a_step(scheduler)
     a_step(scheduler)
-    that("host blocks in use", scheduler.host_pool.num_used).gives(2)
+    that("CPU blocks in use", scheduler.host_pool.num_used).gives(2)
     scheduler.abort_request(1)
-    that("host blocks in use", scheduler.host_pool.num_used).gives(0)
+    that("CPU blocks in use", scheduler.host_pool.num_used).gives(0)
     scheduler.check()
 
 
@@ -505,7 +505,7 @@ def test_a_swapped_in_request_caches_what_it_fills(caching, a_request, a_step):
 
 
 def test_recover_forgets_what_a_failed_step_was_to_write(caching, a_request, a_step):
-    """Two equal prompts in one step, which fails: the second had found what was never written. Both begin anew."""
+    """Two equal prompts in one step, which fails: the second had found unwritten blocks. Both start again."""
     a, b = a_request("a", 9, 3), a_request("b", 9, 3)
     scheduler = caching([a, b])
     that("the step that fails", scheduler.schedule().num_scheduled_tokens).gives({"a": 9, "b": 1})
@@ -538,7 +538,7 @@ def test_recover_forgets_what_was_cached_before(caching, serve, a_request, a_ste
 
 
 def test_recover_without_a_prefix_cache(caching, a_request, a_step):
-    """prefix_caching=False: there is nothing to forget, and the requests wait again."""
+    """prefix_caching=False: there is no hash to drop, and the requests wait again."""
     scheduler = caching([a_request("a", 9, 3)], prefix_caching=False)
     scheduler.schedule()
     call(scheduler.recover).gives(None)
@@ -547,7 +547,7 @@ def test_recover_without_a_prefix_cache(caching, a_request, a_step):
 
 
 def test_a_failed_request_takes_its_hashes_with_it(caching, a_request, a_step):
-    """FINISHED_ERROR: what its blocks hold is not to be trusted. Blocks that it did not have stay cached."""
+    """FINISHED_ERROR: the contents of its blocks are in doubt. Blocks that it did not have stay cached."""
     a, b = a_request("a", [1] * 9, 9), a_request("b", [1, 1, 1, 1, 2, 2, 2, 2, 2], 9)
     scheduler = caching([a, b])
     a_step(scheduler)
@@ -556,7 +556,7 @@ def test_a_failed_request_takes_its_hashes_with_it(caching, a_request, a_step):
     scheduler.check()
     that("blocks found for a's prompt", call(scheduler.find_prefix, a_request("c", [1] * 9)).value).gives([])
     that("cached blocks: b's second", scheduler.pool.num_cached).gives(1)
-    that("b goes on", a_step(scheduler).num_scheduled_tokens).gives({"b": 1})
+    that("b continues", a_step(scheduler).num_scheduled_tokens).gives({"b": 1})
 
 
 def test_what_a_failed_request_has_just_filled_is_not_cached(caching, a_request, a_step):
@@ -571,7 +571,7 @@ def test_what_a_failed_request_has_just_filled_is_not_cached(caching, a_request,
 
 
 def test_what_others_have_filled_is_cached_though_a_request_fails(caching, a_request, a_step):
-    """a and b fill a block each in one step, and a fails. b's block is noted too, and nothing is wrong with it."""
+    """a and b fill a block each in one step, and a fails. b's block is noted too, and valid."""
     scheduler = caching([a_request("a", 6, 20), a_request("b", [2] * 6, 20)])
     for _ in range(3):
         a_step(scheduler)
@@ -581,7 +581,7 @@ def test_what_others_have_filled_is_cached_though_a_request_fails(caching, a_req
 
 
 def test_a_request_fails_without_a_prefix_cache(caching, a_request, a_step):
-    """prefix_caching=False: there is no hash to drop, and its blocks are given back."""
+    """prefix_caching=False: there is no hash to drop, and its blocks are returned."""
     scheduler = caching([a_request("a", 6, 20)], prefix_caching=False)
     a_step(scheduler)
     call(scheduler.finish_request, "a", RequestStatus.FINISHED_ERROR).gives(True)
@@ -590,7 +590,7 @@ def test_a_request_fails_without_a_prefix_cache(caching, a_request, a_step):
 
 @pytest.mark.parametrize("committed", [False, True])
 def test_an_abort_leaves_its_blocks_cached(caching, a_request, a_step, committed):
-    """An aborted request has failed in nothing. Before its step is committed, too: the step computes it to its end."""
+    """An abort is not a failure, even before the step is committed: the step still computes its tokens."""
     a, b = a_request("a", 9), a_request("b", 9)
     scheduler = caching([a, b])
     output = scheduler.schedule()
@@ -609,7 +609,7 @@ def test_an_abort_leaves_its_blocks_cached(caching, a_request, a_step, committed
 
 @dataclass
 class Model:
-    """What a production scheduler does, written with lists and whole prefixes, and without a hash."""
+    """The same rules, written with lists and whole prefixes, and without hashes."""
 
     num_blocks: int
     max_num_seqs: int
@@ -708,7 +708,7 @@ def a_workload(rng, budget, num_blocks):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_a_production_scheduler_does_the_same(caching, seed):
+def test_the_rules_written_with_lists_give_the_same(caching, seed):
     """The same blocks, hits and victims, in the same order, in every step of a random run."""
     rng = random.Random(fresh(seed))
     num_blocks, slots, budget = rng.randint(8, 20), rng.randint(1, 6), rng.choice([24, 40, 200])
@@ -741,7 +741,7 @@ def test_a_production_scheduler_does_the_same(caching, seed):
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("seed", range(12))
 def test_all_read_their_own_tokens(caching, memory, preemption, seed):
-    """Random runs in which clients leave and steps fail, on a memory that knows what every slot really holds."""
+    """Random runs with aborts and failing steps, on a memory that tracks the contents of every slot."""
     rng = random.Random(fresh(seed))
     scheduler = caching(
         num_blocks=rng.randint(6, 20),

@@ -1,4 +1,4 @@
-"""Phase 8, task 4: a request is forked, and one that writes into a shared block gets a copy of it first."""
+"""Phase 8, task 4: a request is forked, and a request that writes into a shared block gets a copy first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decoding(sharing, a_request, a_step):
 
 
 def test_a_child_goes_on_where_its_parent_stands(decoding):
-    """The same prompt, options and tokens under another id, in the batch at once."""
+    """A child has the same prompt, options and tokens under another id, and is in the batch at once."""
     scheduler, a = decoding(6, num_steps=2)
     b = call(scheduler.fork_request, "a", "b").value
     that("id, prompt, max_tokens", (b.request_id, b.prompt_token_ids, b.max_tokens)).gives(("b", [1] * 6, 20))
@@ -52,7 +52,7 @@ def test_a_child_goes_on_where_its_parent_stands(decoding):
 
 
 def test_a_child_is_registered_and_not_queued(decoding):
-    """It is registered, and not queued: `add_request` would do both."""
+    """A child is registered, but not queued: `add_request` would do both."""
     scheduler, _ = decoding(6)
     scheduler.fork_request("a", "b")
     that("the waiting queue", list(scheduler.waiting)).gives([])
@@ -72,7 +72,7 @@ def test_a_child_has_its_parents_options(sharing, a_request, a_step):
 
 
 def test_a_fork_takes_no_block(decoding):
-    """Both have the same blocks, the unfinished last one too, in lists of their own."""
+    """Both have the same blocks, including the unfinished last one, in separate lists."""
     scheduler, a = decoding(6)
     b = call(scheduler.fork_request, "a", "b").value
     that("blocks of both", (a.block_ids, b.block_ids)).gives(([0, 1], [0, 1]))
@@ -106,7 +106,7 @@ def test_of_four_siblings_three_get_copies(decoding, a_step):
 
 
 def test_a_full_block_is_never_copied(decoding, a_step):
-    """8 tokens fill two blocks of 4, which are only read from now on. Both go on in blocks of their own."""
+    """8 tokens fill two blocks of 4, which are only read from now on. Both continue in new blocks."""
     scheduler, a = decoding(8)
     b = scheduler.fork_request("a", "b")
     output = a_step(scheduler)
@@ -115,7 +115,7 @@ def test_a_full_block_is_never_copied(decoding, a_step):
 
 
 def test_each_has_a_future_of_its_own(decoding, memory):
-    """Other tokens from the fork on, and at every step both read their own."""
+    """Different tokens from the fork on, and at every step each reads its own."""
     scheduler, a = decoding(6, num_steps=0)
     device = memory(scheduler)
     output = scheduler.schedule()
@@ -148,11 +148,11 @@ def test_the_last_reference_needs_no_copy(decoding, a_step):
 @pytest.mark.parametrize(
     ("num_prompt", "outputs", "num_computed", "blocks", "copies"),
     [
-        (6, [7, 7, 7], 8, [0, 1], 0),  # all the same, and the blocks are full
+        (6, [7, 7, 7], 8, [0, 1], 0),  # equal, and the blocks are full
         (5, [7, 7, 7], 7, [0, 1], 1),
         (5, [7, 7, 9], 7, [0, 1], 1),  # another newest token: it is not computed yet
-        (8, [], 7, [0, 1], 1),  # the prompt's last token once more, in a block that is full of what both have
-        (9, [], 8, [0, 1], 0),  # the same, in a block of its own
+        (8, [], 7, [0, 1], 1),  # the prompt's last token again, in a block that is full of shared tokens
+        (9, [], 8, [0, 1], 0),  # the same, in a separate block
         (9, [7, 8], 10, [0, 1, 2], 1),
         (9, [8, 7], 9, [0, 1, 2], 1),
         (6, [7, 7, 8, 9], 8, [0, 1], 0),  # the same up to the end of a block
@@ -177,13 +177,13 @@ def test_what_both_have_is_shared(decoding, a_step, num_prompt, outputs, num_com
     that(f"the step of a, and {whose}", output.num_scheduled_tokens).gives(
         {"a": 1, "b": num_prompt + len(outputs) - num_computed}
     )
-    that(f"copies beside a {whose}", len(output.blocks_to_copy)).gives(copies)
+    that(f"copies next to a {whose}", len(output.blocks_to_copy)).gives(copies)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("num_prompt", range(3, 7))
 def test_any_child_reads_its_own_tokens(sharing, a_request, memory, num_prompt, prefix_caching):
-    """a has generated 5 tokens; children part from it after 0, 1, … of them, with other tokens or with none."""
+    """a has generated 5 tokens; children diverge after 0, 1, … of them, with other tokens or with none."""
     for num_same in range(6):
         for more in ([], [90], [90, 91, 92, 93, 94]):
             scheduler = sharing([a_request("a", num_prompt, 30)], prefix_caching=prefix_caching)
@@ -203,7 +203,7 @@ def test_any_child_reads_its_own_tokens(sharing, a_request, memory, num_prompt, 
 
 
 def test_what_the_parent_filled_stays_right(sharing, a_request, a_step):
-    """A block is cached under a's tokens. A child with others does not share it, so it is never overwritten."""
+    """A block is cached under a's tokens. A child with other tokens does not share it, so it is never overwritten."""
     scheduler = sharing([a_request("a", [1, 2, 3, 4, 5, 6], 20)], prefix_caching=True)
     for _ in range(4):
         a_step(scheduler)
@@ -217,7 +217,7 @@ def test_what_the_parent_filled_stays_right(sharing, a_request, a_step):
 
 
 def test_a_child_has_hashes_of_its_own_tokens(sharing, a_request, a_step):
-    """The parent's block_hashes are of the parent's tokens: a child with other tokens computes its own."""
+    """The parent's block_hashes cover the parent's tokens: a child with other tokens computes its own."""
     scheduler = sharing([a_request("a", [1, 2, 3, 4, 5, 6], 20)], prefix_caching=True)
     for _ in range(4):
         a_step(scheduler)
@@ -229,7 +229,7 @@ def test_a_child_has_hashes_of_its_own_tokens(sharing, a_request, a_step):
 
 
 def test_the_callers_list_of_outputs_is_copied(decoding):
-    """The child's output_token_ids are a list of its own: what the caller adds to the list later does not reach it."""
+    """The child's output_token_ids are a separate list: later changes to the caller's list do not affect it."""
     scheduler, _ = decoding(6)
     outputs = [7, 8]
     b = scheduler.fork_request("a", "b", outputs)
@@ -241,7 +241,7 @@ def test_the_callers_list_of_outputs_is_copied(decoding):
 
 
 def test_siblings_stay_together(decoding, a_request, a_step):
-    """Children stand behind their siblings and before later arrivals, in the order in which they were forked."""
+    """Children follow their siblings and precede later arrivals, in the order in which they were forked."""
     scheduler, _ = decoding(6)
     scheduler.add_request(a_request("z", 4))
     a_step(scheduler)
@@ -253,7 +253,7 @@ def test_siblings_stay_together(decoding, a_request, a_step):
 
 
 def test_siblings_stay_together_with_priorities(a_request, a_step):
-    """x came after y, and stands before it, for its priority is lower. So does its child: `priority_key` decides."""
+    """x arrived after y, but precedes it by its priority. So does its child: `priority_key` decides."""
     scheduler = FairSharingScheduler(num_blocks=20, block_size=4)
     for request in (a_request("y", 5, priority=1), a_request("x", 5, priority=0)):
         scheduler.add_request(request)
@@ -275,7 +275,7 @@ def test_a_later_arrival_stands_behind_all_siblings(decoding, a_request, a_step)
 
 
 def test_the_youngest_sibling_is_preempted_first(decoding, a_step):
-    """Room for a and two children, and then no more: c is preempted, and comes back when there is room."""
+    """Blocks for a and two children, and then no more: c is preempted, and comes back when blocks are free."""
     scheduler, _ = decoding(8, num_blocks=5)
     scheduler.fork_request("a", "b")
     scheduler.fork_request("a", "c")
@@ -287,7 +287,7 @@ def test_the_youngest_sibling_is_preempted_first(decoding, a_step):
 
 
 def test_the_id_of_a_finished_child_is_free_again(decoding, a_step):
-    """A child that has finished is forgotten, like any request."""
+    """A finished child is removed, like any request."""
     scheduler, _ = decoding(6)
     scheduler.fork_request("a", "b")
     scheduler.abort_request("b")
@@ -300,7 +300,7 @@ def test_the_id_of_a_finished_child_is_free_again(decoding, a_step):
 
 @pytest.mark.parametrize("arguments", [("x", "b"), ("w", "b"), ("a", "a"), ("a", "w"), ("a", "b", [7, 7, 7])])
 def test_a_refused_fork_changes_nothing(sharing, a_request, a_step, arguments):
-    """No such request, one that still waits, an id in use, an answer as long as it may be: ValueError."""
+    """No such request, one that still waits, an id in use, an output at its maximum length: ValueError."""
     scheduler = sharing([a_request("a", 6, 3)])
     a_step(scheduler)
     scheduler.add_request(a_request("w", 4))
@@ -312,7 +312,7 @@ def test_a_refused_fork_changes_nothing(sharing, a_request, a_step, arguments):
 
 
 def test_a_child_must_fit_into_max_model_len(sharing, a_request, a_step):
-    """At 10 tokens a request finishes. A child that has them already would run on: only a new token is checked."""
+    """At 10 tokens a request finishes. A child that already has 10 would not: only a new token is checked."""
     scheduler = sharing([a_request("a", 6, 40)], max_model_len=10)
     a_step(scheduler)
     for outputs in ([7] * 6, [7] * 4):
@@ -335,7 +335,7 @@ def test_a_request_still_in_its_prompt_cannot_be_forked(a_request):
 
 
 def test_no_fork_after_a_failed_step(decoding):
-    """Every request waits again, with nothing computed: there is nothing to share."""
+    """After a recovery every request waits with nothing computed: there is nothing to share."""
     scheduler, _ = decoding(6)
     scheduler.schedule()
     scheduler.recover()
@@ -343,7 +343,7 @@ def test_no_fork_after_a_failed_step(decoding):
 
 
 def test_no_fork_in_the_middle_of_a_step(decoding):
-    """Between schedule() and update_from_output() it is not known what is computed: not now, and a step later again."""
+    """Between schedule() and update_from_output() a fork is refused; after the commit it is allowed again."""
     scheduler, _ = decoding(6)
     output = scheduler.schedule()
     call(scheduler.fork_request, "a", "b").raises(ValueError)
@@ -352,7 +352,7 @@ def test_no_fork_in_the_middle_of_a_step(decoding):
 
 
 def test_no_fork_without_a_batch_slot(decoding):
-    """A batch of at most two, and two are in it."""
+    """A batch of at most two requests, with two in it."""
     scheduler, _ = decoding(6, max_num_seqs=2)
     scheduler.fork_request("a", "b")
     call(scheduler.fork_request, "a", "c").raises(ValueError)
@@ -364,7 +364,7 @@ def test_no_fork_without_a_batch_slot(decoding):
 
 
 def test_the_flag_outlives_a_later_fork(sharing, a_request, a_step):
-    """a's last block is half full, z's is full. a is forked, then z: a's is copied, though z has nothing to copy."""
+    """a's last block is half full, z's is full. a is forked, then z: a's block is copied, though z needs no copy."""
     scheduler = sharing([a_request("a", 6), a_request("z", 8)])
     a_step(scheduler)
     scheduler.fork_request("a", "a's child")
@@ -389,7 +389,7 @@ def test_shared_tails_are_looked_for_only_after_a_fork(a_request, a_step):
     asked = []
 
     class Asked(SharingScheduler):
-        """Notes the calls."""
+        """Records the calls."""
 
         def written_and_shared(self, request):
             asked.append(request.request_id)
@@ -414,7 +414,7 @@ def test_shared_tails_are_looked_for_only_after_a_fork(a_request, a_step):
 
 
 def test_written_and_shared_are_indices_of_blocks(decoding):
-    """Indices, not ids: of a's blocks the second is written next, and b has it too. The first is only read."""
+    """Indices, not ids: a writes its second block next, and b has it too. The first is only read."""
     scheduler, a = decoding(6)
     call(scheduler.written_and_shared, a).gives([])
     b = scheduler.fork_request("a", "b")
@@ -426,7 +426,7 @@ def test_written_and_shared_are_indices_of_blocks(decoding):
 
 
 def test_nothing_is_written_into_full_blocks(decoding):
-    """8 tokens, all computed: the next goes into a third block, which is still to be allocated."""
+    """8 tokens, all computed: the next goes into a third block, which is not allocated yet."""
     scheduler, a = decoding(8)
     scheduler.fork_request("a", "b")
     call(scheduler.written_and_shared, a).gives([])
@@ -440,11 +440,11 @@ def test_a_copy_is_a_block_that_is_missing(decoding):
     b = scheduler.fork_request("a", "b")
     call(scheduler.blocks_missing, a).gives(1)
     call(scheduler.blocks_missing, b).gives(1)
-    that("free blocks: asking takes none", scheduler.pool.num_free).gives(18)
+    that("free blocks: find_prefix takes none", scheduler.pool.num_free).gives(18)
 
 
 def test_a_copy_and_a_new_block_are_both_missing(decoding, a_step):
-    """b has five tokens more than a, from the middle of a block on: it lacks a copy, and a block behind it."""
+    """b has five tokens more than a, from the middle of a block on: it lacks a copy, and a new block."""
     scheduler, a = decoding(6)
     b = scheduler.fork_request("a", "b", [7, 8, 8, 8, 8])
     call(scheduler.written_and_shared, b).gives([1])
@@ -474,7 +474,7 @@ def test_two_copies_are_two_blocks(decoding, a_step):
 
 
 def test_copy_on_write_replaces_the_block_and_names_the_pair(decoding):
-    """The old block loses a reference, the new one takes its position, and the pair says from where to where."""
+    """The old block loses a reference, the new one takes its position, and the pair is (old, new)."""
     scheduler, a = decoding(6)
     scheduler.fork_request("a", "b")
     output = SchedulerOutput()
@@ -525,10 +525,10 @@ def test_without_a_fork_it_grows_as_in_phase_6(decoding, a_step):
 
 
 def test_grow_allocates_what_blocks_missing_says():
-    """A later stage may need more blocks, or fewer: it says so in blocks_missing, and that is what it gets."""
+    """A later phase may override blocks_missing to need more blocks or fewer: grow allocates that many."""
 
     class OneAhead(SharingScheduler):
-        """Wants a spare block behind that of its newest token."""
+        """Needs a spare block after that of its newest token."""
 
         def blocks_missing(self, request):
             wanted = -(-request.num_tokens // 4) + 1
@@ -545,7 +545,7 @@ def test_grow_allocates_what_blocks_missing_says():
 
 
 def test_a_child_fills_blocks_too(sharing, a_request, a_step):
-    """A child with other tokens computes five of its own in one step: the block in the middle is found later."""
+    """A child with other tokens computes five of them in one step: the block in the middle is found later."""
     scheduler = sharing([a_request("a", 6, 20)], prefix_caching=True)
     for _ in range(3):
         a_step(scheduler)
@@ -556,7 +556,7 @@ def test_a_child_fills_blocks_too(sharing, a_request, a_step):
 
 
 def test_siblings_recover_with_their_own_tokens(sharing, a_request, a_step):
-    """After a failed step each waits with its own tokens, behind its parent, and they share what they can find."""
+    """After a failed step each waits with its own tokens, behind its parent, and they share found blocks."""
     scheduler = sharing([a_request("a", 6), a_request("z", [2] * 4)], prefix_caching=True)
     a_step(scheduler)
     b = scheduler.fork_request("a", "b", [7, 8])
@@ -576,7 +576,7 @@ def test_siblings_recover_with_their_own_tokens(sharing, a_request, a_step):
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_forks_ends_and_failures(sharing, memory, preemption, prefix_caching, seed):
-    """Random runs under the auditor, on a memory that knows what every slot holds: forks, aborts, steps that fail."""
+    """Random runs under the auditor, on a memory that tracks every slot: forks, aborts, failing steps."""
     rng = random.Random(fresh(seed))
     options = {"preemption": preemption, "num_host_blocks": 6 if preemption == "swap" else 0}
     options |= {"num_blocks": rng.randint(6, 24), "max_num_seqs": rng.randint(2, 8), "prefix_caching": prefix_caching}
@@ -609,7 +609,7 @@ def fork(rng, scheduler, parent, numbers):
 
 
 def audited(scheduler, device, rng):
-    """A step, which is committed, or fails and is recovered from."""
+    """A step, which is committed, or fails and is recovered."""
     __tracebackhide__ = True
     try:
         output = call(scheduler.schedule).value

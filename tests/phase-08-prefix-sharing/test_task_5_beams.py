@@ -1,4 +1,4 @@
-"""Phase 8, task 5: which beams go on, and which answers are kept."""
+"""Phase 8, task 5: which beams continue, and which answers are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minicache.scheduler.sharing import SharingScheduler
 
 
 def a_search(beam_width, stop_token_ids=(), max_tokens=50, length_penalty=1.0):
-    """A search of that width. What ends an answer is the search's own matter, whatever its params say."""
+    """A search of that width. The search's stop tokens end an answer, whatever its params are."""
     params = BeamSearchParams(beam_width, max_tokens=1000, length_penalty=length_penalty, ignore_eos=True)
     return BeamSearch(params, stop_token_ids, max_tokens)
 
@@ -53,7 +53,7 @@ def test_a_score_is_divided_by_length_to_the_penalty(penalty, log_prob, length, 
 
 
 def test_keep_leaves_the_k_best_answers():
-    """The k best stay, the best first, whenever they come."""
+    """The k best are kept, the best first, in whatever order they are found."""
     search = a_search(3)
     kept = []
     for number, score in enumerate([-3.0, -1.0, -4.0, -2.0, -5.0, -0.5]):
@@ -69,7 +69,7 @@ def test_keep_leaves_the_k_best_answers():
             [-0.5, -1.0, -2.0],
         ]
     )
-    that("whose they are", [beam.token_ids for beam in search.answers]).gives([[5], [1], [3]])
+    that("their tokens", [beam.token_ids for beam in search.answers]).gives([[5], [1], [3]])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_beam_with_two_continuations():
 
 
 def test_beams_are_ranked_by_their_sums():
-    """The second becomes the first: what counts is the sum, not the last token."""
+    """The second becomes the first: the sum counts, not the last token."""
     search = a_search(2)
     search.advance([[(5, -1.0), (6, -1.5), (7, -3.0), (8, -9.0)]])
     outcome = call(
@@ -146,14 +146,14 @@ def test_an_end_below_rank_k_is_dropped():
 
 
 def test_a_stop_token_at_max_tokens_is_a_stop():
-    """The answer has all the tokens that it may have, and its last ends it: "stop", as for any request."""
+    """The answer has max_tokens, and its last is a stop token: "stop", as for any request."""
     search = a_search(2, [9], max_tokens=1)
     that("steps", steps(call(search.advance, [[(9, -1.0), (3, -2.0), (4, -3.0), (5, -4.0)]]))).gives([])
     that("answers", answers(search)).gives([([9], -1.0, "stop"), ([3], -2.0, "length")])
 
 
 def test_the_search_is_over_when_all_hypotheses_end():
-    """Every token of a small vocabulary is a stop token: no beam is left, and that is the end."""
+    """Every token of a small vocabulary is a stop token: no beam is left, and the search is over."""
     search = a_search(3, [0, 1])
     that("steps", steps(call(search.advance, [[(0, -0.5), (1, -1.0)]]))).gives([])
     that("is it over", search.is_over).gives(True)
@@ -173,7 +173,7 @@ def test_the_search_is_over_when_no_beam_is_better():
 
 
 def test_just_as_good_is_not_better():
-    """The best beam has the score of the worse answer, to the last digit: over."""
+    """The best beam has exactly the score of the worse answer: over."""
     search = a_search(2, [2], length_penalty=0.0)
     search.advance([[(0, -1.0), (2, -3.0), (1, -3.5), (4, -9.0)]])
     outcome = call(search.advance, [[(2, -0.5), (0, -2.0), (1, -6.0), (4, -7.0)], [(0, -8.0), (1, -8.5)]])
@@ -193,7 +193,7 @@ def two_answers_and_a_beam():
 
 
 def test_the_search_goes_on_while_a_beam_is_better():
-    """k answers are there, but a beam is better than the worse of them: the search goes on."""
+    """There are k answers, but a beam is better than the worse of them: the search continues."""
     search, outcome = two_answers_and_a_beam()
     that("answers", answers(search)).gives([([9], -1.0, "stop"), ([2, 9], -2.125, "stop")])
     that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
@@ -201,7 +201,7 @@ def test_the_search_goes_on_while_a_beam_is_better():
 
 
 def test_a_beam_is_judged_at_the_length_that_it_has():
-    """Three tokens, sum −3.5: a score of −1.17, and the answers have −0.75 and −1. Over, however long it might get.
+    """Three tokens, sum −3.5: a score of −1.17, and the answers have −0.75 and −1. Over, whatever length it may reach.
 
     With four tokens the same sum would be −0.875, and with max_tokens, here 50, −0.07. Both are greater than −1.
     """
@@ -215,7 +215,7 @@ def test_a_beam_is_judged_at_the_length_that_it_has():
 
 
 def test_giving_up_keeps_the_beams_as_answers():
-    """What a search has when memory runs out are answers too: `give_up` is written, and keeps them by your score."""
+    """When memory runs out the beams become answers: `give_up` is given, and keeps them by your score."""
     search = a_search(2)
     search.advance([[(5, -1.0), (6, -2.0), (7, -3.0), (8, -9.0)]])
     search.advance([[(1, -0.5), (2, -7.0), (3, -8.0), (4, -9.0)], [(1, -1.0), (2, -7.0), (3, -8.0), (4, -9.0)]])
@@ -239,7 +239,7 @@ def a_language(seed, vocab_size):
 
 
 def run(search, log_probs):
-    """Search to the end, and give each beam the candidates that it asks for."""
+    """Search to the end, with num_candidates candidates for each beam."""
     __tracebackhide__ = True
     for _ in range(200):
         if search.is_over:
@@ -370,7 +370,7 @@ def test_what_transformers_found(options, found):
 
 @pytest.fixture(scope="module")
 def model():
-    """A small MiniGPT with random weights, in float64; its logits are spread, so that none tie."""
+    """A small MiniGPT with random weights, in float64; its logits are spread, so none tie."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(fresh(3))
@@ -398,10 +398,10 @@ def model():
 @pytest.mark.parametrize(
     ("cls", "num_blocks"),
     [(PagedScheduler, 100), (SharingScheduler, 100), (SharingScheduler, 12)],
-    ids=["each for itself", "forks", "forks, short of memory"],
+    ids=["without forks", "forks", "forks, short of memory"],
 )
 def test_with_a_model(model, cls, num_blocks):
-    """What the engine finds is what the rules find on a model that computes every text from its beginning."""
+    """The engine finds the same answers as the rules on a model that computes every text from its start."""
     prompts = [[1], [5, 6, 7, 8], [9, 9, 3, 3, 1, 2, 4]]
     llm = LLM(model, scheduler=cls(num_blocks=num_blocks, block_size=4))
     found = call(beam_search, llm, prompts, BeamSearchParams(3, 8, 1.0, (7, 11))).value

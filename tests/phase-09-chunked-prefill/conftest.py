@@ -1,4 +1,4 @@
-"""What the tests of phase 9 share: the scheduler without later tasks, requests, steps, and random runs."""
+"""Fixtures of phase 9: the scheduler without later tasks, requests, steps, and random runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the schedulers and requests, and what has been done so far."""
+    """A failure shows the schedulers and requests, and the calls so far."""
     with (
         scenario.telling(),
         following_schedulers(),
@@ -99,7 +99,7 @@ def _maker(cls):
 
 @pytest.fixture(scope="session")
 def a_request():
-    """`a_request(id, prompt, max_tokens=9, **more)`: a new request; of a prompt that is a number, so many tokens 1."""
+    """`a_request(id, prompt, max_tokens=9, **more)`: a new request; a number as prompt means that many tokens 1."""
 
     def create(request_id, prompt, max_tokens=9, **more):
         return Request(request_id, [1] * prompt if isinstance(prompt, int) else prompt, max_tokens, **more)
@@ -123,7 +123,7 @@ def a_step():
 
 @pytest.fixture(scope="session")
 def serve(a_step):
-    """`serve(scheduler, *requests, steps=None)`: of each step, id → the tokens that it computed; of all, or so many."""
+    """`serve(scheduler, *requests, steps=None)`: id → tokens computed, for each step; all steps, or that many."""
 
     def run(scheduler, *requests, steps=None):
         __tracebackhide__ = True
@@ -141,7 +141,7 @@ def serve(a_step):
 
 @pytest.fixture(scope="session")
 def random_run():
-    """`random_run(scheduler, rng, *observers)`: serves random requests under the auditor; it must like every step.
+    """`random_run(scheduler, rng, *observers)`: serves random requests under the auditor, which must pass every step.
 
     They come in the first 60 steps, with two priorities and groups, and prompts that begin alike. Some are forked, some
     are aborted, and some steps fail: their tokens never come.
@@ -175,7 +175,7 @@ def random_run():
 
 
 def _arrivals(scheduler, rng, names, awaited):
-    """Perhaps a new request, and perhaps a fork; they are returned."""
+    """Sometimes adds a request, sometimes a fork; returns them."""
     new = []
     if rng.random() < 0.3:
         prompt = [rng.randrange(2)] * rng.randint(1, 20)
@@ -192,7 +192,7 @@ def _arrivals(scheduler, rng, names, awaited):
 
 @pytest.fixture(scope="session")
 def random_options():
-    """`random_options(rng)`: a scheduler's options: pools, batches and thresholds down to next to nothing."""
+    """`random_options(rng)`: a scheduler's options: pools, batches and thresholds down to very small ones."""
 
     def options(rng):
         swap = rng.random() < 0.5

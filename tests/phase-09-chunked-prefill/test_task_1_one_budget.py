@@ -36,14 +36,14 @@ MOST = [
     ids=[f"{num_tokens} tokens, a cap of {threshold}" for threshold, num_tokens, _, _ in MOST],
 )
 def test_a_chunk_is_bounded_by_cap_and_budget(whole_blocks, threshold, num_tokens, largest, chunk):
-    """largest_chunk knows the threshold alone; chunk knows also that a step of 8 has 8 tokens. 0 is no threshold."""
+    """largest_chunk applies only the threshold; chunk also the 8 tokens of the step. 0 is no threshold."""
     scheduler = whole_blocks(8, long_prefill_threshold=threshold)
     call(scheduler.largest_chunk, num_tokens).gives(largest)
     call(scheduler.chunk, num_tokens).gives(chunk)
 
 
 def test_schedule_tokens_spends_and_chunk_does_not(whole_blocks, a_request):
-    """Three prompts of 800, scheduled by hand: asking costs nothing, and for the third nothing is left."""
+    """Three prompts of 800, scheduled by hand: chunk spends nothing, and for the third nothing is left."""
     scheduler, output = whole_blocks(1024), SchedulerOutput()
     requests = [a_request(number, 800) for number in range(3)]
     for request, left in zip(requests, (1024, 224, 0), strict=True):
@@ -69,7 +69,7 @@ LEFT = [(20, 0, 0, 8), (20, 0, 8, 8), (20, 0, 16, 4), (20, 0, 19, 1), (20, 3, 22
 def test_schedule_tokens_schedules_what_is_left_to_compute(
     whole_blocks, a_request, num_prompt, num_output, num_computed, scheduled
 ):
-    """Prompt and output are one sequence: its tokens that are not computed are scheduled, at most 8."""
+    """Prompt and output are one sequence: its uncomputed tokens are scheduled, at most 8."""
     scheduler, output, request = whole_blocks(8), SchedulerOutput(), a_request("a", num_prompt)
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed
     request.output_token_ids += [7] * num_output
@@ -79,7 +79,7 @@ def test_schedule_tokens_schedules_what_is_left_to_compute(
 
 
 def test_a_request_of_the_batch_has_no_hits(whole_blocks, serve, a_request):
-    """The same 20 tokens are cached. A request of the batch has blocks of its own, with 8 tokens: it computes 12."""
+    """The same 20 tokens are cached. A request of the batch has its own blocks, with 8 tokens: it computes 12."""
     scheduler, output, request = whole_blocks(100, prefix_caching=True), SchedulerOutput(), a_request("b", 20)
     serve(scheduler, a_request("a", 20, 1))
     call(scheduler.num_new_tokens, request, scheduler.find_prefix(request)).gives(4)
@@ -89,7 +89,7 @@ def test_a_request_of_the_batch_has_no_hits(whole_blocks, serve, a_request):
 
 
 def test_num_new_tokens_spends_nothing(whole_blocks, a_request):
-    """num_new_tokens: what this step would compute of it; nothing is spent. A preempted request has output too."""
+    """num_new_tokens: the tokens that this step would compute; spends nothing. A preempted request has output too."""
     scheduler, request = whole_blocks(8, long_prefill_threshold=6), a_request("a", 3)
     for _ in range(2):
         call(scheduler.num_new_tokens, request).gives(3)
@@ -106,7 +106,7 @@ def test_num_new_tokens_spends_nothing(whole_blocks, a_request):
 
 @pytest.mark.parametrize(("found", "num_new"), [([], 8), ([5], 8), ([5, 3, 9], 8), ([5, 3, 9, 2], 4)])
 def test_found_tokens_are_not_computed(whole_blocks, a_request, found, num_new):
-    """Of 20 tokens those in the found blocks of 4 are left out; of the others 8 fit into the step."""
+    """Of 20 tokens those in the found blocks of 4 are not computed; of the others 8 fit into the step."""
     call(whole_blocks(8).num_new_tokens, a_request("a", 20), found).gives(num_new)
 
 
@@ -121,21 +121,21 @@ def test_tokens_in_swap_space_are_not_computed(whole_blocks, a_request):
 
 
 def test_three_prompts_of_800(whole_blocks, serve, a_request):
-    """1,024 tokens a step and three prompts of 800: the second gets what the first has left, and so on."""
+    """1,024 tokens a step and three prompts of 800: the second gets what the first leaves, and so on."""
     work = serve(whole_blocks(1024), *(a_request(number, 800) for number in range(3)), steps=4)
     expected = [{0: 800, 1: 224}, {0: 1, 1: 576, 2: 447}, {0: 1, 1: 1, 2: 353}, {0: 1, 1: 1, 2: 1}]
     that("tokens of each step", work).gives(expected)
 
 
 def test_a_prompt_longer_than_a_step_takes_several(whole_blocks, serve, a_request):
-    """20 tokens, 8 a step: three steps for the prompt, of which only the last gives a token."""
+    """20 tokens, 8 a step: three steps for the prompt, and only the last yields a token."""
     request = a_request("a", 20, 2)
     that("tokens of each step", serve(whole_blocks(8), request)).gives([{"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}])
     that("its answer", request.output_token_ids).gives([7, 7])
 
 
 def test_a_prompt_that_fills_the_step_is_alone_in_it(whole_blocks, serve, a_request):
-    """Exactly 8 tokens, 8 a step: no other joins. With 7 tokens two join at once."""
+    """Exactly 8 tokens, 8 a step: no other request joins. With 7 tokens two join at once."""
     work = serve(whole_blocks(8), a_request("a", 8, 2), a_request("b", 8, 1))
     that("tokens of each step", work).gives([{"a": 8}, {"a": 1, "b": 7}, {"b": 1}])
     work = serve(whole_blocks(8), a_request("c", 7, 1), a_request("d", 2, 1))
@@ -143,7 +143,7 @@ def test_a_prompt_that_fills_the_step_is_alone_in_it(whole_blocks, serve, a_requ
 
 
 def test_decodes_go_on_beside_a_long_prompt(whole_blocks, serve, a_request):
-    """Three requests in decode, and a prompt of 30 arrives: each of the three has its token in every step."""
+    """Three requests in decode, and a prompt of 30 arrives: each of the three gets a token in every step."""
     scheduler = whole_blocks(8)
     serve(scheduler, *(a_request(number, 2, 20) for number in range(3)), steps=1)
     work = serve(scheduler, a_request("long", 30), steps=7)
@@ -151,7 +151,7 @@ def test_decodes_go_on_beside_a_long_prompt(whole_blocks, serve, a_request):
 
 
 def test_a_budget_smaller_than_the_batch(whole_blocks, serve, a_request):
-    """Three requests in decode, 2 tokens a step: the first two go on, the third continues when they have finished."""
+    """Three requests in decode, 2 tokens a step: the first two continue, the third when they have finished."""
     work = serve(whole_blocks(2), *(a_request(number, 1, 3) for number in range(3)))
     that("tokens of each step", work).gives([{0: 1, 1: 1}] * 3 + [{2: 1}] * 3)
     scheduler = whole_blocks(3)
@@ -162,7 +162,7 @@ def test_a_budget_smaller_than_the_batch(whole_blocks, serve, a_request):
 
 
 def test_the_batch_comes_first_then_waiting_requests(whole_blocks, serve, a_request):
-    """An urgent prompt waits for a token that is left; from then on it stands before the other, and is served first."""
+    """An urgent prompt waits for a token of the budget; once admitted it precedes the other, and is served first."""
     scheduler = whole_blocks(8)
     work = serve(scheduler, a_request("old", 20, 3), steps=1)
     work += serve(scheduler, a_request("urgent", 20, 2, priority=-1))
@@ -185,7 +185,7 @@ def test_after_a_failed_step_the_budget_is_whole_again(whole_blocks, serve, a_re
 
 
 def test_an_aborted_request_leaves_its_share(whole_blocks, serve, a_request):
-    """A request is aborted with half of its prompt computed: its share of the budget goes to the next one."""
+    """A request is aborted with half of its prompt computed: the next one gets its share of the budget."""
     scheduler = whole_blocks(8)
     serve(scheduler, a_request("a", 20), a_request("b", 20), steps=1)
     scheduler.abort_request("a")
@@ -195,14 +195,14 @@ def test_an_aborted_request_leaves_its_share(whole_blocks, serve, a_request):
 
 @pytest.mark.parametrize(("length", "tokens"), [(20, 4), (21, 1), (24, 4), (8, 4), (40, 8)])
 def test_a_hit_is_not_in_the_budget(whole_blocks, serve, a_request, length, tokens):
-    """20 tokens of a prompt are cached, in blocks of 4: of another prompt only the rest is computed, 8 a step."""
+    """20 tokens of a prompt are cached, in blocks of 4: another prompt computes only the rest, 8 a step."""
     scheduler = whole_blocks(8, prefix_caching=True)
     serve(scheduler, a_request("a", 20, 1))
     that("its first step", serve(scheduler, a_request("b", length, 1), steps=1)).gives([{"b": tokens}])
 
 
 def test_two_hits_in_one_step(whole_blocks, serve, a_request):
-    """16 of the 20 tokens of each of two prompts are found: the 4 that are left of each are one step's 8."""
+    """16 of the 20 tokens of each of two prompts are found: the remaining 4 of each fill one step of 8."""
     scheduler = whole_blocks(8, prefix_caching=True)
     serve(scheduler, a_request("a", 20, 1))
     work = serve(scheduler, a_request("b", 20, 1), a_request("c", 20, 1))
@@ -223,7 +223,7 @@ def test_swapped_out_in_the_middle_of_its_prompt(whole_blocks, serve, a_request)
 
 
 def test_three_prompts_side_by_side(whole_blocks, serve, a_request):
-    """At most 100 tokens of one prompt in a step of 250: two advance side by side, with a part of the third."""
+    """At most 100 tokens of one prompt in a step of 250: two advance together, with a part of the third."""
     scheduler = whole_blocks(250, long_prefill_threshold=100)
     work = serve(scheduler, *(a_request(number, 210) for number in range(3)), steps=4)
     that("tokens of each step", work).gives(
@@ -243,7 +243,7 @@ def test_the_threshold_leaves_room_unused(whole_blocks, serve, a_request):
 
 
 def by_the_rule(arrivals, budget, threshold, num_slots):
-    """Of each step, id → tokens, with blocks for all. `arrivals`: step → [priority, id, left to compute, answer]."""
+    """For each step, id → tokens, with blocks for all. `arrivals`: step → [priority, id, left to compute, output]."""
     waiting, running, work = [], [], []
     for step in range(2000):
         waiting = sorted(waiting + arrivals.get(step, []))

@@ -59,7 +59,7 @@ def test_blocks_missing_reach_to_the_end_of_the_chunk(
 
 
 def test_a_request_of_the_batch_misses_blocks_whatever_is_cached(unprotected, serve, a_request):
-    """The same 20 tokens are cached. A request of the batch has 2 blocks of its own: for its 12 tokens it misses 3."""
+    """The same 20 tokens are cached. A request of the batch has 2 blocks: for its 12 tokens it lacks 3."""
     scheduler, request = unprotected(100, prefix_caching=True), a_request("b", 20)
     serve(scheduler, a_request("a", 20, 1))
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
@@ -78,7 +78,7 @@ def test_nothing_is_missing_where_no_token_is_left(unprotected, a_request):
 
 @pytest.mark.parametrize(("num_shared", "missing"), [(0, 0), (1, 1), (2, 2), (3, 3)])
 def test_a_block_for_each_copy(unprotected, a_request, num_shared, missing):
-    """It has blocks for all its tokens. Each that it writes into and that has another reference is copied."""
+    """It has blocks for all its tokens. Each block that it writes and that has another reference is copied."""
     scheduler, request = unprotected(100), a_request("a", 20)
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 6
     request.block_ids = scheduler.pool.allocate(5)
@@ -88,7 +88,7 @@ def test_a_block_for_each_copy(unprotected, a_request, num_shared, missing):
 
 
 def test_copies_are_looked_for_after_a_fork_only(unprotected, serve, a_request):
-    """`written_and_shared` takes time on every token: it is asked only while `_may_share_tails` is True."""
+    """`written_and_shared` takes time for every token: it is called only while `_may_share_tails` is True."""
     scheduler, asked = unprotected(8), []
     written_and_shared = scheduler.written_and_shared
     scheduler.written_and_shared = lambda request: asked.append(request.request_id) or written_and_shared(request)
@@ -135,7 +135,7 @@ TO_TAKE = [
 def test_blocks_to_take_are_those_of_prompt_or_first_chunk(
     unprotected, a_request, num_tokens, num_computed, in_use, free, budget, threshold, whole, chunk, reserve
 ):
-    """Those of all tokens, or up to the end of the first chunk; less the found ones that another request uses."""
+    """Blocks of all tokens, or up to the end of the first chunk; less the found ones that another request uses."""
     scheduler = unprotected(budget, long_prefill_threshold=threshold, reserve_full_prompt=reserve, prefix_caching=True)
     request = a_request("a", num_tokens)
     if num_computed:
@@ -182,7 +182,7 @@ FREE = [
 def test_admission_needs_free_blocks_and_the_watermark(
     unprotected, a_request, num_used, budget, watermark, whole, chunk, reserve
 ):
-    """A prompt of 20 and 8 blocks, some used: its blocks to take must be free, and the watermark's besides."""
+    """A prompt of 20 and 8 blocks, some used: its blocks to take must be free, plus the watermark."""
     scheduler = unprotected(budget, num_blocks=8, watermark=watermark, reserve_full_prompt=reserve)
     other = a_request("b", 4 * num_used or 1)
     scheduler.running.append(other)
@@ -204,7 +204,7 @@ def test_a_request_that_has_outgrown_the_pool(unprotected, a_request, reserve):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 15, 16])
 def test_a_prompt_longer_than_a_step_is_admitted(unprotected, serve, a_request, num_tokens):
-    """2 tokens a step, and a pool of 4 blocks of 4: what fits into the pool is served, up to its last slot."""
+    """2 tokens a step, and a pool of 4 blocks of 4: a request that fits is served, up to the last slot."""
     scheduler, request = unprotected(2, num_blocks=4), a_request("a", num_tokens, 1)
     that("tokens computed", sum(step["a"] for step in serve(scheduler, request))).gives(num_tokens)
 
@@ -212,7 +212,7 @@ def test_a_prompt_longer_than_a_step_is_admitted(unprotected, serve, a_request, 
 @pytest.mark.parametrize("reserve", [True, False], ids=["the whole prompt", "the first chunk"])
 @pytest.mark.parametrize("budget", [2, 8192])
 def test_a_prompt_larger_than_the_pool_is_refused(unprotected, a_request, budget, reserve):
-    """One token more than 4 blocks of 4: refused at once, whatever the budget, and nothing has changed."""
+    """One token more than 4 blocks of 4: refused at once, whatever the budget, and nothing changes."""
     scheduler = unprotected(budget, num_blocks=4, reserve_full_prompt=reserve)
     call(scheduler.add_request, a_request("a", 17)).raises(RequestTooLargeError, "num_blocks")
     that("waiting requests", scheduler.num_waiting).gives(0)
@@ -232,7 +232,7 @@ def test_blocks_come_with_the_chunks(unprotected, serve, a_request):
 
 
 def long_prompt_beside_another(scheduler, serve, a_request):
-    """14 tokens of "b" are in 4 of 8 blocks when a prompt of 20 arrives, which needs 5. It is returned."""
+    """14 tokens of "b" are in 4 of 8 blocks when a prompt of 20 arrives, which needs 5. Returns its request."""
     serve(scheduler, a_request("b", 14, 3), steps=2)
     scheduler.add_request(long := a_request("long", 20, 1))
     return long
@@ -283,7 +283,7 @@ def test_a_prompt_preempted_in_its_middle_begins_again(
     [(20, 100, 5), (21, 100, 6), (40, 8, 7), (40, 2, 6), (40, 100, 10), (8, 8, 2), (9, 8, 3)],
 )
 def test_found_blocks_are_among_those_of_the_chunk(unprotected, serve, a_request, length, budget, blocks):
-    """20 tokens are cached. Blocks for those that are found, and for the chunk behind them."""
+    """20 tokens are cached. A request takes blocks for the found tokens, and for the chunk after them."""
     scheduler = unprotected(budget, prefix_caching=True)
     serve(scheduler, a_request("a", 20, 1))
     request = a_request("b", length)
@@ -293,7 +293,7 @@ def test_found_blocks_are_among_those_of_the_chunk(unprotected, serve, a_request
 
 @pytest.mark.parametrize(("length", "admitted"), [(24, True), (25, False)])
 def test_found_blocks_need_not_be_free(unprotected, serve, a_request, length, admitted):
-    """5 of its blocks are found in use, and one is free: room for 24 tokens, and not for 25."""
+    """5 of its blocks are found in use, and one is free: it fits with 24 tokens, and not with 25."""
     scheduler = unprotected(9, num_blocks=7, prefix_caching=True)
     serve(scheduler, a_request("a", 20), steps=4)
     that("free blocks", scheduler.pool.num_free).gives(1)
@@ -302,7 +302,7 @@ def test_found_blocks_need_not_be_free(unprotected, serve, a_request, length, ad
 
 
 def test_no_block_without_a_token(unprotected, serve, a_request):
-    """The first prompt takes the whole step: nothing of the second is computed, so it waits, and holds nothing."""
+    """The first prompt takes the whole step: the second computes nothing, so it waits, and holds no block."""
     scheduler = unprotected(8)
     first, second = a_request("a", 20, 1), a_request("b", 20, 1)
     serve(scheduler, first, second, steps=2)
@@ -316,7 +316,7 @@ def test_no_block_without_a_token(unprotected, serve, a_request):
 
 
 def test_no_preemption_for_a_token_that_is_not_computed(unprotected, serve, a_request):
-    """Pool and budget are used up: of two the lower priority sits the step out, and keeps its slot and its blocks."""
+    """Pool and budget are used up: the request of lower priority skips the step, and keeps its slot and its blocks."""
     scheduler, young = unprotected(8, num_blocks=7), a_request("young", 12, 3)
     serve(scheduler, young, steps=1)
     work = serve(scheduler, a_request("urgent", 16, 1, priority=-1), steps=1)
@@ -327,7 +327,7 @@ def test_no_preemption_for_a_token_that_is_not_computed(unprotected, serve, a_re
 
 
 def test_a_request_of_the_batch_looks_for_no_blocks(unprotected, serve, a_request):
-    """Two equal prompts side by side, with a prefix cache. A request of the batch has blocks, and looks for none."""
+    """Two equal prompts in one batch, with a prefix cache. A request of the batch looks for no blocks."""
     scheduler = unprotected(16, long_prefill_threshold=8, prefix_caching=True)
     requests = a_request("a", 20, 3), a_request("b", 20, 3)
     that("the first step", serve(scheduler, *requests, steps=1)).gives([{"a": 8, "b": 8}])
@@ -349,7 +349,7 @@ def test_a_fork_pays_for_its_copy(unprotected, serve, a_request):
 
 
 def test_no_copy_where_no_token_is_left(unprotected, serve, a_request):
-    """Three that share a block, and 1 token a step: one gets its copy, the other two share on: they write nothing."""
+    """Three share a block, with 1 token a step: one gets a copy, the other two write nothing and still share."""
     scheduler = unprotected(8)
     serve(scheduler, a_request("a", 5), steps=2)
     children = [call(scheduler.fork_request, "a", name).value for name in "bc"]
@@ -364,7 +364,7 @@ def test_no_copy_where_no_token_is_left(unprotected, serve, a_request):
 
 
 def test_a_chunk_may_lack_a_block_and_a_copy(unprotected, serve, a_request):
-    """A child's chunk begins in a shared block and ends in the next: it lacks two, and one is free. One must go."""
+    """A child's chunk begins in a shared block and ends in the next: it lacks two, one is free, so one is preempted."""
     scheduler = unprotected(8, num_blocks=4)
     serve(scheduler, a_request("a", 5, 20), steps=2)
     child = call(scheduler.fork_request, "a", "b", [7, 9, 9, 9, 9]).value
@@ -390,7 +390,7 @@ def test_without_a_block_for_a_copy_one_is_preempted(unprotected, serve, a_reque
 
 
 class Model:
-    """The rule in order of arrival, with counts instead of blocks: who computes, and how many blocks each has.
+    """The rule in order of arrival, with counts instead of blocks: the tokens and the number of blocks of each request.
 
     A request is [id, tokens, tokens left to generate, computed, blocks].
     """
@@ -475,7 +475,7 @@ def test_random_requests_against_the_model(unprotected, seed):
 
 @pytest.mark.parametrize("number", range(0, 100, 5))
 def test_each_step_is_the_one_that_vllm_schedules(unprotected, number):
-    """Each step schedules what vLLM 0.33 schedules: `tests/scheduler/golden/README.md` says where this comes from."""
+    """Each step schedules what vLLM 0.33 schedules: `tests/scheduler/golden/README.md` describes the source."""
     workload = json.loads(gzip.decompress((GOLDEN / "unusual.json.gz").read_bytes()))[number]
     names = ("num_blocks", "block_size", "max_num_seqs", "prefix_caching")
     for mode, expected in workload["steps"].items():

@@ -1,4 +1,4 @@
-"""Phase 9, task 3: no request waits for ever, though it may be preempted in the middle of its prompt."""
+"""Phase 9, task 3: no request waits forever, though it may be preempted in the middle of its prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from minicache.scheduler.queue import arrival_key
     ],
 )
 def test_has_gained_token(chunked, a_request, num_output, at_admission, num_computed, status, gained):
-    """In the batch, with more tokens of output than at its admission: earlier ones do not count."""
+    """In the batch, with more output tokens than at its admission: earlier ones do not count."""
     request = a_request("a", 20)
     request.output_token_ids += [7] * num_output
     request.num_outputs_at_admission = at_admission
@@ -94,16 +94,16 @@ def two(chunked, serve, a_request):
 
 
 def test_protection_ends_with_the_token_though_preemption_follows(two):
-    """Its token is what it was protected for: whether it may stay in the batch is another matter."""
+    """Protection ends with its token, even if it is preempted in the next step."""
     scheduler = two(12)
     scheduler.protected = scheduler.running[-1]
-    scheduler.pool.allocate(scheduler.pool.num_free)  # so that "other" takes its blocks
+    scheduler.pool.allocate(scheduler.pool.num_free)  # "other" has to take its blocks
     that("preempted", call(scheduler.schedule).value.preempted).gives(["old"])
     that("the protected request", scheduler.protected).gives(None)
 
 
 def preempt_last(scheduler, status=RequestStatus.WAITING):
-    """Preempt the last of the batch, by hand, and check that it waits. The id of the protected request then."""
+    """Preempt the last of the batch, by hand, and check that it waits. Returns the id of the protected request."""
     __tracebackhide__ = True
     victim, output = scheduler.running[-1], SchedulerOutput()
     call(scheduler.preempt, victim, output).gives(None)
@@ -170,28 +170,28 @@ def test_not_protected_for_requests_that_wait(two, a_request):
 
 
 def test_not_protected_while_an_older_one_waits(two, a_request):
-    """An image that arrived before it waits for the batch to drain: it comes first, so none is protected."""
+    """An image that arrived before it waits for the batch to drain: the image is next, so none is protected."""
     scheduler = two()
     scheduler.add_request(a_request("image", 4, group="image", arrival_time=-1.0))
     that("the protected request", preempt_last(scheduler)).gives(None)
 
 
 def test_protected_though_a_younger_one_waits(two, a_request):
-    """An urgent image that arrived after it waits: that changes nothing."""
+    """An urgent image that arrived after it waits: this changes nothing."""
     scheduler = two()
     scheduler.add_request(a_request("image", 4, group="image", priority=-9))
     that("the protected request", preempt_last(scheduler)).gives("old")
 
 
 def test_arrival_is_by_the_clock(two):
-    """Arrival is arrival_time first: here the other one, added later, arrived before."""
+    """Arrival is by arrival_time first: here the other request, added later, arrived before."""
     scheduler = two()
     scheduler.running[0].arrival_time = -1.0
     that("the protected request", preempt_last(scheduler)).gives(None)
 
 
 def test_an_earlier_arrival_takes_over_protection(two):
-    """A request is protected, and an earlier arrival is bypassed: now that one is. The next victim is not."""
+    """A request is protected, and an earlier arrival is bypassed: now the earlier one is. The next victim is not."""
     scheduler = two()
     scheduler.protected = scheduler.running[0]
     that("the protected request", preempt_last(scheduler)).gives("old")
@@ -232,7 +232,7 @@ def test_the_protected_request_is_next(two, a_request):
 
 
 def test_none_joins_the_protected_request(two, a_request):
-    """It is in the batch again, without a token yet: none may join, though there is room, and it continues."""
+    """It is in the batch again, without a token yet: none may join, though slots and blocks are free."""
     scheduler = two()
     scheduler.protected = scheduler.running[-1]
     scheduler.add_request(a_request("urgent", 1, priority=-9))
@@ -282,7 +282,7 @@ def test_an_incompatible_protected_request_waits_for_the_batch_to_drain(two, a_r
 
 
 def test_others_join_when_the_protected_request_is_aborted(two, serve, a_request):
-    """Its client has left: others join in the next step."""
+    """Its request is aborted: others join in the next step."""
     scheduler = two()
     preempt_last(scheduler)
     scheduler.abort_request("old")
@@ -290,7 +290,7 @@ def test_others_join_when_the_protected_request_is_aborted(two, serve, a_request
 
 
 def test_the_bound_goes_on_counting(two, a_request):
-    """Bypasses of the oldest are counted by `admit` alone. 60 of 64 stay 60, whoever is preempted and protected."""
+    """Only `admit` counts bypasses of the oldest. 60 of 64 stay 60, whichever request is preempted and protected."""
     scheduler = two()
     scheduler.add_request(a_request("image", 4, group="image", priority=-9))
     scheduler.num_bypasses = 60
@@ -322,7 +322,7 @@ def test_a_long_prompt_under_an_endless_stream(chunked, a_request):
 
 
 def under_a_stream(scheduler, old, num_urgent):
-    """Serve `old` while 8 tokens for 4 more, of higher priority, come every fourth step: its preemptions."""
+    """Serve `old` while urgent requests of 8 + 4 tokens arrive every fourth step. Returns its preemptions."""
     __tracebackhide__ = True
     scheduler.add_request(old)
     for step in range(4 * num_urgent):
@@ -351,7 +351,7 @@ def test_a_last_chunk_of_one_token(chunked, a_request, num_prompt, swap):
 @pytest.mark.parametrize("num_blocks", [8, 9, 10])
 @pytest.mark.parametrize("threshold", [0, 1, 4, 8])
 def test_prompts_of_any_length_under_a_stream(chunked, a_request, num_blocks, threshold, reserve):
-    """Whatever is left for its last chunk, in small pools: it finishes, though urgent ones keep coming."""
+    """Last chunks of any size, in small pools: it finishes, though urgent requests keep arriving."""
     options = {"num_blocks": num_blocks, "long_prefill_threshold": threshold, "reserve_full_prompt": reserve}
     for num_prompt in range(1, 4 * num_blocks - 3, 2 if threshold else 1):
         scheduler = chunked(16, **options)
@@ -371,7 +371,7 @@ class Protection(Observer):
         self.bypasses = [0, 0]
 
     def note(self, scheduler, *_):
-        """What is there after a call is what is there before the next one."""
+        """The state after a call is the state before the next one."""
         self.batch = list(scheduler.running)
         self.there = [*self.batch, *scheduler.waiting.values()]
 
@@ -410,7 +410,7 @@ class Protection(Observer):
 
 
 def test_the_protected_request_does_not_bypass_for_ever(chunked, serve, a_request):
-    """It is admitted and preempted, over and over, while an earlier arrival waits: 64 times at most."""
+    """It is admitted and preempted again and again, while an earlier arrival waits: 64 times at most."""
     options, rule = {"num_blocks": 40, "block_size": 16, "reserve_full_prompt": False}, Protection()
     watched = observe(chunked(64, **options), rule)
     serve(watched, a_request("first", 20, 700, priority=1), steps=1)
@@ -429,7 +429,7 @@ def test_random_runs(chunked, random_run, random_options, seed):
 @pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_prompt_of_any_length_finishes_under_late_and_urgent_requests(chunked, serve, swap, seed):
-    """Each request is more urgent than those before it, and memory is short: all are served, by the rule."""
+    """Each request is more urgent than the earlier ones, and memory is short: all are served, by the rule."""
     rng, rule = random.Random(fresh(seed)), Protection()
     options = {"preemption": "swap", "num_host_blocks": 8} if swap else {}
     options |= {"num_blocks": rng.randint(10, 16), "long_prefill_threshold": 4, "reserve_full_prompt": False}

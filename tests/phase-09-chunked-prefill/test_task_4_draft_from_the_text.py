@@ -1,4 +1,4 @@
-"""Phase 9, task 4: draft tokens from the text, what followed its last few tokens before."""
+"""Phase 9, task 4: draft tokens from the text, those that followed its last few tokens before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _followed():
     ids=str,
 )
 def test_what_followed_the_ending_is_proposed(tokens, max_ngram, num_tokens, drafts):
-    """The ending occurs once before: as many tokens as are asked for, or as there are behind that occurrence."""
+    """The ending occurs once before: as many tokens as requested, or as follow that occurrence."""
     call(NgramDrafter(max_ngram).draft, tokens, num_tokens).gives(drafts)
 
 
@@ -48,7 +48,7 @@ def test_an_occurrence_at_the_very_beginning_counts():
     ids=str,
 )
 def test_the_latest_of_several_occurrences_counts(tokens, drafts):
-    """The ending occurs twice: what followed it last is likelier to follow again."""
+    """The ending occurs twice: the tokens after its latest occurrence are likelier to follow again."""
     call(NgramDrafter().draft, tokens, 4).gives(drafts)
 
 
@@ -64,13 +64,13 @@ def test_the_latest_of_several_occurrences_counts(tokens, drafts):
     ids=str,
 )
 def test_the_longest_ending_comes_first(tokens, max_ngram, drafts):
-    """Endings of max_ngram tokens are looked for first, then shorter ones. A longer one is worth more than a later."""
+    """Endings of max_ngram tokens are searched for first, then shorter ones. Longer is preferred to later."""
     call(NgramDrafter(max_ngram).draft, tokens, 2).gives(drafts)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_few_tokens_behind_it_are_few_draft_tokens(num_tokens):
-    """The latest occurrence of "1 2" has two tokens behind it. That an earlier one has more does not count."""
+    """The latest occurrence of "1 2" has two tokens after it. An earlier one with more does not count."""
     call(NgramDrafter(2).draft, [1, 2, 9, 9, 9, 9, 1, 2, 1, 2], num_tokens).gives([1, 2][:num_tokens])
 
 
@@ -88,7 +88,7 @@ def test_an_occurrence_may_overlap_the_ending(tokens, drafts):
     "tokens", [[1, 2, 3], [7], [], list(range(50))], ids=["1 2 3", "one token", "none", "50 tokens"]
 )
 def test_nothing_is_proposed_if_the_last_token_is_new(tokens):
-    """The last token occurs nowhere else: nothing is proposed. Nor for a text of one token, or of none."""
+    """The last token occurs nowhere else: nothing is proposed. The same for a text of one token, or of none."""
     call(NgramDrafter().draft, tokens, 4).gives([])
 
 
@@ -106,7 +106,7 @@ def test_no_more_is_proposed_than_asked_for():
 
 
 def test_the_text_stays_as_it_is():
-    """A tuple is a text too, and a list that is searched has not changed; what is returned is a list of its own."""
+    """A tuple is accepted, and a searched list is not changed; the returned list is a new one."""
     tokens = [1, 2, 3, 1, 2]
     call(NgramDrafter().draft, tuple(tokens), 4).gives([3, 1, 2])
     drafts = call(NgramDrafter().draft, tokens, 4).value
@@ -115,7 +115,7 @@ def test_the_text_stays_as_it_is():
 
 
 def test_a_drafter_remembers_no_text():
-    """The same drafter for several texts: it remembers none of them."""
+    """The same drafter for several texts: it keeps no state."""
     drafter = NgramDrafter()
     call(drafter.draft, [7, 7], 1).gives([7])
     call(drafter.draft, [5, 2, 8, 1, 2, 9, 3, 2, 4, 1, 2], 2).gives([9, 3])
@@ -163,7 +163,7 @@ def test_tokens_are_numbers_not_digits(tokens):
 
 
 def test_tokens_of_a_large_vocabulary():
-    """Token ids beyond one byte, and beyond two: 65,543 is not 7. What comes back are ints like any other."""
+    """Token ids beyond one byte, and beyond two: 65,543 is not 7. The returned tokens are ints."""
     call(NgramDrafter().draft, [65_543, 1, 7], 4).gives([])
     call(NgramDrafter().draft, [263, 1, 7], 4).gives([])
     drafts = call(NgramDrafter().draft, [200_000, 9, 200_000], 4).value
@@ -182,7 +182,7 @@ class Token(int):
 
 
 def test_work_in_proportion_to_the_text():
-    """Nothing occurs twice. Eight times as many tokens are eight times the work; in quadratic time up to 64 times."""
+    """Nothing occurs twice. Eight times as many tokens take eight times the work; in quadratic time up to 64 times."""
     short, long = (effort(NgramDrafter().draft, [Token(each) for each in range(size)], 4) for size in (150, 1_200))
     times = f"{long / short:.0f} times the work"
     that(f"1,200 tokens take {times} of 150 tokens, which is below 12 times", long < 12 * short).gives(True)

@@ -1,4 +1,4 @@
-"""Phase 9, task 5: which rows of a ragged step say what follows draft tokens, and what each request gains of them."""
+"""Phase 9, task 5: which rows of a ragged step verify draft tokens, and which tokens each request gains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _one_thread():
 
 
 class Counting(TokenSampler):
-    """A sampler that notes what it draws."""
+    """A sampler that records its draws."""
 
     def __init__(self, params):
         super().__init__(params)
@@ -64,7 +64,7 @@ def rows_of(*tokens, vocab=VOCAB):
 
 @cache
 def row_after(text, vocab=VOCAB):
-    """The logits behind a text, a tuple: they depend on each of its tokens and on their order."""
+    """The logits after a text, a tuple: they depend on each of its tokens and on their order."""
     state = 1
     for token in text:
         state = (31 * state + token + 7) % 1_000_003
@@ -72,12 +72,12 @@ def row_after(text, vocab=VOCAB):
 
 
 def rows_behind(text, drafts, vocab=VOCAB):
-    """What a forward pass over the newest token of a text and the draft tokens behind it gives."""
+    """The logits of a forward pass over the newest token of a text and the draft tokens after it."""
     return torch.stack([row_after((*text, *drafts[:n]), vocab) for n in range(len(drafts) + 1)]).to(DEVICE)
 
 
 def without_drafts(text, params, num_tokens):
-    """Token by token, one row each: what speculation must not change."""
+    """Token by token, one row each: the tokens that speculation must not change."""
     sampler, tokens = TokenSampler(params), []
     for _ in range(num_tokens):
         row = row_after((*text, *tokens))
@@ -104,12 +104,12 @@ def without_drafts(text, params, num_tokens):
     ids=str,
 )
 def test_the_last_rows_of_each_request(num_new_tokens, num_drafts, rows):
-    """Of each request the newest token's row and those of its k draft tokens: the last 1 + k, among all of the step."""
+    """Each request's newest token's row and those of its k draft tokens: the last 1 + k, among all of the step."""
     call(rows_to_verify, num_new_tokens, num_drafts).gives(rows)
 
 
 def test_rows_of_random_steps():
-    """Against the definition: a token's row is wanted if at most k tokens of its request come after it."""
+    """Against the definition: a token's row is needed if at most k tokens of its request come after it."""
     rng = random.Random(fresh(0))
     for _ in range(100):
         num_drafts = [rng.choice([0, 0, 1, 2, 5]) for _ in range(rng.randint(0, 6))]
@@ -120,7 +120,7 @@ def test_rows_of_random_steps():
 
 
 def test_rows_of_tuples():
-    """Any sequences will do, and they stay as they are."""
+    """Any sequences are accepted, and not changed."""
     call(rows_to_verify, (2, 3), (1, 0)).gives([0, 1, 4])
     counts, num_drafts = [2, 3], [1, 0]
     call(rows_to_verify, counts, num_drafts).gives([0, 1, 4])
@@ -155,7 +155,7 @@ def test_one_number_of_drafts_for_each_request(num_new_tokens, num_drafts):
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_up_to_the_first_difference(drafts, likeliest, tokens, temperature):
-    """Rows that leave no choice: the draft tokens up to the first that is not picked, and then what is picked."""
+    """Rows with one certain token: the draft tokens up to the first that is not picked, and then the picked one."""
     sampler = drawing(temperature=temperature)
     outcome = call(verify, rows_of(*likeliest), [drafts], [sampler])
     outcome.gives([tokens])
@@ -165,13 +165,13 @@ def test_up_to_the_first_difference(drafts, likeliest, tokens, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_large_token_ids_are_compared_by_value(temperature):
-    """Token ids far beyond those that Python keeps only one of: equal is equal."""
+    """Token ids beyond the small ints that Python caches: equality counts, not identity."""
     rows = rows_of(700, 31_999, 5, vocab=32_000)
     call(verify, rows, [[700, 31_999]], [drawing(temperature=temperature)]).gives([[700, 31_999, 5]])
 
 
 def test_of_equal_logits_the_lowest_token_is_picked():
-    """Two tokens are equally likely: temperature 0 takes the lower id, so that is the draft token that is accepted."""
+    """Two tokens are equally likely: temperature 0 takes the lower id, and that draft token is accepted."""
     rows = torch.zeros(2, VOCAB, device=DEVICE)
     rows[0, [3, 8]], rows[1, 5] = 2.0, 2.0
     call(verify, rows, [[8]], [Counting(GREEDY)]).gives([[3]])
@@ -180,7 +180,7 @@ def test_of_equal_logits_the_lowest_token_is_picked():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_logits_of_any_dtype(dtype):
-    """Models give logits in 16 bits, too."""
+    """Models also give 16-bit logits."""
     rows = rows_of(1, 9, 3).to(dtype)
     call(verify, rows, [[1, 2]], [Counting(GREEDY)]).gives([[1, 9]])
     call(verify, rows, [[1, 2]], [drawing()]).gives([[1, 9]])
@@ -190,7 +190,7 @@ def test_logits_of_any_dtype(dtype):
 
 
 def test_each_request_has_its_own_rows():
-    """The handout's step: 0, 3 and 0 draft tokens, so rows 0, 1 to 4, and 5."""
+    """The lab page's step: 0, 3 and 0 draft tokens, so rows 0, 1 to 4, and 5."""
     rows = rows_of(6, 1, 2, 9, 4, 8)
     samplers = [Counting(GREEDY) for _ in range(3)]
     call(verify, rows, [[], [1, 2, 3], []], samplers).gives([[6], [1, 2, 9], [8]])
@@ -202,7 +202,7 @@ def test_a_batch_of_nothing_gains_nothing():
 
 
 def test_each_request_has_its_own_sampler():
-    """Three requests with the same row and other seeds: each gets what its own sampler draws."""
+    """Three requests with the same row and different seeds: each gets the draw of its own sampler."""
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in (3, 4, 5)]
     text = (1, 2)
     expected = [without_drafts(text, each, 1) for each in params]
@@ -223,7 +223,7 @@ def test_tokens_do_not_depend_on_the_batch():
 
 
 def test_verify_changes_no_argument():
-    """Tuples will do; draft tokens and logits are not changed, and what is returned is not the drafts' list."""
+    """Tuples are accepted; draft tokens and logits are not changed, and the returned list is a new one."""
     rows, drafts = rows_of(1, 2, 5), [1, 2]
     before = rows.clone()
     found = call(verify, rows, [drafts], [Counting(GREEDY)]).value
@@ -307,7 +307,7 @@ def test_the_tokens_are_those_of_decoding_without_drafts(part_right, most):
 
 
 def test_all_draft_tokens_are_accepted():
-    """Four right draft tokens for a sampled request: five tokens of one pass, and the sampler has drawn five times."""
+    """Four right draft tokens for a sampled request: five tokens from one forward pass, and five draws."""
     params = SamplingParams(temperature=1.0, seed=7)
     answer = without_drafts((3,), params, 5)
     sampler = Counting(params)
@@ -316,7 +316,7 @@ def test_all_draft_tokens_are_accepted():
 
 
 def test_a_sampler_goes_on_behind_a_rejected_token():
-    """The first of three draft tokens is wrong: one draw. The next step draws what it would have drawn anyway."""
+    """The first of three draft tokens is wrong: one draw. The next step's draw is the same as without speculation."""
     params = SamplingParams(temperature=1.0, seed=8)
     answer = without_drafts((4,), params, 2)
     sampler, wrong = Counting(params), (answer[0] + 1) % VOCAB
@@ -329,7 +329,7 @@ def test_a_sampler_goes_on_behind_a_rejected_token():
 
 
 class Scripted(TokenSampler):
-    """Draws given tokens, one after the other, and multiplies up how likely that was."""
+    """Draws given tokens, one after the other, and multiplies their probabilities."""
 
     def __init__(self, script, **params):
         super().__init__(SamplingParams(temperature=1.0, **params))
@@ -343,7 +343,7 @@ class Scripted(TokenSampler):
 
 
 def in_turns(rows, drafts, sampler, vocab):
-    """Two tokens or more behind the text (1,): of one pass with draft tokens, and of a second without if need be."""
+    """Two tokens or more after the text (1,): from one pass with draft tokens, and a second without if necessary."""
     __tracebackhide__ = True
     [tokens] = call(verify, rows, [drafts], [sampler]).value
     if len(tokens) == 1:
@@ -352,7 +352,7 @@ def in_turns(rows, drafts, sampler, vocab):
 
 
 def joint(vocab, **params):
-    """How likely each two tokens are behind the text (1,): p(a) · p(b | a), by softmax."""
+    """The probability of each two tokens after the text (1,): p(a) · p(b | a), by softmax."""
     sampler = TokenSampler(SamplingParams(temperature=1.0, **params))
     return {
         (a, b): (sampler.probabilities(row_after((1,), vocab))[a] * sampler.probabilities(row_after((1, a), vocab))[b])
@@ -365,7 +365,7 @@ def joint(vocab, **params):
 @pytest.mark.parametrize("drafts", [(), (0,), (2,), (0, 0), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_every_outcome_is_as_likely_as_without_drafts(drafts, top_k):
-    """Three tokens in all: every way that the draws can go, and how likely it makes each two tokens."""
+    """A vocabulary of three tokens: all possible draws, and the probability of each two tokens."""
     ways = {}
     for script in itertools.product(range(3), repeat=3):
         sampler = Scripted(script, top_k=top_k)
@@ -381,7 +381,7 @@ def test_every_outcome_is_as_likely_as_without_drafts(drafts, top_k):
 
 @pytest.mark.parametrize("drafts", [(3,), (0, 2)], ids=str)
 def test_a_thousand_draws_have_the_models_distribution(drafts):
-    """Two tokens, 1,000 times, with one sampler: how often each pair comes, by the chi-square test."""
+    """Two tokens, 1,000 times, with one sampler: the frequency of each pair, by the chi-square test."""
     counts, num_times = dict.fromkeys(joint(4), 0), 1000
     rows, sampler = rows_behind((1,), drafts, 4), drawing(seed=1)
     for _ in range(num_times):
@@ -418,7 +418,7 @@ def test_a_bad_row_gives_no_token(bad, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_a_bad_row_behind_a_rejected_token_does_not_matter(temperature):
-    """The first draft token is rejected, so the row behind it is of no use: that it is NaN changes nothing."""
+    """The first draft token is rejected, so the next row is not used: a NaN in it changes nothing."""
     rows = rows_of(6, 2, 3)
     rows[1] = NAN
     call(verify, rows, [[1, 2]], [drawing(temperature=temperature)]).gives([[6]])
@@ -426,7 +426,7 @@ def test_a_bad_row_behind_a_rejected_token_does_not_matter(temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_minus_infinity_rules_a_token_out(temperature):
-    """A logit of −inf rules a token out, and the row is good; all of them −inf, and there is nothing to pick."""
+    """A logit of −inf excludes a token, and the row is valid; with all of them −inf there is nothing to pick."""
     rows = rows_of(1, 2, 3)
     rows[rows < 0] = -INF
     call(verify, rows, [[1, 2]], [drawing(temperature=temperature)]).gives([[1, 2, 3]])
@@ -467,7 +467,7 @@ def minigpt():
 
 
 def test_ragged_steps_of_minigpt_give_the_answers_of_decoding(minigpt):
-    """A prompt in chunks, a decode with draft tokens and one without, in one pass a step: each as if it were alone."""
+    """A prompt in chunks, a decode with draft tokens and one without, in one pass a step: each as if it ran alone."""
     config, encode = minigpt.config, Tokenizer().encode
     prompts = [encode("Later my sister"), encode("Yesterday I"), encode("Did the children read the book yesterday?")]
     answers = [

@@ -170,7 +170,7 @@ def gap_and_first(budget: int) -> tuple[int, float, float]:
 
 def test_budgets_and_gaps():
     rows = table(
-        STALL, "| budget | chunk | steps for the prompt | longest gap of the 32 | first token of the prompt after |"
+        STALL, "| budget | chunk | steps for the prompt | longest ITL of the 32 | first token of the prompt after |"
     )
     found = {}
     for budget, chunk, num_steps, gap, first in rows:
@@ -211,9 +211,9 @@ def test_three_prompts_of_800():
     ]
 
 
-def test_what_each_wants():
-    for _, tokens, computed, wants in table(BUDGET, "| request | tokens | computed | wants |"):
-        assert number(tokens) - number(computed) == number(wants)
+def test_what_each_needs():
+    for _, tokens, computed, needs in table(BUDGET, "| request | tokens | computed | needs |"):
+        assert number(tokens) - number(computed) == number(needs)
 
 
 def test_a_prompt_longer_than_a_step():
@@ -473,7 +473,7 @@ def test_what_chunks_read_again():
     starts = range(0, 8000, 512)
     assert not missing_on(
         GAINS,
-        f"{sum(starts):,} rows",
+        f"{sum(starts):,} KV entries",
         f"{sum(starts) * ROW / 1e9:.1f} GB, {1e3 * sum(starts) * ROW / READING:.1f} ms",
         f"{len(starts)} times the weights are {len(starts) * WEIGHTS / 1e9:.0f} GB, "
         f"{1e3 * len(starts) * WEIGHTS / READING:.0f} ms",
@@ -630,7 +630,7 @@ def test_one_pass():
     with torch.inference_mode():
         logits = load_minigpt()(torch.tensor([text + drafts]))[0, 28:]
     picked = logits.argmax(-1).tolist()
-    rows = table(DRAFTS, "| token | its position | the model picks, behind it | the draft token there | |")
+    rows = table(DRAFTS, "| token | its position | the model picks next | the draft token there | |")
     for place, row in enumerate(rows):
         assert row[0] == words[[text[-1], *drafts][place]]
         assert int(row[1]) == 28 + place

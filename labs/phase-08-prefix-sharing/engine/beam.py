@@ -1,9 +1,9 @@
 # Phase 8, prefix-sharing: your file. It stands in for minicache.engine.beam.
 # Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
-"""Beam search: several beginnings of an answer are continued side by side, and the likeliest are kept.
+"""Beam search: several hypotheses for an answer are continued together, and the likeliest are kept.
 
-Phase 8 builds it. `BeamSearch` decides which beams go on, for one prompt and without an engine;
-`minicache.engine.beam_requests` has an engine compute them, on forks.
+Phase 8 builds it. `BeamSearch` decides which beams continue, for one prompt and without an engine;
+`minicache.engine.beam_requests` runs them on an engine, as forks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class BeamSearchParams:
     """How to search.
 
     Attributes:
-        beam_width: k: how many beams are continued, and how many answers there are, ≥ 1.
+        beam_width: k, the number of beams and of answers, ≥ 1.
         max_tokens: the most tokens of an answer, ≥ 1.
         length_penalty: an answer's score is the sum of its tokens' log-probabilities divided by its number of tokens to
-            this power. 0 favours short answers, 1 compares means, more favours long ones.
+            this power. 0 favours short answers, 1 compares means, higher values favour long ones.
         stop_token_ids: tokens that end an answer. They stay in it, and count.
         ignore_eos: the tokenizer's end token does not end an answer; stop_token_ids do.
 
@@ -54,7 +54,7 @@ class Beam:
 
     Attributes:
         token_ids: its tokens, the one that ended it included.
-        score: log-probability over length to the power of the penalty. The higher the better.
+        score: log-probability over length to the power of the penalty. Higher is better.
         finish_reason: "stop", "length", "capacity", or "error": the model's logits were not finite.
         text: its text; "" without a tokenizer.
     """
@@ -66,33 +66,34 @@ class Beam:
 
 
 class Hypothesis(NamedTuple):
-    """A beginning of an answer: its tokens so far, and the sum of their log-probabilities."""
+    """An unfinished answer: its tokens so far, and the sum of their log-probabilities."""
 
     token_ids: tuple[int, ...]
     log_prob: float
 
 
 class Step(NamedTuple):
-    """Where a beam comes from: the index of its parent among the beams before, and its newest token."""
+    """Where a beam comes from: the index of its parent among the previous beams, and its newest token."""
 
     parent: int
     token_id: int
 
 
 class BeamSearch:
-    """Which beams of one prompt go on. Every decision needs the candidates of all of them.
+    """Decides which beams of one prompt continue. Every decision needs the candidates of all of them.
 
-    The rules are those of `transformers`' `generate(num_beams=k)` with early_stopping=False, so that both find the same
+    The rules are those of `transformers`' `generate(num_beams=k)` with early_stopping=False, so both find the same
     answers. At each step the k likeliest hypotheses that do not end become the next beams, and the likeliest that end
-    become answers; `advance` says which, and when the search is over.
+    become answers; `advance` returns the next beams and ends the search.
 
     Args:
         params: how to search.
         stop_token_ids: all tokens that end an answer.
-        max_tokens: the most tokens of an answer: that of the params, or what the model has room for.
+        max_tokens: the most tokens of an answer: that of the params, or fewer if the model's length allows no more.
 
     Attributes:
-        beams: the hypotheses that go on, the best first. At first one, without a token. Empty when the search is over.
+        beams: the hypotheses that continue, the best first. Initially one, without tokens. Empty when the search is
+            over.
         answers: the answers found so far, the best first, at most k.
         is_over: whether the search is over.
     """
@@ -109,44 +110,44 @@ class BeamSearch:
     def num_candidates(self) -> int:
         """How many of each beam's likeliest next tokens `advance` needs: (1 + stop tokens) · k, at least 2 k.
 
-        So many hypotheses are ranked, of all beams together: even if all that can end among them do, k are left.
+        It is also the number of hypotheses ranked, over all beams: even if all of them that can end do, k are left.
         """
         raise NotImplementedError(
             "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[Step]:
-        """Decide how the beams go on, by one token each.
+        """Continue the beams by one token each.
 
-        Every beam with every one of its candidates is a hypothesis; its log-probability is the beam's and the token's
-        together. The `num_candidates` likeliest of all beams are ranked, the likeliest first. A hypothesis ends with a
-        stop token ("stop"), or else because its answer has max_tokens ("length"). If it ends and is among the first k,
+        Each beam with each of its candidates is a hypothesis; its log-probability is the sum of the beam's and the
+        token's. The `num_candidates` likeliest of all beams are ranked, the likeliest first. A hypothesis ends with a
+        stop token ("stop"), or else because it has max_tokens ("length"). If it ends and is among the first k,
         it is an answer (`keep`), with its last token and its `score`; if it ends and is not, it is dropped. The first k
         that do not end are the next `beams`.
 
         The search is over if there are none, or if there are k answers and no beam is better than the worst of them:
-        the best beam's `score`, at the length that it has now, is not greater. Then `beams` is empty.
+        the best beam's `score`, at its current length, is not greater. Then `beams` is empty.
 
         Args:
             candidates: for each of `beams` its likeliest next tokens, with their log-probabilities: num_candidates of
                 them, or the whole vocabulary if it is smaller.
 
         Returns:
-            For each of the next `beams`, in order, where it comes from. Empty when the search is over.
+            For each of the next `beams`, in order, its parent and its newest token. Empty when the search is over.
         """
         raise NotImplementedError(
             "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def give_up(self, finish_reason: str = "capacity") -> None:
-        """End the search with what it has: the beams so far count as answers, with this finish reason."""
+        """End the search now: the beams so far count as answers, with this finish reason."""
         for beam in self.beams:
             score = self.score(beam.log_prob, max(1, len(beam.token_ids)))
             self.keep(Beam([*beam.token_ids], score, finish_reason))
         self.is_over, self.beams = True, []
 
     def score(self, log_prob: float, length: int) -> float:
-        """What answers are compared by: log_prob / length ^ length_penalty. The greater the better.
+        """The score of an answer: log_prob / length ^ length_penalty. Higher is better.
 
         Args:
             log_prob: the sum of an answer's log-probabilities, ≤ 0.
@@ -157,7 +158,7 @@ class BeamSearch:
         )
 
     def keep(self, answer: Beam) -> None:
-        """Add an answer to `answers`, which stay sorted, the best first, and of which only the k best stay."""
+        """Add an answer to `answers`, which stay sorted, the best first; only the k best are kept."""
         raise NotImplementedError(
             "phase 8, task 5: Beam search; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )

@@ -1,11 +1,11 @@
 # Phase 8, prefix-sharing: your file. It stands in for minicache.memory.prefix.
 # Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
-"""Blocks that are found again by what they hold: the prefix cache.
+"""The prefix cache: blocks are found by the hash of their contents.
 
-Phase 8 builds it. The hash of a full block covers its tokens and everything before them, so one lookup tells
-whether a block holds the keys and values of a prefix. Blocks without references stay in the free list with what they
-hold, and are found there until they are allocated for other tokens (SGLang's RadixAttention, Zheng et al. 2024, keeps
-the same in a tree; the hashes are vLLM's). Pure standard library.
+Phase 8 builds it. The hash of a full block covers its tokens and all earlier ones, so one lookup tells whether a block
+holds the keys and values of a prefix. Blocks without references stay in the free list with their contents, and can be
+found there until they are allocated for other tokens (SGLang's RadixAttention, Zheng et al. 2024, keeps prefixes in a
+tree; the hashes are vLLM's). Pure standard library.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BlockHash = bytes
 def root_hash(*extra_keys: str | None) -> BlockHash:
     """The parent of a sequence's first block: a hash of everything besides tokens that keys and values depend on.
 
-    Two sequences may share blocks only if all their extra keys are equal: the salt of a tenant, the adapter that the
-    weights are changed by. Each block's hash covers its parent's, so these keys are part of all of them.
+    Two sequences may share blocks only if all their extra keys are equal: the salt of a tenant, the adapter that
+    changes the weights. Each block's hash covers its parent's, so these keys are part of all of them.
 
     Args:
-        extra_keys: any number of strings, in a fixed order; None where there is no such thing. None and "" are
+        extra_keys: any number of strings, in a fixed order; None for a key that is absent. None and "" are
             different, and so are ("ab", "c") and ("a", "bc"). A client may choose any salt: of any length, in any
             script, with quotes, commas or control characters in it.
 
@@ -42,15 +42,15 @@ def root_hash(*extra_keys: str | None) -> BlockHash:
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of a full block: of its tokens, and of all tokens before them, by way of its parent's hash.
+    """The hash of a full block: of its tokens and, through its parent's hash, of all earlier tokens.
 
-    Keys and values of a token depend on every token before it, so the same 16 tokens after another beginning are
+    Keys and values of a token depend on every earlier token, so the same 16 tokens after another prefix are
     another block. With SHA-256 no two prefixes with the same hash are known, and a client that chooses its tokens
-    cannot find any.
+    cannot construct any.
 
     Args:
         parent: of the block before, or `root_hash` for the first.
-        token_ids: of the block, all of them, in order, as a list or any other sequence; ids ≥ 0 of any size. [1, 23]
+        token_ids: all of the block's tokens, in order, as a list or any other sequence; ids ≥ 0 of any size. [1, 23]
             and [12, 3] are different.
 
     Returns:
@@ -90,14 +90,14 @@ class CachingBlockPool(BlockPool):
     front. A block that is freed without a hash goes to the front: nothing is lost by reusing it. One with a hash goes
     to the back. So cached blocks are evicted last, and among them the one that has been free longest first. A sequence
     that is freed from its last block to its first therefore loses the end of a prefix before its beginning, without
-    which the end is of no use. `share` takes a cached block out of the free list, wherever it stands; `allocate` drops
-    the hash of a block that it hands out: that is eviction.
+    which the end cannot be found. `share` takes a cached block out of any position of the free list; `allocate` drops
+    the hash of a block that it hands out, which is an eviction.
 
-    Several blocks may have one hash: two sequences computed the same tokens side by side. The one that was cached first
-    is found.
+    Several blocks may have one hash, if two sequences computed the same tokens at the same time. The one that was
+    cached first is found.
 
-    Everything else is as in `BlockPool`, the arguments and the errors too. A call takes time in proportion to the
-    blocks that it is given, and not to the pool; `reset` and `check` alone look at all.
+    Everything else is as in `BlockPool`, including arguments and errors. A call takes time in proportion to the
+    blocks that it is given, not to the pool; only `reset` and `check` visit all blocks.
 
     Attributes:
         num_evicted: cached blocks that were allocated for other tokens.
@@ -134,7 +134,7 @@ class CachingBlockPool(BlockPool):
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks from the front of the free list; as `BlockPool.allocate`.
 
-        Those that are cached lose their hashes: what they held is evicted, and counted (`num_evicted`).
+        Cached ones lose their hashes: these are evictions, counted in `num_evicted`.
 
         Args:
             count: ≥ 0.
@@ -150,16 +150,16 @@ class CachingBlockPool(BlockPool):
         )
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each of these blocks. A cached block that is free leaves the free list for it.
+        """Add a reference to each of these blocks. A cached block that is free leaves the free list.
 
-        It keeps its hash, and the others in the list keep their order. An id that is given twice gets two references.
+        It keeps its hash, and the rest of the list keeps its order. An id that is given twice gets two references.
 
         Args:
             block_ids: used blocks, and free ones that are cached.
 
         Raises:
             TypeError, IndexError: as `BlockPool.share`. Nothing has changed.
-            ValueError: a block is free and not cached: what it holds is unknown. Nothing has changed.
+            ValueError: a block is free and not cached: its contents are unknown. Nothing has changed.
         """
         raise NotImplementedError(
             "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
@@ -179,12 +179,12 @@ class CachingBlockPool(BlockPool):
             "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
         )
 
-    # Finding blocks by what they hold
+    # Finding blocks by their contents
 
     def cache(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Cache used blocks under their hashes. One that has a hash already keeps it, whatever is given now.
+        """Cache used blocks under their hashes. A block that already has a hash keeps it.
 
-        A block is cached even if another has the same hash: it is found once the other is gone.
+        A block is cached even if another has the same hash: it is found once the other is evicted.
 
         Args:
             block_ids: full blocks, each with a reference.
@@ -199,10 +199,10 @@ class CachingBlockPool(BlockPool):
         )
 
     def uncache(self, block_ids: Iterable[int]) -> None:
-        """Drop the hashes of blocks whose contents are not to be trusted. That is no eviction.
+        """Drop the hashes of blocks whose contents are in doubt. This does not count as eviction.
 
-        References and the free list stay as they are, and so do blocks without a hash. Only these blocks lose theirs:
-        another with the same hash is found by it as before.
+        References and the free list do not change, and neither do blocks without a hash. Only these blocks lose their
+        hashes: another block with the same hash can still be found.
 
         Args:
             block_ids: any blocks, used or free.
@@ -215,7 +215,7 @@ class CachingBlockPool(BlockPool):
         )
 
     def find(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest beginning of `hashes` that is cached, one for each hash. They may be used or free.
+        """The blocks of the longest cached prefix of `hashes`, one for each hash. They may be used or free.
 
         They get no reference: `share` them before anything is allocated, or they may be handed out.
 
@@ -231,9 +231,9 @@ class CachingBlockPool(BlockPool):
         )
 
     def reset(self) -> None:
-        """Forget all hashes: the weights have changed, or a failed step has left the contents in doubt.
+        """Drop all hashes: the weights have changed, or a failed step has left the contents in doubt.
 
-        The free list stays as it is, and nothing counts as evicted.
+        The free list does not change, and nothing counts as evicted.
 
         Raises:
             ValueError: a block is used. Nothing has changed.
@@ -243,16 +243,16 @@ class CachingBlockPool(BlockPool):
         )
 
     def check(self) -> None:
-        """As `BlockPool.check`; and each cached block is found under its hash, and nothing else is.
+        """As `BlockPool.check`; and exactly the cached blocks can be found, each under its hash.
 
         Raises:
-            InvariantError: the books do not agree. The message names a block.
+            InvariantError: the attributes disagree. The message names a block.
         """
         for block_id, references in enumerate(self._num_references):
             if references < 0 or (block_id in self._free) != (references == 0):
                 raise InvariantError(f"block {block_id} has {references} references; free: {block_id in self._free}")
         if strange := self._free.keys() - set(range(self.num_blocks)):
-            raise InvariantError(f"{strange} are among the free blocks, and no blocks of this pool")
+            raise InvariantError(f"{strange} are in the free list, but are no blocks of this pool")
         for each, blocks in self._blocks_of.items():
             if not blocks or any(self._hash_of[block_id] != each for block_id in blocks):
                 raise InvariantError(f"blocks {list(blocks)} are found under a hash that is not theirs")

@@ -1,10 +1,10 @@
 # Phase 8, prefix-sharing: your file. It stands in for minicache.scheduler.prefix_caching.
 # Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
-"""Prefix caching: the beginning of a prompt is not computed if cached blocks hold it.
+"""Prefix caching: a prefix that cached blocks hold is not computed again.
 
-Phase 8 builds it, on the scheduler of phase 6. A full block is cached under the hash of its tokens and all before them
-(`minicache.memory.prefix`); a request that is admitted shares the blocks of the longest beginning that is cached. Pure
-standard library.
+Phase 8 builds it, on the scheduler of phase 6. A full block is cached under the hash of its tokens and all earlier ones
+(`minicache.memory.prefix`); a request that is admitted shares the blocks of its longest cached prefix. Pure standard
+library.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class PrefixCachingOptions(PagedOptions, total=False):
 
 
 class PrefixCachingScheduler(PagedScheduler):
-    """Shares the blocks of a prompt's beginning with the requests that have computed it.
+    """Shares the blocks of a prompt's prefix with the requests that have computed it.
 
-    When a request is admitted, the longest beginning of its tokens that full, cached blocks hold is not computed: it
-    shares these blocks. At least its last token is always computed, because the model must run on something to generate
+    When a request is admitted, it shares the full, cached blocks of the longest prefix of its tokens instead of
+    computing it. At least its last token is always computed, because the model must run on a token to generate
     the next one. Blocks stay cached after their requests have finished, until they are allocated for other tokens.
 
     A block can be found as soon as the tokens that fill it are scheduled. A request that is admitted in the same step
@@ -39,7 +39,7 @@ class PrefixCachingScheduler(PagedScheduler):
     prefix or releases its blocks (`cache_filled`).
 
     Args:
-        prefix_caching: False: find nothing, and cache nothing.
+        prefix_caching: whether to cache and find blocks.
         options: `PagedScheduler`'s.
 
     Raises:
@@ -63,13 +63,13 @@ class PrefixCachingScheduler(PagedScheduler):
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """What the prefix cache has found so far."""
+        """Hits and evictions of the prefix cache so far."""
         if self._cache is not None:
             self._stats.num_evicted_blocks = self._cache.num_evicted
         return self._stats
 
     def find_prefix(self, request: Request) -> list[int]:
-        """The cached blocks that hold the longest beginning of a request's tokens. Shares none of them.
+        """The cached blocks that hold the longest prefix of a request's tokens. Shares none of them.
 
         Noted blocks are cached first (`cache_filled`).
 
@@ -84,12 +84,12 @@ class PrefixCachingScheduler(PagedScheduler):
     def hashes(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` blocks of a request's tokens, each computed once.
 
-        They are kept in `request.block_hashes`. Tokens are only ever appended, so a hash that is there stays valid. The
+        They are kept in `request.block_hashes`. Tokens are only ever appended, so a stored hash stays valid. The
         first block's parent is `root_hash` of the request's cache_salt and adapter.
 
         Args:
-            request: has so many full blocks of tokens, prompt and output together.
-            num_blocks: how many, ≥ 0.
+            request: has at least `num_blocks` full blocks of tokens, prompt and output together.
+            num_blocks: ≥ 0.
 
         Returns:
             `request.block_hashes`. It may have more than `num_blocks`: take a slice.
@@ -101,7 +101,7 @@ class PrefixCachingScheduler(PagedScheduler):
     def cache_blocks(self, request: Request, start: int, stop: int) -> None:
         """Cache the blocks of a request that become full when its tokens start … stop − 1 are computed.
 
-        These are the blocks whose last token is among those tokens. Without a prefix cache nothing happens.
+        These are the blocks whose last token is one of them. Without a prefix cache nothing happens.
 
         Args:
             request: in the batch; it has the blocks for these tokens.
@@ -124,7 +124,7 @@ class PrefixCachingScheduler(PagedScheduler):
         With a prefix cache, and for a WAITING request, new or preempted by recompute: the found blocks are its first
         `block_ids`, and the `stats` count an admission, the request's tokens, and the found ones, which are its
         `num_cached_tokens` unless it was preempted before. Blocks that this step fills are cached at once
-        (`cache_blocks`): the next request of the queue may have the same prefix.
+        (`cache_blocks`), because the next request in the queue may have the same prefix.
 
         Args:
             request: WAITING or SWAPPED, in `waiting`.
@@ -160,7 +160,7 @@ class PrefixCachingScheduler(PagedScheduler):
         )
 
     def reset_prefix_cache(self) -> None:
-        """Drop every hash, as is needed when the model's weights change.
+        """Drop every hash, as is necessary when the model's weights change.
 
         Raises:
             ValueError: there is no prefix cache, or a request holds blocks. Nothing has changed.

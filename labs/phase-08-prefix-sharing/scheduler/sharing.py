@@ -1,9 +1,9 @@
 # Phase 8, prefix-sharing: your file. It stands in for minicache.scheduler.sharing.
 # Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
-"""Sharing: a request can be forked, and one that writes into a shared block gets a copy of it first.
+"""Sharing: a request can be forked, and a request that writes into a shared block gets a copy of it first.
 
-Phase 8 builds it, on prefix caching. A fork takes a request in the middle of its answer and gives it a child with the
-same blocks, for several answers to one prompt and for beam search (Kwon et al. 2023, §4.4). Pure standard library.
+Phase 8 builds it, on prefix caching. A fork gives a request in decode a child with the same blocks, for several answers
+to one prompt and for beam search (Kwon et al. 2023, §4.4). Pure standard library.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from minicache.scheduler.prefix_caching import PrefixCachingOptions, PrefixCachi
 
 
 class SharingScheduler(PrefixCachingScheduler):
-    """Lets requests be forked, and copies shared blocks before they are written.
+    """Forks requests, and copies shared blocks before they are written.
 
     `fork_request` gives a request a child, which shares its blocks. A request that would write into a block with
-    another reference gets a copy of it first: `blocks_to_copy`. The copy's block is counted among those that the
-    request is missing, so it is there before the step is scheduled. Forks need no prefix cache.
+    another reference gets a copy of it first (`blocks_to_copy`). The copy's block counts as one that the
+    request is missing, so it is available before the step is scheduled. Forks need no prefix cache.
 
     Arguments and errors are `PrefixCachingScheduler`'s.
     """
@@ -37,9 +37,9 @@ class SharingScheduler(PrefixCachingScheduler):
     def fork_request(
         self, request_id: RequestId, child_id: RequestId, output_token_ids: Sequence[int] | None = None
     ) -> Request:
-        """Give a request a child, which goes on by itself from here. To be called between two steps.
+        """Give a request a child, which continues separately. Call it between two steps.
 
-        The child has the same prompt and options (`Request.child`). It is registered as any request is (`register`),
+        The child has the same prompt and options (`Request.child`). It is registered like any request (`register`),
         but is not queued: it is RUNNING, and shares blocks with its parent (`share_blocks`). It counts as having
         arrived with its parent (`arrival_index`), and is the n-th fork of this scheduler (`fork_index` n, from 1); so
         `priority_key` puts it behind its siblings in the batch.
@@ -47,9 +47,9 @@ class SharingScheduler(PrefixCachingScheduler):
         Args:
             request_id: the parent: in the batch, with at least one token of output.
             child_id: the child's id.
-            output_token_ids: what the child has generated: fewer tokens than max_tokens, and with the prompt fewer than
-                the scheduler's max_model_len, if there is one: at either it would have finished. They may be any,
-                [] too. None: the same as the parent's.
+            output_token_ids: the child's output: fewer tokens than max_tokens, and with the prompt fewer than
+                the scheduler's max_model_len, if it has one: at either limit it would have finished. Any tokens are
+                allowed, and so is []. None: the same as the parent's.
 
         Returns:
             The child.
@@ -63,15 +63,15 @@ class SharingScheduler(PrefixCachingScheduler):
         )
 
     def share_blocks(self, parent: Request, child: Request) -> None:
-        """Share with a child the parent's blocks that hold computed tokens which both have.
+        """Share with a child the parent's blocks that hold computed tokens of both.
 
-        Both have the prompt, and the outputs up to the first difference. Those of them that the parent has computed
+        Both have the prompt, and the outputs up to the first difference. Those that the parent has computed
         count as computed for the child too (`num_computed_tokens`), except the child's last token: one is always left
-        to compute. The last shared block may be half full: the next request to write into it gets a copy
+        to compute. The last shared block may be partly filled: the next request to write into it gets a copy
         (`_may_share_tails` is True from now on).
 
         One exception: if the parent has since filled that last block with tokens that the child does not have, it is
-        not shared, and the child computes from its beginning on. The block may be cached under the parent's tokens, and
+        not shared, and the child computes from its start on. The block may be cached under the parent's tokens, and
         once the parent has finished, the child would write its own into it.
 
         Args:
@@ -83,10 +83,10 @@ class SharingScheduler(PrefixCachingScheduler):
         )
 
     def blocks_missing(self, request: Request) -> int:
-        """As `PagedScheduler.blocks_missing`, and one for each block that must be copied before it is written.
+        """As `PagedScheduler.blocks_missing`, plus one for each block that must be copied before it is written.
 
-        Looking for these (`written_and_shared`) takes time on every token. It is skipped while `_may_share_tails` is
-        False: that is True from a fork on until the batch is empty.
+        Finding these (`written_and_shared`) takes time for every token. It is skipped while `_may_share_tails` is
+        False. The flag is True from a fork on until the batch is empty.
         """
         raise NotImplementedError(
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
@@ -95,7 +95,7 @@ class SharingScheduler(PrefixCachingScheduler):
     def written_and_shared(self, request: Request) -> list[int]:
         """Indices of the request's blocks that its next tokens are written into and that have other references.
 
-        Its next tokens are all that are not computed: what lies before `num_computed_tokens` is only read.
+        Its next tokens are all uncomputed ones: positions before `num_computed_tokens` are only read.
 
         Returns:
             Indices in `request.block_ids`, rising.
@@ -107,19 +107,19 @@ class SharingScheduler(PrefixCachingScheduler):
     def grow(self, request: Request, output: SchedulerOutput) -> None:
         """As `PagedScheduler.grow`; but shared blocks that the step writes into are replaced by copies first.
 
-        They are looked for (`copy_on_write`) only while `_may_share_tails` is True, as in `blocks_missing`.
+        `copy_on_write` is called only while `_may_share_tails` is True, as in `blocks_missing`.
         """
         raise NotImplementedError(
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
 
     def copy_on_write(self, request: Request, output: SchedulerOutput) -> None:
-        """Replace each shared block that the request writes into by a new one of its own, and have it copied.
+        """Replace each shared block that the request writes into by a new one, and have it copied.
 
         The request gives up its reference to the old one; the others keep theirs.
 
         Args:
-            request: in the batch; so many blocks are free.
+            request: in the batch; enough blocks are free.
             output: the step so far. `blocks_to_copy` gets a pair (source block, target block) for each.
         """
         raise NotImplementedError(

@@ -1,6 +1,6 @@
-"""Beam search on an engine: each beam is a request of its own, and `BeamSearch` decides which of them go on.
+"""Beam search on an engine: each beam is a separate request, and `BeamSearch` decides which of them continue.
 
-A beam with two continuations is forked, one with none is finished, and what beams have in common is in memory once
+A beam with two continuations is forked, one with none is finished, and common blocks are stored once
 (Kwon et al. 2023, §4.4). No phase builds this module; the decisions are phase 8's (`minicache.engine.beam`).
 """
 
@@ -30,8 +30,8 @@ class _Search:
     Attributes:
         prompt: its tokens.
         requests: one for each of `search.beams`.
-        candidates: of each beam, once its logits are there. While a preempted beam has none, the others run ahead by
-            tokens that may be thrown away.
+        candidates: of each beam, once its logits are available. While a preempted beam has none, the others run ahead
+            by tokens that may be discarded.
     """
 
     prompt: list[int]
@@ -45,7 +45,7 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
 
     Args:
         llm: an engine without requests. With a scheduler that forks ("chunked", or `prefix_caching=True` with "paged"
-            or "fair") beams share what they have in common; with another, each computes all of its own.
+            or "fair") beams share their common blocks; with another, each computes all of its tokens.
         prompts: texts, or lists of token ids.
         params: how to search.
 
@@ -63,7 +63,7 @@ def beam_search(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -
     if not isinstance(params, BeamSearchParams):
         raise TypeError(f"params must be BeamSearchParams; got {params!r}")
     if llm.has_unfinished:
-        raise ValueError("beam search needs an engine of its own: this one has unfinished requests")
+        raise ValueError("beam search needs an engine without requests: this one has unfinished requests")
     run = _Run(llm, params, prompts)
     try:
         run.finish()
@@ -133,7 +133,7 @@ class _Run:
                     length = len(each.search.beams[0].token_ids)
                     steps = each.search.advance(cast("list[list[tuple[int, float]]]", each.candidates))
                     decided.append((each, parents, steps))
-                    for step in reversed(steps):  # a parent's request goes on as the first of its children
+                    for step in reversed(steps):  # a parent's request continues as the first of its children
                         request = parents[step.parent]
                         # Not if it has run ahead while another beam was preempted.
                         if request.request_id in token_ids and request.num_tokens == len(each.prompt) + length:
@@ -178,7 +178,7 @@ class _Run:
     def go_on(self, each: _Search, parents: list[Request], steps: list[Step]) -> None:
         """Have the next beams computed: by their parents' requests, by forks of these, or by new requests."""
         wanted = [[*each.prompt, *beam.token_ids] for beam in each.search.beams]
-        claimed: dict[int, Request] = {}  # beam → the parent's request, which goes on as that beam
+        claimed: dict[int, Request] = {}  # beam → the parent's request, which continues as that beam
         for index, step in enumerate(steps):
             request = parents[step.parent]
             has_its_tokens = request.token_ids(0, request.num_tokens) == wanted[index]
@@ -213,7 +213,7 @@ class _Run:
         return request
 
     def drop(self, request: Request) -> None:
-        """Finish the request of a beam that does not go on."""
+        """Finish the request of a beam that does not continue."""
         self.unfinished.pop(request.request_id, None)
         self.llm.abort_request(request.request_id)
 

@@ -3,8 +3,8 @@
 The scheduler reserves the draft tokens' slots (`minicache.scheduler.speculative`). An n-gram drafter proposes them
 while the step is scheduled. A draft model, a smaller model over the same blocks, fills them in afterwards. Then the
 model runs once, over each request's newest token and its draft tokens, and gives logits for all of them; `verify`,
-phase 9's, says what each request gains. Draft tokens decide how fast an answer comes, never what it is. No phase builds
-this module.
+phase 9's, returns the tokens that each request gains. Draft tokens change the speed of an answer, never its tokens. No
+phase builds this module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SpeculativeConfig:
             take as many tokens.
         num_speculative_tokens: k, the most draft tokens of a request in one step, ≥ 1. A scheduler that is given has
             its own.
-        prompt_lookup_max: of "ngram", the longest ending that is looked for, in tokens, ≥ 1.
+        prompt_lookup_max: for "ngram", the longest ending to search for, in tokens, ≥ 1.
 
     Raises:
         TypeError: a number is not an int.
@@ -67,11 +67,11 @@ class SpeculativeConfig:
 
 
 Speculative = str | Path | Model | SpeculativeConfig | None
-"""What an engine is asked for: a config, or the `model` of one; None: no speculation."""
+"""An engine's argument: a config, or the `model` of one; None: no speculation."""
 
 
 def load_speculative(speculative: Speculative, target: Model) -> SpeculativeConfig | None:
-    """The config that an engine was asked for, its draft model loaded.
+    """The config of an engine, with its draft model loaded.
 
     Args:
         speculative: as above. A draft model that is loaded gets the target's dtype and device.
@@ -99,7 +99,7 @@ def load_speculative(speculative: Speculative, target: Model) -> SpeculativeConf
 
 
 def share_of_target(config: SpeculativeConfig | None, target: Model, kv_cache_dtype: str | None) -> float:
-    """What part of the memory for keys and values is the target's: a draft model has as many blocks."""
+    """The target's share of the memory for keys and values: a draft model has as many blocks."""
     if config is None or isinstance(config.model, str | Path):
         return 1.0
     sizes = [kv_token_nbytes(model, kv_cache_dtype) for model in (target, config.model)]
@@ -113,9 +113,9 @@ class StepDrafter(Protocol):
         """As `minicache.scheduler.speculative.Propose`."""
 
     def fill(self, output: SchedulerOutput) -> None:
-        """Put tokens into the slots that were reserved: into the lists of `output.draft_token_ids`.
+        """Put tokens into the reserved slots: into the lists of `output.draft_token_ids`.
 
-        Called for every step, before the model runs: a draft model must also follow what has no draft tokens.
+        Called for every step, before the model runs: a draft model must also run on requests without draft tokens.
         """
 
 
@@ -130,7 +130,7 @@ class TextDrafter:
         self._drafter = NgramDrafter(max_ngram)
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
-        """What followed the end of the text at its previous occurrence."""
+        """The tokens that followed the end of the text at its previous occurrence."""
         return self._drafter.draft([*request.prompt_token_ids, *request.output_token_ids], num_tokens)
 
     def fill(self, output: SchedulerOutput) -> None:
@@ -140,14 +140,14 @@ class TextDrafter:
 class DraftModel:
     """Draft tokens from a smaller model, which keeps its keys and values in the blocks of the same ids.
 
-    In each step it first runs over all tokens that it has not seen: prompts, chunk by chunk with the model, and of a
-    request in decode the newest token and what was accepted of its last draft tokens. That gives the first draft token
+    In each step it first runs over all tokens that it has not seen: prompts, chunk by chunk with the model, and for a
+    request in decode the newest token and the accepted ones of its last draft tokens. That gives the first draft token
     of each request. Then it runs on one token of each request at a time, k − 1 times. Blocks are copied and swapped as
-    the model's are. Where it has missed something, its draft tokens are worse, and nothing else happens.
+    the model's are. Errors in its cache only make its draft tokens worse.
 
-    For a request with temperature 0 a draft token is the likeliest. Otherwise it is drawn from the draft model's own
-    distribution, with the very random numbers that the request's sampler is going to draw with: so both tend to pick
-    the same token, and the sampler's are not used up (Daliri, Musco and Suresh 2024).
+    For a request with temperature 0 a draft token is the likeliest. Otherwise it is drawn from the draft model's
+    distribution, with the random numbers that the request's sampler will draw next, without consuming them: so both
+    tend to pick the same token (Daliri, Musco and Suresh 2024).
 
     Args:
         model: the draft model.
@@ -216,7 +216,7 @@ class DraftModel:
 
 
 class _View:
-    """Some tokens of a request as a step's work: what runners read of a `Request`, for another model than its own."""
+    """Some tokens of a request as a step's work: the attributes that runners read of a `Request`, for a draft model."""
 
     __slots__ = ("block_ids", "draft_token_ids", "end", "num_computed_tokens", "request", "token_ids")
 
@@ -225,12 +225,12 @@ class _View:
         self.block_ids = request.block_ids
         self.num_computed_tokens = start
         self.end = end
-        self.draft_token_ids = ()  # of which logits are wanted
+        self.draft_token_ids = ()  # whose logits are needed
         self.token_ids = request.token_ids
 
 
 def lookahead(sampler: TokenSampler) -> TokenSampler:
-    """A sampler that draws what this one is going to draw. This one stays as it is."""
+    """A copy of a sampler, which makes the same next draws. The sampler itself does not change."""
     other = copy(sampler)
     if sampler.generator is not None:
         other.generator = sampler.generator.clone_state()
@@ -284,9 +284,9 @@ class EagerRunner:
 class SpeculativeRunner:
     """Runs an engine's steps with draft tokens: a `ModelRunner` in front of the one that runs the model.
 
-    `run_model` has the draft tokens filled in, runs the model, and tells the scheduler what was accepted
+    `run_model` has the draft tokens filled in, runs the model, and passes the accepted tokens to the scheduler
     (`SpeculativeScheduler.accept`). To the engine's loop the step then looks as if it had computed accepted tokens
-    only: it picks a token for each request, which `pick_tokens` knows already, and commits it.
+    only: it picks a token for each request, which `pick_tokens` has already, and commits it.
 
     Args:
         runner: runs the model.
@@ -355,7 +355,7 @@ class SpeculativeRunner:
         for at, row in enumerate(rows):
             if row in self._picked:
                 tokens[at], drawn = self._picked[row]
-                samplers[at].generator = drawn.generator  # what it has looked ahead is drawn
+                samplers[at].generator = drawn.generator  # consume the draws that were looked ahead
         if others:
             picked = pick_tokens(logits[[rows[at] for at in others]], [samplers[at] for at in others])
             for at, token in zip(others, picked, strict=True):

@@ -1,14 +1,14 @@
 """Speculative decoding: propose the next tokens cheaply, and have the model verify them in one forward pass.
 
-Phase 9 builds its second half. A decode step reads all weights for one token. A forward pass over the newest token and
-k draft tokens behind it reads them once too, and says for each draft token what the model itself picks there. Those
-that the model picks too are accepted; the first that it does not is replaced by the model's own. So the tokens are
-those of decoding without draft tokens, in fewer passes (Leviathan et al. 2023).
+Phase 9 builds it. A decode step reads all weights for one token. A forward pass over the newest token and
+k draft tokens after it also reads them once, and gives the model's own token at each position. Draft tokens
+that equal it are accepted; the first that differs is replaced by the model's own. So the tokens are
+those of decoding without draft tokens, in fewer forward passes (Leviathan et al. 2023).
 
-An engine does so for a whole batch in one ragged step: `rows_to_verify` says which rows of logits it needs, `verify`
-what each request gains. The rest, from the drafts to the blocks that rejected ones took, is
-`minicache.engine.speculation`'s. The draft tokens come from the text itself: what followed the last few tokens at their
-previous occurrence (prompt lookup; Saxena 2023).
+An engine does this for a whole batch in one ragged step: `rows_to_verify` returns the rows of logits that it needs,
+`verify` the tokens that each request gains. The rest, from the drafts to the blocks of rejected ones, is in
+`minicache.engine.speculation`. The draft tokens come from the text itself: those that followed the last few tokens at
+their previous occurrence (prompt lookup; Saxena 2023).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from minicache.errors import require_count
 
 
 class NgramDrafter:
-    """Proposes that what followed the last few tokens before follows them again.
+    """Proposes the tokens that followed the last few tokens at an earlier occurrence.
 
     Args:
-        max_ngram: the longest ending that is looked for, in tokens, ≥ 1; shorter ones are tried, down to one token.
+        max_ngram: the longest ending to search for, in tokens, ≥ 1; shorter ones are tried, down to one token.
 
     Raises:
         TypeError: `max_ngram` is not an int.
@@ -38,15 +38,15 @@ class NgramDrafter:
         self.max_ngram = max_ngram
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens behind the latest earlier occurrence of the longest ending of `token_ids`.
+        """The tokens after the latest earlier occurrence of the longest ending of `token_ids`.
 
-        Endings of max_ngram tokens are looked for first, then shorter ones, down to the last token alone. The first
-        length that occurs anywhere earlier decides, even if few tokens follow there. An earlier occurrence may overlap
-        the ending, but is not the ending itself. All of the text is searched, however long. Takes time in proportion to
-        its length, and changes nothing.
+        An ending of max_ngram tokens is searched for first, then shorter ones, down to the last token alone. The first
+        length that occurs earlier decides, even if few tokens follow there. An earlier occurrence may overlap
+        the ending, but is not the ending itself. All of the text is searched, in time proportional to its length.
+        Changes nothing.
 
         Args:
-            token_ids: prompt and output so far; there may be none.
+            token_ids: prompt and output so far; may be empty.
             num_tokens: the most to propose, ≥ 0.
 
         Returns:
@@ -63,10 +63,10 @@ class NgramDrafter:
 
 
 def rows_to_verify(num_new_tokens: Sequence[int], num_drafts: Sequence[int]) -> list[int]:
-    """Which tokens of a ragged step the model has to give logits for: of each request the last 1 + k.
+    """The tokens of a ragged step whose logits are needed: the last 1 + k of each request.
 
-    Those are its newest token and the k draft tokens behind it. A request without draft tokens, in its prompt too, has
-    one: the last.
+    Those are its newest token and the k draft tokens after it. A request without draft tokens, in decode or in its
+    prompt, has one: its last token.
 
     Args:
         num_new_tokens: how many tokens each request brings, draft tokens included: 1 + k or more.
@@ -89,17 +89,17 @@ def rows_to_verify(num_new_tokens: Sequence[int], num_drafts: Sequence[int]) -> 
 def verify(logits: Tensor, drafts: Sequence[Sequence[int]], samplers: Sequence[TokenSampler]) -> list[list[int]]:
     """The tokens that a forward pass over draft tokens gives each request, each with its own sampler.
 
-    The first row of a request says what comes behind its newest token, the next one what comes behind its first draft
+    The first row of a request predicts the token after its newest token, the next row the token after its first draft
     token, and so on. A token is picked from the first row. If it is the first draft token, that is accepted, and the
-    second row says what comes next. The first token that is not the draft token of its place is the last, as is one
-    behind the last draft token: the rows after it belong to a text that is not this one.
+    next token is picked from the second row. The first token that differs from the draft token at its position is the
+    last, as is the one after the last draft token: later rows belong to a different text.
 
-    With temperature 0 the token of a row is the likeliest (`greedy`), so the tokens are those of greedy decoding. These
-    are found for all rows at once, however many requests there are: on a GPU every look at a number waits. Otherwise
-    the token is drawn (`TokenSampler.draw`), once for each token: the tokens are those that the sampler would draw
-    without draft tokens, from the same distribution. This is rejection sampling (Leviathan et al. 2023) for a draft
-    distribution q with all its mass on the draft token d: d is accepted with probability p(d) / q(d) = p(d); otherwise
-    the token comes from p − q where that is positive, which is p without d.
+    With temperature 0 the token of a row is the likeliest (`greedy`), so the tokens are those of greedy decoding. They
+    are computed for all rows at once, however many requests there are, because on a GPU each value read back waits for
+    the device. Otherwise the token is drawn (`TokenSampler.draw`), once for each token: the tokens are those that the
+    sampler would draw without draft tokens, from the same distribution. This is rejection sampling (Leviathan et al.
+    2023) for a draft distribution q with all its mass on the draft token d: d is accepted with probability
+    p(d) / q(d) = p(d); otherwise the token comes from p − q where that is positive, which is p without d.
 
     Nothing is picked from a row whose largest logit is NaN or infinite, nor from those after it.
 
@@ -113,7 +113,7 @@ def verify(logits: Tensor, drafts: Sequence[Sequence[int]], samplers: Sequence[T
         those before it; none at all if that is the first.
 
     Raises:
-        ValueError: not as many rows or samplers as the draft tokens ask for. Nothing was drawn.
+        ValueError: the number of rows or samplers does not match the draft tokens. Nothing was drawn.
     """
     if len(samplers) != len(drafts) or len(logits) != sum(map(len, drafts)) + len(drafts):
         raise ValueError(f"{len(drafts)} requests, {len(samplers)} samplers, {len(logits)} rows: 1 + k rows for each")

@@ -1,7 +1,7 @@
 """The auditor for schedulers that share blocks: which request may read a block, and which may write into it.
 
-It adds two rules to those of phase 6's `Auditor`, and knows forks. It trusts no hash: it keeps a record of its own of
-what every block holds, token by token, and compares. Given, not built. Pure standard library.
+It adds two rules to those of phase 6's `Auditor`, and supports forks. It trusts no hash: it keeps a separate record of
+every block's contents, token by token, and compares. Given, not built. Pure standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput
 
 Contents = tuple[str | None, str | None, tuple[int, ...]]
-"""What a full block holds: salt, adapter, and all tokens from the first of the sequence to the last of the block."""
+"""The contents of a full block: salt, adapter, and all tokens from the sequence's first to the block's last."""
 
 
 class SharingAuditor(Auditor):
@@ -23,16 +23,16 @@ class SharingAuditor(Auditor):
 
     | rule | after | holds |
     |---|---|---|
-    | found | `schedule` | found tokens lie in blocks that hold these very tokens, and at least one token is computed |
+    | found | `schedule` | found tokens lie in blocks that hold exactly these tokens; at least one token is computed |
     | writes | `schedule` | no request writes into a block that another one has; copies go where they are needed |
 
     One block may be written and read in the same step, by two requests: a request that joins the batch in that step may
-    find what the step computes. If that step fails, the recovery forgets what every block holds.
+    find what the step computes. If that step fails, the recovery drops the record of all blocks.
 
     The time that it takes grows with the tokens of unfinished requests.
 
     Attributes:
-        contents: block → what it holds, for full blocks that were computed while the auditor watched.
+        contents: block → its contents, for full blocks that were computed while the auditor watched.
         fresh: ids of the requests that joined the batch in the last step.
     """
 
@@ -42,7 +42,7 @@ class SharingAuditor(Auditor):
         self.fresh: set[RequestId] = set()
 
     def on_fork(self, scheduler: Scheduler, parent: Request, child: Request) -> None:
-        """Know the child from now on; all that it has must be its parent's."""
+        """Track the child from now on; its blocks and computed tokens must be its parent's."""
         shared = child.block_ids == parent.block_ids[: len(child.block_ids)]
         if not shared or child.num_computed_tokens > parent.num_computed_tokens:
             self.fail("found", f"{child!r} is forked from {parent!r}, and has other blocks or more tokens")
@@ -74,12 +74,12 @@ class SharingAuditor(Auditor):
         self._write(scheduler, output)
 
     def on_recover(self, scheduler: Scheduler) -> None:
-        """Audit the recovery: no block is known to hold anything."""
+        """Audit the recovery: the contents of all blocks are unknown."""
         super().on_recover(scheduler)
         self.contents.clear()
 
     def check_order(self, scheduler: Scheduler) -> None:
-        """Rule "order", with forks: siblings have one `arrival_index`, and may stand in any order.
+        """Rule "order", with forks: siblings have one `arrival_index`, and may be in any order.
 
         Raises:
             InvariantError: a request is ahead of one that arrived earlier.
@@ -89,9 +89,9 @@ class SharingAuditor(Auditor):
                 self.fail("order", f"{ahead!r} is ahead of {request!r}, which arrived before it")
 
     def check_found(self, scheduler: Scheduler) -> None:
-        """Rule "found": what an admitted request need not compute lies in its blocks, and is not all that it has.
+        """Rule "found": the found tokens of an admitted request lie in its blocks, and are not all of its tokens.
 
-        The notes are brought up to date: to the other rules, the tokens that were found were computed before.
+        The notes are updated: for the other rules, the found tokens count as computed before.
 
         Raises:
             InvariantError: it does not.
@@ -111,7 +111,7 @@ class SharingAuditor(Auditor):
             self.notes[request.request_id] = replace(note, num_computed_tokens=num_found)
 
     def check_copies(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Rule "writes", the copies: each goes from a block that a request had to the one that it has in its place.
+        """Rule "writes", the copies: each goes from a block that a request had to the block that replaced it.
 
         Raises:
             InvariantError: one does not.
@@ -145,7 +145,7 @@ class SharingAuditor(Auditor):
                         self.fail("writes", f"{request!r} writes into block {block_id}, which {other!r} has too")
 
     def _is_filled_now(self, scheduler: Scheduler, reader: Request, place: int) -> bool:
-        """Whether another request of the batch, which has the same tokens so far, is yet to fill this block."""
+        """Whether another request of the batch with the same tokens so far will fill this block."""
         end = (place + 1) * scheduler.pool.block_size
         block_id, wanted = reader.block_ids[place], _contents(reader, end)
         return any(
@@ -157,7 +157,7 @@ class SharingAuditor(Auditor):
         )
 
     def _write(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Note what the blocks hold when the step has been computed."""
+        """Record the blocks' contents after the step."""
         block_size = scheduler.pool.block_size
         for source, target in output.blocks_to_copy:
             self.contents.pop(target, None)

@@ -1,8 +1,8 @@
 """The auditor for schedulers that speculate: draft tokens cost no other request anything, and leave nothing behind.
 
-It adds a rule to those of `SharingAuditor`, and has the others see steps as they know them: when one is scheduled, as
-if the draft tokens had been generated; when it is committed, as if the accepted ones had been. Given, not built. Pure
-standard library.
+It adds a rule to those of `SharingAuditor`, and shows the other rules a step without speculation: when it is scheduled,
+as if the draft tokens had been generated; when it is committed, as if the accepted ones had been. Given, not built.
+Pure standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SpeculationAuditor(SharingAuditor):
     | rule | after | holds |
     |---|---|---|
     | drafts | `schedule` | only requests in decode have some, no more than can be output; none was preempted for them |
-    | drafts | the commit | no more are accepted than there were, and no request goes on behind a stop token |
+    | drafts | the commit | no more are accepted than there were, and no request continues after a stop token |
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ class SpeculationAuditor(SharingAuditor):
         block_size = scheduler.pool.block_size
         for request, num_tokens, num_drafts, block_ids in self._drafting:
             self._move_note(request, -num_drafts)
-            for block_id in block_ids[num_tokens // block_size :]:  # what draft tokens fill is not known yet
+            for block_id in block_ids[num_tokens // block_size :]:  # its contents are unknown until the commit
                 self.contents.pop(block_id, None)
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
-        """Audit the commit. Blocks that accepted tokens have filled are known from now on."""
+        """Audit the commit. Blocks that accepted tokens have filled are tracked from now on."""
         block_size, scheduled = scheduler.pool.block_size, output.num_scheduled_tokens
         for request, num_tokens, num_drafts, block_ids in self._drafting:
             note = self.notes.get(request.request_id)
@@ -64,7 +64,7 @@ class SpeculationAuditor(SharingAuditor):
             if not 0 <= num_accepted <= num_drafts:
                 self.fail("drafts", f"{request!r}: {num_accepted} of {num_drafts} draft tokens were accepted")
             if not request.ignore_eos and request.stop_token_ids.intersection(accepted):
-                self.fail("drafts", f"{request!r} goes on behind a stop token among {accepted}")
+                self.fail("drafts", f"{request!r} continues after a stop token among {accepted}")
             self._move_note(request, num_accepted)
             for place in range(num_tokens // block_size, (num_tokens + num_accepted) // block_size):
                 contents = request.cache_salt, request.adapter, tuple(request.token_ids(0, (place + 1) * block_size))
@@ -100,7 +100,7 @@ class SpeculationAuditor(SharingAuditor):
                 self.fail("drafts", f"{victim!r} is preempted, and draft tokens have {num_blocks} blocks")
 
     def _move_note(self, request: Request, num_outputs: int) -> None:
-        """Have the notes say that the request had so many output tokens more."""
+        """Change the request's number of output tokens in the notes by `num_outputs`."""
         if (note := self.notes.get(request.request_id)) is not None and note.request is request:
             moved = replace(note, num_output_tokens=note.num_output_tokens + num_outputs)
             self.notes[request.request_id] = moved

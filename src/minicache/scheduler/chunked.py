@@ -1,6 +1,6 @@
 """Chunked prefill: one token budget a step, and prompts that are computed in chunks while other requests decode.
 
-Phase 9 builds it, on the schedulers of phases 7 and 8. There are no two kinds of steps any more: every request has
+Phase 9 builds it, on the schedulers of phases 7 and 8. Prefill and decode are no longer separate: every request has
 computed some of its tokens, and the step computes as many more as the budget allows. So a long prompt never delays
 the requests in decode by more than one such step (Sarathi-Serve: Agrawal et al., OSDI 2024, §4). Pure standard
 library.
@@ -32,22 +32,22 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     """Spends a token budget of max_num_batched_tokens a step: first on the batch, in order, then on waiting requests.
 
     A request in decode takes one token of it, a request in its prompt as many as it has left to compute, but no more
-    than the budget has left. A request that gets only a part of its prompt computed stays in the batch, with the blocks
-    of that part, and goes on in the next step. So a prompt may be longer than max_num_batched_tokens.
+    than the budget has left. A request whose prompt is only partly computed stays in the batch, with the blocks
+    of that part, and continues in the next step. So a prompt may be longer than max_num_batched_tokens.
 
     **Admission** requires that the blocks of the whole prompt are free, though it allocates only those of the first
     chunk. Otherwise the first chunk of every waiting prompt could be admitted, and the batch would run out of blocks
     long before one of them has generated a token (vLLM's `scheduler_reserve_full_isl`).
 
     **The bound.** As with `FairScheduler`, of any STARVATION_BOUND + 1 admissions in a row one is of the request that
-    arrived first. There an admission is worth a token; here a request may be preempted before it has generated one, and
-    begin anew. If that happens while a later arrival stays in the batch, it is `protected`: no other is admitted until
-    it has generated a token. But the bound comes first: if another request arrived first of all that wait, and has been
-    bypassed STARVATION_BOUND times, that one is next.
+    arrived first. There each admission yields a token; here a request may be preempted before it has generated one,
+    and start again. If that happens while a later arrival stays in the batch, it is `protected`: no other is admitted
+    until it has generated a token. But the bound comes first: if another request arrived first of all waiting ones, and
+    has been bypassed STARVATION_BOUND times, that one is next.
 
     Args:
-        long_prefill_threshold: the most tokens of one request in one step, so that several prompts can advance side by
-            side; 0: as many as the budget has left.
+        long_prefill_threshold: the most tokens of one request in one step, which lets several prompts advance
+            together; 0: as many as the budget has left.
         reserve_full_prompt: admit a request only if the blocks of its whole prompt are free. False: those of its first
             chunk are enough.
         options: `FairSharingScheduler`'s.
@@ -104,7 +104,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         If no budget is left, the request is not in this step.
 
         Args:
-            request: of the batch, and not in the step yet.
+            request: in the batch, and not in the step yet.
             output: the step so far. The request goes to the end of `scheduled`, with its tokens in
                 `num_scheduled_tokens`.
         """
@@ -130,10 +130,10 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         return needed - (self.blocks_to_admit(request) - first_chunk)
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that a request must still get before its next chunk is computed, copies included.
+        """Blocks that a request still needs before its next chunk is computed, copies included.
 
         Those up to the end of the chunk, less those that it has; and while `_may_share_tails` is True, one for each of
-        `written_and_shared`, as in `SharingScheduler.blocks_missing`. None at all if the step has no token left for it:
+        `written_and_shared`, as in `SharingScheduler.blocks_missing`. 0 if the step has no token left for it, because
         it writes nothing.
         """
         num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
@@ -143,7 +143,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         missing = -(-(request.num_computed_tokens + num_new) // self.pool.block_size) - len(request.block_ids)
         return missing + len(self.written_and_shared(request)) if self._may_share_tails else missing
 
-    # The bound, where an admission is not worth a token
+    # The bound, where an admission may yield no token
 
     def schedule_running(self, output: SchedulerOutput) -> None:
         """As `SharingScheduler.schedule_running`; but first, protection ends if the request has gained its token."""
@@ -156,8 +156,8 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
 
         Returns:
             As `FairScheduler.head`, if no request is `protected`, or num_bypasses has reached STARVATION_BOUND: a
-            protected request may be admitted and preempted many times while an earlier one waits. Else the protected
-            one, if it waits and is compatible with the batch; None while it is in the batch, or not compatible.
+            protected request may be admitted and preempted many times while an earlier one waits. Otherwise the
+            protected one, if it waits and is compatible with the batch; None while it is in the batch or incompatible.
         """
         if self.protected is None or self.num_bypasses >= STARVATION_BOUND:
             return super().head()
@@ -165,11 +165,11 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         return self.protected if waits and self.is_compatible(self.protected) else None
 
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """As `FairSharingScheduler.preempt`; a request that a later arrival has kept from its token is `protected`.
+        """As `FairSharingScheduler.preempt`; a request that loses its token to a later arrival is `protected`.
 
-        It replaces the one that was, if three things hold: it has gained no token since its admission
-        (`has_gained_token`); a request that arrived after it is still in the batch; and it arrived first of all that
-        wait now.
+        It replaces the previous one, if three conditions hold: it has gained no token since its admission
+        (`has_gained_token`); a request that arrived after it is still in the batch; and it arrived first of all
+        requests that wait now.
 
         Args:
             request: the last of the batch.
@@ -184,7 +184,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
     def has_gained_token(self, request: Request) -> bool:
         """Whether a request is in the batch, and has generated a token since it was admitted.
 
-        Computed tokens do not count: one token short of the end of its prompt, a request may still be preempted.
+        Computed tokens do not count: a request may be preempted one token short of the end of its prompt.
         """
         has_gained = len(request.output_token_ids) > request.num_outputs_at_admission
         return has_gained and request.status is RequestStatus.RUNNING

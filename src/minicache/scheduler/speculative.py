@@ -1,7 +1,7 @@
-"""Speculation: a request in decode computes its newest token and draft tokens behind it, and keeps those accepted.
+"""Speculation: a request in decode computes its newest token and draft tokens after it, and keeps the accepted ones.
 
-The scheduler of phase 9 with one thing more. Draft tokens count in the token budget and take blocks, as vLLM's do; what
-the model rejects is given back before the step is committed, so between two steps everything is as without speculation.
+It extends the scheduler of phase 9. Draft tokens count in the token budget and take blocks, as vLLM's do; the blocks of
+rejected ones are returned before the step is committed, so between two steps the state is that without speculation.
 Pure standard library.
 """
 
@@ -69,23 +69,23 @@ class DraftStats:
 class SpeculativeScheduler(ChunkedPrefillScheduler):
     """`ChunkedPrefillScheduler`, in which requests in decode may also compute draft tokens.
 
-    A request of the batch with one token left to compute gets draft tokens behind it (`propose`), k at most. They are
-    `Request.draft_token_ids` until the step is over, are named in `SchedulerOutput.draft_token_ids`, and count in
+    A request of the batch with one token left to compute gets draft tokens after it (`propose`), k at most. They are
+    in `Request.draft_token_ids` until the step is over and in `SchedulerOutput.draft_token_ids`, and count in
     `num_scheduled_tokens` and in the token budget. There are fewer than k where
 
-    - the request's answer would be longer than max_tokens or max_model_len, even if one token less than 1 + k came;
-    - the budget is short: every later request of the batch can still compute a token (vLLM lets it go without);
+    - the request's output would exceed max_tokens or max_model_len if all of them were accepted;
+    - the budget is short: every later request of the batch can still compute a token (in vLLM it may not);
     - blocks are short: draft tokens take only free blocks that no request of the batch needs for its own tokens in this
       step. They never cause a preemption.
 
     A request that has just been admitted has none, and neither has one in its prompt.
 
-    **A step** is `schedule()`, the model, `accept()`, `update_from_output()`. `accept` is told what the model gave each
+    **A step** is `schedule()`, the model, `accept()`, `update_from_output()`. `accept` gets the tokens of each
     request with draft tokens. It records the accepted ones, corrects `num_scheduled_tokens` to the tokens whose KV
-    entries stay, gives back the blocks behind them, and returns what `update_from_output` must be given. Without it,
-    all draft tokens count as rejected. (vLLM counts scheduled tokens as computed at once, and goes back by the number
-    of rejected ones. Here they are counted at the commit.) If the step fails before its commit, `recover` takes the
-    accepted tokens back.
+    entries stay, returns the blocks after them to the pool, and returns the argument of `update_from_output`. Without
+    it, all draft tokens count as rejected. (vLLM counts scheduled tokens as computed at once, and subtracts the
+    rejected ones later. Here they are counted at the commit.) If the step fails before its commit, `recover` removes
+    the accepted tokens.
 
     The prefix cache never holds draft tokens: a block that accepted ones have filled is noted at the commit.
 
@@ -97,7 +97,7 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
     Attributes:
         num_speculative_tokens: as given.
         propose: as given; an engine replaces it by its own.
-        draft_stats: what was accepted so far.
+        draft_stats: acceptance so far.
 
     Raises:
         TypeError, ValueError: as `ChunkedPrefillScheduler`, or num_speculative_tokens is no int ≥ 1.
@@ -111,7 +111,7 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
         self.num_speculative_tokens = num_speculative_tokens
         self.propose = propose
         self.draft_stats = DraftStats()
-        self._missing: dict[RequestId, int] = {}  # blocks of the batch's own tokens, of requests that have had no turn
+        self._missing: dict[RequestId, int] = {}  # blocks of the batch's own tokens, of requests not yet scheduled
         self._num_missing = 0  # their sum
         self._is_accepted = False  # whether the outstanding step has had its `accept`
         self._accepted: list[tuple[Request, int]] = []  # what `accept` has recorded, and no commit has confirmed
@@ -181,19 +181,19 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
     # After the model
 
     def accept(self, output: SchedulerOutput, tokens: Mapping[RequestId, Sequence[int]]) -> dict[RequestId, int]:
-        """Record the accepted draft tokens of a step, and give back what the rejected ones took.
+        """Record the accepted draft tokens of a step, and return the blocks of the rejected ones.
 
-        What a request was given is cut behind its first stop token (unless it ignores them); the limits on its length
-        cannot be exceeded. All but the last then go to the end of its output_token_ids, and
-        `output.num_scheduled_tokens` becomes their number: the newest token, and the accepted ones that stay. Blocks
-        behind these are freed, the last one first. The last is not recorded: `update_from_output` is to be given it.
+        A request's tokens are cut after its first stop token (unless it ignores them); they cannot exceed its length
+        limits. All but the last are appended to its output_token_ids, and `output.num_scheduled_tokens` becomes the
+        number of KV entries that stay: the newest token's and the accepted ones'. Later blocks are freed, the last one
+        first. The last token is not recorded: pass it to `update_from_output`.
 
-        To be called once, between the model and `update_from_output`.
+        Call it once, between the model and `update_from_output`.
 
         Args:
-            output: what the last `schedule()` returned.
-            tokens: id → what the model generated for a request of `output.draft_token_ids`: the accepted draft tokens,
-                then one of its own, 1 … 1 + k tokens. A request that is left out, or has none, keeps no draft token.
+            output: the return value of the last `schedule()`.
+            tokens: id → the tokens of a request of `output.draft_token_ids`: the accepted draft tokens, then the
+                model's own, 1 … 1 + k tokens. A request that is left out, or has none, keeps no draft token.
 
         Returns:
             id → the last token, of each request that was given any, in batch order.

@@ -106,7 +106,7 @@ nb.cells(found, "broken scheduler", "test", rows=names, legend=OUTCOMES)
 
 # %% [markdown]
 # A bug that breaks a broad guarantee may be found by more than one test: scheduler 4 also finishes a request for lack of
-# capacity. This is no error of test 7. To expose a *right* scheduler would be one.
+# capacity. That is no fault of test 7. Exposing a *correct* scheduler would be one.
 #
 # ## 3. The thrash
 #

@@ -246,37 +246,37 @@ FP32_DOT = {"DOT_DTYPE": tl.float32, "num_stages": 1}
 RUNGS = (
     Rung(
         "token by token",
-        "One program a query head, one token at a time: a load has to arrive before the next is asked for.",
+        "One program per query head, one token at a time: each load has to arrive before the next is issued.",
         lambda work: work.nbytes(work.group),
         lambda work: launch_naive(token_by_token_kernel, work),
     ),
     Rung(
         "block by block",
-        "A block's rows are one tile: as many bytes as before, but block_size rows of them under way at once.",
+        "A block's KV entries are one tile: as many bytes as before, but block_size entries of them in flight at once.",
         lambda work: work.nbytes(work.group),
         lambda work: launch_naive(block_by_block_kernel, work),
     ),
     Rung(
         "a group shares its rows",
-        "One program a key/value head: its query heads are rows of one product, so each key and value is read once.",
+        "One program per key/value head: its query heads are rows of one product, so each key and value is read once.",
         lambda work: work.nbytes(),
         lambda work: launch_packed(work, TILE=16, **FP32_DOT),
     ),
     Rung(
         "tiles of several blocks",
-        "A tile larger than a block: fewer rounds of the loop, more rows under way in each.",
+        "A tile larger than a block: fewer iterations of the loop, more entries in flight in each.",
         lambda work: work.nbytes(),
         lambda work: launch_packed(work, **FP32_DOT),
     ),
     Rung(
         "the matrix unit, tiles ahead",
-        "Products in half precision on the matrix unit, and the next tile is loaded while this one is computed on.",
+        "Products in half precision on the tensor cores, and the next tile is loaded while this one is computed on.",
         lambda work: work.nbytes(),
         launch_packed,
     ),
     Rung(
         "split-KV",
-        "Contexts cut into splits, so there are programs for all processors; partial results cost a few bytes.",
+        "Contexts cut into splits, to give every multiprocessor a program; partial results cost a few bytes.",
         lambda work: work.nbytes() + (work.nbytes_of_splits() if work.num_splits > 1 else 0),
         lambda work: split_kv.paged_decode_attention(*work.paged, scale=work.scale, num_splits=work.num_splits),
     ),

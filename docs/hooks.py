@@ -76,7 +76,7 @@ def rendered(notebook: Path, spanish: str | None = None) -> dict[str, str | byte
 
 
 def palette_css() -> str:
-    """`minicache.palette` as CSS variables, so that the site has no colour of its own for these roles."""
+    """`minicache.palette` as CSS variables, so the site has no colour of its own for these roles."""
     return _scheme_css("light", ':root, [data-md-color-scheme="default"]') + _scheme_css(
         "dark", '[data-md-color-scheme="slate"]'
     )
@@ -91,7 +91,7 @@ def _scheme_css(scheme: Scheme, selector: str) -> str:
 
 
 def mark_svg() -> str:
-    """The logo and favicon: two rows of a KV cache, prompt, generated and free blocks."""
+    """The logo and favicon: six blocks: prompt, generated and free blocks."""
     rows = (("prompt", "prompt", "generated"), ("generated", "shared", "free"))
     blocks = "".join(
         f'<rect x="{5 + 19 * column}" y="{14 + 20 * row}" width="16" height="17" rx="3" fill="{PALETTE[role].dark}"/>'

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Phase 0: the arithmetic at work
 #
-# Why does a GPU that can do 312 trillion operations a second generate fewer than 100 tokens a second for one user? And
-# how many can it generate for many users? The picture below answers this for one model on one card, with fifteen small
-# functions. By the end of this notebook you can explain where each line starts, where it bends, and where it becomes
-# impossible.
+# Why does a GPU that can do 312 trillion operations a second generate fewer than 130 tokens a second for one user? And
+# how many can it generate for many users? The picture below answers this for one model on one card; fifteen small
+# functions computed it. By the end of this notebook you can explain where each line starts, where it bends, and where
+# it becomes impossible.
 
 # %% alt="Tokens per second against batch size, both doubling, for Llama-3-8B on an A100-80GB, one line per context length. All start near 120 tokens per second. With 128 tokens of context the line rises to 20,000 at a batch of 256 and is flat from there; with 16,384 tokens it flattens below 1,000."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -108,9 +108,9 @@ nb.check(factor, in_int8 / in_bfloat16, within=0.02)
 # %% [markdown]
 # ## 3. What does a batch cost, and what does it gain?
 #
-# The first picture again, against the time of a step instead of the batch: each mark doubles the batch. A user waits
-# for the time of a step (further left is better for the user); all users together get tokens per second (higher is
-# better for the operator).
+# The first picture again, against the time of a step instead of the batch size: from one mark to the next, the batch
+# doubles. A user waits for the time of a step (further left is better for the user); all users together get tokens per
+# second (higher is better for the operator).
 
 # %% alt="Tokens per second against milliseconds per step for Llama-3-8B on an A100-80GB, one line per context length. With 128 tokens of context the line rises steeply from 120 tokens per second: a batch of 128 takes an eighth longer than one of 1. With 16,384 tokens it bends over early: bigger batches cost time and earn little."
 milliseconds = {
@@ -151,9 +151,8 @@ words = ("tokens of context", "break-even batch")
 nb.lines(reached, break_even, *words, marks=False, legend="Llama-3-70B on", **axes)
 
 # %% [markdown]
-# **Question 4.** Grouped queries were invented to save memory. What do they do here? Give the break-even batch of
-# Llama-3-70B on an H200 at 512 tokens if it had a key and a value for each of its 64 query heads: a number, or 0 for
-# "never".
+# **Question 4.** Grouped queries save memory. What else do they do? Give the break-even batch of Llama-3-70B on an H200
+# at 512 tokens if it had a key and a value for each of its 64 query heads: a number, or 0 for "never".
 
 # %%
 without_groups = None
@@ -171,8 +170,8 @@ nb.check(without_groups, batch, within=0.02)
 # ## 5. Where is the roof of your own machine?
 #
 # Two quick measurements: how fast a large array is copied (each byte is read and written), and how fast a matrix
-# product is computed. They make an `Accelerator` like the others. Run the cell twice: other programs use the memory
-# too.
+# product is computed. Together they make an `Accelerator` like the others. Run the cell twice: other programs use the
+# memory too.
 
 # %%
 import numpy as np

@@ -137,7 +137,8 @@ nb.check(bytes_never_used, cache.nbytes - cache.nbytes_used)
 # %% [markdown]
 # ## 4. What still grows: KV entries read
 #
-# A step computes one position, and its attention reads all KV entries. The cache below counts them, as rows of keys.
+# A step computes one position, and its attention reads all KV entries. The cache below counts them: an
+# entry is one row of the keys that `read` returns.
 
 
 # %%
@@ -210,7 +211,7 @@ for panel, num_new in zip(panels, (6, 3, 1)):
 #
 # Sequences of 200, 1,500 and 60 tokens go into one dense batch, padded to the longest.
 #
-# **Question 4.** How many rows of each layer are padding? And with blocks of 16 slots, how many slots of the allocated
+# **Question 4.** How many slots of each layer are padding? And with blocks of 16 slots, how many slots of the allocated
 # blocks would hold no token?
 
 # %%
@@ -230,8 +231,8 @@ nb.check(rows_lost_to_blocks, sum(-length % 16 for length in lengths))
 # With a cache, one sequence's token takes about as long at position 256 as at position 1. What if 32 sequences decode
 # together: does a step take 32 times as long? Phase 0 has the argument, for a GPU.
 #
-# Choose a context and batch sizes. **Write down what the cost of one token will be in the largest batch, as a part of
-# its cost alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
+# Choose a context and batch sizes. **Write down what the cost of one token will be in the largest batch, as a
+# fraction of its cost alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
 
 # %% alt="Milliseconds per token against the batch size, both doubling. With the KV cache a token of a larger batch costs far less than one alone; with full recomputation the curve lies higher and flattens early."
 YOUR_CONTEXT = 64

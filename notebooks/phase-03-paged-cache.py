@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Phase 3: the paged cache at work
 #
-# How much memory does a text of 120 tokens need? A dense cache reserves for the longest text that may come, a paged cache
-# takes a block when it needs one. Below, one model writes the same text with both. This notebook looks at what the
-# blocks save when many sequences share them, what the model notices (nothing), and what reading through a table costs.
+# How much memory does a text of 120 tokens need? A dense cache reserves memory for the longest possible text; a paged
+# cache allocates a block when it needs one. Below, one model generates the same text with both. This notebook measures
+# what blocks save when many sequences share a pool, checks that the tokens stay the same, and measures the cost of
+# reading through a table.
 
 # %% alt="KiB against tokens. The dense cache has 1,024 KiB reserved from the first token on; the blocks of the paged cache rise in steps of 32 KiB close above the bytes in use."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -37,15 +38,15 @@ look = {"roles": ("wasted", "end", "generated"), "marks": False}
 nb.lines(range(2, 122), kib, "tokens in the cache", "KiB", **look)
 
 # %% [markdown]
-# ## 1. The model does not notice
+# ## 1. The same tokens
 
 # %%
 assert tokens == expected
 print("The tokens are the same:", tokenizer.decode(tokens[:9]), "…")
 
 # %% [markdown]
-# **Question 1.** With 121 tokens in the cache and blocks of 16, how many bytes are taken and empty? A row of MiniGPT is
-# 2,048 bytes.
+# **Question 1.** With 121 tokens in the cache and blocks of 16, how many bytes are allocated and empty? A token of MiniGPT
+# takes 2,048 bytes.
 
 # %%
 bytes_taken_and_empty = None
@@ -56,9 +57,9 @@ nb.check(bytes_taken_and_empty, paged.nbytes_allocated - paged.nbytes_used)
 # %% [markdown]
 # ## 2. One pool, many sequences
 #
-# A memory of 512 blocks of 16 tokens, 8,192 in all. A sequence is admitted when its prompt fits and a block to spare is left
-# for each running one; it ends at a length that could not be known. Each step every sequence gets one token. If the pool is
-# short, the youngest sequence goes back to the queue (phase 6 does this properly).
+# A pool of 512 blocks of 16 tokens, 8,192 in total. A sequence is admitted when its prompt fits and one spare block is left
+# for each running sequence. Its final length is not known in advance. Each step gives every sequence one token. If the
+# pool has too few blocks, the newest sequence goes back to the queue (phase 6 does this properly).
 
 # %%
 import random
@@ -113,8 +114,8 @@ print(f"{sum(batch) / len(batch):.1f} sequences at once; dense, with 800 rows ea
 print(f"{evicted} times a sequence had to give its blocks back")
 
 # %% [markdown]
-# **Question 2.** 20 sequences are running. How many rows can be taken and empty at most, in blocks of 16? And in blocks
-# of 128?
+# **Question 2.** 20 sequences are running. How many slots can be allocated and empty at most, in blocks of 16? And in
+# blocks of 128?
 
 # %%
 at_most_with_16 = None
@@ -127,8 +128,8 @@ nb.check(at_most_with_128, 20 * (blocks_for(1, 128) * 128 - 1))
 # %% [markdown]
 # ## 3. First in, first out
 #
-# What happens to the contents of a block after it has been freed? Here a pool of 64, some of them in use. A block is freed;
-# how many allocations later is it handed out again?
+# How long do the contents of a freed block survive? Take a pool of 64 blocks, some of them in use, and free one. How many
+# allocations later is it used again?
 
 # %% alt="Allocations until a freed block is used again, against how many blocks are free: a straight line; the more blocks are free, the longer contents survive."
 lifetimes = []
@@ -149,7 +150,7 @@ names = ("other blocks that are free", "allocations until it is used again")
 nb.lines(range(1, 64), curves, *names, roles=("generated", "wasted"), marks=False)
 
 # %% [markdown]
-# How fast is the pool? One block taken and given back, as a decode step does now and then:
+# How fast is the pool? One block allocated and freed, many times:
 
 
 # %%
@@ -165,10 +166,10 @@ milliseconds = nb.fastest({"pairs": pairs}, repeats=3)["pairs"]
 print(f"{100_000 / milliseconds / 1e3:.2f} million pairs of allocate and free in a second")
 
 # %% [markdown]
-# ## 4. The size of a block, as memory sees it
+# ## 4. Block size and memory access
 #
-# The same 4,096 rows of one layer of Llama-3-8B (8 KV heads of 128, float32), gathered from blocks of 1 to 256 rows that
-# lie in random order.
+# The same 4,096 KV entries of one layer of Llama-3-8B (8 KV heads of 128, float32), gathered from blocks of 1 to 256 in
+# random order.
 
 # %% alt="Milliseconds to gather 4,096 rows against block size from 1 to 256, the sizes on a logarithmic axis: the curve is nearly flat, with at most a small difference between blocks of one row and the rest."
 from minicache import kernels
@@ -186,8 +187,8 @@ for size in (1, 16, 256):
     print(f"blocks of {size}: {milliseconds[size]:.2f} ms")
 
 # %% [markdown]
-# One row of eight heads is 4 KiB already, a page of memory: enough for the copy to run at full speed. On a CPU it is not
-# reading that needs larger blocks; it is the tables, and the work of filling them.
+# One entry of eight heads is already 4 KiB, enough for the copy to run at full speed. On a CPU, larger blocks do not make
+# reading faster; they make the tables shorter and cheaper to fill.
 #
 # **Question 3.** 64 sequences of 4,096 tokens: how many entries do their block tables have in all, with blocks of 1 and
 # of 16?
@@ -201,7 +202,7 @@ nb.check(entries_with_1, 64 * blocks_for(4096, 1))
 nb.check(entries_with_16, 64 * blocks_for(4096, 16))
 
 # %% [markdown]
-# ## 5. Ways to attend
+# ## 5. Methods of attention
 #
 # 32 sequences of 64 to 1,024 tokens, one new query each; 8 query heads, 2 KV heads, d = 64, blocks of 16.
 
@@ -223,8 +224,8 @@ padded_tables = [table.block_ids + [0] * (width - len(table.block_ids)) for tabl
 block_tables, context_lens = torch.tensor(padded_tables), torch.tensor(lengths)
 
 # %% [markdown]
-# The first three ways: the same rows without paging, sequence by sequence; `paged_decode_attention`, the kernel of task 7;
-# and a padded gather with a mask.
+# The first three methods: the same keys and values without paging, sequence by sequence; `paged_decode_attention`, the
+# function of task 7; and a padded gather with a mask.
 
 # %%
 import torch.nn.functional as F
@@ -258,7 +259,8 @@ def padded():
 
 
 # %% [markdown]
-# The fourth way gathers nothing: each block on its own, where it lies; then each sequence's partial results are merged.
+# The fourth method gathers nothing: it computes attention in each block separately, then merges each sequence's partial
+# results.
 
 # %%
 owner = torch.zeros(pool.num_blocks, dtype=torch.int64)  # of each block
@@ -299,7 +301,7 @@ nb.bars(
 )
 
 # %% [markdown]
-# **Question 4.** The padded way gathers keys for how many rows, padding included? And how many of them are tokens?
+# **Question 4.** For how many rows does the padded method gather keys, padding included? How many of them are tokens?
 # `lengths` and `width` are above.
 
 # %%
@@ -313,8 +315,8 @@ nb.check(rows_of_tokens, sum(lengths))
 # %% [markdown]
 # ## 6. The ragged step
 #
-# Three texts of different length, one model, one forward pass a step: first three prefills, then three decodes. The tokens
-# must be those that each text gets alone.
+# Three texts of different length, one model, one forward pass a step: first three prefills, then three decodes. Each text
+# must get the same tokens as alone.
 
 # %%
 from minicache.cache.paged import PagedStorage, RaggedStep
@@ -343,7 +345,7 @@ for text, answer in zip(texts, answers):
 print("Together or alone: the same tokens.")
 
 # %% [markdown]
-# **Question 5.** In the next step the three sequences decode, and a fourth comes with a prompt of 10 tokens, last in the
+# **Question 5.** In the next step the three sequences decode, and a fourth arrives with a prompt of 10 tokens, last in the
 # batch. What is `query_start_loc`, as a list?
 
 # %%
@@ -357,7 +359,7 @@ nb.check(query_start_loc, step.query_start_loc.tolist())
 # %% [markdown]
 # ## 7. Four answers to one prompt
 #
-# A prompt of 32 tokens in two full blocks. Four answers of 20 tokens each, once as four caches of their own, and once as
+# A prompt of 32 tokens in two full blocks. Four answers of 20 tokens each, first with four separate caches, then with
 # forks.
 #
 # **Question 6.** How many blocks of 16 are in use at the end, without and with sharing?
@@ -403,14 +405,15 @@ nb.check(blocks_with_sharing, blocks_in_use(share=True))
 
 # %% [markdown]
 # The prompt's two blocks were computed once and stored once. With a prompt of 40 tokens the third block would be
-# unfinished, and the forks could not go on: that is phase 8's copy-on-write.
+# unfinished, and the forks could not append. Phase 8 solves this with copy-on-write.
 #
 # ## Your experiment: which block size?
 #
-# Small blocks waste fewer rows and make longer tables. Which size would you choose for *your* texts?
+# Small blocks waste fewer slots and make longer tables. Which size would you choose for *your* texts?
 #
-# Give the lengths of the sequences that your server runs at once. **Write down the largest block size at which less than a
-# twentieth of the rows taken are empty**, then run the cell. Then try chats of 20 to 100 tokens, and documents of 8,000.
+# Enter the lengths of the sequences that your server runs at once. **Write down the largest block size at which less than
+# a twentieth of the allocated slots are empty**, then run the cell. Then try chats of 20 to 100 tokens, and documents of
+# 8,000.
 
 # %% alt="Two panels against block sizes from 1 to 256. Per cent of the rows taken that are empty rises from 0, reaching 5 per cent near 64 rows a block for sequences of 100 to 1,000 tokens; entries of all block tables halve with each doubling."
 YOUR_LENGTHS = [rng.randint(100, 1000) for _ in range(64)]
@@ -439,6 +442,6 @@ largest = max(size for size, percent in zip(sizes, percents) if percent < 5)
 print(f"less than 5 % empty up to blocks of {largest}; you predicted {YOUR_PREDICTION}")
 
 # %% [markdown]
-# **What to look for.** On average half of a last block is empty, whatever the length: (size − 1) / 2 rows a sequence. So the
-# share depends on the mean length alone: it reaches a twentieth where the block is about a tenth of the mean. The number
-# of sequences does not matter; try it.
+# **What to look for.** On average about half of a last block is empty, whatever the length: (size − 1) / 2 slots a
+# sequence. So the share depends only on the mean length: it reaches a twentieth when the block is about a tenth of the
+# mean. The number of sequences does not matter; try it.

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Phase 4: what the programs do
 #
-# A sequence of 37 tokens lies in five blocks of a cache, in any order. Which rows does a decode-attention kernel load, and
-# when? Below is every row that it touches, tile by tile. This notebook traces each kernel of the phase: rows, numbers and
-# bytes. There is no clock: in the interpreter times mean nothing.
+# A sequence of 37 tokens lies in five scattered blocks of a cache. Which KV entries does a decode attention kernel load, and
+# when? The plot below shows every slot that it touches, tile by tile. This notebook traces each kernel of the phase: slots,
+# numbers and bytes. It measures no times, which mean nothing in the interpreter.
 
-# %% alt="Three lines over the 64 rows of eight blocks: tile 0 loads blocks 5 and 1, tile 1 blocks 6 and 3, tile 2 the first five rows of block 0."
+# %% alt="Three lines over the 64 slots of eight blocks: tile 0 loads blocks 5 and 1, tile 1 blocks 6 and 3, tile 2 the first five slots of block 0."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 import os
@@ -22,7 +22,7 @@ torch.manual_seed(0)
 
 
 def rows_of(access, block_size):
-    """The rows of a cache that one access touches, counted through all blocks."""
+    """The slots that one access touches, counted through all blocks."""
     found = access.indices[~access.masked][:, :2].tolist()
     return {block * block_size + offset for block, offset in found}
 
@@ -32,7 +32,7 @@ def loads_of(log, tensor):
     return [each for each in log.accesses if each.tensor == tensor and each.kind == "load"]
 
 
-k_cache = torch.randn(8, 8, 1, 256)  # blocks, rows of a block, KV heads, numbers of a head
+k_cache = torch.randn(8, 8, 1, 256)  # blocks, slots of a block, KV heads, numbers of a head
 tables, lengths = torch.tensor([[5, 1, 6, 3, 0]]), torch.tensor([37])
 q = torch.randn(1, 4, 256)
 with trace(k_cache=k_cache) as log:
@@ -45,7 +45,7 @@ nb.rows_touched(tiles, 64, 8, "tile")
 # %% [markdown]
 # ## 1. Programs, lanes, masks
 #
-# Ten numbers doubled, four at a time. The tracer notes each load and each store.
+# This kernel doubles ten numbers, four at a time. The tracer records each load and each store.
 
 
 # %%
@@ -83,7 +83,7 @@ nb.check(num_programs, len(loads))
 nb.check(num_masked_lanes, sum(int(access.masked.sum()) for access in loads))
 
 # %% [markdown]
-# The same kernel without the mask on its load. On a GPU this reads memory of other tensors.
+# The same kernel without the mask on its load: on a GPU this reads other tensors' memory.
 
 
 # %%
@@ -104,7 +104,7 @@ except MemoryAccessError as error:
     print(error)
 
 # %% [markdown]
-# And the interpreter's worst trap: arithmetic in bfloat16 is wrong, without an error. Upcast right after the load.
+# The interpreter's worst trap: bfloat16 arithmetic is silently wrong. Upcast right after the load.
 
 
 # %%
@@ -124,9 +124,9 @@ for upcast in (False, True):
     print(f"1 + 2 + 3 + 4 in bfloat16, {name:12}: {total.item():g}")
 
 # %% [markdown]
-# ## 2. Store: rows into slots
+# ## 2. Store: keys into slots
 #
-# Four rows go to the slots 7, 12, 17 and nowhere, in a cache of six blocks of four.
+# Four keys go to the slots 7, 12, 17 and −1 (nowhere), in a cache of six blocks of four.
 
 # %%
 from minicache.kernels import store_kv
@@ -138,7 +138,7 @@ with trace(k_cache=k_cache) as log:
 print(log.draw("k_cache", "store"))
 
 # %% [markdown]
-# **Question 2.** Blocks of 16, block table (5, 1, 3). Into which slot goes the token at position 37?
+# **Question 2.** Blocks of 16, block table (5, 1, 3). Which slot holds the token at position 37?
 
 # %%
 slot_of_37 = None
@@ -152,22 +152,22 @@ gathered = gather_kv(numbers, block_table, 38, backend="triton")
 nb.check(slot_of_37, int(gathered[37].item()))
 
 # %% [markdown]
-# ## 3. Gather: two loads, one after the other
+# ## 3. Gather: two dependent loads
 #
-# 130 tokens in blocks of 16, in tiles of 64. Each line is a program, each column a row of the cache; blue ones are loaded.
+# 130 tokens in blocks of 16, in tiles of 64. Each line is a program, each column a slot of the cache; blue ones are loaded.
 
-# %% alt="Three lines over the 160 rows of ten blocks. The first program loads four whole blocks, the second four others, the third the first two rows of one more block; no block is loaded twice."
+# %% alt="Three lines over the 160 slots of ten blocks. The first program loads four whole blocks, the second four others, the third the first two slots of one more block; no block is loaded twice."
 cache, table = torch.zeros(10, 16, 1, 8), torch.tensor([5, 1, 8, 3, 0, 9, 2, 7, 4])
 with trace(cache=cache, block_table=table) as log:
     gather_kv(cache, table, 130, backend="triton")
 
 programs = [rows_of(load, block_size=16) for load in loads_of(log, "cache")]
 nb.rows_touched(programs, 160, 16, "program")
-print("rows loaded by each program:", [len(rows) for rows in programs])
+print("slots loaded by each program:", [len(rows) for rows in programs])
 
 # %% [markdown]
-# **Question 3.** Llama-3-8B has 8 KV heads of 128 numbers. Gathering 4,096 tokens of one layer in 16 bits, keys and values, and then
-# attending to the gathered copy: how many bytes are read or written? (Reading through the table would be 16,777,216.)
+# **Question 3.** Llama-3-8B has 8 KV heads of 128 numbers. You gather 4,096 tokens of one layer in 16 bits, keys and values, and
+# then attend to the copy. How many bytes are read or written? (Reading through the table would be 16,777,216.)
 
 # %%
 bytes_with_gather = None
@@ -179,7 +179,7 @@ nb.check(bytes_with_gather, 3 * rows_of_one_layer)  # read, written, read again
 # %% [markdown]
 # ## 4. The softmax in one pass
 #
-# Five rows with scores 0, ln 2, ln 4, 0, ln 8 and values 16, 0, 4, 16, 2. Their attention is 64 / 16 = 4. Tile by tile:
+# Five tokens with scores 0, ln 2, ln 4, 0, ln 8 and values 16, 0, 4, 16, 2. The attention output is 64 / 16 = 4. Tile by tile:
 
 
 # %%
@@ -190,7 +190,7 @@ values = [16.0, 0.0, 4.0, 16.0, 2.0]
 
 
 def online(tile, *, rescaling=True, show=False):
-    """Attention over the five rows, `tile` of them at a time."""
+    """Attention over the five tokens, `tile` of them at a time."""
     m, total, acc = -math.inf, 0.0, 0.0
     for start in range(0, 5, tile):
         x, v = scores[start : start + tile], values[start : start + tile]
@@ -202,25 +202,25 @@ def online(tile, *, rescaling=True, show=False):
         m = new_m
         if show:
             last = start + len(x) - 1
-            print(f"rows {start} … {last}: m = ln {math.exp(m):g}, l = {total:g}, acc = {acc:g}")
+            print(f"tokens {start} … {last}: m = ln {math.exp(m):g}, l = {total:g}, acc = {acc:g}")
     return acc / total
 
 
 print(f"result: {online(2, show=True):g}")
 
-# %% alt="The result against rows in a tile, 1 to 5: with the rescale it is 4 for every tile size; without it, it is 6.1, 4.8, 4.2, 4.7 and, with all five rows in one tile, 4."
+# %% alt="The result against tokens in a tile, 1 to 5: with the rescale it is 4 for every tile size; without it, it is 6.1, 4.8, 4.2, 4.7 and, with all five tokens in one tile, 4."
 sizes = range(1, 6)
 results = {
     "with the rescale": [online(size) for size in sizes],
     "without": [online(size, rescaling=False) for size in sizes],
 }
 look = {"roles": ("generated", "wasted"), "xticks": sizes}
-nb.lines(sizes, results, "rows in a tile", "result", **look)
+nb.lines(sizes, results, "tokens in a tile", "result", **look)
 print("without:", [round(result, 3) for result in results["without"]])
 
 # %% [markdown]
-# Without the rescale every tile size gives another number, all of them plausible. Now the kernel, with the same five rows in
-# blocks of two that lie in any order, and NaN in the unused row.
+# Without the rescale every tile size gives a different, plausible number. Now the kernel, with the same five tokens in
+# scattered blocks of two, and NaN in the unused slot.
 
 # %%
 from minicache.kernels.tracer import unused_rows
@@ -233,34 +233,34 @@ for position in range(5):
 k_cache[1, 1] = v_cache[1, 1] = math.nan
 q = torch.tensor([[[2.0, 0, 0, 0]]])
 tables, lengths = torch.tensor([[2, 0, 1]]), torch.tensor([5])
-five_rows = (q, k_cache, v_cache, tables, lengths)
+five_tokens = (q, k_cache, v_cache, tables, lengths)
 
 unused = {"k_cache": unused_rows(k_cache, tables, lengths)}
 with trace(k_cache=k_cache, forbid=unused) as log:
-    print(paged_decode_attention(*five_rows, num_splits=1, backend="triton")[0, 0, 0])
+    print(paged_decode_attention(*five_tokens, num_splits=1, backend="triton")[0, 0, 0])
 print(log.draw("k_cache"))
 
 # %% [markdown]
-# **Question 4.** With ALiBi and the slope ln 2, a key that is n positions before the query counts 1/2ⁿ of what it did. What
-# is the result? Exponentials and their sum can be worked out by hand; round to four decimal places.
+# **Question 4.** With ALiBi and the slope ln 2, the weight of a key n positions before the query is multiplied by 1/2ⁿ. What
+# is the result? Work out the exponentials and their sum by hand; round to four decimal places.
 
 # %%
 with_alibi = None
 
 # %%
 slope = torch.tensor([math.log(2)])
-got = paged_decode_attention(*five_rows, alibi_slopes=slope, num_splits=1, backend="triton")
+got = paged_decode_attention(*five_tokens, alibi_slopes=slope, num_splits=1, backend="triton")
 nb.check(with_alibi, round(got[0, 0, 0].item(), 4))
 
 # %% [markdown]
 # ## 5. Tiles over blocks
 #
-# Back to the first picture: 37 tokens in blocks of 8. A tile has 16 tokens when a row has 256 fp32 numbers, and so covers two
-# blocks. The third one has five tokens left; its other lanes are masked.
+# Back to the first plot: 37 tokens in blocks of 8. With 256 fp32 numbers per key a tile has 16 tokens, and so covers two
+# blocks. The third tile has five tokens left; its other lanes are masked.
 
 # %%
-print("rows loaded by each tile:", [len(rows) for rows in tiles])
-assert sum(map(len, tiles)) == len(set().union(*tiles)) == 37, "each row once, and no other"
+print("slots loaded by each tile:", [len(rows) for rows in tiles])
+assert sum(map(len, tiles)) == len(set().union(*tiles)) == 37, "each slot once, and no other"
 
 # %% [markdown]
 # ## 6. Split-KV
@@ -276,7 +276,7 @@ for num_splits in (2, 3, 8):
     print(f"{num_splits} splits: largest difference {(cut - whole).abs().max().item():.1e}")
 
 # %% [markdown]
-# **Question 5.** 70 tokens, 16 in a tile, 8 splits of whole tiles. How many of the splits have nothing to read?
+# **Question 5.** 70 tokens, 16 in a tile, 8 splits of whole tiles. How many of the splits are empty?
 
 # %%
 num_empty_splits = None
@@ -289,10 +289,10 @@ nb.check(num_empty_splits, 8 - len({load.program for load in loads_of(log, "k_ca
 # %% [markdown]
 # ## 7. Prefill: three sequences in one launch
 #
-# A brings 6 new tokens after 31 cached ones, B one after 19, C a whole prompt of 18. Eight query heads to a KV head: four
+# A has 6 new tokens after 31 cached ones, B one after 19, C a whole prompt of 18. With eight query heads per KV head, four
 # queries make a tile. How many keys does each tile load?
 
-# %% alt="Bars for the eight tiles that have work: A's two load 35 and 37 keys, B's one loads 20, C's five load 4, 8, 12, 16 and 18: a staircase."
+# %% alt="Bars for the eight tiles with queries: A's two load 35 and 37 keys, B's one loads 20, C's five load 4, 8, 12, 16 and 18: a staircase."
 from minicache.kernels import paged_prefill_attention
 
 lengths, starts = torch.tensor([37, 20, 18]), torch.tensor([0, 6, 7, 25])
@@ -309,8 +309,8 @@ bars = {f"{tile}: {name}": len(keys[tile]) for tile, name in zip(sorted(keys), s
 nb.bars(bars, "keys loaded", ylabel="tile of queries")
 
 # %% [markdown]
-# **Question 6.** How many programs were launched for it, including those that found nothing to do? 25 queries, 3 sequences,
-# one KV head.
+# **Question 6.** How many programs were launched, including those with no queries? There are 25 queries, 3 sequences and one
+# KV head.
 
 # %%
 num_launched = None
@@ -322,7 +322,7 @@ nb.check(num_launched, len(launched))  # each looks up its sequence: even an idl
 # %% [markdown]
 # ## 8. Precision
 #
-# Against the same attention in float64: the kernel, and PyTorch in the same dtype.
+# The error against the same attention in float64, for the kernel and for PyTorch in the same dtype.
 
 # %%
 tables, lengths = torch.tensor([[2, 0, 3]]), torch.tensor([45])
@@ -337,10 +337,10 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
         print(f"{dtype!s:15} {name:8} {(found - exact).abs().max().item():.1e}")
 
 # %% [markdown]
-# ## 9. One byte a number
+# ## 9. One byte per number
 #
-# A row, what the kernel stores of it, and what is read back. The last number is far smaller than the others: in int8 it takes
-# the steps of the largest one, in e4m3 it has its own.
+# A vector, what the kernel stores, and what is read back. The last number is far smaller than the others: in int8 its step is
+# set by the largest one, in e4m3 by its own magnitude.
 
 # %%
 row = torch.tensor([[[0.5, -1.27, 0.3, 0.013]]])
@@ -355,9 +355,9 @@ for dtype in (torch.int8, torch.float8_e4m3fn):
     print(f"{'':20} read back {back}")
 
 # %% [markdown]
-# How large is the error, relative to the size of the numbers? 256 rows of 128 normal numbers, a scale for each row, rounded to
-# integers of 2 to 8 bits and to e4m3; and the same rows with one number thirty times as large as the others, which is left
-# out of the error.
+# How large is the error, relative to the numbers? The next cell rounds 256 rows of 128 normally distributed numbers to integers
+# of 2 to 8 bits and to e4m3, with a scale per row, and then the same rows with one outlier thirty times as large, which the
+# error leaves out.
 
 # %%
 normal = torch.randn(256, 128)
@@ -389,8 +389,8 @@ nb.lines(
 )
 
 # %% [markdown]
-# **Question 7.** Llama-3-8B: 32 layers, 8 KV heads, d = 128. How many bytes does a token take in int8, with a scale in fp32
-# for each token and head, for its key and for its value?
+# **Question 7.** Llama-3-8B has 32 layers and 8 KV heads with d = 128. How many bytes does a token take in int8, with an fp32
+# scale per token and head, for its key and for its value?
 
 # %%
 bytes_a_token = None
@@ -403,9 +403,9 @@ nb.check(bytes_a_token, 32 * 2 * (k_cache.nbytes + k_scale.nbytes))
 # %% [markdown]
 # ## 10. Bytes
 #
-# Decode waits for bytes, so the bytes that a kernel asks for predict its time. The ladder's rungs, from the naive kernel up,
-# predict theirs by a formula; the tracer counts what they load and store. One sequence of 64 tokens, 4 query heads to a KV
-# head. The ladder is in `benchmarks/`, so this needs a clone of the repository.
+# Decode is memory-bound, so the bytes that a kernel requests predict its time. A formula predicts the bytes of each rung of the
+# ladder; the tracer counts what it loads and stores. One sequence of 64 tokens, 4 query heads per KV head. The ladder is in
+# `benchmarks/`, so this needs a clone of the repository.
 
 # %%
 import sys
@@ -419,7 +419,7 @@ else:
     print("There is no benchmarks/ here: the next cell does nothing. The others do not need it.")
 
 
-# %% alt="Bars of bytes for five rungs of the ladder: token by token and block by block ask for about 134,000 bytes, the three rungs in which a group shares its rows for about 35,000, near a quarter."
+# %% alt="Bars of bytes for five rungs of the ladder: token by token and block by block request about 134,000 bytes each, the three rungs in which a group shares its KV entries about 35,000, near a quarter."
 def count(run, work):
     """Bytes that a kernel's lanes loaded and stored, as traced: all numbers here have four."""
     with trace() as log:
@@ -440,7 +440,8 @@ if clone:
     nb.bars(counted, "bytes")
 
 # %% [markdown]
-# **Question 8.** With 8 query heads to a KV head instead of 4, by what factor would the first rungs read more rows than the others?
+# **Question 8.** With 8 query heads per KV head instead of 4, how many times as many KV entries would the first rungs read as the
+# others?
 
 # %%
 factor = None
@@ -449,8 +450,8 @@ factor = None
 nb.check(factor, 8)  # each query head reads for itself
 
 # %% [markdown]
-# What a GPU should make of these bytes is on the page *The ladder*: predicted. `make gpu` measures what a GPU makes of them,
-# and `notebooks/colab/gpu.ipynb` does so on a borrowed one:
+# The page *The ladder* predicts the times of these kernels on a GPU. `make gpu` measures them, and `notebooks/colab/gpu.ipynb`
+# does so on a borrowed GPU:
 
 # %%
 import json
@@ -467,11 +468,11 @@ if not results:
 # %% [markdown]
 # ## Your experiment: how many splits?
 #
-# One long sequence keeps one program busy and the rest of a GPU idle. Split-KV cuts it into `num_splits` parts of whole tiles,
-# and the launch takes as long as its longest part. From how many splits on is nothing gained?
+# One long sequence keeps one program busy and leaves the rest of a GPU idle. Split-KV cuts it into `num_splits` parts of whole
+# tiles, and the launch takes as long as its longest part. From how many splits on is nothing gained?
 #
-# Choose a length; a tile has 16 tokens. **Write down the smallest number of splits that makes the longest part as short as it
-# can be**, then run the cell. Is every larger number as good? Is there a number that is no better than a smaller one?
+# Choose a length; a tile has 16 tokens. **Write down the smallest number of splits that makes the longest part as short as
+# possible**, then run the cell. Is every larger number as good? Is there a number that is no better than a smaller one?
 
 # %% alt="Keys loaded by the longest split against the number of splits from 1 to 16, for 200 tokens. It falls in steps from 200 to 16; tokens divided by splits, a smooth curve, is below it."
 YOUR_NUM_TOKENS = 200
@@ -495,6 +496,6 @@ best = splits[longest.index(min(longest))]
 print(f"no shorter than with {best} splits; you predicted {YOUR_PREDICTION}")
 
 # %% [markdown]
-# **What to look for.** A split has whole tiles, so ⌈tiles / splits⌉ of them decide: 9 splits of 13 tiles are no better than 7.
-# What each split costs does not show here: its partial result has to be written, read again and merged. A real launch also
-# has other sequences to fill the GPU with; `num_splits=None` lets the kernel's own rule decide.
+# **What to look for.** A split has whole tiles, so the longest has ⌈tiles / splits⌉ of them: 9 splits of 13 tiles are no better
+# than 7. The cost of each split does not show here: its partial result is written, read again and merged. A real launch also
+# has other sequences to fill the GPU; `num_splits=None` leaves the choice to `choose_num_splits`.

@@ -2,8 +2,8 @@
 # # Phase 5: continuous batching at work
 #
 # Six requests share three batch slots. Static batching starts the next three when the longest of a batch has finished;
-# continuous batching fills a slot as soon as it is free. Which requests wait, and for how long? Below is every step of both.
-# This notebook counts what the difference is worth, in steps and on a clock, and why the tokens do not depend on it.
+# continuous batching fills a slot as soon as it is free. Which requests wait, and for how long? Below is every step of
+# both. This notebook measures the difference in steps and in seconds, and checks that the tokens do not depend on it.
 
 # %% alt="Two grids of six requests against steps. Static batching: D, E and F wait for 8 steps, and the last ends after 14. Continuous batching: D waits for 3 steps, E and F for 5, and the last ends after 11."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -41,7 +41,7 @@ show(SIX, 3)
 # %% [markdown]
 # ## 1. Two grids
 #
-# A row is a request, a column is a step. Yellow is a prefill, blue a decode, orange the last token, grey waits.
+# A row is a request, a column is a step. Yellow is a prefill, blue a decode, orange the last token, grey waiting.
 #
 # **Question 1.** With two slots instead of three, how many steps does static batching take? The batches are then A B,
 # C D, E F, with 3, 8, 5, 2, 4 and 6 tokens.
@@ -59,8 +59,8 @@ nb.check(continuous_steps_with_two_slots, run("continuous", SIX, max_num_seqs=2)
 # %% [markdown]
 # ## 2. The share that a batch uses
 #
-# Static batching uses mean / longest of its slots. Here are 256 answers whose lengths spread as those of chats do, all of
-# them waiting from the start, with more and more slots.
+# Static batching uses mean / longest of its slots. Here are 256 answers with the length distribution of chats, all waiting
+# from the start, with a growing number of slots.
 
 # %% alt="Share of the slots used against the number of slots, from 1 to 64. Static batching falls from 100 per cent to about 25. Continuous batching stays close to 100 per cent until the slots are so many that a few long answers are left at the end."
 from dataclasses import replace
@@ -85,8 +85,8 @@ for count in (8, 32, 64):
     print(f"{count} slots: {static:,} and {continuous:,} steps")
 
 # %% [markdown]
-# **Question 3.** These answers have `total` tokens. What is the smallest number of steps in which 32 slots could
-# generate them, whatever the scheduler?
+# **Question 3.** These answers have `total` tokens. What is the smallest number of steps in which 32 slots can generate
+# them, under any scheduler?
 
 # %%
 total = sum(output for _, output in lengths.values())
@@ -97,10 +97,10 @@ smallest_number_of_steps = None
 nb.check(smallest_number_of_steps, -(-total // 32))
 
 # %% [markdown]
-# ## 3. A load that rises
+# ## 3. A rising load
 #
-# Poisson arrivals on eight slots. Up to which rate does a server keep up? Latency is counted in steps, from arrival to
-# the last token, and averaged over 250 requests.
+# Poisson arrivals on eight slots. Up to which rate does a server keep up? Latency is counted in steps, from arrival to the
+# last token, averaged over 250 requests.
 
 # %% alt="Mean latency in steps against the arrival rate. Static batching rises steeply from a rate of about 0.1 requests a step on, continuous batching only beyond 0.2."
 rates = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
@@ -126,8 +126,8 @@ look = {"roles": ("wasted", "generated"), "ylim": (0, 400)}
 nb.lines(rates, latencies, "requests a step", "steps until the last token, mean", **look)
 
 # %% [markdown]
-# **Question 4.** The answers have 40 tokens on average (a little less, for the limit cuts the longest). If no slot
-# were ever idle, up to about which rate could eight slots keep up? To one decimal place.
+# **Question 4.** The answers have 40 tokens on average (a little less, because the limit cuts the longest). If no slot
+# were ever idle, up to about which rate could eight slots keep up? Answer to one decimal place.
 
 # %%
 rate_that_eight_slots_can_bear = None
@@ -136,10 +136,10 @@ rate_that_eight_slots_can_bear = None
 nb.check(rate_that_eight_slots_can_bear, round(8 / 40, 1))
 
 # %% [markdown]
-# ## 4. On a clock
+# ## 4. In seconds
 #
-# Steps are not seconds: a step with more requests takes longer. So: MiniGPT through `LLM`, 32 prompts, answers of 4 to
-# 80 tokens. `ignore_eos` fixes the lengths.
+# Steps are not seconds: a step with more requests takes longer. Here MiniGPT serves 32 prompts through `LLM`, with answers
+# of 4 to 80 tokens. `ignore_eos` fixes the lengths.
 
 # %%
 import random
@@ -181,7 +181,7 @@ for stage in ("static", "continuous"):
     print(f"{stage}: {len(steps)} steps, {seconds:.2f} s, {throughput:,.0f} tokens a second")
 
 # %% [markdown]
-# **The guarantee**: the tokens are those that each request gets alone.
+# **The guarantee**: each request gets the same tokens as alone.
 
 # %%
 from minicache.engine.decoding import decode
@@ -194,7 +194,7 @@ print("Alone, in static batches, in continuous ones: the same tokens for all 32.
 # %% [markdown]
 # ## 5. How many slots?
 #
-# The same 32 requests with 1 to 32 slots. More slots make fewer steps, and each step slower: by how much?
+# The same 32 requests with 1 to 32 slots. With more slots there are fewer steps, and each is slower. By how much?
 
 # %% alt="Two plots against the number of slots, from 1 to 32. Left: tokens a second rise steeply at first and then flatten. Right: milliseconds of a step of decodes rise slowly, far less than in proportion to the slots."
 counts = [1, 2, 4, 8, 16, 32]
@@ -218,8 +218,8 @@ for count, throughput, duration in zip(counts, throughputs, milliseconds):
     )
 
 # %% [markdown]
-# Where both curves bend depends on your machine. MiniGPT is so small that a step is mostly calls, which a batch shares;
-# in a large model it is mostly weights, which a batch shares too.
+# Where both curves bend depends on your machine. MiniGPT is so small that a step is mostly call overhead, which a batch
+# shares; in a large model it is mostly reading weights, which a batch also shares.
 #
 # **Question 5.** With one slot, how many steps do the 32 requests take?
 
@@ -230,9 +230,9 @@ steps_with_one_slot = None
 nb.check(steps_with_one_slot, sum(outputs))
 
 # %% [markdown]
-# ## 6. What a token is drawn from
+# ## 6. The distribution of the next token
 #
-# MiniGPT after "Every day they", and what is left of its distribution. Change the numbers and look.
+# MiniGPT's distribution after "Every day they", and what each parameter keeps of it. Change the numbers and look.
 
 # %% alt="Four bar charts of the probabilities of twelve words after Every day they: at temperature 1, with temperature 0.7, with top_k 4, with top_p 0.8. The cut ones have fewer bars, and those that are left are longer."
 from minicache.engine.sampling import TokenSampler
@@ -266,7 +266,7 @@ difference = left_at[2.0] - left_at[1.0]
 nb.check(words_at_temperature_2, "more" if difference > 0 else "fewer" if difference else "as many")
 
 # %% [markdown]
-# Does the sampler draw with these probabilities? 5,000 draws.
+# Does the sampler draw with these probabilities? Compare with 5,000 draws.
 
 # %% alt="For eight words, two bars side by side: the percentage of 5,000 draws, and 100 times the probability. They agree."
 from collections import Counter
@@ -299,8 +299,8 @@ assert alone.token_ids == first.token_ids == last.token_ids
 print("The same, alone and in a batch.")
 
 # %% [markdown]
-# **Question 7.** The request's generator is moved on once for each of its tokens. The 15 others draw 10, 13, 16, …, 52
-# tokens at most. How often do they move *its* generator on?
+# **Question 7.** The request's generator advances once for each of its tokens. The 15 others draw 10, 13, 16, …, 52 tokens
+# at most. How often do they advance *its* generator?
 
 # %%
 draws_by_others = None
@@ -311,8 +311,8 @@ nb.check(draws_by_others, 0)
 # %% [markdown]
 # ## 8. In a trace viewer
 #
-# The run of section 4 in Chrome's trace format. Open the file at https://ui.perfetto.dev: a track for each
-# request, a slice for each step, and counters below. The wide slices are steps with prompts in them.
+# The run of section 4 in Chrome's trace format. Open the file at https://ui.perfetto.dev: it has a track for each request,
+# a slice for each step, and counters below. The wide slices are steps with prompts.
 
 # %%
 import json
@@ -332,9 +332,9 @@ print(f"slowest step after the first: {milliseconds:.1f} ms for {slowest.num_tok
 # %% [markdown]
 # ## Your experiment: how bad can static batching get?
 #
-# With the six requests of the first picture, static batching takes 14 steps and continuous batching 11. Write six requests
-# of at most 8 tokens each, for three slots, for which the ratio is as large as you can make it. **Draw both grids on
-# paper and write down their steps first**. Then find six for which the two stages do exactly the same.
+# With the six requests of the first figure, static batching takes 14 steps and continuous batching 11. Find six requests
+# of at most 8 tokens each, for three slots, with the largest possible ratio. **Draw both grids on paper and write down
+# their steps first**. Then find six for which both stages run the same steps.
 
 # %% alt="Two grids of your six requests against steps, for static and continuous batching, with the number of steps of each above it."
 YOUR_SIX = {"A": (4, 8), "B": (3, 7), "C": (2, 6), "D": (5, 5), "E": (3, 4), "F": (2, 3)}
@@ -347,6 +347,6 @@ for stage, predicted in YOUR_PREDICTION.items():
     print(f"{stage}: {num_steps} steps; you predicted {predicted}")
 
 # %% [markdown]
-# **What to look for.** A static batch takes as long as its longest request, so one long request in each batch, next to short
-# ones, is the worst: the long ones of both batches could have run at the same time. The order of arrival matters too: the
-# same six requests sorted by length are a good workload for static batching. In a server the order is not yours to choose.
+# **What to look for.** A static batch takes as long as its longest request. The worst case is one long request in each
+# batch among short ones, because the long ones could have run at the same time. The order of arrival matters too: the same
+# six requests sorted by length suit static batching. A server cannot choose the order of arrival.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Phase 10: a server, and its clients
 #
-# Four clients ask one model, each 40 ms after the one before, and read their answers token by token. What does each of them
-# see? Below is when the tokens arrive; the third client hangs up after 15 of them. This notebook shows why an engine needs a
-# thread of its own for that, reads what a server writes on the wire, watches the blocks of a client that left, fills the
-# waiting queue, and puts a server under a load that does not wait.
+# Four clients send a request to one model, each 40 ms after the one before, and read their answers token by token. The
+# figure below shows when the tokens arrive; the third client disconnects after 15 of them. This notebook shows why the
+# engine needs its own thread, reads what a server writes on the wire, watches the blocks of a client that disconnects,
+# fills the waiting queue, and measures a server under an open-loop load.
 
 # %% alt="Tokens received against milliseconds, a line for each of four clients. The lines start 40 ms apart and rise side by side; the third ends at 15 tokens, the others at 60."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -41,9 +41,9 @@ nb.lines(clients, tokens, "milliseconds", "tokens received", marks=False)
 # %% [markdown]
 # ## 1. A heartbeat
 #
-# All four clients are read by one event loop. What if that loop called the engine's `step()` itself? A coroutine sleeps for
-# 1 ms at a time and notes how late it wakes up, while 48 requests are answered: once by a coroutine that steps, once by the
-# thread of an `AsyncEngine`.
+# One event loop serves all four clients. What if that loop called the engine's `step()` itself? A coroutine sleeps for
+# 1 ms at a time and records how late it wakes up, while 48 requests are answered: once by a coroutine that steps, once
+# by the thread of an `AsyncEngine`.
 
 # %%
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -98,15 +98,15 @@ for name, beats in late.items():
     print(f"Half of the beats are late by {median(beats):.2f} ms or more when {name}.")
 
 # %% [markdown]
-# When a coroutine steps, a beat is late by about three steps: the loop looks at its timers once an iteration, with a step
-# in each; in the first the millisecond is not over, in the second the timer goes off, in the third the coroutine runs.
+# When a coroutine steps, a beat is late by about three steps: the loop checks its timers once an iteration, with a step
+# in each; in the first the millisecond is not over, in the second the timer fires, in the third the coroutine runs.
 #
-# The event loop is what reads bytes, sends them and notices that a client has left. Late beats are late clients.
+# The event loop reads bytes, sends them and notices a disconnect. When the beats are late, all of these are late.
 #
 # ## 2. A server, and what it writes
 #
-# The whole server in a thread of this process, on a free port. Then one request over a plain socket, which hides nothing of
-# the answer.
+# The next cells run the whole server in a thread of this process, on a free port. Then one request goes over a plain
+# socket, which hides nothing of the response.
 
 
 # %%
@@ -160,7 +160,7 @@ for chunk in chunks:
     print(len(chunk), chunk)
 
 # %% [markdown]
-# **Question 1.** The answer has three tokens. How many events does the stream have, all of them counted?
+# **Question 1.** The answer has three tokens. How many events does the stream have in all?
 
 # %%
 num_events = None
@@ -169,12 +169,12 @@ num_events = None
 nb.check(num_events, b"".join(chunks).count(b"\n\n"))
 
 # %% [markdown]
-# ## 3. Leaving
+# ## 3. Disconnecting
 #
-# A client asks for 400 tokens, reads 100 events and hangs up. Meanwhile a thread notes how many blocks are taken, every
-# half millisecond.
+# A client asks for 400 tokens, reads 100 events and disconnects. Meanwhile a thread records the number of blocks in use
+# every half millisecond.
 
-# %% alt="Blocks taken against milliseconds since the client hung up. Before, the number climbs by one block every sixteen tokens, to seven or eight; soon after, it falls to none."
+# %% alt="Blocks in use against milliseconds since the client disconnected. Before, the number climbs by one block every sixteen tokens, to seven or eight; soon after, it falls to none."
 taken, stop = [], threading.Event()
 
 
@@ -208,8 +208,8 @@ print(f"All blocks were free {free_at:.1f} ms after it hung up.")
 # That time has three parts: the event loop sees that the socket was closed; the running step ends; the engine aborts the
 # request.
 #
-# **Question 2.** The prompt has 2 tokens, and 100 had arrived when the client hung up. With blocks of 16, how many did the
-# request hold? (The picture shows the same, if the engine was not far ahead of the client.)
+# **Question 2.** The prompt has 2 tokens, and 100 had arrived when the client disconnected. With blocks of 16, how many
+# did the request hold? (The figure shows the same, if the engine was not far ahead of the client.)
 
 # %%
 blocks_held = None
@@ -240,8 +240,8 @@ with a_server(max_num_seqs=2, max_waiting=2) as (port, engine):
 assert statuses == [200] * 4 + [429] * 2
 
 # %% [markdown]
-# **Question 3.** Four batch slots, a waiting queue of three. Two requests with `n=2` and one with `n=1` are there, and four
-# arrive that want one answer each. How many of the four are refused?
+# **Question 3.** Four batch slots, a waiting queue of three. Two requests with `n=2` and one with `n=1` are in flight,
+# and four more arrive with `n=1`. How many of the four are refused?
 
 # %%
 num_refused = None
@@ -250,10 +250,10 @@ num_refused = None
 nb.check(num_refused, 4 - (4 + 3 - (2 * 2 + 1)))
 
 # %% [markdown]
-# ## 5. A load that does not wait
+# ## 5. An open-loop load
 #
-# `minicache bench serve` in a process of its own sends requests at the times of a Poisson process, whether or not earlier
-# ones were answered. First 48 at once: what the server can do. Then parts of that rate, from a third to twice as much.
+# `minicache bench serve`, in another process, sends requests with Poisson arrivals, whether or not earlier ones were
+# answered. First 48 at once, for the server's maximum rate. Then fractions of that rate, from a third to twice as much.
 # 16 batch slots, a waiting queue of 16; prompts of 24 tokens, answers of 48.
 
 
@@ -298,19 +298,19 @@ for part, report in zip(PARTS, reports):
     print(f"{part:10.1f} {report['num_ok']:10} {report['num_refused']:9}", end="")
     print(f"   {ttft[0]:9.1f} {ttft[1]:9.1f}   {tpot[0]:10.2f} {tpot[1]:9.2f}")
 
-# %% alt="Two panels against the rate as a part of what the server can do. The time to the first token is short at low rates, and many times as long at twice what the server can do, where requests wait in the queue. The time per output token grows with the batch, which has 16 batch slots at most."
+# %% alt="Two panels against the rate as a fraction of the server's maximum. The time to the first token is short at low rates, and many times as long at twice the maximum, where requests wait in the queue. The time per output token grows with the batch, which has 16 batch slots at most."
 for ax, what in zip(nb.panels(1, 2), ("ttft", "tpot")):
     curves = {p: [1e3 * report[what][p] for report in reports] for p in ("p50", "p99")}
     names = ("rate, as a part of what it can do", f"{what.upper()}, ms")
     nb.lines(PARTS, curves, *names, ax=ax, ylim=(0, None), xlim=(0, None))
 
 # %% [markdown]
-# In the last row requests arrive faster than they are answered. The batch and the waiting queue hold 32 of them. After that,
-# a request that finds the queue full gets a 429 at once: the column *refused* counts them. An admitted one waits no longer
-# than 16 others take. Without a limit the wait would grow for as long as the overload lasts.
+# In the last row requests arrive faster than they are answered. The batch and the waiting queue hold 32 of them. After
+# that, a request that finds the queue full gets a 429 at once: the column *refused* counts them. An admitted one waits
+# behind at most 16 others. Without a limit the wait would grow for as long as the overload lasts.
 #
-# What the server answers with all 48 at once is not quite what it can do with requests that arrive one by one: those begin
-# while others are in the middle of their answers. So a request may be refused in an earlier row, too.
+# The rate with all 48 at once is not quite the server's rate for requests that arrive one by one: their prefills run
+# while others decode. So a request may be refused in an earlier row, too.
 #
 # **Question 4.** Little's law: a server answers 60 requests a second, each 0.4 s after it arrived. How many are in flight,
 # on average?
@@ -322,7 +322,7 @@ under_way = None
 nb.check(under_way, round(60 * 0.4))
 
 # %% [markdown]
-# The same for what you measured, at the second rate: answered requests a second times their mean latency.
+# The same for your measurement at the second rate: answered requests a second times their mean latency.
 
 # %%
 report = reports[1]
@@ -332,7 +332,7 @@ print(f"{rate:.1f} a second · {latency:.3f} s = {rate * latency:.1f} in flight 
 # %% [markdown]
 # ## 6. What the server reports
 #
-# `/metrics` after the four loads: it counts what the clients counted.
+# After the four loads, `/metrics` has the same counts as the clients.
 
 # %%
 num_ok, num_turned_away = (sum(r[name] for r in reports) for name in ("num_ok", "num_refused"))
@@ -347,8 +347,8 @@ for name, number in expected.items():
     assert counted[name] == number
 
 # %% [markdown]
-# **Question 5.** A histogram has a sum and a count. `vllm:time_to_first_token_seconds` counts once for each answer. How
-# often has `vllm:inter_token_latency_seconds` counted, for one answer of 48 tokens?
+# **Question 5.** A histogram has a sum and a count. The count of `vllm:time_to_first_token_seconds` rises by one for
+# each answer. By how much does that of `vllm:inter_token_latency_seconds` rise for an answer of 48 tokens?
 
 # %%
 gaps_of_an_answer = None
@@ -357,8 +357,8 @@ gaps_of_an_answer = None
 nb.check(gaps_of_an_answer, round(counted["vllm:inter_token_latency_seconds_count"] / num_ok))
 
 # %% [markdown]
-# The server's mean time to the first token is a little below the clients': it begins when the engine has the request, and
-# ends when the engine has the token. What lies between is HTTP, twice.
+# The server's mean time to the first token is a little below the clients': it begins when the engine gets the request,
+# and ends when the engine generates the token. The difference is HTTP, twice.
 
 # %%
 seconds, count = (counted[f"vllm:time_to_first_token_seconds_{each}"] for each in ("sum", "count"))
@@ -369,8 +369,8 @@ print(f"{1e3 * client_side:.1f} ms at the clients")
 # %% [markdown]
 # ## Your experiment: how long a waiting queue?
 #
-# Under twice the load that it can answer, a server has to refuse half of the requests, whatever it does. So what is a long
-# waiting queue good for?
+# Under twice the load that it can answer, a server must refuse half of the requests. What is a long waiting queue good
+# for?
 #
 # Choose limits for the queue and a load. **Write down for the shortest and the longest how many of the requests are
 # refused, and how long an admitted one waits for its first token**, then run the cell. Then try a load of 0.9.
@@ -397,8 +397,8 @@ for limit, report in zip(YOUR_LIMITS, found):
 print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
-# **What to look for.** The run is a burst, 160 requests within some two seconds. A longer queue takes more of it in: fewer
-# refusals, and a longer wait for everything that is admitted behind it. If the same load lasted for an hour, the longest
-# queue would be full after seconds too. From then on it would refuse half of the requests, as every other limit does, and
-# only the wait would remain. A queue is there for bursts that end. What is the longest wait that your users would accept,
-# and which limit follows?
+# **What to look for.** The run is a burst, 160 requests within about two seconds. A longer queue admits more of it:
+# fewer refusals, and a longer wait for every admitted request. If the same load lasted for an hour, the longest queue
+# would be full after seconds too. From then on it would refuse half of the requests, as with every other limit, and
+# only the longer wait would remain. A queue is there for bursts that end. What is the longest wait that your users
+# would accept, and which limit follows?

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # Phase 11: a fleet, measured
 #
-# One router, many replicas. Below, 1,000 requests are dealt to 1,000 replicas: once to a replica drawn at random, once
-# by `PowerOfTwoRouter`. How many replicas have no request, one, two, …? This notebook looks at what a router knows and
-# how old that may be, at a fleet of real schedulers in simulated time, at one hot prompt, and at replicas that die in
-# the middle of an answer.
+# One router sends 1,000 requests to 1,000 replicas: once to a replica drawn at random, once by `PowerOfTwoRouter`. How
+# many replicas have no request, one, two, …? This notebook measures routing with old information, a fleet of real
+# schedulers in simulated time, one hot prompt, and replicas that die in the middle of an answer.
 
 # %% alt="Replicas against requests on them, in two groups of bars. At random: 380 replicas have none, and up to 5 are on one. Two choices: 228 have none, 555 one, 206 two, 11 three, and none has more."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -41,8 +40,8 @@ shown = {name: [counts[load] for load in range(len(names))] for name, counts in 
 nb.groups(names, shown, "replicas", roles=("wasted", "generated"))
 
 # %% [markdown]
-# **Question 1.** Four replicas have 0, 1, 2 and 3 unfinished requests. With what probability does the idlest get the
-# next request? And with what probability the busiest?
+# **Question 1.** Four replicas have 0, 1, 2 and 3 unfinished requests. With what probability does the least busy one
+# get the next request? And the busiest?
 
 # %%
 to_the_idlest = None
@@ -58,8 +57,8 @@ nb.check(to_the_busiest, sum(min(pair) == 3 for pair in pairs) / len(pairs))
 # %% [markdown]
 # ## 1. Old information
 #
-# Now requests also end. 40 replicas serve one request at a time, in one second on average, and 36 requests a second
-# come. The router reads the numbers from a board that is brought up to date every so many seconds. How long does a
+# In this simulation, requests also finish. 40 replicas serve one request at a time, in one second on average, and 36
+# requests a second arrive. The router reads the numbers from a board that is updated at intervals. How long does a
 # request take?
 
 
@@ -108,19 +107,18 @@ def mean_seconds(router, age, *, load=0.9, size=40, count=8_000):
     return total / count
 
 
-# %% alt="Mean seconds against the age of the board, 0.125 to 16 seconds. One choice is flat near 7. Two choices rise from 2.4 to about 6. The least of all begins below 2, crosses two choices before 1 second and one choice at about 3 seconds, and is far above both at 16."
+# %% alt="Mean seconds against the age of the board, 0.125 to 16 seconds. One choice is flat near 7. Two choices rise from 2.4 to about 6. The least busy of all begins below 2, crosses two choices before 1 second and one choice at about 3 seconds, and is far above both at 16."
 AGES = [2**power for power in range(-3, 5)]
 kinds = {"two choices": PowerOfTwoRouter, "least of all": LeastOfAll, "one choice": OneChoice}
 curves = {name: [mean_seconds(kind(seed=0), age) for age in AGES] for name, kind in kinds.items()}
 nb.lines(AGES, curves, "age of the board, seconds", "mean seconds", doubling=True, yscale="log")
 
 # %% [markdown]
-# The herd: between two updates, "the least busy" is the same replica for all. Two choices lose little by little, and at
-# worst all that the numbers were worth.
+# This is the herd: between two updates, "the least busy" is the same replica for every request. Two choices degrade
+# gradually, at worst to one random choice.
 #
-# **Question 2.** The board is never brought up to date, so all replicas look idle for ever. At a load of 0.5, how many
-# seconds does a request take on average by two choices? (A single queue with random gaps and times takes 1 / (1 −
-# load).)
+# **Question 2.** The board is never updated, so all replicas look idle forever. At a load of 0.5, how many seconds does
+# a request take on average by two choices? (A single queue with random gaps and times takes 1 / (1 − load).)
 
 # %%
 never_updated = None
@@ -132,8 +130,8 @@ print(f"measured: {mean_seconds(PowerOfTwoRouter(seed=0), 10**9, load=0.5):.2f} 
 # %% [markdown]
 # ## 2. Where the prefix is
 #
-# A fleet of four real schedulers in simulated time, Llama 3 8B on an A100-40GB each. 80 chats of five turns on average:
-# each prompt repeats what was said before. The same requests, three routers.
+# A fleet of four real schedulers runs in simulated time, each with Llama 3 8B on an A100-40GB. There are 80 chats of
+# five turns on average, and each prompt repeats the conversation. Three routers get the same requests.
 
 # %%
 from minicache.arithmetic.specs import A100_40GB, LLAMA_3_8B
@@ -178,8 +176,9 @@ ttft = {name: 1e3 * report.ttft.p50 for name, report in reports.items()}
 nb.bars(ttft, "first token, ms (median)", ax=right)
 
 # %% [markdown]
-# **Question 3.** By hand: a chat of six turns, messages of 100 tokens, answers of 200, on **three** replicas in turn.
-# How many prompt tokens are computed in all? (Turn 1 has a prompt of 100 tokens, turn 2 of 400, …)
+# **Question 3.** By hand: a chat of six turns, with messages of 100 tokens and answers of 200, goes to **three**
+# replicas by round robin. How many prompt tokens are computed in all? (Turn 1 has a prompt of 100 tokens, turn 2 of
+# 400, …)
 
 # %%
 computed_on_three_in_turn = None
@@ -202,10 +201,10 @@ print(f"one replica: {computed('AAAAAA'):,}, of {sum(100 + 300 * turn for turn i
 # %% [markdown]
 # ## 3. One hot prompt
 #
-# Every request has the same 512 tokens in front. Without a bound, all go to the replica that has them. The same
-# requests, with the router's bound from 0 to none at all.
+# Every request begins with the same 512 tokens. Without a bound, all go to the replica that has them. The next cell
+# varies the router's bound from 0 to none at all, for the same requests.
 
-# %% alt="The slowest hundredth of the times to the first token against max_imbalance. From 0 to 8 it is about 0.1 seconds, at 32 it is 0.3; without a bound it is 28 seconds. The busiest replica's share grows from a quarter to all requests."
+# %% alt="TTFT p99 against max_imbalance. From 0 to 8 it is about 0.1 seconds, at 32 it is 0.3; without a bound it is 28 seconds. The busiest replica's share grows from a quarter to all requests."
 BOUNDS = {"0": 0, "2": 2, "8": 8, "32": 32, "none": 10**6}
 hot = replace(SHAREGPT, rate=16.0, max_model_len=4096)
 slowest, share = {}, {}
@@ -220,8 +219,8 @@ nb.bars(slowest, "first token, s (p99)", text="{:.2f}", ax=left, ylabel="max_imb
 nb.bars(share, "share of the busiest replica", text="{:.0%}", ax=right)
 
 # %% [markdown]
-# The hit rate is nearly the same in all rows. A hot prompt is soon in every cache: after that, affinity has nothing to
-# add, and the load is all that counts.
+# The hit rate is almost the same in all rows. A hot prompt is soon in every cache; after that, affinity adds nothing,
+# and only the load matters.
 #
 # **Question 4.** With `max_imbalance=8`, by how many unfinished requests can a replica be ahead of the least busy one,
 # right after it has been chosen?
@@ -245,8 +244,8 @@ nb.check(furthest_ahead, ahead)
 # %% [markdown]
 # ## 4. In the middle of an answer
 #
-# A toy model: its next token is a function of all tokens before it, as with temperature 0. Its replica dies once, after
-# any number of tokens; the stream goes on elsewhere. Is the answer always the same?
+# In this toy model, the next token is a function of all tokens before it, as with temperature 0. The replica dies once,
+# after any number of tokens, and the stream continues elsewhere. Is the answer always the same?
 
 # %%
 from minicache.fleet.failover import FailoverStream
@@ -308,9 +307,9 @@ nb.check(max_tokens_of_the_third, attempt.max_tokens)
 # %% [markdown]
 # ## 5. A fleet that loses a replica
 #
-# The hot prompt's load again, at 21 requests a second, which four replicas can serve and three cannot. After six
-# seconds one dies, and 14 seconds later another takes its place. When does a request that arrives meanwhile get its
-# first token?
+# The load is the hot prompt's again, at 21 requests a second, which four replicas can serve and three cannot. After six
+# seconds one dies, and 14 seconds later another replaces it. When does a request that arrives meanwhile get its first
+# token?
 
 # %% alt="Time to first token against the time of arrival, a point for each request. Without a death all points are below half a second. After a death at 6 seconds they rise to a second and more, and come back down after 20 seconds, when another replica is there."
 busy = replace(hot, rate=21.0)
@@ -337,14 +336,14 @@ for name, run in runs.items():
 assert runs["a death"].num_output_tokens == runs["no death"].num_output_tokens
 
 # %% [markdown]
-# Every answer has all of its tokens, in both runs, and those of the dead replica were only later. What a death costs is
-# not what was lost with it: it is the load that the others get.
+# Every answer has all of its tokens in both runs; those of the dead replica only came later. The cost of a failure is
+# not the lost work but the load on the other replicas.
 
 # %% [markdown]
 # ## 6. A day, and a start that takes a minute
 #
 # 20 minutes stand for a day: the rate rises from 0.5 to 8 requests a second and falls again. A request takes ten
-# seconds, a new replica a minute to start. The autoscaler aims at eight unfinished requests a replica, and is asked
+# seconds, a new replica a minute to start. The autoscaler aims at eight unfinished requests a replica, and decides
 # every five seconds.
 
 # %%
@@ -401,11 +400,11 @@ for name, run in days.items():
     print(f"  the slowest hundredth of the first tokens after {run.ttft.p99:.1f} s")
 
 # %% [markdown]
-# Who stops replicas at once needs them again a minute later, and has to start them: the fleet is a minute behind the
-# load all day. Waiting costs a quarter more replica hours, and the slowest requests wait half a second and not nine.
+# A fleet that stops replicas at once soon has to start them again, and is a minute behind the load all day. Waiting
+# costs a quarter more replica hours, and TTFT p99 is half a second instead of nine.
 #
-# **Question 6.** Three replicas, `upscale_delay=20`. Asked after 0, 10 and 20 seconds, the fleet has 40, 56 and 48
-# unfinished requests, at a target of 8. How many replicas should there be after the third question?
+# **Question 6.** Three replicas, `upscale_delay=20`. At the decisions after 0, 10 and 20 seconds, the fleet has 40, 56
+# and 48 unfinished requests, with a target of 8. How many replicas should there be after the third decision?
 
 # %%
 replicas_after_20_seconds = None
@@ -421,10 +420,10 @@ nb.check(replicas_after_20_seconds, number)
 # %% [markdown]
 # ## 7. Is a KV cache worth moving?
 #
-# A prompt of 8,000 tokens for Llama 3 8B, computed on another A100 and sent here, layer by layer. How long does it
-# take, against the bandwidth of the link?
+# A prompt of 8,000 tokens for Llama 3 8B is computed on another A100 and sent here, layer by layer. How long does that
+# take, depending on the bandwidth of the link?
 
-# %% alt="Seconds against the link's bandwidth in GB/s, from 0.25 to 64. Computed here: flat at 0.69. Computed elsewhere and sent layer by layer: 4.2 seconds at 0.25 GB/s, falling until about 1.5 GB/s, and from there hardly more than computing it here."
+# %% alt="Seconds against the link's bandwidth in GB/s, from 0.25 to 64. Computed here: flat at 0.69. Computed elsewhere and sent layer by layer: 4.2 seconds at 0.25 GB/s, falling until about 1.5 GB/s, and from there almost the same as computing it here."
 from minicache.fleet.disaggregation import MovingCosts
 
 LINKS, TOKENS = [2**power for power in range(-2, 7)], 8000
@@ -438,8 +437,8 @@ nb.lines(LINKS, curves, "bandwidth, GB/s", "seconds", doubling=True, ylim=(0, No
 print(f"break-even: {links[0].break_even_bandwidth() / 1e9:.2f} GB/s")
 
 # %% [markdown]
-# Beyond the break-even the link is hidden behind the computing. What is gained is not in the picture: the requests that
-# decode here do not wait for the prompt.
+# Beyond the break-even the transfer is hidden behind the computation. The figure does not show the gain: the requests
+# that decode here do not wait for the prompt.
 #
 # **Question 7.** A replica computes 5,000 tokens a second of Llama 3 70B: 80 layers, 8 KV heads of 128, two bytes a
 # number. At how many GB/s does the link keep up?
@@ -459,11 +458,11 @@ nb.check(
 # %% [markdown]
 # ## Your experiment: how much should a router remember?
 #
-# 48 customers, each with a system prompt of 1,000 tokens, some asked for more often than others. Four replicas with 800
-# blocks: room for a dozen of these prompts each. The router remembers 100, 400, 800 or 3,200 blocks of each replica.
+# 48 customers, each with a system prompt of 1,000 tokens, some more frequent than others. Four replicas with 800 blocks
+# have room for a dozen of these prompts each. The router remembers 100, 400, 800 or 3,200 blocks of each replica.
 #
 # **Write down the hit rate that you expect for each of the four**, then run the cell. Then change the bound, the number
-# of customers, or let the favourites change every few seconds.
+# of customers, or let the frequent prompts change every few seconds.
 
 # %% alt="Hit rates for four capacities. With 100 blocks a little below one half, with 400 about 0.7, with 800 and 3,200 about 0.8."
 YOUR_CAPACITIES = (100, 400, 800, 3200)
@@ -492,5 +491,5 @@ print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
 # **What to look for.** Remembering less than the cache has costs hits: the router sends customers away from replicas
-# that still have their prompt. Remembering more costs little as long as the favourites stay: a customer goes back to
-# where the prompt was, and it is computed there once more. What if the favourite changes every few seconds?
+# that still have their prompt. Remembering more costs little as long as the frequent prompts stay: a customer goes back
+# to where the prompt was, and it is recomputed there. What if they change every few seconds?

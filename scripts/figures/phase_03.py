@@ -1,6 +1,6 @@
 """The figures of phase 3: slots, a pool over time, sharing, bounded waste, ways to attend, and the ragged step.
 
-The diagrams are drawn from real pools, tables and steps, so that they cannot drift from the code. The bars come from
+The diagrams are drawn from real pools, tables and steps, so they always match the code. The bars come from
 benchmarks/results/paged_attention.json.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def block_slots(figure: Figure, scheme: Scheme) -> None:
-    """Nine tokens, their block table, and the slots that they have in memory beside another sequence's."""
+    """Nine tokens, their block table, and their slots in memory next to another sequence's."""
     pool = BlockPool(6, BLOCK)
     table, other = BlockTable(pool), BlockTable(pool)
     slots = table.append(NUM_PROMPT)
@@ -80,14 +80,14 @@ def block_slots(figure: Figure, scheme: Scheme) -> None:
     diagram.cell(left + 8.2, 8.4, "", None, width=0.5, height=0.5)
     diagram.text(left + 8.85, 8.65, "another sequence's", fontsize=TYPE_SIZE * 0.9)
     diagram.cell(left + 13.2, 8.4, "", "free", width=0.5, height=0.5)
-    diagram.text(left + 13.85, 8.65, "holds nothing", fontsize=TYPE_SIZE * 0.9)
+    diagram.text(left + 13.85, 8.65, "empty", fontsize=TYPE_SIZE * 0.9)
 
 
 def pool_over_time(figure: Figure, scheme: Scheme) -> None:
-    """Five moments of one pool: who has which block, how full it is, and the line of free ones."""
+    """Five moments of one pool: the blocks of each sequence, how full they are, and the free list."""
     pool = BlockPool(8, BLOCK)
     a, b, c = BlockTable(pool), BlockTable(pool), BlockTable(pool)
-    owners = {"A": a, "B": b, "C": c}
+    tables = {"A": a, "B": b, "C": c}
     diagram = Diagram(figure, scheme, width=18, height=9.75)
     left, size = 3.9, 0.32
     for block_id in range(pool.num_blocks):
@@ -107,33 +107,33 @@ def pool_over_time(figure: Figure, scheme: Scheme) -> None:
         y = 1.0 + moment * 1.55
         diagram.text(0.4, y + 0.6, name)
         full = {
-            block_id: (owner, min(BLOCK, table.num_tokens - entry * BLOCK))
-            for owner, table in owners.items()
+            block_id: (name_of, min(BLOCK, table.num_tokens - entry * BLOCK))
+            for name_of, table in tables.items()
             for entry, block_id in enumerate(table.block_ids)
         }
         for block_id in range(pool.num_blocks):
-            owner, held = full.get(block_id, ("", 0))
+            holder, held = full.get(block_id, ("", 0))
             for offset in range(BLOCK):
                 x = left + block_id * (BLOCK * size + 0.1) + offset * size
-                role = "generated" if offset < held else "wasted" if owner else "free"
-                diagram.cell(x, y, owner if offset < held else "", role, width=size, height=1.2, fontsize=SMALL)
-        diagram.text(15.3, y + 0.6, " ".join(map(str, _free_line(pool))) or "none", fontsize=SMALL)
+                role = "generated" if offset < held else "wasted" if holder else "free"
+                diagram.cell(x, y, holder if offset < held else "", role, width=size, height=1.2, fontsize=SMALL)
+        diagram.text(15.3, y + 0.6, " ".join(map(str, _free_list(pool))) or "none", fontsize=SMALL)
     diagram.cell(left, 8.95, "", "generated", width=0.5, height=0.5)
     diagram.text(left + 0.65, 9.2, "holds a token", fontsize=SMALL)
     diagram.cell(left + 4.2, 8.95, "", "wasted", width=0.5, height=0.5)
-    diagram.text(left + 4.85, 9.2, "taken, and empty so far", fontsize=SMALL)
+    diagram.text(left + 4.85, 9.2, "allocated, still empty", fontsize=SMALL)
     diagram.cell(left + 10, 8.95, "", "free", width=0.5, height=0.5)
     diagram.text(left + 10.65, 9.2, "free", fontsize=SMALL)
 
 
-def _free_line(pool: BlockPool) -> list[int]:
-    """The free blocks in the order in which the pool will hand them out: a copy of it is asked for all of them."""
-    twin = copy.deepcopy(pool)
-    return twin.allocate(twin.num_free)
+def _free_list(pool: BlockPool) -> list[int]:
+    """The free blocks in the order of their allocation: a copy of the pool allocates all of them."""
+    drained = copy.deepcopy(pool)
+    return drained.allocate(drained.num_free)
 
 
 def fork_sharing(figure: Figure, scheme: Scheme) -> None:
-    """A fork at a block's end, after which both go on; and one in the middle of a block, after which neither can."""
+    """A fork at a block's end, after which both append; and one in the middle of a block, after which neither can."""
     diagram = Diagram(figure, scheme, width=18, height=9)
     for left, num_tokens in ((0.5, 8), (10.1, 6)):
         pool = BlockPool(4, BLOCK)
@@ -153,39 +153,37 @@ def fork_sharing(figure: Figure, scheme: Scheme) -> None:
         size = 0.42
         for block_id in range(4 if not refused else 2):
             x = left + block_id * (BLOCK * size + 0.2)
-            owners = pool.ref_count(block_id)
+            refs = pool.ref_count(block_id)
             held = max(
                 min(BLOCK, table.num_tokens - table.block_ids.index(block_id) * BLOCK)
                 for table in (parent, child)
                 if block_id in table.block_ids
             )
             for offset in range(BLOCK):
-                role = "free" if offset >= held else "shared" if owners > 1 else "generated"
+                role = "free" if offset >= held else "shared" if refs > 1 else "generated"
                 diagram.cell(x + offset * size, 4.0, "", role, width=size)
             diagram.text(x, 5.35, f"block {block_id}", fontsize=SMALL)
             for table, start, end in ((parent, 2.2, 3.9), (child, 6.9, 5.75)):
                 if block_id in table.block_ids:
                     entry = left + 2.2 + table.block_ids.index(block_id) + 0.5
                     diagram.arrow((entry, start), (x + BLOCK * size / 2, end))
-        told = (
-            "one more token each: blocks of their own" if not refused else "slot 6 would be both's: append is refused"
-        )
+        told = "one more token each: separate blocks" if not refused else "both would write slot 6: append is refused"
         diagram.text(left, 8.5, told, fontsize=SMALL)
     diagram.cell(10.1 + 4.4, 4.0, "", "shared", width=0.5, height=0.5)
-    diagram.text(10.1 + 5.05, 4.25, "two owners", fontsize=SMALL)
+    diagram.text(10.1 + 5.05, 4.25, "two references", fontsize=SMALL)
     diagram.cell(10.1 + 4.4, 4.7, "", "generated", width=0.5, height=0.5)
-    diagram.text(10.1 + 5.05, 4.95, "one owner", fontsize=SMALL)
+    diagram.text(10.1 + 5.05, 4.95, "one reference", fontsize=SMALL)
     diagram.cell(10.1 + 4.4, 5.4, "", "free", width=0.5, height=0.5)
     diagram.text(10.1 + 5.05, 5.65, "empty slot", fontsize=SMALL)
 
 
 def dense_and_paged(figure: Figure, scheme: Scheme) -> None:
-    """The same 96 rows, reserved 24 to a sequence, and in blocks of 4."""
+    """The same 96 slots, 24 reserved for each sequence, and in blocks of 4."""
     rows, reserved = 96, 24
     lengths = {"A": 10, "B": 4, "C": 21, "D": 7, "E": 13, "F": 15}
     diagram = Diagram(figure, scheme, width=18, height=8.25)
     left, scale = 1.0, 16 / rows
-    diagram.text(left, 0.5, f"dense: {reserved} rows reserved for each of four; E and F wait", bold=True)
+    diagram.text(left, 0.5, f"dense: {reserved} slots reserved for each of four; E and F wait", bold=True)
     for place, (name, length) in enumerate(list(lengths.items())[: rows // reserved]):
         x = left + place * reserved * scale
         diagram.cell(x, 1.0, name, "generated", width=length * scale, height=1.2, fontsize=SMALL)
@@ -194,7 +192,7 @@ def dense_and_paged(figure: Figure, scheme: Scheme) -> None:
 
     pool = BlockPool(rows // BLOCK, BLOCK)
     tables = {name: BlockTable(pool) for name in lengths}
-    for _ in range(max(lengths.values())):  # they grow side by side, so that their blocks mingle
+    for _ in range(max(lengths.values())):  # they grow together, to interleave their blocks
         for name, table in tables.items():
             if table.num_tokens < lengths[name]:
                 table.append(1)
@@ -204,7 +202,7 @@ def dense_and_paged(figure: Figure, scheme: Scheme) -> None:
         for entry, block_id in enumerate(table.block_ids)
     }
     used = sum(lengths.values())
-    diagram.text(left, 3.6, f"paged, in blocks of {BLOCK}: all six, and {pool.num_free} blocks are left", bold=True)
+    diagram.text(left, 3.6, f"paged, in blocks of {BLOCK}: all six fit, and {pool.num_free} blocks are left", bold=True)
     for block_id in range(pool.num_blocks):
         x = left + block_id * BLOCK * scale
         name, tokens = held.get(block_id, ("", 0))
@@ -222,22 +220,22 @@ def dense_and_paged(figure: Figure, scheme: Scheme) -> None:
     diagram.text(
         left,
         6.5,
-        f"rows with a token, of those taken: {dense_used} of {rows}, {dense_used / rows:.0%}; "
+        f"allocated slots that hold a token: {dense_used} of {rows}, {dense_used / rows:.0%}; "
         f"{used} of {taken}, {used / taken:.0%}",
         fontsize=SMALL,
     )
     diagram.cell(left, 7.2, "", "generated", width=0.5, height=0.5)
     diagram.text(left + 0.65, 7.45, "holds a token", fontsize=SMALL)
     diagram.cell(left + 4.6, 7.2, "", "wasted", width=0.5, height=0.5)
-    diagram.text(left + 5.25, 7.45, "taken, and empty", fontsize=SMALL)
+    diagram.text(left + 5.25, 7.45, "allocated, empty", fontsize=SMALL)
     diagram.cell(left + 10, 7.2, "", "free", width=0.5, height=0.5)
     diagram.text(left + 10.65, 7.45, "free", fontsize=SMALL)
 
 
 def waste_by_block_size(figure: Figure, scheme: Scheme) -> None:
-    """Counted on sampled lengths, and estimated as (b − 1) / 2 rows a sequence."""
+    """Counted on sampled lengths, and estimated as (b − 1) / 2 slots a sequence."""
     sizes = [2**power for power in range(9)]
-    axes = plot(figure, xlabel="block size, tokens", ylabel="rows taken that hold no token")
+    axes = plot(figure, xlabel="block size, tokens", ylabel="allocated slots that are empty")
     for (name, lengths), role, marker in zip(_lengths().items(), ("end", "generated", "shared"), "osD", strict=True):
         mean = sum(lengths) / len(lengths)
         counted = []
@@ -268,7 +266,7 @@ def _lengths() -> dict[str, list[int]]:
 
 
 def ways_to_attend(figure: Figure, scheme: Scheme) -> None:
-    """Measured: one decode step of attention over 32 sequences, each way in the same run."""
+    """Measured: one decode step of attention over 32 sequences, each method in the same run."""
     measured = json.loads((RESULTS / "paged_attention.json").read_text(encoding="utf-8"))
     axes = plot(figure, xlabel="milliseconds for one decode step of one layer")
     bars = {
@@ -328,5 +326,5 @@ def ragged_step(figure: Figure, scheme: Scheme) -> None:
         for entry in range(step.block_tables.shape[1]):
             real = entry < len(table.block_ids)
             diagram.cell(x + entry, 6.6, str(table.block_ids[entry]) if real else "·", None)
-    diagram.text(left, 8.2, "· is never read: context_lens says how many entries are real", fontsize=SMALL)
+    diagram.text(left, 8.2, "· is never read: context_lens gives the number of valid entries", fontsize=SMALL)
     diagram.legend(["prompt", "generated"], left, 9.3, step=4.6)

@@ -1,7 +1,7 @@
 """The figures of phase 4: programs and masks, what each kernel loads, the online softmax, packing, merging, bytes.
 
-Which rows a program loads is not drawn by hand: the kernels run under the access tracer, in Triton's interpreter, and
-the pictures show what it wrote down. Bytes come from the predictions of `benchmarks.kernels`.
+Loads and stores are not drawn by hand: the kernels run under the access tracer, in Triton's interpreter, and the
+figures show its log. Bytes come from the predictions of `benchmarks.kernels`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TABLE, NUM_TOKENS = (5, 1, 3), 9
 """The sequence of nine tokens that phase 1 drew, in blocks of four."""
 
 SLOTS = (7, 12, 17, -1)
-"""Where the four new rows of one step go: two of one sequence, one of another, and padding."""
+"""The slots of the four new tokens of one step: two of one sequence, one of another, and padding."""
 
 SCORES = (0.0, math.log(2), math.log(4), 0.0, math.log(8))
 VALUES = (16.0, 0.0, 4.0, 16.0, 2.0)
 SCORE_NAMES = ("0", "ln 2", "ln 4", "0", "ln 8")
-"""Five rows whose exponentials are 1, 2, 4, 1 and 8."""
+"""Five tokens whose exponentials are 1, 2, 4, 1 and 8."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def programs(figure: Figure, scheme: Scheme) -> None:
-    """Ten numbers, three programs of four lanes: the last two lanes have nothing to do."""
+    """Ten numbers, three programs of four lanes: the last two lanes are masked."""
     diagram = Diagram(figure, scheme, width=18, height=6.5)
     left, tile, count = 4.0, 4, 10
     diagram.text(0.4, 0.95, "x, ten numbers")
@@ -70,7 +70,7 @@ def programs(figure: Figure, scheme: Scheme) -> None:
 
 
 def store(figure: Figure, scheme: Scheme) -> None:
-    """Four new rows, and the rows of the cache that the tracer saw their programs write."""
+    """Four new tokens, and the slots that the tracer saw their programs write."""
     import torch
 
     from minicache.kernels import store_kv
@@ -99,7 +99,7 @@ def store(figure: Figure, scheme: Scheme) -> None:
                 diagram.arrow((0.6 + row * 4.2 + 1.95, 2.0), (x + 1.3 / BLOCK_SIZE, 4.5))
     _legend(
         diagram,
-        [("generated", "stored"), ("wasted", "slot −1: not stored"), ("free", "slots of k_cache that are left alone")],
+        [("generated", "stored"), ("wasted", "slot −1: not stored"), ("free", "unchanged slots of k_cache")],
         0.6,
         6.6,
         4.6,
@@ -107,7 +107,7 @@ def store(figure: Figure, scheme: Scheme) -> None:
 
 
 def gather(figure: Figure, scheme: Scheme) -> None:
-    """Nine tokens, two programs of eight: what each loads of the table and of the cache."""
+    """Nine tokens, two programs of eight: what each loads from the table and the cache."""
     import torch
     from triton import cdiv
 
@@ -134,7 +134,7 @@ def gather(figure: Figure, scheme: Scheme) -> None:
 
     diagram = Diagram(figure, scheme, width=18, height=7.0)
     diagram.text(4.0, 0.5, "block_table", bold=True)
-    diagram.text(7.6, 0.5, "cache: a cell is a row, its number the token's", bold=True)
+    diagram.text(7.6, 0.5, "cache: one cell per slot, with its token", bold=True)
     for pid in range(2):
         y = 1.1 + pid * 2.3
         diagram.text(0.3, y + 0.25, f"program {pid}:")
@@ -159,13 +159,13 @@ def gather(figure: Figure, scheme: Scheme) -> None:
 
 
 def decode(figure: Figure, scheme: Scheme) -> None:
-    """Two sequences in tiles of sixteen tokens: which rows of the cache each tile loads."""
+    """Two sequences in tiles of sixteen tokens: which slots each tile loads."""
     import torch
 
     from minicache.kernels import decode as module
     from minicache.kernels.tracer import trace
 
-    num_blocks, block_size, head_dim = 8, 8, 256  # rows of 1,024 bytes: tiles of sixteen tokens
+    num_blocks, block_size, head_dim = 8, 8, 256  # keys of 1,024 bytes: tiles of sixteen tokens
     tables = torch.tensor([[5, 1, 6, 3, 0], [2, 7, -1, -1, -1]])
     lengths = torch.tensor([37, 12])
     cache = torch.zeros(num_blocks, block_size, 1, head_dim)
@@ -174,7 +174,7 @@ def decode(figure: Figure, scheme: Scheme) -> None:
 
     diagram = Diagram(figure, scheme, width=18, height=9.9)
     left, width = 3.0, 1.8
-    diagram.text(left, 0.5, "k_cache: eight blocks of eight rows", bold=True)
+    diagram.text(left, 0.5, "k_cache: eight blocks of eight slots", bold=True)
     y = 1.1
     for seq, (name, length) in enumerate((("A", 37), ("B", 12))):
         used = [block for block in tables[seq].tolist() if block >= 0]
@@ -192,7 +192,7 @@ def decode(figure: Figure, scheme: Scheme) -> None:
                     x = starts[block] + offset * width / block_size
                     diagram.cell(x, y, "", role, width=width / block_size, height=0.7)
             masked = int(access.masked.reshape(-1, access.masked.size // 16)[:, 0].sum())
-            note = f"{len(rows)} rows" + (f", {masked} lanes masked" if masked else "")
+            note = f"{len(rows)} slots" + (f", {masked} lanes masked" if masked else "")
             diagram.text(left + 8 * (width + 0.06) - 0.06, y + 0.95, note, align="right", fontsize=TINY)
             y += 1.25
         y += 0.15
@@ -200,7 +200,7 @@ def decode(figure: Figure, scheme: Scheme) -> None:
         diagram.text(start + width / 2, y + 0.1, f"block {block}", align="center", fontsize=TINY)
     _legend(
         diagram,
-        [("generated", "loaded by this tile"), ("free", "the sequence's, another tile"), (None, "not the sequence's")],
+        [("generated", "loaded by this tile"), ("free", "same sequence, another tile"), (None, "not this sequence")],
         0.2,
         y + 0.75,
         6.2,
@@ -208,7 +208,7 @@ def decode(figure: Figure, scheme: Scheme) -> None:
 
 
 def prefill_tiles(figure: Figure, scheme: Scheme) -> None:
-    """Three sequences in one launch: which keys each tile of four queries loads, and what a row of it sees."""
+    """Three sequences in one launch: which keys each tile of four queries loads, and what its rows see."""
     import torch
 
     from minicache.kernels.decode import launch_options
@@ -243,12 +243,12 @@ def prefill_tiles(figure: Figure, scheme: Scheme) -> None:
                 x = left + key * size + key // 16 * 0.14
                 diagram.cell(x, top, "", role, width=size, height=size)
         y += count * size + (count - 1) // queries * 0.14 + 0.75
-    entries = (("generated", "loaded and seen"), ("wasted", "loaded, hidden from this query"), (None, "not loaded"))
+    entries = (("generated", "loaded and visible"), ("wasted", "loaded, masked for this query"), (None, "not loaded"))
     for line, (role, meaning) in enumerate(entries):
         diagram.cell(11.4, 8.0 + line * 0.9, "", role, width=0.5, height=0.5)
         diagram.text(12.05, 8.25 + line * 0.9, meaning, fontsize=SMALL)
-    diagram.text(11.4, 6.6, "rows: new tokens, 4 to a tile", fontsize=SMALL)
-    diagram.text(11.4, 7.2, "columns: keys, 16 to a tile", fontsize=SMALL)
+    diagram.text(11.4, 6.6, "rows: new tokens, 4 per tile", fontsize=SMALL)
+    diagram.text(11.4, 7.2, "columns: keys, 16 per tile", fontsize=SMALL)
 
 
 # --- worked by hand -------------------------------------------------------------------------------------------------
@@ -284,13 +284,13 @@ def online_softmax(figure: Figure, scheme: Scheme) -> None:
             diagram.arrow((x + 3.1, 5.0), (x + step - 0.1, 5.0))
             diagram.text(x + 3.0 + (step - 3.0) / 2, 4.6, "× ½", align="center")
     diagram.text(2.2 + 2 * step, 6.85, f"out = acc / l = {acc:g} / {total:g} = {acc / total:g}", bold=True)
-    diagram.text(2.2, 6.85, "what is kept: m, l and acc, in fp32", fontsize=SMALL)
+    diagram.text(2.2, 6.85, "the state: m, l and acc, in fp32", fontsize=SMALL)
 
 
 def gqa_packing(figure: Figure, scheme: Scheme) -> None:
     """Four query heads of one group: a program each, or the rows of one matrix of sixteen."""
     diagram = Diagram(figure, scheme, width=18, height=9.75)
-    diagram.text(0.4, 0.5, "a program for each head: keys read 4 times", bold=True)
+    diagram.text(0.4, 0.5, "one program per head: keys read 4 times", bold=True)
     for head in range(4):
         y = 1.2 + head * 1.9
         diagram.cell(0.4, y + 0.25, f"q of h{head}", "generated", width=1.8, fontsize=SMALL)
@@ -316,7 +316,7 @@ def gqa_packing(figure: Figure, scheme: Scheme) -> None:
 
 
 def split_merge(figure: Figure, scheme: Scheme) -> None:
-    """The five rows in two splits, a third that is empty, and the merge."""
+    """The five tokens in two splits, a third that is empty, and the merge."""
     diagram = Diagram(figure, scheme, width=18, height=9.25)
     splits = ((0, 1, 2), (3, 4), ())
     merged_m = max(SCORES)
@@ -328,7 +328,7 @@ def split_merge(figure: Figure, scheme: Scheme) -> None:
             diagram.cell(x + place * 1.35, 0.95, SCORE_NAMES[row], "generated", width=1.35, fontsize=SMALL)
             diagram.cell(x + place * 1.35, 1.95, f"{VALUES[row]:g}", "generated", width=1.35, fontsize=SMALL)
         if not rows:
-            diagram.text(x, 1.9, "no rows", fontsize=SMALL)
+            diagram.text(x, 1.9, "no tokens", fontsize=SMALL)
         m = max((SCORES[row] for row in rows), default=-math.inf)
         p = [math.exp(SCORES[row] - m) for row in rows]
         total, acc = sum(p), sum(weight * VALUES[row] for weight, row in zip(p, rows, strict=True))
@@ -352,9 +352,9 @@ def split_merge(figure: Figure, scheme: Scheme) -> None:
 
 
 def ladder_bytes(figure: Figure, scheme: Scheme) -> None:
-    """Bytes that each rung of the ladder asks for, and the time that they take at least."""
+    """Bytes that each rung of the ladder requests, and the least time that they take."""
     rungs = json.loads((RESULTS / "kernels.json").read_text(encoding="utf-8"))["rungs"]
-    axes = plot(figure, xlabel="megabytes that its programs ask for")
+    axes = plot(figure, xlabel="megabytes requested by its programs")
     megabytes = [rung["bytes"] / 1e6 for rung in rungs]
     axes.barh([rung["name"] for rung in rungs], megabytes, color=color("generated", scheme))
     for place, (rung, size) in enumerate(zip(rungs, megabytes, strict=True)):
@@ -369,7 +369,7 @@ def ladder_bytes(figure: Figure, scheme: Scheme) -> None:
 
 
 def _marks(log: Any, tensor: str, program: tuple[int, int, int]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """The rows of a tensor that a program touched, and those that only its masked lanes point to."""
+    """The rows of a tensor that a program accessed, and those that only its masked lanes point to."""
     touched: set[tuple[int, ...]] = set()
     masked: set[tuple[int, ...]] = set()
     for access in log.accesses:
@@ -403,7 +403,7 @@ def _blocks(
     above: bool = False,
     names: bool = True,
 ) -> list[float]:
-    """Where each block of a cache begins, side by side from `left`; their names under them."""
+    """The left edge of each block of a cache, drawn next to each other from `left`, with their names below."""
     starts = [left + block * (width + gap) for block in range(num_blocks)]
     for block, start in enumerate(starts):
         if names and not above:
@@ -420,7 +420,7 @@ def _legend(
     *,
     steps: tuple[float, ...] = (),
 ) -> None:
-    """Swatches with words of this phase: `step` apart, or `steps[i]` after entry i."""
+    """A legend of swatches: `step` apart, or `steps[i]` after entry i."""
     for index, (role, meaning) in enumerate(entries):
         diagram.cell(x, y, "", role, width=0.5, height=0.5)
         diagram.text(x + 0.65, y + 0.25, meaning, fontsize=TYPE_SIZE * 0.9)

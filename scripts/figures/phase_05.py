@@ -35,7 +35,7 @@ BURST = replace(
     rate=0.18,
     max_model_len=160,
 )
-"""Poisson arrivals, 0.18 a step: phase 2's generator, its clock read as steps. Lengths cut so that it stays small."""
+"""Poisson arrivals, 0.18 a step: phase 2's generator, its clock read as steps. Lengths are cut to keep it small."""
 BURST_COUNT, BURST_SEED, BURST_SLOTS = 80, 0, 8
 
 
@@ -215,7 +215,7 @@ def static_rectangles(figure: Figure, scheme: Scheme) -> None:
             if length < longest:
                 diagram.cell(x + length, 1.1 + row, str(longest - length), "wasted", width=longest - length)
         diagram.span(x + 0.1, x + longest - 0.1, 4.5, f"{longest} steps")
-    _legend(diagram, [("generated", "a token"), ("wasted", "nothing")], 6.5)
+    _legend(diagram, [("generated", "a token"), ("wasted", "idle")], 6.5)
 
 
 def _step_numbers(diagram: Diagram, num_steps: int, y: float) -> None:
@@ -263,7 +263,7 @@ def latencies(figure: Figure, scheme: Scheme) -> None:
 
 def queues(figure: Figure, scheme: Scheme) -> None:
     """How many wait, step by step."""
-    axes = plot(figure, xlabel="step", ylabel="requests that wait")
+    axes = plot(figure, xlabel="step", ylabel="waiting requests")
     for name, role in STAGES.items():
         steps, _, _ = run_burst(name)
         when, waiting = [step.step for step in steps], [step.num_waiting for step in steps]
@@ -355,7 +355,7 @@ def engine_loop(figure: Figure, scheme: Scheme) -> None:
 
 
 def which_tokens_stay(figure: Figure, scheme: Scheme) -> None:
-    """What MiniGPT would say after "They": as it is, colder, warmer, and cut by top-k and top-p."""
+    """The distribution of the word after "They": at three temperatures, with top-k and with top-p."""
     words, logits = words_after("They")
     panels = {
         "temperature 1": kept(logits),
@@ -388,9 +388,9 @@ def words_after(text: str) -> tuple[list[str], torch.Tensor]:
 
 
 def kept(logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """The probabilities from which a token is drawn: `logits` fall, and what is cut is 0.
+    """The probabilities from which a token is drawn: `logits` descend, and masked tokens have 0.
 
-    Written out here, apart from `minicache.engine.sampling`, so that the picture is an oracle and not a mirror.
+    Written out here, independently of `minicache.engine.sampling`, to check it.
     """
     probabilities = (logits / temperature).softmax(-1)
     if top_k:

@@ -1,4 +1,4 @@
-"""The figures of phase 10: two threads, the line, latencies against the rate, what a step costs, an event's bytes.
+"""The figures of phase 10: two threads, admission, latencies against the rate, what a step costs, an event's bytes.
 
 The event's bytes are those that `sse_event` writes. Latencies and costs are drawn from
 benchmarks/results/serving_http.json and serving_overhead.json; the rest is drawn by hand.
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def results(name: str) -> dict[str, Any]:
-    """What a benchmark found."""
+    """A benchmark's results."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
@@ -78,18 +78,18 @@ def two_threads(figure: Figure, scheme: Scheme) -> None:
     diagram.legend(roles, 0.4, 11.1, step=5.9, size=0.6)
 
 
-# --- theory 2: who is let in ------------------------------------------------------------------------------------------
+# --- theory 2: admission ----------------------------------------------------------------------------------------------
 
 
 def line(figure: Figure, scheme: Scheme) -> None:
-    """Two batch slots and two places behind them: four are in, the fifth is told to come back; then a place is free."""
+    """Two batch slots and two waiting slots: four are admitted, the fifth is refused; then a slot is free."""
     diagram = Diagram(figure, scheme, width=24, height=11.6)
     width, high, left, wall = 1.9, 1.7, 4.6, 13.2
     middle = left + 2 * width + 0.5
     diagram.text(left, 0.9, "2 batch slots", bold=True)
-    diagram.text(middle, 0.9, "2 behind them", bold=True)
+    diagram.text(middle, 0.9, "2 waiting slots", bold=True)
     rows: tuple[tuple[float, str, list[str], list[str]], ...] = (
-        (1.7, "all places\nare taken", ["1", "2"], ["3", "4"]),
+        (1.7, "all slots\nare taken", ["1", "2"], ["3", "4"]),
         (5.4, "1 has finished,\n3 runs", ["2", "3"], ["4", ""]),
     )
     for y, words, seated, waiting in rows:
@@ -98,13 +98,13 @@ def line(figure: Figure, scheme: Scheme) -> None:
         diagram.row(middle, y, waiting, ["prompt" if each else "free" for each in waiting], width=width, height=high)
         diagram.axes.plot([wall, wall], [y - 0.4, y + high + 0.4], color=INK[scheme], linewidth=3)
     _turned_away(diagram, 1.7, wall, "5", "429, Retry-After")
-    _turned_away(diagram, 5.4, wall, "n = 2", "429: it needs two places")
+    _turned_away(diagram, 5.4, wall, "n = 2", "429: it needs two slots")
     diagram.cell(wall + 1.7, 7.9, "6", "prompt", width=width, height=high)
     diagram.arrow((wall + 1.6, 7.9 + high / 2), (middle + 1.6 * width, 5.4 + high + 0.15))
-    diagram.text(wall + 4.0, 7.9 + high / 2, "comes in", bold=True)
+    diagram.text(wall + 4.0, 7.9 + high / 2, "admitted", bold=True)
     roles = {
-        "generated": "in the batch, has blocks",
-        "prompt": "waits, costs its prompt",
+        "generated": "in the batch",
+        "prompt": "waiting",
         "end": "refused",
         "free": "free",
     }
@@ -113,7 +113,7 @@ def line(figure: Figure, scheme: Scheme) -> None:
 
 
 def _turned_away(diagram: Diagram, y: float, wall: float, name: str, words: str) -> None:
-    """Somebody stands at the wall, and is told."""
+    """A request that is refused."""
     diagram.cell(wall + 1.7, y, name, "end", width=1.9, height=1.7)
     diagram.arrow((wall + 1.6, y + 0.85), (wall + 0.2, y + 0.85))
     diagram.text(wall + 4.0, y + 0.85, words, bold=True)
@@ -123,7 +123,7 @@ def _turned_away(diagram: Diagram, y: float, wall: float, name: str, words: str)
 
 
 def latency_against_rate(figure: Figure, scheme: Scheme) -> None:
-    """TTFT and TPOT, the median and the slowest hundredth, against the rate: measured, and foretold."""
+    """TTFT and TPOT, p50 and p99, against the rate: measured and predicted."""
     found = results("serving_http")
     rates = found["rates"]
     panels = figure.subplots(1, 2)

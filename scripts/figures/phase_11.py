@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def results(name: str) -> dict[str, Any]:
-    """What a benchmark found."""
+    """A benchmark's results."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
@@ -56,8 +56,8 @@ def what_is_known(figure: Figure, scheme: Scheme) -> None:
         diagram.cell(17.6, y, f"replica {name}\nunfinished: {unfinished}", "shared", width=5.8, height=2.1)
         diagram.arrow((13.1, 4.6 + index * 0.5), (17.5, y + 1.05))
         diagram.text(20.5, y + 2.55, f"reported 2 s ago: {reported}", align="center", fontsize=SMALL)
-    diagram.text(10.1, 7.2, "A 5, B 2, C 4: exact, and now", align="center", bold=True)
-    diagram.text(10.1, 8.1, "A 5, B 6, C 1: reported, and old", align="center")
+    diagram.text(10.1, 7.2, "A 5, B 2, C 4: exact and current", align="center", bold=True)
+    diagram.text(10.1, 8.1, "A 5, B 6, C 1: reported, 2 s old", align="center")
     roles = {"generated": "decides", "shared": "weights, scheduler and cache of its own"}
     diagram.legend(roles, 0.4, 11.0, step=4.0, size=0.6)
 
@@ -90,7 +90,7 @@ def old_information(figure: Figure, scheme: Scheme) -> None:
 
 
 def affinity(figure: Figure, scheme: Scheme) -> None:
-    """Hit rate, and the slowest hundredth of the first tokens, against the bound on the imbalance."""
+    """Hit rate and TTFT p99 against the bound on the imbalance."""
     found = results("affinity")
     bounds = found["bounds"]
     names = [str(each["max_imbalance"]) if each["max_imbalance"] is not None else "none" for each in bounds]
@@ -142,7 +142,7 @@ def death_mid_stream(figure: Figure, scheme: Scheme) -> None:
         x = first + (index + 0.5) * width
         diagram.arrow((x, row["replica B"] + high + 0.1), (x + 0.6, received - 0.1))
     diagram.arrow((12.2, received + 0.2), (start + 0.1, row["replica B"] + high + 0.1), bend=0.15)
-    diagram.span(12.2, first + 0.5, received + high + 0.5, "no token: noticing, and one prefill")
+    diagram.span(12.2, first + 0.5, received + high + 0.5, "no token: detection and one prefill")
     diagram.arrow((3.6, 11.2), (23.6, 11.2))
     diagram.text(23.6, 11.65, "time", align="right", fontsize=SMALL)
     roles = {"prompt": "computed at once", "generated": "generated, one a step"}
@@ -173,7 +173,7 @@ def retries(figure: Figure, scheme: Scheme) -> None:
 
 
 def day(figure: Figure, scheme: Scheme) -> None:
-    """Replicas in the course of a day, and what the unfinished requests would need at this moment."""
+    """Replicas in the course of a day, and the number that the unfinished requests need at each moment."""
     series = results("fleet")["day"]["autoscaler"]["series"]
     minutes = [time / 60 for time in series["time"]]
     needed = [unfinished / TARGET for unfinished in series["num_unfinished"]]
@@ -198,7 +198,7 @@ def bandwidth(figure: Figure, scheme: Scheme) -> None:
         "computed there, sent layer by layer": ([c.remote_seconds(tokens, tokens) for c in links], "generated"),
         "computed here": ([c.prefill_seconds(tokens) for c in links], "wasted"),
     }
-    axes = plot(figure, xlabel="bandwidth of the link, Gbit/s", ylabel="seconds until the KV cache is here")
+    axes = plot(figure, xlabel="bandwidth of the link, Gbit/s", ylabel="seconds until the KV cache has arrived")
     for (label, (seconds, role)), style in zip(curves.items(), ("--", "-", ":"), strict=True):
         axes.plot([speed / GBIT for speed in speeds], seconds, style, color=color(role, scheme), label=label)
     axes.set(xscale="log", xlim=(1, 500), ylim=(0, 4))

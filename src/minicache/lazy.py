@@ -1,6 +1,6 @@
 """A package's public names, imported when they are first asked for (PEP 562).
 
-`import minicache` must bring in neither torch nor numpy, and a package must not import the modules beside the one that
+`import minicache` must bring in neither torch nor numpy, and a package must not import the modules next to the one that
 was asked for: a learner's file may stand in for any of them.
 """
 

@@ -80,7 +80,7 @@ def check(answer: Any, right: Any, *, within: float = 0.0) -> None:
 
 
 def fastest(contestants: Mapping[Name, Callable[[], object]], repeats: int) -> dict[Name, float]:
-    """Milliseconds of each function: the minimum of many runs, taken in turns so that a slow moment hits all."""
+    """Milliseconds of each function: the minimum of many runs, taken in turns so a slow moment hits all."""
     best = dict.fromkeys(contestants, float("inf"))
     for _ in range(repeats):
         for name, run in contestants.items():
@@ -400,15 +400,15 @@ def grid_of_steps(
 
 
 def rows_touched(lines_of_rows: Sequence[Collection[int]], num_rows: int, block_size: int, ylabel: str) -> None:
-    """Which rows of a cache each program touches: a line each, touched rows in blue.
+    """Which slots of a cache each program touches: one line per program, touched slots in blue.
 
     Args:
-        lines_of_rows: for each line, the rows, counted through all blocks.
-        num_rows: of the cache.
-        block_size: a tick stands at each block.
-        ylabel: what a line is.
+        lines_of_rows: for each line, the slots, counted through all blocks.
+        num_rows: slots of the cache.
+        block_size: slots of a block; there is a tick at each block.
+        ylabel: what a line represents.
     """
-    ax = axes(f"row of the cache ({block_size} a block)", ylabel, height=1.1 + 0.3 * len(lines_of_rows))
+    ax = axes(f"slot of the cache ({block_size} per block)", ylabel, height=1.1 + 0.3 * len(lines_of_rows))
     for line, rows in enumerate(lines_of_rows):
         ax.barh(line, num_rows, height=0.8, color=color("free"))
         ax.barh([line] * len(rows), 1.0, left=sorted(rows), height=0.8, color=color("generated"))

@@ -1,7 +1,7 @@
-"""One request: what a client asked for, and how far a server has got with it.
+"""A request: its client's parameters, and the server's progress with it.
 
-Every scheduler, the engine and the simulator use this one class. What the client asked for never changes; the rest is
-the scheduler's to write, and may be read by all. Pure standard library.
+Every scheduler, the engine and the simulator use this class. The client's parameters never change; the scheduler
+updates the rest, which any code may read. Pure standard library.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Final
 from minicache.errors import require_count
 
 RequestId = Hashable
-"""What names a request: a string or an int, anything that a dict takes for a key."""
+"""The id of a request: a string, an int, or any other key of a dict."""
 
 
 class RequestStatus(Enum):
-    """Where a request is in its life."""
+    """The state of a request."""
 
     WAITING = "waiting"
     """In the queue, without memory: new, or preempted by recompute."""
@@ -27,19 +27,19 @@ class RequestStatus(Enum):
     SWAPPED = "swapped"
     """In the queue, its keys and values in CPU swap space: preempted by swap."""
     FINISHED_STOPPED = "finished_stopped"
-    """The model generated one of its stop tokens, or its text ran into a stop string."""
+    """The model generated one of its stop tokens, or its text contains a stop string."""
     FINISHED_LENGTH = "finished_length"
     """It has max_tokens of output, or is as long as the model allows."""
     FINISHED_CAPACITY = "finished_capacity"
-    """It has outgrown the whole memory."""
+    """It has outgrown the whole cache."""
     FINISHED_ABORTED = "finished_aborted"
     """Its client has left."""
     FINISHED_ERROR = "finished_error"
-    """The model gave nothing that a token could be picked from, or the tokenizer could not decode its tokens."""
+    """Its logits gave no token, or the tokenizer could not decode its tokens."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether this is one of the FINISHED ones."""
+        """Whether this is one of the FINISHED states."""
         return self in _REASONS
 
     @property
@@ -58,36 +58,35 @@ _REASONS: Final = {
 
 
 class Request:
-    """What a client asked for, and how far it has got.
+    """A client's parameters, and the progress of the request.
 
     Args:
-        request_id: names the request; unique among the unfinished ones of a scheduler.
+        request_id: unique among the unfinished requests of a scheduler.
         prompt_token_ids: the prompt, at least one token id ≥ 0.
         max_tokens: the most tokens to generate, ≥ 1.
-        stop_token_ids: a generated token out of these finishes the request; it stays in the output.
-        ignore_eos: generate max_tokens tokens, whatever they are: stop_token_ids mean nothing.
-        priority: the lower is served first, by a scheduler with priorities.
+        stop_token_ids: generating one of these finishes the request; the token stays in the output.
+        ignore_eos: generate max_tokens tokens and ignore stop_token_ids.
+        priority: lower values are served first, by a scheduler with priorities.
         arrival_time: seconds, on any one clock.
-        group: its compatibility class: only requests of one may share a batch, for a scheduler with such classes.
+        group: its compatibility class: only requests of one class may share a batch, for a scheduler with such classes.
         cache_salt: requests with different salts never share cached blocks (phase 8).
-        adapter: the adapter of the weights that computes it, by name (LoRA; Hu et al. 2021); None: the weights as they
-            are. What one computes, another cannot share. `LLM` has no adapters.
+        adapter: the adapter of the weights that computes it, by name (LoRA; Hu et al. 2021); None: the base
+            weights. Requests with different adapters share no cached blocks. `LLM` has no adapters.
 
     Attributes:
-        status: where it is in its life.
-        output_token_ids: what was generated so far.
-        arrival_index: how many requests its scheduler was given before it; −1 until it is given to one.
+        status: its state.
+        output_token_ids: the tokens generated so far.
+        arrival_index: its number in the order of arrival at its scheduler, from 0; −1 before.
         num_computed_tokens: tokens whose keys and values are in the cache. A request in decode has one token more: the
             newest, which the next step computes.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache and not computed (phase 8).
-        num_preemptions: how often it has lost its batch slot.
+        num_preemptions: how often it was preempted.
         num_outputs_at_admission: tokens of output that it had when it was last admitted (phase 9); a fork's is 0.
-        block_ids: the blocks that hold its keys and values, in order; position p lies in block_ids[p // block_size].
+        block_ids: the blocks that hold its keys and values, in order; position p is in block_ids[p // block_size].
         host_block_ids: while it is swapped out, the blocks of the CPU swap space that hold them.
         block_hashes: the hashes of its first full blocks (phase 8), as many as were needed so far.
         fork_index: n for the n-th fork of its scheduler (phase 8); 0 if it is none.
-        draft_token_ids: what may come next, while a step computes it to find out
-            (`minicache.scheduler.speculative`); else empty.
+        draft_token_ids: draft tokens that the current step verifies (`minicache.scheduler.speculative`); else empty.
 
     Raises:
         TypeError: an argument has the wrong type; an id that cannot be a dict's key, or a group, a salt or an adapter
@@ -135,7 +134,7 @@ class Request:
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> None:
-        hash(request_id)  # raises TypeError for what cannot be a key
+        hash(request_id)  # raises TypeError if it cannot be a key
         prompt, stops = list(prompt_token_ids), frozenset(stop_token_ids)
         require_count("max_tokens", max_tokens)
         if not prompt:
@@ -177,7 +176,7 @@ class Request:
         self.draft_token_ids: list[int] = []
 
     def child(self, request_id: RequestId) -> Request:
-        """A new request that asks for the same, under another id."""
+        """A new request with the same parameters, under another id."""
         return Request(
             request_id,
             self.prompt_token_ids,
@@ -193,7 +192,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has: the prompt, and what was generated."""
+        """Its tokens: the prompt and the generated ones."""
         return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
@@ -209,7 +208,7 @@ class Request:
             stop: start … num_tokens, plus the number of draft tokens.
 
         Raises:
-            IndexError: they are not. Negative positions do not count from the end.
+            IndexError: `start` or `stop` is out of range. Negative positions do not count from the end.
         """
         prompt, outputs = self.num_prompt_tokens, self.output_token_ids
         if self.draft_token_ids:

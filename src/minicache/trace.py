@@ -77,7 +77,7 @@ class TraceStep:
         num_running: requests in the batch, once scheduled.
         num_waiting: requests in the line, once scheduled, those swapped out included.
         num_swapped: those of them that are swapped out.
-        num_used_blocks: blocks with an owner, once scheduled.
+        num_used_blocks: blocks with a reference, once scheduled.
         num_free_blocks: blocks without.
         events: what happened since the step before, in order: first arrivals, then the schedule, then who finished.
     """

@@ -1,6 +1,6 @@
 """A submission that knows the answers to the cases of one run and no others, for the tests of secret seeds.
 
-Whoever writes down what each function answers to each input of the tests has a table. Here the table holds the inputs
+A table of what each function returns for each input of the tests is hard-coding. Here the table holds the inputs
 alone: the reference answers those, and every other input is refused. Recorded without a seed, it passes there.
 """
 

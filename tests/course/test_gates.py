@@ -43,7 +43,7 @@ def server() -> Iterator[PytestServer]:
 
 @each_phase
 def test_the_starters_are_those_of_this_reference(phase: Phase) -> None:
-    """Compared by recorded fingerprint, so that a learner's edited files do not fail the project's tests."""
+    """Compared by recorded fingerprint, so a learner's edited files do not fail the project's tests."""
     recorded = (WORKSPACE.root / "labs" / RECORD).read_text(encoding="utf-8").splitlines()
     for module, file in phase.files.items():
         digest = hashlib.sha256(starter(phase, module).encode()).hexdigest()
@@ -79,7 +79,7 @@ def test_a_wrong_solution_is_caught_by_its_task(wrong: Wrong, server: PytestServ
     told = result.tasks[0].first_problem
     assert told
     for text in wrong.shows:
-        assert text in told.message, f"{text!r} is not in what a learner is told first:\n{told.message}"
+        assert text in told.message, f"{text!r} is not in the first failure that a learner sees:\n{told.message}"
 
 
 @each_phase
@@ -98,6 +98,6 @@ def test_a_task_has_hints_a_page_and_tests(phase: Phase, task: Task) -> None:
 def test_every_test_file_belongs_to_a_task(phase: Phase) -> None:
     for file in WORKSPACE.tests(phase).glob("test_*.py"):
         number = file.stem.split("_")[2]
-        assert file.name.startswith("test_task_"), f"{file} grades nobody"
+        assert file.name.startswith("test_task_"), f"{file} grades nothing"
         assert number.isdecimal()
         phase.task(int(number))

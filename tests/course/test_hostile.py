@@ -35,7 +35,7 @@ import os, threading, time
 threading.Thread(target=lambda: (time.sleep(0.2), os._exit(0)), daemon=True).start()
 time.sleep(0.1)""",
     "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
-    "kills everybody": "import os, signal\nos.kill(-1, signal.SIGKILL)",
+    "kills everything": "import os, signal\nos.kill(-1, signal.SIGKILL)",
     "kills process 1": "import os, signal\nos.kill(1, signal.SIGKILL)",
     "leaves a daemon": """
 import os, subprocess, sys
@@ -294,7 +294,7 @@ os._exit(0)""",
     "raises an error of 100 MB": """
 def answer(*args):
     raise ValueError("x" * 10**8)""",
-    "raises what cannot be told": """
+    "raises what cannot be reported": """
 class Odd(Exception):
     def __str__(self): raise self
     __repr__ = __str__

@@ -1,4 +1,4 @@
-"""The process that forks a run for each job, and its owner's end: whoever is ended is the right one."""
+"""The process that forks a run for each job, and its owner's end: the right process is ended."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ with PytestServer() as server:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="a process's parent is read from /proc")
 def test_no_process_outlives_an_owner_that_is_killed(tests: Path) -> None:
-    """The run loops for ever: neither it nor the process that forked it would end by itself."""
+    """The run loops forever: neither it nor the process that forked it would end by itself."""
     with subprocess.Popen([sys.executable, "-c", OWNER, str(tests)], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout
         run_pid = int(owner.stdout.readline())

@@ -1,4 +1,4 @@
-"""Phase 4 where there is no Triton, as on macOS: nobody is graded, nobody fails. And how kernels' errors are told."""
+"""Phase 4 where there is no Triton, as on macOS: nothing is graded, nothing fails. And how errors of kernels show."""
 
 from __future__ import annotations
 

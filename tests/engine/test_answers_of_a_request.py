@@ -143,7 +143,7 @@ def test_the_first_answer_ends_with_its_first_token(llm, prompts, expected, watc
     (chunk,) = llm.step()
     assert (chunk.index, chunk.finish_reason) == (0, "stop")
     assert llm.has_unfinished
-    with pytest.raises(ValueError, match="here already"):  # its other answers have begun
+    with pytest.raises(ValueError, match="already here"):  # its other answers have begun
         llm.add_request(prompts[0], params_of(1), request_id=name)
     wanted = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in expected[3]]
     assert finish(llm, [chunk]) == {name: wanted}

@@ -64,7 +64,7 @@ def test_caches_that_do_not_go_together(model):
             SelectiveStep(caches, counts)
     with pytest.raises(ValueError, match="2 sequences"):
         SelectiveStep([KVCache(4, 2, 2, 5, 32)], [1])
-    with pytest.raises(ValueError, match="alike"):
+    with pytest.raises(ValueError, match="must match"):
         SelectiveStep([one, KVCache(3, 1, 2, 5, 32)], [1, 1])
     with pytest.raises(TypeError, match="dtype"):
         SelectiveStep([one, KVCache(4, 1, 2, 5, 32, dtype=torch.float16)], [1, 1])

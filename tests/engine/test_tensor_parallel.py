@@ -143,7 +143,7 @@ def test_options_that_do_not_go_together(model, ranks):
     with pytest.raises(ValueError, match="at least 2, got 0"):
         LLM(model, tensor_parallel_size=0)
     if torch.cuda.device_count() < 2:
-        with pytest.raises(ValueError, match="a GPU for each rank"):
+        with pytest.raises(ValueError, match="needs 2 GPUs"):
             LLM(model, tensor_parallel_size=2, device="cuda")
 
 

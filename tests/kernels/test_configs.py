@@ -57,8 +57,8 @@ def test_a_gpu_older_than_all_is_refused(monkeypatch):
         (("prefill", 86, FP16, FP16, 512, 8), "256 at most; its tiles take at least 128 KB .* a program has 99 KB"),
         (("decode", 90, FP32, INT8, 64, 8), "on sm_90, torch.float32 over torch.int8.*queries are bfloat16 or float16"),
         (("decode", 90, FP64, FP64, 64, 8), "torch.float64 over torch.float64"),
-        (("prefill", 90, FP32, FP32, 128, 48), "48 query heads to a key/value head are too many, 32 at most"),
-        (("decode", 80, FP32, FP32, 128, 48), "48 query heads to a key/value head are too many, 32 at most"),
+        (("prefill", 90, FP32, FP32, 128, 48), "48 query heads per key/value head are too many, 32 at most"),
+        (("decode", 80, FP32, FP32, 128, 48), "48 query heads per key/value head are too many, 32 at most"),
     ],
 )
 def test_what_cannot_be_launched_is_refused_by_name(launch, saying):

@@ -1,4 +1,4 @@
-"""Caches of one byte a number with a scale for each row: what a store rounds to, and attention over what it stored."""
+"""8-bit caches with a scale per row: what a store rounds to, and attention over what it stored."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_a_meta_tensor_has_a_shape_and_no_values() -> None:
         ({"k_scale": torch.zeros(2, BLOCK, 2, device="meta")}, ValueError, "is on meta"),
         ({"k_cache": torch.zeros(2, BLOCK, 2, 8), "v_cache": torch.zeros(2, BLOCK, 2, 8)}, TypeError, "int8 or float8"),
         ({"k": torch.zeros(3, 2, 8).to(torch.int8)}, TypeError, "floating point"),
-        ({"v": torch.zeros(3, 2, 9)}, ValueError, "a row for every slot"),
+        ({"v": torch.zeros(3, 2, 9)}, ValueError, "one row per slot"),
         ({"slot_mapping": torch.tensor([0, 1, 32])}, IndexError, "no slot 32"),
         ({"slot_mapping": torch.tensor([0, -2, 3])}, IndexError, "no slot -2"),
     ],
@@ -348,9 +348,9 @@ def test_store_refuses(changes: dict, error: type, says: str, backend: str) -> N
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"k_scale": None}, ValueError, "of both, or of neither"),
-        ({"v_scale": 1.0}, ValueError, "of both, or of neither"),
-        ({"k_scale": torch.ones(3, BLOCK, 2)}, ValueError, "a scale for each row"),
+        ({"k_scale": None}, ValueError, "both must have a scale per row"),
+        ({"v_scale": 1.0}, ValueError, "both must have a scale per row"),
+        ({"k_scale": torch.ones(3, BLOCK, 2)}, ValueError, "a scale per row"),
         ({"k_scale": torch.ones(2, BLOCK, 2).half()}, TypeError, "float32"),
         ({"k_cache": torch.zeros(2, BLOCK, 2, 8), "v_cache": torch.zeros(2, BLOCK, 2, 8)}, TypeError, "int8 or float8"),
     ],

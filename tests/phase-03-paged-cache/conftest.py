@@ -1,4 +1,4 @@
-"""What the tests of phase 3 share: a failure's scenario; and where torch is, what with_torch.py has."""
+"""What the tests of phase 3 share: a failure's scenario and, if torch is installed, the fixtures of with_torch.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minicache.memory.blocks import BlockPool, BlockTable
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the pool and the tables, and what was done with them."""
+    """A failure shows the pool and the tables, and the calls to them."""
     with (
         following(BlockPool, "__init__", "allocate", "share", "free"),
         following(BlockTable, "append", "fork", "truncate", "release"),
@@ -21,7 +21,7 @@ def _scenario():
         yield
 
 
-if find_spec("torch"):  # tasks 1 to 4 need none, and are graded in browsers too, which have none
+if find_spec("torch"):  # tasks 1 to 4 need no torch, and are also graded in browsers, which have none
     _spec = spec_from_file_location("with_torch_of_phase_3", Path(__file__).with_name("with_torch.py"))
     _with_torch = module_from_spec(_spec)
     _spec.loader.exec_module(_with_torch)

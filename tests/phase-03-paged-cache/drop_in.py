@@ -1,7 +1,7 @@
-"""Phase 1's own tests, run on a paged cache: the files are loaded as they are, and their `KVCache` is replaced.
+"""Phase 1's tests, run on a paged cache: the files are loaded unchanged, and their `KVCache` is replaced.
 
-A test file of this phase says `vars().update(tests_of("test_task_5_reset.py", …))` and has their tests. The fixture
-`kv_cache` that comes with them puts a class in the place of `KVCache`, one for each kind of paged cache.
+A test file of this phase calls `vars().update(tests_of("test_task_5_reset.py", …))` to have their tests. The fixture
+`kv_cache` that comes with them replaces `KVCache` with a class for each kind of paged cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_blocks_of(size):
 
 
 def over_a_shared_storage():
-    """PagedKVCache over a storage whose other half is taken: its free blocks lie anywhere, and all rows hold NaN."""
+    """PagedKVCache over a storage of which half is in use: its free blocks are scattered, and all slots hold NaN."""
 
     def construct(self, num_layers, batch_size, num_kv_heads, max_seq_len, head_dim, dtype=torch.float32):
         pool = BlockPool(2 * batch_size * blocks_for(max_seq_len, 3), 3)
@@ -50,9 +50,9 @@ SHARED_STORAGE = [pytest.param(over_a_shared_storage(), id="a shared storage, bl
 
 
 def tests_of(*files, caches):
-    """The tests of phase 1's `files`, to be run on each of `caches`: what a test file's namespace is to have.
+    """The tests of phase 1's `files`, to be run on each of `caches`, as a namespace for a test file.
 
-    Names get the file's number in front, so that tests of two files do not hide each other.
+    Names are prefixed with the file's number, to keep tests of two files from hiding each other.
     """
     namespace = {}
     modules = [load(PHASE_1 / file) for file in files]
@@ -71,7 +71,7 @@ def tests_of(*files, caches):
 
 
 def load(file):
-    """A module made from `file`, which only the caller has."""
+    """A module made from `file`, not in sys.modules."""
     spec = spec_from_file_location(file.stem, file)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)

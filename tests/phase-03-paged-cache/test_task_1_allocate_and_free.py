@@ -16,18 +16,18 @@ SIZE = one_of(16, range(17, 40))  # of a block; the pool counts blocks only
 MORE = one_of(0, range(1, 100))  # blocks, under a secret seed
 
 
-def check_pool(pool, owners, when):
-    """Each block of `pool` has as many owners as `owners` says; those with 0 are free."""
-    free = owners.count(0)
+def check_pool(pool, refs, when):
+    """The blocks of `pool` have these reference counts; those with 0 are free."""
+    free = refs.count(0)
     that(f"num_free {when}", pool.num_free).gives(free)
-    that(f"num_used {when}", pool.num_used).gives(len(owners) - free)
-    counts = [pool.ref_count(block_id) for block_id in range(len(owners))]
-    that(f"ref_count of blocks 0 … {len(owners) - 1} {when}", counts).gives(owners)
+    that(f"num_used {when}", pool.num_used).gives(len(refs) - free)
+    counts = [pool.ref_count(block_id) for block_id in range(len(refs))]
+    that(f"ref_count of blocks 0 … {len(refs) - 1} {when}", counts).gives(refs)
 
 
-def check_line(pool, line, when):
-    """All free blocks, taken at once, come in the order `line`."""
-    that(f"allocate({len(line)}), all that is free, {when}", pool.allocate(len(line))).gives(line)
+def check_free_list(pool, free_list, when):
+    """All free blocks, allocated at once, come in the order `free_list`."""
+    that(f"allocate({len(free_list)}), all that is free, {when}", pool.allocate(len(free_list))).gives(free_list)
 
 
 # Blocks for tokens
@@ -44,7 +44,7 @@ def test_blocks_for_some_tokens(num_tokens, block_size, blocks):
 
 @given(st.integers(0, 400), st.integers(1, 50))
 def test_blocks_hold_the_tokens_and_no_block_is_idle(num_tokens, block_size):
-    """The blocks have room for all tokens, and one block less would not."""
+    """The blocks hold all tokens, and one block less would not."""
     held, blocks = 0, 0
     while held < num_tokens:
         held, blocks = held + block_size, blocks + 1
@@ -57,7 +57,7 @@ def test_blocks_for_large_numbers_is_exact():
 
 
 def test_blocks_for_refuses():
-    """Tokens below 0 and block sizes below 1 raise ValueError; what is no int raises TypeError."""
+    """Tokens below 0 and block sizes below 1 raise ValueError; a value that is not an int raises TypeError."""
     for num_tokens, block_size in [(-1, 16), (5, 0), (5, -4)]:
         call(blocks_for, num_tokens, block_size).raises(ValueError)
     for bad in NO_INTS:
@@ -78,7 +78,7 @@ def test_a_new_pool_is_free(num_blocks, block_size):
 
 
 def test_sizes_of_a_pool_are_refused():
-    """Fewer than 1 block, or blocks for fewer than 1 token, raise ValueError; what is no int raises TypeError."""
+    """Fewer than 1 block, or a block size below 1, raises ValueError; a value that is not an int raises TypeError."""
     for bad in (0, -1):
         call(BlockPool, bad, 16).raises(ValueError)
         call(BlockPool, 8, bad).raises(ValueError)
@@ -111,7 +111,7 @@ def test_allocating_nothing():
 
 @pytest.mark.parametrize("count", [3, 4, 100])
 def test_out_of_blocks(count):
-    """More blocks than are free: OutOfBlocksError. None is taken, and the next call gets what it would have got."""
+    """More blocks than are free: OutOfBlocksError. None is allocated, and the next call is unaffected."""
     pool = BlockPool(5, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.allocate, count).raises(OutOfBlocksError)
@@ -121,17 +121,17 @@ def test_out_of_blocks(count):
 
 
 def test_counts_that_are_refused():
-    """A negative count raises ValueError, one that is no int TypeError, and nothing is taken."""
+    """A negative count raises ValueError, one that is not an int TypeError, and nothing is allocated."""
     pool = BlockPool(5, SIZE)
     call(pool.allocate, -1).raises(ValueError)
     for bad in NO_INTS:
         call(pool.allocate, bad).raises(TypeError)
     check_pool(pool, [0] * 5, "after refused calls")
-    check_line(pool, [0, 1, 2, 3, 4], "after refused calls")
+    check_free_list(pool, [0, 1, 2, 3, 4], "after refused calls")
 
 
-def test_the_list_that_comes_back_is_the_callers():
-    """What a caller does with the list of ids changes nothing in the pool."""
+def test_the_returned_list_is_the_callers():
+    """A caller that changes the list of ids changes nothing in the pool."""
     pool = BlockPool(4, SIZE)
     taken = call(pool.allocate, 2).value
     taken.clear()
@@ -139,14 +139,14 @@ def test_the_list_that_comes_back_is_the_callers():
     given_back = [1, 0]
     call(pool.free, given_back).gives(None)
     given_back.append(99)
-    check_line(pool, [2, 3, 1, 0], "after the caller changed the list that it freed")
+    check_free_list(pool, [2, 3, 1, 0], "after the caller changed the list that it freed")
 
 
 # Free
 
 
-def test_a_freed_block_waits_behind_the_others():
-    """First in, first out: freed blocks go to the end of the line, in the order in which free was given them."""
+def test_a_freed_block_goes_to_the_end_of_the_free_list():
+    """First in, first out: freed blocks go to the end of the free list, in the order in which free got them."""
     pool = BlockPool(5, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.free, [2, 0]).gives(None)
@@ -154,11 +154,11 @@ def test_a_freed_block_waits_behind_the_others():
     call(pool.allocate, 3).gives([3, 4, 2])
     call(pool.free, [1]).gives(None)
     call(pool.free, [4]).gives(None)
-    check_line(pool, [0, 1, 4], "after free([1]) and free([4])")
+    check_free_list(pool, [0, 1, 4], "after free([1]) and free([4])")
 
 
 def test_a_pool_of_one_block():
-    """A pool of one block hands the same one out again and again."""
+    """A pool of one block allocates the same one every time."""
     pool = BlockPool(1, SIZE)
     for _ in range(3):
         call(pool.allocate, 1).gives([0])
@@ -167,13 +167,13 @@ def test_a_pool_of_one_block():
 
 
 def test_ids_from_a_generator():
-    """Any iterable of ids will do, one that can be gone through only once too."""
+    """Any iterable of ids is accepted, also one that can be iterated only once."""
     pool = BlockPool(4, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
     call(pool.free, (block_id for block_id in (2, 0))).gives(None)
-    that("owners of blocks 0 … 3, after a generator of 2 and 0 was freed", [pool.ref_count(n) for n in range(4)]).gives(
-        [0, 1, 0, 0]
-    )
+    that(
+        "ref_count of blocks 0 … 3 after a generator of 2 and 0 was freed", [pool.ref_count(n) for n in range(4)]
+    ).gives([0, 1, 0, 0])
     call(pool.allocate, 3).gives([3, 2, 0])
 
 
@@ -181,11 +181,11 @@ def test_freeing_nothing():
     """free([]) does nothing."""
     pool = BlockPool(3, SIZE)
     call(pool.free, []).gives(None)
-    check_line(pool, [0, 1, 2], "after free([])")
+    check_free_list(pool, [0, 1, 2], "after free([])")
 
 
 BAD_IDS = [
-    pytest.param([3], ValueError, id="a block that was never taken"),
+    pytest.param([3], ValueError, id="a block that was never allocated"),
     pytest.param([1], ValueError, id="a block that was freed before"),
     pytest.param([0, 3], ValueError, id="a used block, then a free one"),
     pytest.param([3, 0], ValueError, id="a free block, then a used one"),
@@ -204,19 +204,19 @@ BAD_IDS = [
 
 @pytest.mark.parametrize(("block_ids", "error"), BAD_IDS)
 def test_free_is_all_or_nothing(block_ids, error):
-    """A free block or one given too often: ValueError. No such block: IndexError. No int: TypeError. None is freed."""
+    """A free block, or one given too often: ValueError. No such block: IndexError. Not an int: TypeError."""
     pool = BlockPool(5, SIZE)
     call(pool.allocate, 3).gives([0, 1, 2])
-    call(pool.free, [1]).gives(None)  # used: 0 and 2; in line: 3, 4, 1
+    call(pool.free, [1]).gives(None)  # used: 0 and 2; free list: 3, 4, 1
     call(pool.free, block_ids).raises(error)
     check_pool(pool, [1, 0, 1, 0, 0], f"after free({block_ids}) was refused")
     call(pool.free, [2, 0]).gives(None)
-    check_line(pool, [3, 4, 1, 2, 0], f"after free({block_ids}) was refused and free([2, 0]) was not")
+    check_free_list(pool, [3, 4, 1, 2, 0], f"after free({block_ids}) was refused and free([2, 0]) was not")
 
 
 @pytest.mark.parametrize("block_id", [2, -2], ids=str)
 def test_free_refuses_ids_outside_the_pool(block_id):
-    """Where every block is used, −2 and the first id past the last are still no blocks."""
+    """If every block is used, −2 and the first id past the last are still refused."""
     pool = BlockPool(2, SIZE)
     call(pool.allocate, 2).gives([0, 1])
     call(pool.free, [block_id]).raises(IndexError)
@@ -225,7 +225,7 @@ def test_free_refuses_ids_outside_the_pool(block_id):
 
 
 def test_ref_count_refuses_ids_outside_the_pool():
-    """ref_count of an id outside the pool raises IndexError, of what is no int TypeError."""
+    """ref_count of an id outside the pool raises IndexError, of a value that is not an int TypeError."""
     pool = BlockPool(3, SIZE)
     for bad in (3, -1, 100):
         call(pool.ref_count, bad).raises(IndexError)
@@ -235,18 +235,18 @@ def test_ref_count_refuses_ids_outside_the_pool():
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 11), min_size=1, max_size=6))))
 def test_any_order_of_calls(num_blocks, calls):
-    """Whatever is allocated and freed in whatever order: the longest free come first, and no block has two owners."""
+    """Any order of allocate and free: the longest free come first, and no block has two references."""
     pool = BlockPool(num_blocks, 4)
-    line, used = list(range(num_blocks)), []  # longest free first; longest used first
+    free_list, used = list(range(num_blocks)), []  # longest free first; longest used first
     for allocates, numbers in calls:
-        if allocates and len(numbers) > len(line):
+        if allocates and len(numbers) > len(free_list):
             call(pool.allocate, len(numbers)).raises(OutOfBlocksError)
         elif allocates:
-            call(pool.allocate, len(numbers)).gives(line[: len(numbers)])
-            used, line = used + line[: len(numbers)], line[len(numbers) :]
+            call(pool.allocate, len(numbers)).gives(free_list[: len(numbers)])
+            used, free_list = used + free_list[: len(numbers)], free_list[len(numbers) :]
         else:
             chosen = list(dict.fromkeys(used[number % len(used)] for number in numbers if used))
             call(pool.free, chosen).gives(None)
-            used, line = [each for each in used if each not in chosen], line + chosen
-        check_pool(pool, [int(block_id in used) for block_id in range(num_blocks)], f"after {len(line)} are left free")
-    check_line(pool, line, "at the end")
+            used, free_list = [each for each in used if each not in chosen], free_list + chosen
+        check_pool(pool, [int(block_id in used) for block_id in range(num_blocks)], f"with {len(free_list)} left free")
+    check_free_list(pool, free_list, "at the end")

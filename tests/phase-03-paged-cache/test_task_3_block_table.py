@@ -28,7 +28,7 @@ def check_table(table, block_ids, num_tokens, when):
 
 
 def test_a_new_table_is_empty():
-    """A new table knows its pool, has no blocks and no tokens, and has taken nothing."""
+    """A new table has its pool, no blocks and no tokens, and has allocated nothing."""
     pool = BlockPool(4, 16)
     table = call(BlockTable, pool).value
     that("table.pool is the pool that it was given", table.pool is pool).gives(True)
@@ -37,7 +37,7 @@ def test_a_new_table_is_empty():
 
 
 def test_ten_tokens_in_blocks_7_2_and_5():
-    """Blocks of 4, and the pool's next are 7, 2 and 5: ten tokens lie in slots 28–31, 8–11 and 20–21."""
+    """Blocks of 4, and the pool's next are 7, 2 and 5: ten tokens are in slots 28–31, 8–11 and 20–21."""
     table = BlockTable(scattered_pool([7, 2, 5, 9], 4))
     call(table.append, 10).gives([28, 29, 30, 31, 8, 9, 10, 11, 20, 21])
     check_table(table, [7, 2, 5], 10, "after append(10)")
@@ -50,7 +50,7 @@ def test_ten_tokens_in_blocks_7_2_and_5():
 
 
 def test_one_token_at_a_time():
-    """Decoding: a block is taken with its first token, never before."""
+    """Decoding: a block is allocated with its first token, never before."""
     pool = scattered_pool([3, 1, 2], 2)
     table = BlockTable(pool)
     for num_tokens, (slot, num_free) in enumerate([(6, 2), (7, 2), (2, 1), (3, 1), (4, 0), (5, 0)]):
@@ -75,7 +75,7 @@ def test_append_around_the_end_of_a_block(num_tokens):
         check_table(table, order[:blocks], num_tokens, f"after append({first}) and append({num_tokens - first})")
 
 
-def test_two_tables_take_turns():
+def test_two_tables_alternate():
     """Two tables over one pool: their blocks alternate in memory, and no slot is given twice."""
     pool = BlockPool(6, 2)
     one, other = BlockTable(pool), BlockTable(pool)
@@ -90,7 +90,7 @@ def test_two_tables_take_turns():
 
 
 def test_blocks_of_one_token():
-    """block_size 1: every token has a block of its own, and its slot is the block's number."""
+    """block_size 1: every token has a separate block, and its slot is the block's id."""
     table = BlockTable(scattered_pool([4, 0, 2], 1))
     call(table.append, 2).gives([4, 0])
     call(table.append, 1).gives([2])
@@ -110,7 +110,7 @@ def test_blocks_of_one_token():
     ],
 )
 def test_blocks_needed(num_tokens, needed):
-    """Blocks of 4: what append would take, for a table that has so many tokens. Asking takes nothing."""
+    """Blocks of 4: the blocks that append would allocate. blocks_needed itself allocates none."""
     pool = BlockPool(8, 4)
     table = BlockTable(pool)
     call(table.append, num_tokens).gives(list(range(num_tokens)))
@@ -121,20 +121,20 @@ def test_blocks_needed(num_tokens, needed):
 
 
 def test_more_blocks_may_be_needed_than_there_are():
-    """blocks_needed counts what append would take, whether the pool has it or not."""
+    """blocks_needed counts the blocks that append would allocate, whether the pool has them or not."""
     call(BlockTable(BlockPool(2, 4)).blocks_needed, 100).gives(25)
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 20), max_size=8))
 def test_appending_in_parts_gives_the_same_slots(block_size, parts):
-    """Any lengths, any block size: blocks_needed foretells what append takes; position p has slot(p), all different."""
+    """Any lengths, any block size: blocks_needed predicts what append allocates; every position has its own slot."""
     num_blocks = sum(parts) + 1
     pool = scattered_pool(list(range(num_blocks))[::-1], block_size, num_blocks)
     table, slots = BlockTable(pool), []
     for num_new in parts:
-        foretold, before = call(table.blocks_needed, num_new).value, pool.num_free
+        predicted, before = call(table.blocks_needed, num_new).value, pool.num_free
         slots += call(table.append, num_new).value
-        that(f"blocks that append({num_new}) took", before - pool.num_free).gives(foretold)
+        that(f"blocks that append({num_new}) took", before - pool.num_free).gives(predicted)
         that("blocks of the table", len(table.block_ids)).gives(-(-len(slots) // block_size))
         that("num_tokens", table.num_tokens).gives(len(slots))
     blocks = list(range(num_blocks))[::-1]
@@ -146,7 +146,7 @@ def test_appending_in_parts_gives_the_same_slots(block_size, parts):
 
 
 def test_appending_nothing():
-    """append(0) gives an empty list and takes no block: in an empty table, behind a full block, in a full pool."""
+    """append(0) returns an empty list and allocates nothing: in an empty table, after a full block, in a full pool."""
     table = BlockTable(BlockPool(1, 4))
     for num_new, slots in [(0, []), (3, [0, 1, 2]), (1, [3])]:
         call(table.append, num_new).gives(slots)
@@ -157,7 +157,7 @@ def test_appending_nothing():
 
 @pytest.mark.parametrize("num_tokens", [0, 2, 4, 7])
 def test_out_of_blocks_changes_nothing(num_tokens):
-    """More tokens than the pool has room for: OutOfBlocksError. Not one is stored, and fewer still go in as before."""
+    """More tokens than the pool can hold: OutOfBlocksError. None gets a slot, and a smaller append still works."""
     pool = BlockPool(3, 4)
     table = BlockTable(pool)
     call(table.append, num_tokens).gives(list(range(num_tokens)))
@@ -172,7 +172,7 @@ def test_out_of_blocks_changes_nothing(num_tokens):
 
 
 def test_slot_refuses_positions_without_a_token():
-    """slot wants a token: IndexError past the last one, though its block has room, and for −1; TypeError for no int."""
+    """slot needs a token: IndexError past the last one, even within its block, and for −1; TypeError unless an int."""
     table = BlockTable(BlockPool(4, 4))
     call(table.slot, 0).raises(IndexError)
     call(table.append, 6).gives([0, 1, 2, 3, 4, 5])
@@ -183,7 +183,7 @@ def test_slot_refuses_positions_without_a_token():
 
 
 def test_counts_that_are_refused():
-    """append and blocks_needed: a negative count raises ValueError, one that is no int TypeError; nothing changes."""
+    """append and blocks_needed: a negative count raises ValueError, a non-int TypeError; nothing changes."""
     pool = BlockPool(4, 4)
     table = BlockTable(pool)
     call(table.append, 6).gives([0, 1, 2, 3, 4, 5])
@@ -198,7 +198,7 @@ def test_counts_that_are_refused():
 
 @pytest.mark.parametrize("num_new", [1, 2, 3, 100])
 def test_a_shared_unfinished_block_is_not_written(num_new):
-    """The last block is unfinished and has a second owner: SharedBlockError, nothing changes, append(0) still works."""
+    """The last block is unfinished and shared: SharedBlockError, nothing changes, append(0) still works."""
     pool = BlockPool(4, 4)
     table = BlockTable(pool)
     call(table.append, 6).gives([0, 1, 2, 3, 4, 5])
@@ -206,18 +206,18 @@ def test_a_shared_unfinished_block_is_not_written(num_new):
     call(table.append, num_new).raises(SharedBlockError if num_new <= 10 else (SharedBlockError, OutOfBlocksError))
     check_table(table, [0, 1], 6, f"after append({num_new}) was refused")
     that(f"pool.num_free after append({num_new}) was refused", pool.num_free).gives(2)
-    that("owners of block 1", pool.ref_count(1)).gives(2)
+    that("ref_count of block 1", pool.ref_count(1)).gives(2)
     call(table.append, 0).gives([])
-    pool.free([1])  # the other owner lets go
+    pool.free([1])  # the other reference is dropped
     call(table.append, 3).gives([6, 7, 8])
 
 
-def test_a_shared_full_block_is_no_obstacle():
-    """Full blocks may be shared: the next token goes into a new block. So may blocks before the last one."""
+def test_a_shared_full_block_is_allowed():
+    """Full blocks, and blocks before the last one, may be shared: the next token goes into a new block."""
     pool = BlockPool(4, 4)
     table = BlockTable(pool)
     call(table.append, 8).gives(list(range(8)))
     pool.share([0, 1])
     call(table.append, 1).gives([8])
     call(table.append, 2).gives([9, 10])
-    check_table(table, [0, 1, 2], 11, "after appending behind shared blocks")
+    check_table(table, [0, 1, 2], 11, "after appending to shared full blocks")

@@ -1,4 +1,4 @@
-"""Phase 3, task 5: rows into slots, and back."""
+"""Phase 3, task 5: store rows in slots, and gather them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NUMBERS = "keys count from 0, values from 100, and −1 is what was there"
 
 
 def caches(num_blocks, block_size, *row, dtype=torch.float32):
-    """Empty keys and values: −1 everywhere, so that a row that was written shows."""
+    """Empty keys and values: −1 everywhere, to make a written slot visible."""
     return [torch.full((num_blocks, block_size, *row), -1.0).to(dtype) for _ in range(2)]
 
 
 def test_each_row_goes_to_its_slot(numbered):
-    """Slot 9 of blocks of 4 is row 1 of block 2: three rows go to slots 9, 2 and 4, and nothing else changes."""
+    """Slot 9 with blocks of 4 is offset 1 of block 2: three rows go to slots 9, 2 and 4, and nothing else changes."""
     k_cache, v_cache = caches(4, 4, 1, 2)
     k, v = numbered(3, 1, 2, start=2), numbered(3, 1, 2, start=102)
     scenario.remember("k of store_kv(k, v, k_cache, v_cache, slots)", k)
@@ -37,7 +37,7 @@ def test_each_row_goes_to_its_slot(numbered):
 
 
 def test_slot_minus_one_is_skipped(numbered):
-    """A row with slot −1 is padding: it goes nowhere, not to the last slot either."""
+    """A row with slot −1 is padding: it is not stored, not in the last slot either."""
     k_cache, v_cache = caches(2, 2, 1, 2)
     k, v = numbered(4, 1, 2), numbered(4, 1, 2, start=100)
     call(store_kv, k, v, k_cache, v_cache, torch.tensor([-1, 2, -1, 0])).gives(None)
@@ -49,7 +49,7 @@ def test_slot_minus_one_is_skipped(numbered):
 
 @pytest.mark.parametrize("slots", [[], [-1, -1]], ids=["no rows", "padding only"])
 def test_nothing_to_store(slots):
-    """No rows, or only padding: the cache stays as it is."""
+    """No rows, or only padding: the cache is unchanged."""
     k_cache, v_cache = caches(2, 2, 1, 2)
     rows = torch.randn(len(slots), 1, 2)
     call(store_kv, rows, rows, k_cache, v_cache, torch.tensor(slots, dtype=torch.int64)).gives(None)
@@ -66,7 +66,7 @@ def test_nothing_to_store(slots):
     data=st.data(),
 )
 def test_any_slots_in_any_cache(num_blocks, block_size, num_kv_heads, head_dim, ints, data):
-    """For any slots in any order, int32 or int64, row n lies in block slot // block_size, at slot % block_size."""
+    """For any slots in any order, int32 or int64, row n is in block slot // block_size, at offset slot % block_size."""
     free = data.draw(st.permutations(range(num_blocks * block_size)), label="slots")
     slots = [
         slot if data.draw(st.booleans(), label="stored") else -1
@@ -87,8 +87,8 @@ def test_any_slots_in_any_cache(num_blocks, block_size, num_kv_heads, head_dim, 
 @pytest.mark.parametrize(
     "slots", [[0, 1, 12], [0, 1, 10**6], [0, -2, 1], [-13, 0, 1], [0, -1, -2]], ids="slots {}".format
 )
-def test_slots_that_are_not_there(slots):
-    """A slot below −1 or past the last is an IndexError, and no row was written: not the good ones before it either."""
+def test_slots_that_do_not_exist(slots):
+    """A slot below −1 or past the last is an IndexError, and no row is written, not even the valid ones before it."""
     k_cache, v_cache = caches(3, 4, 2, 2)
     k, v = (torch.randn(3, 2, 2) for _ in range(2))
     call(store_kv, k, v, k_cache, v_cache, torch.tensor(slots)).raises(IndexError)
@@ -98,7 +98,7 @@ def test_slots_that_are_not_there(slots):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_any_dtype_is_stored_bit_by_bit(dtype):
-    """What a cache of half, int8 or fp8 numbers is given is in it unchanged."""
+    """A cache of half, int8 or fp8 numbers stores its input unchanged."""
     k_cache, v_cache = caches(2, 3, 2, 4, dtype=dtype)
     k, v = ((20 * torch.randn(2, 2, 4)).to(dtype) for _ in range(2))
     call(store_kv, k, v, k_cache, v_cache, torch.tensor([4, 1])).gives(None)
@@ -106,8 +106,8 @@ def test_any_dtype_is_stored_bit_by_bit(dtype):
     that("values in slots 4 and 1", torch.stack([v_cache[1, 1], v_cache[0, 1]]).float()).gives(v.float())
 
 
-def test_views_are_welcome_and_gradients_stay_outside():
-    """Transposed rows that are part of a graph go in; the cache does not become part of it."""
+def test_views_are_accepted_and_gradients_are_not_stored():
+    """Transposed rows of an autograd graph are stored; the cache does not become part of the graph."""
     k_cache, v_cache = caches(2, 3, 2, 4)
     k, v = (torch.randn(2, 5, 4, requires_grad=True) for _ in range(2))
     slots = torch.arange(5)
@@ -117,7 +117,7 @@ def test_views_are_welcome_and_gradients_stay_outside():
 
 
 def test_rows_come_back_in_the_order_of_the_tokens(numbered):
-    """Blocks 3, 0, 2 of 2 rows each: tokens 0 … 4 are rows 6, 7, 0, 1, 4 of the cache."""
+    """Blocks 3, 0, 2 of 2 slots each: tokens 0 … 4 are in slots 6, 7, 0, 1, 4 of the cache."""
     cache = numbered(4, 2, 1, 1)
     expected = torch.tensor([6.0, 7, 0, 1, 4]).reshape(5, 1, 1)
     call(gather_kv, cache, torch.tensor([3, 0, 2]), 5).gives(expected)
@@ -131,14 +131,14 @@ def test_rows_come_back_in_the_order_of_the_tokens(numbered):
     order=st.integers(0, 5),
 )
 def test_any_number_of_tokens(scatter, num_tokens, block_size, ints, order):
-    """Whatever the length and the block size, exact multiples too, all rows of the sequence come, and no others."""
+    """For any length and block size, exact multiples too, all KV entries of the sequence are gathered and no others."""
     rows = [torch.randn(num_tokens, 2, 3), torch.randn(4, 2, 3)]
     cache, _, tables, _ = scatter(rows, rows, block_size, order=order, ints=ints)
     call(gather_kv, cache, tables[0], num_tokens).gives(rows[0])
 
 
 def test_the_tail_of_a_table_is_not_read():
-    """Entries past the last block in use may be anything: −1, or blocks that are not there."""
+    """Entries past the last block in use may be anything: −1, or blocks that do not exist."""
     cache = torch.randn(2, 4, 1, 2)
     for tail in ([-1, -1], [10**6, -5], []):
         got = call(gather_kv, cache, torch.tensor([1, *tail]), 3)
@@ -146,13 +146,13 @@ def test_the_tail_of_a_table_is_not_read():
 
 
 @pytest.mark.parametrize("block", [-1, 3, 10**6], ids="block {}".format)
-def test_a_block_in_use_that_is_not_there(block):
+def test_a_block_in_use_that_does_not_exist(block):
     """A block in use outside the cache is an IndexError: −1 is not the last block."""
     call(gather_kv, torch.randn(3, 2, 1, 2), torch.tensor([0, block]), 3).raises(IndexError)
 
 
 def test_gathering_changes_nothing():
-    """The cache is as it was, and what was gathered is in the cache's dtype."""
+    """The cache is unchanged, and the result has the cache's dtype."""
     cache = torch.randn(3, 2, 2, 4).bfloat16()
     kept = cache.clone()
     call(gather_kv, cache, torch.tensor([2, 0]), 4).gives(kept[[2, 0]].flatten(0, 1))

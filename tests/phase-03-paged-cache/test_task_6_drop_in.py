@@ -1,4 +1,4 @@
-"""Phase 3, task 6: phase 1's own tests of the cache, with PagedKVCache in KVCache's place.
+"""Phase 3, task 6: phase 1's tests of the cache, with PagedKVCache instead of KVCache.
 
 What a test's first line calls KVCache is your PagedKVCache, with blocks of 1, 3 or 16 rows, as the brackets say.
 """

@@ -1,4 +1,4 @@
-"""Phase 3, task 6: phase 1's own tests of what a cache refuses, with PagedKVCache in KVCache's place.
+"""Phase 3, task 6: phase 1's tests of a cache's errors, with PagedKVCache instead of KVCache.
 
 It is over a storage in which others have blocks, whose rows a refused append must not touch.
 """

@@ -1,4 +1,4 @@
-"""Phase 3, task 6: phase 1's own tests of what a cache reserves, with PagedKVCache in KVCache's place.
+"""Phase 3, task 6: phase 1's tests of the memory that a cache reserves, with PagedKVCache instead of KVCache.
 
 Its blocks have 3 rows.
 """

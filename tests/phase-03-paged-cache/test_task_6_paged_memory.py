@@ -1,4 +1,4 @@
-"""Phase 3, task 6: what a paged cache does that a dense one cannot: take memory as tokens come, and share it."""
+"""Phase 3, task 6: a paged cache allocates memory as tokens arrive, and shares it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_reads(cache, k, when):
 
 
 def contents(storage):
-    """A copy of all rows, of all layers."""
+    """A copy of all keys and values, of all layers."""
     return [torch.stack([storage.k(layer), storage.v(layer)]) for layer in range(LAYERS)]
 
 
@@ -60,7 +60,7 @@ def contents(storage):
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)], ids=str)
 def test_bytes_of_a_storage(dtype, nbytes):
-    """5 blocks of 4 tokens; a token has keys and values, 2 layers, 2 heads of 3 numbers: 24 numbers, in any dtype."""
+    """5 blocks of 4 tokens; a token has keys and values, 2 layers, 2 heads of 3: 24 numbers, in any dtype."""
     storage = PagedStorage(BlockPool(5, 4), LAYERS, HEADS, HEAD_DIM, dtype=dtype)
     that("token_nbytes", storage.token_nbytes).gives(24 * nbytes)
     that("nbytes", storage.nbytes).gives(5 * 4 * 24 * nbytes)
@@ -75,18 +75,18 @@ def test_layers_that_a_storage_has_not(layer):
     call(storage.v, layer).raises(IndexError)
 
 
-# Blocks come with tokens
+# Blocks are allocated with tokens
 
 
 def test_it_is_a_kv_cache():
-    """Whoever takes a KVCache takes a PagedKVCache: it is a subclass."""
+    """PagedKVCache is a subclass of KVCache, so code that accepts one accepts the other."""
     cache = call(PagedKVCache, LAYERS, 1, HEADS, 8, HEAD_DIM).value
     that("isinstance(cache, KVCache)", isinstance(cache, KVCache)).gives(True)
     that("tables of a batch of 1", len(cache.block_tables)).gives(1)
 
 
 def test_a_block_is_taken_when_the_last_one_is_full():
-    """Blocks of 4, two sequences: tokens 1, 5 and 9 of each take a block, and no other token does."""
+    """Blocks of 4, two sequences: tokens 1, 5 and 9 of each allocate a block, and no other token does."""
     cache = PagedKVCache(LAYERS, 2, HEADS, 16, HEAD_DIM, block_size=4)
     that("nbytes_allocated of an empty cache", cache.nbytes_allocated).gives(0)
     for num_tokens, blocks in enumerate((1, 1, 1, 1, 2, 2, 2, 2, 3), start=1):
@@ -103,19 +103,19 @@ def test_a_block_is_taken_when_the_last_one_is_full():
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=5),
 )
 def test_at_most_one_unfinished_block_a_sequence(block_size, batch, chunks):
-    """Whatever the chunks: allocated − used is less than one block for each sequence, and 0 for whole blocks."""
+    """For any chunks, allocated − used is less than one block for each sequence, and 0 for whole blocks."""
     cache = PagedKVCache(LAYERS, batch, HEADS, sum(chunks), HEAD_DIM, block_size=block_size)
     done = 0
     for chunk in chunks:
         run_pass(cache, rows(chunk, batch))
         done += chunk
         wasted = call(lambda: (cache.nbytes_allocated - cache.nbytes_used) // (batch * ROW)).value
-        that(f"rows a sequence has too many, {done} tokens in blocks of {block_size}", wasted).gives(-done % block_size)
+        that(f"empty slots of a sequence, {done} tokens in blocks of {block_size}", wasted).gives(-done % block_size)
     cache.storage.pool.check()
 
 
 def test_nbytes_with_and_without_a_storage_of_its_own():
-    """nbytes: max_seq_len rows with a storage of its own; over a shared storage nothing but the blocks it holds."""
+    """nbytes: max_seq_len tokens with its own storage; over a shared storage only the blocks it holds."""
     own = PagedKVCache(LAYERS, 2, HEADS, 10, HEAD_DIM, block_size=4)
     that("nbytes of an empty cache with its own storage", own.nbytes).gives(2 * 10 * ROW)
     pool, storage = shared(8)
@@ -128,7 +128,7 @@ def test_nbytes_with_and_without_a_storage_of_its_own():
 
 
 def test_blocks_of_others_are_not_counted():
-    """Two caches and a table over one storage: the bytes of each are those of its own blocks, not the pool's."""
+    """Two caches and a table over one storage: the bytes of each cache are those of its blocks, not the pool's."""
     pool, storage = shared(8)
     one, other = over(storage), over(storage)
     pool.allocate(1)
@@ -139,7 +139,7 @@ def test_blocks_of_others_are_not_counted():
 
 
 def test_slots_are_computed_at_layer_0(monkeypatch):
-    """One block table serves all layers: behind layer 0 no table is asked for its blocks or slots, or grows."""
+    """One block table serves all layers: after layer 0 no method of a table is called, and none grows."""
 
     class Counting(BlockTable):
         asked = 0
@@ -157,7 +157,7 @@ def test_slots_are_computed_at_layer_0(monkeypatch):
         for layer in range(1, 5):
             call(cache.append, layer, new, new).gives(None)
         asked = Counting.asked - before
-        that(f"how often 4 more layers ask the tables, in a pass of {num_new} tokens", asked).gives(0)
+        that(f"calls of 4 more layers to the tables, in a forward pass of {num_new} tokens", asked).gives(0)
 
 
 def test_rows_lie_where_the_tables_say(numbered):
@@ -178,7 +178,7 @@ def test_rows_lie_where_the_tables_say(numbered):
 
 
 def test_max_seq_len_counts_tokens_and_not_blocks():
-    """5 tokens in blocks of 4 leave 3 rows free, but max_seq_len is 5: CacheOverflowError, and no block is taken."""
+    """5 tokens in blocks of 4 leave 3 slots, but max_seq_len is 5: CacheOverflowError, and no block is allocated."""
     pool, storage = shared(8)
     cache = over(storage, max_seq_len=5)
     run_pass(cache, rows(5))
@@ -197,7 +197,7 @@ def test_max_seq_len_counts_tokens_and_not_blocks():
     ],
 )
 def test_a_refused_append_takes_no_block(bad, error):
-    """Rows are looked at before blocks are taken: after a refusal the pool has what it had."""
+    """k and v are checked before blocks are allocated: after an error the pool is unchanged."""
     pool, storage = shared(8)
     cache = over(storage)
     call(cache.append, 0, rows(9), bad).raises(error)
@@ -207,11 +207,11 @@ def test_a_refused_append_takes_no_block(bad, error):
     that("tokens of the table", cache.block_tables[0].num_tokens).gives(0)
 
 
-# Giving back
+# Freeing blocks
 
 
 def test_reset_gives_every_block_back():
-    """After reset the pool is whole again, for every sequence, and the cache allocates nothing; again and again."""
+    """After each reset all blocks are free, those of every sequence, and nbytes_allocated is 0."""
     pool, storage = shared(8)
     cache = over(storage, batch_size=3)
     for num_tokens in (5, 8, 1):
@@ -223,7 +223,7 @@ def test_reset_gives_every_block_back():
 
 
 def test_reset_in_the_middle_of_a_pass_gives_every_block_back():
-    """A pass that stopped after layer 0 has taken blocks: reset gives them back, too."""
+    """A forward pass that stopped after layer 0 has allocated blocks: reset frees them too."""
     pool, storage = shared(8)
     cache = over(storage)
     run_pass(cache, rows(3))
@@ -236,7 +236,7 @@ def test_reset_in_the_middle_of_a_pass_gives_every_block_back():
 
 @pytest.mark.parametrize("kept", [9, 8, 5, 4, 3, 0], ids="keep {}".format)
 def test_truncate_keeps_the_beginning(kept):
-    """The first n tokens stay, blocks without a token go back, and the next append goes on at position n."""
+    """The first n tokens stay, blocks without a token are freed, and the next append starts at position n."""
     pool, storage = shared(12)
     cache = over(storage, batch_size=2)
     k = rows(9, batch=2)
@@ -252,7 +252,7 @@ def test_truncate_keeps_the_beginning(kept):
 
 
 def test_truncate_ends_a_pass():
-    """In the middle of a pass truncate(num_tokens) undoes it: its blocks are free again and layer 0 is next."""
+    """During a forward pass truncate(num_tokens) undoes it: its blocks are free again and layer 0 is next."""
     pool, storage = shared(8)
     cache, k = over(storage), rows(3)
     run_pass(cache, k)
@@ -260,15 +260,15 @@ def test_truncate_ends_a_pass():
     call(cache.truncate, 3).gives(None)
     that("num_tokens after truncate(3), in the middle of a pass of 6 tokens behind 3", cache.num_tokens).gives(3)
     that("blocks in use", pool.num_used).gives(1)
-    check_reads(cache, k, "after the pass was undone")
+    check_reads(cache, k, "after the forward pass was undone")
     new = rows(1)
     run_pass(cache, new)
-    check_reads(cache, torch.cat([k, new], dim=2), "after another pass")
+    check_reads(cache, torch.cat([k, new], dim=2), "after another forward pass")
 
 
 @pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (4, ValueError), (2.0, TypeError)], ids=str)
 def test_truncate_to_an_impossible_length(count, error):
-    """Below 0 or more than there are: ValueError. No int: TypeError. Nothing changes, not even a pass under way."""
+    """Negative, or more than num_tokens: ValueError. Not an int: TypeError. An unfinished forward pass stays."""
     pool, storage = shared(8)
     cache, k, new = over(storage), rows(3), rows(2)
     run_pass(cache, k)
@@ -276,7 +276,7 @@ def test_truncate_to_an_impossible_length(count, error):
     call(cache.truncate, count).raises(error)
     that("blocks in use", pool.num_used).gives(2)
     call(cache.append, 1, new + 1, -new - 1).gives(None)
-    check_reads(cache, torch.cat([k, new], dim=2), "when the pass was finished")
+    check_reads(cache, torch.cat([k, new], dim=2), "when the forward pass was finished")
 
 
 # One storage, several caches
@@ -288,7 +288,7 @@ def test_truncate_to_an_impossible_length(count, error):
     turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=10),
 )
 def test_caches_over_one_storage_do_not_meet(block_size, turns):
-    """Three caches append in turns to one storage: each reads its own tokens in order, and blocks add up."""
+    """Three caches append to one storage alternately: each reads its tokens in order, and the blocks add up."""
     pool, storage = shared(200, block_size)
     caches = [over(storage, batch_size=batch) for batch in (1, 2, 3)]
     held = [rows(0, batch) for batch in (1, 2, 3)]
@@ -305,7 +305,7 @@ def test_caches_over_one_storage_do_not_meet(block_size, turns):
 
 @pytest.mark.parametrize("free", [0, 1, 2], ids="{} blocks free".format)
 def test_a_pool_that_is_short_writes_nothing(free):
-    """Three sequences need a block each and 0, 1 or 2 are free: OutOfBlocksError, and nothing at all has changed."""
+    """Three sequences need a block each and 0, 1 or 2 are free: OutOfBlocksError, and nothing has changed."""
     pool, storage = shared(3 + free)
     cache, k = over(storage, batch_size=3), rows(4, batch=3)
     run_pass(cache, k)
@@ -316,19 +316,19 @@ def test_a_pool_that_is_short_writes_nothing(free):
     that("tokens of the tables", [table.num_tokens for table in cache.block_tables]).gives([4, 4, 4])
     that("num_tokens", cache.num_tokens).gives(4)
     that("the storage's rows, layer by layer", contents(storage)).gives(before)
-    call(cache.append, 1, new, new).raises(ValueError)  # the pass has not begun: it is layer 0's turn
+    call(cache.append, 1, new, new).raises(ValueError)  # the forward pass has not begun: layer 0 is next
     check_reads(cache, k, "after the refusal")
 
 
 def test_freed_blocks_serve_whoever_was_refused():
-    """What did not fit fits when another cache has been reset; no old row shows."""
+    """An append that did not fit succeeds after another cache is reset, and reads none of its entries."""
     pool, storage = shared(4)
     first, second, k = over(storage), over(storage), rows(9)
     run_pass(first, rows(8))
     call(second.append, 0, k, k).raises(OutOfBlocksError)
     call(first.reset).gives(None)
     run_pass(second, k)
-    check_reads(second, k, "of the cache that was refused before")
+    check_reads(second, k, "of the cache that did not fit before")
     that("free blocks", pool.num_free).gives(1)
 
 
@@ -351,7 +351,7 @@ def test_a_storage_that_does_not_fit(sizes, options, error):
 
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-4, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_block_sizes_that_are_none(size, error):
-    """A block holds at least one row: 0 is a ValueError, and 2.0 or True a TypeError."""
+    """A block holds at least one token: 0 is a ValueError, and 2.0 or True a TypeError."""
     call(PagedKVCache, LAYERS, 1, HEADS, 8, HEAD_DIM, block_size=size).raises(error)
 
 
@@ -359,7 +359,7 @@ def test_block_sizes_that_are_none(size, error):
 
 
 def test_a_fork_reads_the_same_and_takes_nothing():
-    """A fork has the same tokens in the same blocks: it reads alike, and the pool gave nothing."""
+    """A fork has the same tokens in the same blocks: it reads the same, and no block was allocated."""
     pool, storage = shared(8)
     cache, k = over(storage, batch_size=2), rows(6, batch=2)
     run_pass(cache, k)
@@ -373,7 +373,7 @@ def test_a_fork_reads_the_same_and_takes_nothing():
 
 
 def test_whole_blocks_shared_each_goes_its_own_way():
-    """After 8 tokens in blocks of 4 both may go on, in blocks of their own, and share the first two."""
+    """After 8 tokens in blocks of 4 both may append, to separate blocks, and share the first two."""
     pool, storage = shared(8)
     cache, k = over(storage), rows(8)
     run_pass(cache, k)
@@ -386,7 +386,7 @@ def test_whole_blocks_shared_each_goes_its_own_way():
 
 @pytest.mark.parametrize("batch", [1, 2], ids="batch of {}".format)
 def test_an_unfinished_shared_block_is_not_written(batch):
-    """6 tokens in blocks of 4, shared: append raises SharedBlockError in both, and nothing is written or taken."""
+    """6 tokens in blocks of 4, shared: append raises SharedBlockError in both, and nothing is written or allocated."""
     pool, storage = shared(12)
     cache, k = over(storage, batch_size=batch), rows(6, batch)
     run_pass(cache, k)
@@ -400,7 +400,7 @@ def test_an_unfinished_shared_block_is_not_written(batch):
 
 
 def test_one_shared_block_of_several_sequences():
-    """Of a batch of 2 the second alone has an unfinished block that is shared: the first does not grow either."""
+    """In a batch of 2 only the second has a shared unfinished block: the first does not grow either."""
     pool, storage = shared(12)
     cache, k = over(storage, batch_size=2), rows(6, batch=2)
     run_pass(cache, k)
@@ -413,29 +413,29 @@ def test_one_shared_block_of_several_sequences():
     that("the storage's rows, layer by layer", contents(storage)).gives(before)
     other.release()
     run_pass(cache, new)
-    check_reads(cache, torch.cat([k, new], dim=2), "when the block was the cache's alone again")
+    check_reads(cache, torch.cat([k, new], dim=2), "when the block was no longer shared")
 
 
 def test_when_one_lets_go_the_other_goes_on():
-    """After the fork's reset, or a truncation to whole blocks, the unfinished block has one owner: append works."""
-    for let_go in ("reset", "truncate"):
+    """After the fork's reset, or truncation to whole blocks, the unfinished block is not shared: append works."""
+    for freed_by in ("reset", "truncate"):
         pool, storage = shared(8)
         cache, k = over(storage), rows(6)
         run_pass(cache, k)
         fork = call(cache.fork).value
-        if let_go == "reset":
+        if freed_by == "reset":
             call(fork.reset).gives(None)
         else:
             call(fork.truncate, 4).gives(None)
         new = rows(3)
         run_pass(cache, new)
-        check_reads(cache, torch.cat([k, new], dim=2), f"after its fork's {let_go}")
-        check_reads(fork, k[:, :, : fork.num_tokens], f"of the fork after its {let_go}")
+        check_reads(cache, torch.cat([k, new], dim=2), f"after its fork's {freed_by}")
+        check_reads(fork, k[:, :, : fork.num_tokens], f"of the fork after its {freed_by}")
         pool.check()
 
 
 def test_a_reset_leaves_the_forks_tokens():
-    """The cache is reset and others take new blocks: the fork still reads what it had. Then all blocks come back."""
+    """The cache is reset and others allocate blocks: the fork still reads its tokens. At the end all are free."""
     pool, storage = shared(5)
     cache, k = over(storage), rows(6)
     run_pass(cache, k)
@@ -460,10 +460,10 @@ def test_a_fork_of_a_cache_with_its_own_storage():
 
 
 def test_no_fork_in_the_middle_of_a_pass():
-    """Between two layers of a pass there is nothing whole to share: ValueError, and the pass can be finished."""
+    """fork during a forward pass: ValueError, and the pass can be finished."""
     _, storage = shared(8)
     cache, k = over(storage), rows(3)
     run_pass(cache, k, layers=1)
     call(cache.fork).raises(ValueError)
     call(cache.append, 1, k + 1, -k - 1).gives(None)
-    check_reads(cache, k, "when the pass was finished")
+    check_reads(cache, k, "when the forward pass was finished")

@@ -1,4 +1,4 @@
-"""Phase 3, task 7: attention over rows that lie in blocks, for a batch of sequences of any lengths."""
+"""Phase 3, task 7: attention over keys and values in blocks, for a batch of sequences of any lengths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ragged(counts):
 
 
 def test_two_sequences_worked_by_hand():
-    """Equal keys weigh alike: one sequence gets the mean of its 3 values, the other of its 2, wherever they lie."""
+    """Equal keys have equal weights: one sequence gets the mean of its 3 values, the other of its 2, in any blocks."""
     k_cache, v_cache = torch.zeros(4, 2, 1, 1), torch.full((4, 2, 1, 1), 1e6)
     v_cache[3, 0], v_cache[3, 1], v_cache[0, 0] = 1.0, 2.0, 6.0  # the first sequence: blocks 3 and 0
     v_cache[2, 0], v_cache[2, 1] = 10.0, 30.0  # the second: block 2
@@ -59,7 +59,7 @@ def test_two_sequences_worked_by_hand():
 def test_decode_is_attention_over_each_sequences_rows(
     by_hand, scatter, lengths, block_size, num_kv_heads, group, head_dim, ints
 ):
-    """Ragged lengths, exact multiples of the block, any group: each sequence gets attention over its own rows.
+    """Ragged lengths, exact multiples of the block, any group: each sequence gets attention over its keys and values.
 
     All other rows hold NaN, and the tables' tails no block.
     """
@@ -71,7 +71,7 @@ def test_decode_is_attention_over_each_sequences_rows(
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 100], ids="{} tokens".format)
 def test_decode_around_whole_blocks(scatter, length):
-    """One token, a block less one, a block, a block and one, two blocks, many: as attention over contiguous rows."""
+    """One token, a block less one, a block, a block and one, two blocks, many: as attention over contiguous keys."""
     k, v = sequences([length, 40], head_dim=32)
     q = torch.randn(2, 6, 32)
     expected = [
@@ -87,7 +87,7 @@ def test_decode_around_whole_blocks(scatter, length):
 
 @groups
 def test_each_query_head_reads_the_kv_head_of_its_group(scatter, num_heads, num_kv_heads):
-    """Query head h reads key/value head h // (H / H_kv), in decode and in prefill: neighbours share."""
+    """Query head h reads key/value head h // (H / H_kv), in decode and in prefill."""
     k = [torch.randn(3, num_kv_heads, 4)]
     v = [torch.arange(num_kv_heads, dtype=torch.float32)[None, :, None].expand(3, num_kv_heads, 4)]
     group = num_heads // num_kv_heads
@@ -101,7 +101,7 @@ def test_each_query_head_reads_the_kv_head_of_its_group(scatter, num_heads, num_
 
 
 def test_where_the_blocks_lie_changes_no_bit(scatter):
-    """The same rows in other blocks give the same result to the last bit."""
+    """The same keys and values in other blocks give the same result to the last bit."""
     lengths = [1, 16, 23, 64]
     k, v = sequences(lengths, head_dim=8)
     q = torch.randn(4, 4, 8)
@@ -116,7 +116,7 @@ def test_where_the_blocks_lie_changes_no_bit(scatter):
 
 
 def test_shared_blocks(by_hand):
-    """Two tables may name the same blocks: what is shared is read by both."""
+    """Two tables may have the same blocks, and both read them."""
     k_cache, v_cache = torch.randn(5, 4, 2, 4), torch.randn(5, 4, 2, 4)
     q = torch.randn(2, 4, 4)
     tables, lens = torch.tensor([[2, 0, 4], [2, 0, 1]]), torch.tensor([10, 9])
@@ -128,7 +128,7 @@ def test_shared_blocks(by_hand):
 
 
 def test_a_sequence_without_rows_gets_zeros(by_hand, scatter):
-    """context_lens 0 is padding of a batch: zeros, no NaN, and its neighbours are none the worse."""
+    """context_lens 0 is padding of a batch: zeros, no NaN, and the other sequences are unaffected."""
     k, v = sequences([5, 0, 3])
     q = torch.randn(3, 4, 4)
     zeros = torch.zeros(1, 4, 4)
@@ -138,7 +138,7 @@ def test_a_sequence_without_rows_gets_zeros(by_hand, scatter):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)], ids=str)
 def test_half_precision(by_hand, scatter, dtype, tolerance):
-    """bfloat16 and float16 come back as they went in, as exact as they can be, from decode and from prefill."""
+    """bfloat16 and float16 queries give a result of their dtype, to its precision, in decode and in prefill."""
     k, v = sequences([5, 12], dtype=dtype)
     q, paged = torch.randn(2, 4, 4).to(dtype), scatter(k, v, 4)
     expected = torch.cat([contiguous(by_hand, q[i : i + 1], k[i], v[i]) for i in range(2)])
@@ -175,7 +175,7 @@ def test_a_prompt_alone(by_hand, scatter):
     ints=st.sampled_from([torch.int32, torch.int64]),
 )
 def test_prompts_chunks_and_decode_in_one_call(by_hand, scatter, counts, block_size, num_kv_heads, group, ints):
-    """Each sequence's queries are its last tokens: whole prompts, chunks, single tokens and none, side by side."""
+    """Each sequence's queries are its last tokens: whole prompts, chunks, single tokens and none, in one batch."""
     new = [n for n, _ in counts]
     k, v = sequences([n + before for n, before in counts], num_kv_heads)
     q = torch.randn(sum(new), num_kv_heads * group, 4)
@@ -186,7 +186,7 @@ def test_prompts_chunks_and_decode_in_one_call(by_hand, scatter, counts, block_s
 
 
 def test_the_scale_is_the_callers(by_hand, scatter):
-    """scale multiplies the scores; None is 1 / √d. By hand it is put into the queries."""
+    """scale multiplies the scores; None is 1 / √d. The expected result scales the queries."""
     k, v = sequences([6, 9])
     for scale in (1.0, 0.1):
         q = torch.randn(2, 4, 4)
@@ -221,7 +221,7 @@ def test_a_prompt_in_chunks_is_the_prompt(scatter):
 
 
 def test_large_scores_do_not_overflow(by_hand, scatter):
-    """Scores of several thousand are no problem: no infinity, no NaN."""
+    """Scores of several thousand give no infinity and no NaN."""
     k, v = sequences([5, 3])
     k = [100 * rows for rows in k]
     q = 100 * torch.randn(2, 4, 4)
@@ -230,7 +230,7 @@ def test_large_scores_do_not_overflow(by_hand, scatter):
 
 
 def test_attending_changes_nothing(scatter):
-    """Queries, caches, tables and lengths are as they were, and the result does not depend on how often one asks."""
+    """Queries, caches, tables and lengths are unchanged, and a second call gives the same result."""
     paged, q = scatter(*sequences([5, 9]), 4), torch.randn(2, 4, 4)
     kept = [x.clone() for x in paged]
     first = call(paged_decode_attention, q, *paged).value.clone()

@@ -1,4 +1,4 @@
-"""Phase 3, task 8: phase 1's own tests of attention, with PagedKVCache in KVCache's place.
+"""Phase 3, task 8: phase 1's tests of attention, with PagedKVCache instead of KVCache.
 
 What a test's first line calls KVCache is your PagedKVCache, and the brackets say which: with a storage of its own and
 blocks of 1, 3 or 16 rows, or over a storage in which others have blocks.

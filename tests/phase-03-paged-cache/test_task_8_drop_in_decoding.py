@@ -1,4 +1,4 @@
-"""Phase 3, task 8: phase 1's own tests of decoding, with PagedKVCache in KVCache's place.
+"""Phase 3, task 8: phase 1's tests of decoding, with PagedKVCache instead of KVCache.
 
 What a test's first line calls KVCache is your PagedKVCache, and the brackets say which: with a storage of its own, or
 over one in which others have blocks.

@@ -19,7 +19,7 @@ LAYERS, HEADS, HEAD_DIM = 2, 2, 4
 
 
 def a_storage(num_blocks, block_size=4, layers=LAYERS):
-    """A pool, and a storage over it whose rows all hold NaN: whoever reads a row that nobody wrote will see it."""
+    """A pool, and a storage over it with NaN in every slot, to reveal reads of unwritten slots."""
     pool = BlockPool(num_blocks, block_size)
     storage = PagedStorage(pool, layers, HEADS, HEAD_DIM)
     for layer in range(layers):
@@ -33,7 +33,7 @@ def rows(num_new):
 
 
 def fill(storage, tables, lengths):
-    """Bring the tables to these lengths, by one step for each; returns every sequence's keys `[1, H_kv, S, d]`."""
+    """Fill the tables to these lengths, with one step each; returns every sequence's keys `[1, H_kv, S, d]`."""
     held = []
     for table, length in zip(tables, lengths, strict=True):
         k = rows(length)
@@ -44,12 +44,12 @@ def fill(storage, tables, lengths):
 
 
 def run_pass(step, k):
-    """One pass: in layer n the keys are k + n and the values −k − n."""
+    """One forward pass: in layer n the keys are k + n and the values −k − n."""
     for layer in range(LAYERS):
         call(step.append, layer, k + layer, -k - layer).gives(None)
 
 
-# What a step says
+# The tensors of a step
 
 
 def test_two_sequences_worked_by_hand():
@@ -57,7 +57,7 @@ def test_two_sequences_worked_by_hand():
     _, storage = a_storage(8)
     tables = [BlockTable(storage.pool), BlockTable(storage.pool)]
     fill(storage, tables, [4, 9])  # blocks 0, and 1, 2, 3
-    step = call(RaggedStep, storage, tables, [3, 1]).value  # block 4, and none: 9 tokens leave room in block 3
+    step = call(RaggedStep, storage, tables, [3, 1]).value  # block 4, and none: 9 tokens leave space in block 3
     that("slot_mapping", step.slot_mapping).gives(torch.tensor([16, 17, 18, 13]))
     that("context_lens", step.context_lens).gives(torch.tensor([7, 10]))
     that("query_start_loc", step.query_start_loc).gives(torch.tensor([0, 3, 4]))
@@ -73,7 +73,7 @@ def test_two_sequences_worked_by_hand():
     counts=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=5),
 )
 def test_any_step_tells_where_its_tokens_are(block_size, counts):
-    """For any lengths: token t of a sequence stands at its old length + t, and its slot is what its table says."""
+    """For any lengths: token t of a sequence is at position old length + t, and its slot is its table's."""
     pool, storage = a_storage(100, block_size)
     tables = [BlockTable(pool) for _ in counts]
     for table, (before, _) in zip(tables, counts, strict=True):
@@ -94,14 +94,14 @@ def test_any_step_tells_where_its_tokens_are(block_size, counts):
 
 
 def test_positions_of_another_number_of_tokens():
-    """A step knows how many tokens it has: positions for any other number is a ValueError."""
+    """positions for a number of tokens other than the step's is a ValueError."""
     pool, storage = a_storage(8)
     step = RaggedStep(storage, [BlockTable(pool), BlockTable(pool)], [3, 1])
     for count in (0, 3, 5):
         call(step.positions, count).raises(ValueError)
 
 
-# Rows
+# Keys and values
 
 
 @repeatable
@@ -110,7 +110,7 @@ def test_positions_of_another_number_of_tokens():
     counts=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=4),
 )
 def test_each_sequence_reads_its_own_tokens(block_size, counts):
-    """After a pass read(layer) gives all tokens of all sequences, one sequence after the other, old and new."""
+    """After a forward pass read(layer) gives all tokens of all sequences, one sequence after the other, old and new."""
     pool, storage = a_storage(100, block_size)
     tables = [BlockTable(pool) for _ in counts]
     held = fill(storage, tables, [before for before, _ in counts])
@@ -130,7 +130,7 @@ def test_each_sequence_reads_its_own_tokens(block_size, counts):
     windows=st.lists(st.sampled_from([None, None, 1, 3, 20]), min_size=LAYERS, max_size=LAYERS),
 )
 def test_each_token_attends_to_its_own_sequence(by_hand, block_size, group, counts, windows):
-    """Prompts, chunks and single tokens in one step: each gets causal attention over its own sequence.
+    """Prompts, chunks and single tokens in one step: each gets causal attention over its sequence.
 
     Through the window that a layer has, which may be another than the layer's before.
     """
@@ -198,7 +198,7 @@ def alone(model, prompt, num_new):
 
 
 def test_minigpt_reads_several_prompts_at_once():
-    """Three prompts of 5, 1 and 9 tokens in one pass of the model: the logits are those of each prompt alone."""
+    """Three prompts of 5, 1 and 9 tokens in one forward pass: the logits are those of each prompt alone."""
     model = minigpt()
     pool, storage = a_storage(16, layers=3)
     prompts = [torch.randint(50, (n,)).tolist() for n in (5, 1, 9)]
@@ -209,14 +209,14 @@ def test_minigpt_reads_several_prompts_at_once():
 
 @pytest.mark.parametrize("block_size", [1, 3, 16], ids="block_size {}".format)
 def test_mixed_steps_give_each_sequence_its_tokens(block_size):
-    """Sequences come and go, prompts beside single tokens: each gets the tokens that it gets alone, recomputed.
+    """Sequences arrive and finish, prompts and single tokens in one step: each gets the same tokens as alone.
 
     A sequence's blocks go back when it is done, and later ones use them.
     """
     model = minigpt(num_heads=6)
     pool, storage = a_storage({1: 48, 3: 18, 16: 6}[block_size], block_size, layers=3)
     model_step = stepping(model, storage)
-    arrivals = {0: [7], 1: [1, 4], 3: [12], 5: [2], 8: [5, 3]}  # in which step prompts of which lengths come
+    arrivals = {0: [7], 1: [1, 4], 3: [12], 5: [2], 8: [5, 3]}  # step → lengths of the prompts that arrive
     running, finished = [], []
     for now in range(24):
         for length in arrivals.get(now, []):
@@ -267,7 +267,7 @@ def test_a_prompt_in_chunks_beside_a_decode():
     ],
 )
 def test_blocks_for_all_or_for_none(free, counts):
-    """If the pool is short, OutOfBlocksError: no table has grown, no block is taken, also for those that would fit."""
+    """Too few free blocks: OutOfBlocksError. No table has grown and no block is allocated, not for those that fit."""
     pool, storage = a_storage(len(counts) + free)
     tables = [BlockTable(pool) for _ in counts]
     fill(storage, tables, [4] * len(counts))
@@ -278,7 +278,7 @@ def test_blocks_for_all_or_for_none(free, counts):
 
 
 def test_exactly_enough_blocks():
-    """The last free block can be used: a step that needs all that there are is made."""
+    """A step may use the last free block: one that needs all free blocks is made."""
     pool, storage = a_storage(4)
     tables = [BlockTable(pool), BlockTable(pool)]
     fill(storage, tables, [3, 4])
@@ -287,7 +287,7 @@ def test_exactly_enough_blocks():
 
 
 def test_a_shared_unfinished_block_is_not_written():
-    """A sequence whose unfinished block a fork reads too cannot grow: SharedBlockError, and no table has changed."""
+    """A sequence whose unfinished block is shared cannot grow: SharedBlockError, and no table has changed."""
     pool, storage = a_storage(8)
     tables = [BlockTable(pool), BlockTable(pool)]
     fill(storage, tables, [4, 6])
@@ -314,14 +314,14 @@ def test_a_shared_unfinished_block_is_not_written():
     ids=str,
 )
 def test_counts_that_are_refused(counts, error):
-    """One count for each table, each an int of 1 or more: else ValueError or TypeError, and nothing is taken."""
+    """One count for each table, each an int of 1 or more: else ValueError or TypeError, and nothing is allocated."""
     pool, storage = a_storage(8)
     call(RaggedStep, storage, [BlockTable(pool), BlockTable(pool)], counts).raises(error)
     that("free blocks", pool.num_free).gives(8)
 
 
 def test_tables_that_are_refused():
-    """No table at all, a table twice, or one over another pool: ValueError, and nothing is taken."""
+    """No table at all, a table twice, or one over another pool: ValueError, and nothing is allocated."""
     pool, storage = a_storage(8)
     table, elsewhere = BlockTable(pool), BlockTable(BlockPool(8, 4))
     call(RaggedStep, storage, [], []).raises(ValueError)
@@ -344,7 +344,7 @@ def test_tables_that_are_refused():
     ],
 )
 def test_rows_that_do_not_fit(layer, bad, error):
-    """What is not the step's N rows for the layer whose turn it is, is refused, and nothing is written."""
+    """Anything but the step's N rows for the next layer is refused, and nothing is written."""
     pool, storage = a_storage(8)
     step = RaggedStep(storage, [BlockTable(pool), BlockTable(pool)], [3, 1])
     call(step.append, layer, bad, bad).raises(error)

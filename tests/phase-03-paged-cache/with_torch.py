@@ -1,6 +1,6 @@
-"""What those tests of phase 3 share that need torch: phase 1's rows and its attention, sequences scattered over blocks.
+"""Fixtures of phase 3 that need torch: phase 1's rows and attention, sequences scattered over blocks.
 
-conftest.py offers it where torch is.
+conftest.py imports them if torch is installed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ by_hand = _phase_1.by_hand
 
 @pytest.fixture(autouse=True)
 def _caches():
-    """A failure tells the caches, and what was done with them."""
+    """A failure shows the caches, and the calls to them."""
     with following(PagedKVCache, "__init__", "append", "fork", "truncate", "reset"):
         yield
 
 
 @pytest.fixture(scope="session")
 def scatter():
-    """`scatter(keys, values, block_size)`: sequences laid into blocks in any order, as kernels get them.
+    """`scatter(keys, values, block_size)`: sequences stored in blocks in any order, as kernels get them.
 
-    `keys` and `values` are lists of `[S_i, H_kv, d]`. Returns k_cache, v_cache, block_tables and context_lens. Rows
-    that no sequence uses hold NaN, and the tables go on after the last block in use with numbers that are no block.
+    `keys` and `values` are lists of `[S_i, H_kv, d]`. Returns k_cache, v_cache, block_tables and context_lens. Slots
+    that no sequence uses hold NaN, and the tables continue after the last block in use with invalid block ids.
     """
 
     def scattered(keys, values, block_size, *, order=0, ints=torch.int64):

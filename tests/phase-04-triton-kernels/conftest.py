@@ -1,7 +1,7 @@
-"""What the tests of phase 4 share: a paged batch with poison in its unused memory, and attention that is obvious.
+"""Shared by the tests of phase 4: a paged batch with poison in its unused memory, and a simple reference attention.
 
-Without a GPU every kernel runs in Triton's interpreter and under the tracer, so that touching memory that is not the
-kernel's is a failure with a name and a line.
+Without a GPU every kernel runs in Triton's interpreter and under the tracer, so an invalid access fails with a tensor's
+name and a line.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from minicache.errors import MemoryAccessError
 from minicache.kernels import paged_decode_attention, paged_prefill_attention, runtime
 from minicache.kernels.tracer import Access, Forbidden, Log, Program, trace, unused_entries, unused_rows
 
-NOBODY = 2**31 - 1
-"""What stands in the tail of a block table: nobody's block."""
+NO_BLOCK = 2**31 - 1
+"""The tail of a block table holds this invalid block id."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @contextmanager
 def _watching(forbid: Mapping[str, Forbidden], given: Mapping[str, Any]) -> Iterator[Log]:
-    """Trace what runs inside, and check afterwards who stores and loads what."""
+    """Trace what runs inside, and check its loads and stores afterwards."""
     from triton.language.semantic import TritonSemantic
     from triton.runtime.interpreter import interpreter_builder
 
@@ -108,12 +108,12 @@ def watching() -> Callable[..., Any]:
 
 
 def _elements(access: Access, shape: tuple[int, ...]) -> Any:
-    """The numbers, counted through their tensor, that an access touches."""
+    """The flat indices of the elements that an access touches."""
     return np.ravel_multi_index(tuple(access.indices[~access.masked].T), shape)
 
 
 def _told(access: Access, shape: tuple[int, ...], number: int) -> str:
-    """Who touches which element where."""
+    """An access in words: kernel, program, line and element."""
     index = [int(each) for each in np.unravel_index(number, shape)]
     verb = "stores to" if access.kind == "store" else "loads"
     return f"{access.kernel}, program {access.program}, line {access.line}, {verb} {access.tensor}{index}"
@@ -122,7 +122,7 @@ def _told(access: Access, shape: tuple[int, ...], number: int) -> str:
 def _check_stores(log: Log, given: Mapping[str, Any]) -> None:
     """Raise if two programs store the same element, or if one is loaded that no kernel has stored yet.
 
-    On a GPU, which of two programs comes last changes from run to run.
+    On a GPU, the order of two programs changes from run to run.
     """
     stored = {access.tensor for access in log.accesses if access.kind == "store"}
     owners: dict[tuple[str, str], Any] = {}
@@ -136,7 +136,7 @@ def _check_stores(log: Log, given: Mapping[str, Any]) -> None:
         if access.kind == "load":
             if name not in given and (early := touched[~written[name][touched]]).size:
                 raise MemoryAccessError(
-                    f"{_told(access, shape, early[0])}, which nothing has stored: it may hold anything"
+                    f"{_told(access, shape, early[0])}, which nothing has stored: it is uninitialised"
                 )
             continue
         program = numbers.setdefault(access.program, len(numbers))
@@ -165,7 +165,7 @@ def _check_that_a_program_loads_once(log: Log) -> None:
 
 
 def _check_that_all_is_stored(log: Log, given: Mapping[str, Any], got: Any) -> None:
-    """Raise if a kernel leaves a part of the output as it was: nothing clears it before."""
+    """Raise if a kernel leaves a part of the output unwritten, because the output is uninitialised."""
     for name, shape in log.shapes.items():
         stores = [each for each in log.accesses if (each.tensor, each.kind) == (name, "store")]
         if name in given or not stores or shape != tuple(getattr(got, "shape", ())):
@@ -175,7 +175,7 @@ def _check_that_all_is_stored(log: Log, given: Mapping[str, Any], got: Any) -> N
             missing[_elements(access, shape)] = False
         if missing.any():
             index = [int(each) for each in np.unravel_index(np.argmax(missing), shape)]
-            raise MemoryAccessError(f"no program stores {name}{index}: it holds whatever lay in memory before")
+            raise MemoryAccessError(f"no program stores {name}{index}: it stays uninitialised")
 
 
 def _check_that_groups_share_their_loads(log: Log, **given: Any) -> None:
@@ -192,14 +192,14 @@ def _check_that_groups_share_their_loads(log: Log, **given: Any) -> None:
 
 
 def _check_that_splits_are_even(log: Log, tile: int, num_splits: int, **given: Any) -> None:
-    """Raise if a split loads more rows than the longest sequence's visible tokens, cut into splits of whole tiles."""
+    """Raise if a split loads more slots than its share of the longest sequence's visible tokens, in whole tiles."""
     visible = given["context_lens"].clamp(max=given.get("sliding_window") or 2**31 - 1)
     most = math.ceil(math.ceil(int(visible.max()) / tile) / num_splits) * tile
     for program, rows in log.rows("k_cache", "load").items():
         if len(rows) > most:
             raise MemoryAccessError(
-                f"split_kernel, program {program}, loads {len(rows)} rows of k_cache: {int(visible.max())} "
-                f"visible tokens in {num_splits} splits of whole tiles of {tile} make {most} for each"
+                f"split_kernel, program {program}, loads {len(rows)} slots of k_cache: {int(visible.max())} "
+                f"visible tokens in {num_splits} splits of whole tiles of {tile} are {most} per split"
             )
 
 
@@ -221,16 +221,16 @@ def _check_that_tiles_load_what_they_see(log: Log, **given: Any) -> None:
                 first, last = queries[0][0], queries[-1][0]
                 raise MemoryAccessError(
                     f"prefill_kernel, program {program}, loads {name}{list(more[0])}, which none of its queries sees "
-                    f"(they are rows {first} … {last} of q), and {len(more) - 1} more such rows"
+                    f"(they are rows {first} … {last} of q), and {len(more) - 1} more such slots"
                 )
 
 
 def _forbidden(**given: Any) -> dict[str, Forbidden]:
-    """What a call with these arguments has no business with."""
+    """The elements that a call with these arguments must not access."""
     if "slot_mapping" in given:
         where = torch.ones(given["k_cache"].shape[:2], dtype=torch.bool)
         where.view(-1)[given["slot_mapping"][given["slot_mapping"] >= 0].long()] = False
-        row = Forbidden(where, "a row whose slot is not in the slot mapping")
+        row = Forbidden(where, "a slot that is not in the slot mapping")
         padding = Forbidden(given["slot_mapping"] < 0, "a row whose slot is negative")
         return {"k_cache": row, "v_cache": row, "k": padding, "v": padding} | dict.fromkeys(_token_scales(given), row)
     if "num_tokens" in given:
@@ -250,33 +250,33 @@ def _forbidden(**given: Any) -> dict[str, Forbidden]:
 
 
 def _token_scales(given: dict[str, Any]) -> list[str]:
-    """Those of a call's scales that have a number for each token."""
+    """The names of a call's per-token scales."""
     return [name for name in ("k_scale", "v_scale") if getattr(given.get(name), "ndim", 0) == 3]
 
 
 def _rows_in_no_window(cache: Tensor, tables: Tensor, lengths: Tensor, firsts: Tensor) -> Forbidden:
-    """The rows that no sequence uses, and those before the first position that a query of their sequence sees."""
+    """The slots that no sequence uses, and those before the first position that a query of their sequence sees."""
     where = torch.ones(cache.shape[:2], dtype=torch.bool)
     for table, length, first in zip(tables.tolist(), lengths.tolist(), firsts.tolist(), strict=True):
         for position in range(max(first, 0), length):
             where[table[position // cache.shape[1]], position % cache.shape[1]] = False
-    return Forbidden(where, "a row that no sequence uses, or one before its sequence's window")
+    return Forbidden(where, "a slot that no sequence uses, or one before its sequence's window")
 
 
 @dataclass
 class Batch:
-    """Sequences in a paged cache, and the same rows one after the other.
+    """Sequences in a paged cache, and the same keys and values as dense tensors.
 
     Attributes:
         lengths: the tokens of each.
         keys: of each sequence, `[length, H_kv, d]`, as stored.
         values: the same.
-        k_cache: `[num_blocks, block_size, H_kv, d]`; NaN (127 in int8) where no sequence has a row, as in block 0.
+        k_cache: `[num_blocks, block_size, H_kv, d]`; NaN (127 in int8) in slots that no sequence uses, as in block 0.
         v_cache: the same.
-        block_tables: `[B, max_blocks]`, two entries more than the longest needs; the tails are nobody's blocks.
+        block_tables: `[B, max_blocks]`, two entries more than the longest needs; the tails are invalid block ids.
         context_lens: `[B]`.
-        token_scales: of a quantised cache, k_scale and v_scale `[num_blocks, block_size, H_kv]`, NaN where no sequence
-            has a row; `keys` and `values` are then what the numbers in the cache stand for.
+        token_scales: of a quantized cache, k_scale and v_scale `[num_blocks, block_size, H_kv]`, NaN in unused slots;
+            `keys` and `values` are then the dequantized numbers.
     """
 
     lengths: list[int]
@@ -291,21 +291,21 @@ class Batch:
 
     @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the attention functions take after q."""
+        """The arguments of the attention functions after q."""
         return self.k_cache, self.v_cache, self.block_tables, self.context_lens
 
     def moved(self, seed: int) -> Batch:
-        """The same rows in other blocks."""
+        """The same keys and values in other blocks."""
         return _lay_out(self.keys, self.values, **(self.extra | {"seed": seed}))
 
     def strided(self) -> Batch:
-        """The same rows in caches that are laid out as `with_strides` says."""
+        """The same keys and values in caches with the strides of `with_strides`."""
         k_cache, v_cache = with_strides(self.k_cache, self.v_cache)
         return replace(self, k_cache=k_cache, v_cache=v_cache)
 
 
 def with_strides(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies with strides of their own: no stride follows from another one, or from the other cache's.
+    """Copies with unrelated strides: no stride follows from another one, or from the other cache's.
 
     Every second block and number of a wider tensor of NaN holds the keys; the values' heads are outermost, blocks
     innermost.
@@ -318,7 +318,7 @@ def with_strides(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 def every_other(values: Tensor) -> Tensor:
     """The same numbers, in every second place of a wider tensor: `values` no longer lie next to each other."""
-    wide = torch.full((*values.shape, 2), NOBODY, device=values.device).to(values.dtype)
+    wide = torch.full((*values.shape, 2), NO_BLOCK, device=values.device).to(values.dtype)
     wide[..., 0] = values
     return wide[..., 0]
 
@@ -331,11 +331,10 @@ def apart() -> Callable[[Tensor], Tensor]:
 
 @pytest.fixture(scope="session")
 def far_apart(device) -> Callable[..., Tensor]:
-    """`far_apart(tensor, dim)`: a copy whose neighbours along `dim` lie 2³⁰ numbers apart: the third is past 2³¹.
+    """`far_apart(tensor, dim)`: a copy with a stride of about 2³⁰ along `dim`: the third element is past 2³¹.
 
-    Only the pages of memory that hold its numbers are ever there, so it takes no more than they do. A system that
-    promises no memory which it has not got may refuse it, and so may a GPU: then neighbours lie as they did, and 32
-    bits are not graded.
+    Only the memory pages that hold its numbers are allocated. A system without overcommit may refuse it, and so may a
+    GPU: the strides then stay as they were, and 32-bit overflow is not graded.
     """
 
     def make(tensor: Tensor, dim: int) -> Tensor:
@@ -394,9 +393,9 @@ def batch(device) -> Callable[..., Batch]:
 
 @pytest.fixture(scope="session")
 def quantized(batch) -> Callable[..., Batch]:
-    """`quantized([5, 40], H_kv, d, block_size, dtype=torch.int8)`: a `Batch` in one byte a number, a scale a token.
+    """`quantized([5, 40], H_kv, d, block_size, dtype=torch.int8)`: an 8-bit `Batch` with a scale per token.
 
-    Rows differ in size by a factor of up to a hundred, so that no scale can stand in for another.
+    Rows differ in size by a factor of up to a hundred, so each needs its own scale.
     """
 
     def make(*sizes: Any, dtype: torch.dtype = torch.int8, **options: Any) -> Batch:
@@ -436,12 +435,12 @@ def _lay_out(
     shared: int,
     seed: int,
 ) -> Batch:
-    """Put rows into blocks in random order, leaving block 0 and the last to nobody."""
+    """Put rows into blocks in random order, leaving block 0 and the last unused."""
     lengths = [len(rows) for rows in keys]
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 2
     ids = (torch.randperm(num_blocks - 2, generator=torch.Generator().manual_seed(fresh(seed))) + 1).tolist()
-    tables = torch.full((len(lengths), max(counts) + 2), NOBODY)
+    tables = torch.full((len(lengths), max(counts) + 2), NO_BLOCK)
     caches = []
     for dense in (keys, values):
         poison = 127 if dense[0].dtype == torch.int8 else float("nan")
@@ -513,7 +512,7 @@ def _check(
     q = q.cpu()
     expected = attend(q, k, v, **options)
     error = (attend(q, k, v, dtype=q.dtype, **options).double() - expected).abs().max().item()
-    # In fp32, which tells more digits than half precision has: rounding what is expected would be an error of its own.
+    # Compared in fp32: rounding the expected output to half precision would add an error.
     what += "" if got.dtype == torch.float32 else f", in {got.dtype} and shown in float32".replace("torch.", "")
     that(what, got.cpu().float()).is_close(
         expected.float(), rtol=0, atol=3 * error + 1e-5 if tolerance is None else tolerance
@@ -524,7 +523,7 @@ def _check(
 def decode(watched, device) -> Callable[..., Tensor]:
     """`decode(batch, H, **options)`: run and check `paged_decode_attention` with random queries; the output.
 
-    `tolerance=` is the error that is allowed, where it is not that of PyTorch in the same dtype.
+    `tolerance=` is the allowed error, if not that of PyTorch in the same dtype.
     """
 
     def run(
@@ -562,7 +561,7 @@ def store_rows(device) -> Callable[..., None]:
     def store_kv(
         k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **scales: Tensor
     ) -> None:
-        from minicache.kernels import quantized_store, store  # only now, when Triton is known to run here
+        from minicache.kernels import quantized_store, store  # imported only when Triton is known to run here
 
         launch = quantized_store.store_kv if scales else store.store_kv
         given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, **scales}
@@ -578,8 +577,8 @@ def store_rows(device) -> Callable[..., None]:
 def last_of_thousands(batch, device) -> Callable[..., None]:
     """`last_of_thousands(num_sequences=…, …)`: split-KV of a large batch, of which the last sequence is computed.
 
-    Its buffers take nine gigabytes of addresses, and memory where they are touched. Where the system refuses them, and
-    on a GPU, whose buffers are all there or none, nothing is graded.
+    Its buffers take nine gigabytes of address space, and physical memory only where they are touched. If the system
+    refuses them, and on a GPU, where they would be allocated in full, nothing is graded.
     """
 
     def run(num_sequences: int, num_heads: int, num_splits: int, head_dim: int) -> None:
@@ -612,7 +611,7 @@ def last_of_thousands(batch, device) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def reads_no_values() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`reads_no_values(launcher)`: the launcher, failing where it makes Python's numbers of a tensor's."""
+    """`reads_no_values(launcher)`: the launcher, failing if it reads a tensor's values."""
 
     def wrap(launcher: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(self: Tensor, *_: Any) -> Any:
@@ -653,7 +652,7 @@ def launches_nothing(device) -> Callable[..., None]:
 
 @contextmanager
 def _storing_fp32() -> Iterator[None]:
-    """Refuse a store that converts from half precision: what `attend_range` returns is fp32, whatever q is."""
+    """Refuse a store that converts from half precision: `attend_range` returns fp32 for any q."""
     from triton.language.semantic import TritonSemantic
 
     store = TritonSemantic.store
@@ -661,8 +660,8 @@ def _storing_fp32() -> Iterator[None]:
     def refuse(self: Any, pointer: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if value.type.scalar.is_floating() and not value.type.scalar.is_fp32():
             raise AssertionError(
-                f"attend_range returns a result in {value.type.scalar}, not fp32: row_max, row_sum and acc begin in "
-                "fp32, the dtype that the loop gives them, or a GPU's compiler refuses the loop"
+                f"attend_range returns a result in {value.type.scalar}, not fp32: initialise row_max, row_sum and acc "
+                "in fp32, the dtype that the loop gives them, or a GPU's compiler refuses the loop"
             )
         return store(self, pointer, value, *args, **kwargs)
 
@@ -674,8 +673,8 @@ def _storing_fp32() -> Iterator[None]:
 def attends_over(device) -> Callable[..., None]:
     """`attends_over(one, start, end, positions)`: run `attend_range` for queries at those positions; check its results.
 
-    `one` is a `Batch` of a single sequence and KV head. Neither keys nor values outside the range may be loaded, and of
-    the block table no entry before or after it.
+    `one` is a `Batch` of a single sequence and KV head. Nothing outside the range may be loaded: no keys, no values, no
+    block table entries.
     """
 
     def run(
@@ -689,7 +688,7 @@ def attends_over(device) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         __tracebackhide__ = True
-        from minicache.kernels.one_head import attend_one_head  # only now, when Triton is known to run here
+        from minicache.kernels.one_head import attend_one_head  # imported only when Triton is known to run here
 
         if q is None:
             q = torch.randn(len(positions), one.k_cache.shape[3]).to(device)
@@ -701,10 +700,10 @@ def attends_over(device) -> Callable[..., None]:
             if device.type == "cuda":
                 return attend_one_head(*given, **options)
             outside = _rows_in_no_window(one.k_cache, table[None], torch.tensor([end]), torch.tensor([start]))
-            row = Forbidden(outside.where, f"a row outside start … end − 1 = {start} … {end - 1}")
+            row = Forbidden(outside.where, f"a token outside start … end − 1 = {start} … {end - 1}")
             size, entries = one.k_cache.shape[1], torch.arange(len(table))
-            beside = (entries < start // size) | (entries * size >= max(start, end))
-            entry = Forbidden(beside, f"an entry for no token of {start} … {end - 1}")
+            unneeded = (entries < start // size) | (entries * size >= max(start, end))
+            entry = Forbidden(unneeded, f"an entry for no token of {start} … {end - 1}")
             named = {"k_cache": one.k_cache, "v_cache": one.v_cache, "block_table": table}
             with _storing_fp32(), _watching({"k_cache": row, "v_cache": row, "block_table": entry}, named):
                 return attend_one_head(*given, **options)
@@ -738,7 +737,7 @@ def attends_over(device) -> Callable[..., None]:
 def prefill(watched, device) -> Callable[..., Tensor]:
     """`prefill(batch, [3, 1], H, **options)`: run and check `paged_prefill_attention` of the last 3 and 1 tokens.
 
-    `spread=` makes another layout of query_start_loc.
+    `spread=` gives query_start_loc another layout.
     """
 
     def run(

@@ -20,7 +20,7 @@ def empty(device, *shape, dtype=torch.float32):
 
 
 def after(cache, new, slots):
-    """The cache as it should be afterwards, written one row at a time."""
+    """The expected cache, written one slot at a time."""
     expected = cache.clone()
     for row, slot in zip(new, slots, strict=True):
         if slot >= 0:
@@ -30,7 +30,7 @@ def after(cache, new, slots):
 
 @pytest.fixture(scope="session")
 def stores(watched):
-    """`stores(k, v, k_cache, v_cache, slots)`: run store_kv and compare both caches with what should be in them."""
+    """`stores(k, v, k_cache, v_cache, slots)`: run store_kv and compare both caches with the expected ones."""
 
     def run(k, v, k_cache, v_cache, slots, slot_mapping=None):
         __tracebackhide__ = True
@@ -45,12 +45,12 @@ def stores(watched):
 
 
 def test_one_row(device, stores):
-    """One token, one head of 16 numbers, slot 6 of blocks of 4: row 2 of block 1, in both caches."""
+    """One token, one head of 16 numbers, slot 6 of blocks of 4: offset 2 of block 1, in both caches."""
     stores(*rows(device, 1, 1, 16), *empty(device, 3, 4, 1, 16), [6])
 
 
 def test_two_rows_of_two_heads(device, stores):
-    """Each program takes a token of its own, with all of its heads."""
+    """Each program stores one token, with all of its heads."""
     stores(*rows(device, 2, 2, 16), *empty(device, 3, 4, 2, 16), [6, 1])
 
 
@@ -62,7 +62,7 @@ def test_two_rows_of_two_heads(device, stores):
     ],
 )
 def test_rows_land_in_their_slots(device, stores, num_kv_heads, head_dim, block_size):
-    """Slot s is row s % block_size of block s // block_size: every row is there, and nothing else has changed."""
+    """Slot s is offset s % block_size of block s // block_size: every token is stored, and nothing else changes."""
     caches = empty(device, 4, block_size, num_kv_heads, head_dim)
     slots = [block_size + 1, 0, 4 * block_size - 1, block_size, 2 * block_size + 3]
     stores(*rows(device, 5, num_kv_heads, head_dim), *caches, slots)
@@ -78,13 +78,13 @@ def test_rows_land_in_their_slots(device, stores, num_kv_heads, head_dim, block_
     ],
 )
 def test_slot_minus_one_is_skipped(device, stores, slots):
-    """A row with slot −1 is padding: it is written nowhere, not even into the last slot."""
+    """A row with slot −1 is padding: it is not written anywhere, not even to the last slot."""
     stores(*rows(device, 3, 2, 16), *empty(device, 3, 4, 2, 16), slots)
 
 
 @pytest.mark.parametrize("launched", [[-7, 3, -2], [-(2**40), 3, -1]], ids=str)
 def test_any_negative_slot_is_skipped(device, store_rows, launched):
-    """The kernel takes every negative slot for padding, not −1 alone."""
+    """Every negative slot is padding, not only −1."""
     k, v = rows(device, 3, 2, 16)
     k_cache, v_cache = empty(device, 3, 4, 2, 16)
     expected = after(k_cache, k, launched), after(v_cache, v, launched)
@@ -102,14 +102,14 @@ def test_every_number_arrives_bit_for_bit(device, stores, dtype):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_slot_mappings_of_both_integers(device, stores, index):
-    """Slots may be int32 or int64, and every other entry of a longer tensor."""
+    """Slots may be int32 or int64, and strided."""
     slots = [6, -1, 1]
     longer = torch.tensor([value for slot in slots for value in (slot, 4)], dtype=index, device=device)
     stores(*rows(device, 3, 2, 16), *empty(device, 3, 4, 2, 16), slots, longer[::2])
 
 
 def test_keys_and_values_with_strides_of_their_own(device, stores):
-    """k and v may be views whose rows, heads and numbers lie in any order, each in its own."""
+    """k and v may be views with any strides, different from each other's."""
     wide = torch.randn(3, 2, 48, device=device)
     k = torch.randn(16, 2, 3, device=device).permute(2, 1, 0)
     v = wide[:, :, 8:24]
@@ -117,25 +117,25 @@ def test_keys_and_values_with_strides_of_their_own(device, stores):
 
 
 def test_caches_with_strides_of_their_own(device, stores, strided):
-    """A cache may be cut from a larger tensor: no stride follows from another one."""
+    """A cache may be a view of a larger tensor: no stride follows from another one."""
     stores(*rows(device, 3, 2, 16), *strided(*empty(device, 3, 4, 2, 16)), [6, 2, 11])
 
 
 def test_keys_as_a_model_makes_them(device, stores):
-    """One matrix product makes q, k and v: they are slices of it, and a row's stride is that of all three."""
+    """q, k and v may be slices of one matrix product, with the row stride of all three."""
     qkv = torch.randn(4, (4 + 2 + 2) * 16, device=device)
     k, v = qkv[:, 64:96].view(4, 2, 16), qkv[:, 96:].view(4, 2, 16)
     stores(k, v, *empty(device, 3, 4, 2, 16), [8, 9, 10, 11])
 
 
 def test_no_tokens(device, stores):
-    """Nothing to store: nothing is launched, since a grid of no programs is an error on a GPU, and nothing changes."""
+    """N = 0: nothing is launched, since an empty grid is an error on a GPU, and nothing changes."""
     slots = torch.zeros(0, dtype=torch.int64, device=device)
     stores(*rows(device, 0, 2, 16), *empty(device, 3, 4, 2, 16), [], slots)
 
 
 def test_padding_is_not_stored_whatever_it_holds(device, stores):
-    """A padded row may hold NaN; its neighbours' slots do not get it."""
+    """A padding row may hold NaN, which must not reach any slot."""
     k, v = rows(device, 4, 3, 20)
     k[1::2] = v[1::2] = float("nan")
     stores(k, v, *empty(device, 2, 4, 3, 20), [4, -1, 5, -1])
@@ -145,13 +145,13 @@ def test_padding_is_not_stored_whatever_it_holds(device, stores):
     "dim", [pytest.param(d, id=n) for d, n in enumerate(("blocks", "slots in the block", "heads"))]
 )
 def test_a_cache_of_more_than_two_billion_numbers(device, stores, far_apart, dim):
-    """A block, a slot in it or a head times its stride may pass 2³¹ − 1: in 32 bits that is a negative address."""
+    """A block, a slot in it or a head times its stride may exceed 2³¹ − 1: in 32 bits that is a negative address."""
     caches = (far_apart(each, dim) for each in empty(device, 3, 3, 3, 4, dtype=torch.int8))
     stores(*(each.to(torch.int8) for each in rows(device, 2, 3, 4)), *caches, [8, 1])
 
 
 @pytest.mark.parametrize("dim", [pytest.param(0, id="tokens"), pytest.param(1, id="heads")])
 def test_rows_more_than_two_billion_numbers_apart(device, stores, far_apart, dim):
-    """k and v may be cut from a tensor so large that a token or a head times its stride passes 2³¹ − 1."""
+    """k and v may be views of a tensor so large that a token or a head times its stride exceeds 2³¹ − 1."""
     k, v = (far_apart(each.to(torch.int8), dim) for each in rows(device, 3, 3, 4))
     stores(k, v, *empty(device, 3, 4, 3, 4, dtype=torch.int8), [6, 1, 4])

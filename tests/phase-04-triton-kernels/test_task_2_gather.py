@@ -1,4 +1,4 @@
-"""Phase 4, task 2: gather a sequence's rows through its block table."""
+"""Phase 4, task 2: gather a sequence's KV entries through its block table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minicache.kernels import gather_kv
 
 @pytest.fixture(scope="session")
 def gathers(watched):
-    """`gathers(batch)`: gather keys and values of every sequence, and compare with the rows that were stored."""
+    """`gathers(batch)`: gather keys and values of every sequence, and compare with what was stored."""
 
     def run(batch):
         __tracebackhide__ = True
@@ -29,7 +29,7 @@ def test_one_block(batch, gathers):
 
 
 def test_two_blocks(batch, gathers):
-    """Eight tokens in two blocks of 4: each token looks up its own block, in one tile."""
+    """Eight tokens in two blocks of 4: each token's block is looked up, in one tile."""
     gathers(batch([8], 1, 16, 4))
 
 
@@ -38,24 +38,24 @@ def test_two_blocks(batch, gathers):
     [pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes)) for sizes in ((2, 64, 16), (3, 5, 4))],
 )
 def test_the_rows_in_the_order_of_the_tokens(batch, gathers, num_kv_heads, head_dim, block_size):
-    """Whatever blocks a sequence has, its rows come back in order. Rows that nobody uses hold NaN."""
+    """Whatever blocks a sequence has, its entries come back in order. Unused slots hold NaN."""
     gathers(batch([3 * block_size + 2, block_size + 1], num_kv_heads, head_dim, block_size))
 
 
 @pytest.mark.parametrize("length", [1, 7, 9], ids="{} tokens".format)
 def test_around_a_blocks_end(batch, gathers, length):
-    """One token, one less than a block holds, all of it, one more. The table's tail is not looked up."""
+    """One token, one less than a block holds, all of it, one more. The table's tail is not read."""
     gathers(batch([length], 2, 16, 8))
 
 
 @pytest.mark.parametrize("length", [64, 65, 130], ids="{} tokens".format)
 def test_around_a_tiles_end(batch, gathers, length):
-    """More tokens than one program copies: tiles begin where the last one ended."""
+    """More tokens than one program copies: each tile begins where the previous one ends."""
     gathers(batch([length], 1, 8, 16))
 
 
 def test_a_table_without_a_tail(device, watched):
-    """Every entry of the table is in use, and the last tile reaches past it: nothing there may be looked up."""
+    """Every entry of the table is in use, and the last tile reaches past it: nothing there may be read."""
     cache = torch.randn(5, 4, 2, 8, device=device)
     longer = torch.tensor([3, 1, 2**31 - 1, 2**31 - 1], device=device)
     got = call(watched(gather_kv), cache, longer[:2], 7).value
@@ -75,7 +75,7 @@ def test_block_tables_of_both_integers(batch, gathers, index):
 
 
 def test_a_table_that_is_a_column(device, watched):
-    """A block table may be a column of a larger tensor: its entries need not be neighbours."""
+    """A block table may be a column of a larger tensor: its entries need not be contiguous."""
     cache = torch.randn(6, 4, 2, 8, device=device)
     tables = torch.tensor([[5, 0], [1, 0], [4, 0]], device=device)
     got = call(watched(gather_kv), cache, tables[:, 0], 10).value
@@ -83,12 +83,12 @@ def test_a_table_that_is_a_column(device, watched):
 
 
 def test_caches_with_strides_of_their_own(batch, gathers):
-    """A cache may be cut from a larger tensor: use each stride that you were given, and derive none from another."""
+    """A cache may be a view of a larger tensor: use each given stride, and derive none from another."""
     gathers(batch([11, 6], 2, 16, 4).strided())
 
 
 def test_other_blocks_same_rows(batch, gathers):
-    """The same rows in other blocks gather to the same, bit for bit."""
+    """The same entries in other blocks give the same result, bit for bit."""
     one = batch([21, 9], 2, 16, 8)
     gathers(one.moved(1))
 
@@ -99,7 +99,7 @@ def test_shared_blocks(batch, gathers):
 
 
 def test_no_tokens(device, watched):
-    """Nothing to gather: an empty tensor; nothing is launched, and no entry of the table is looked up."""
+    """Nothing to gather: an empty tensor; nothing is launched, and no table entry is read."""
     cache = torch.randn(3, 4, 2, 8, device=device)
     table = torch.tensor([2**31 - 1], device=device)
     call(watched(gather_kv), cache, table, 0).gives(cache.new_empty(0, 2, 8))
@@ -109,7 +109,7 @@ def test_no_tokens(device, watched):
     "dim", [pytest.param(d, id=n) for d, n in enumerate(("blocks", "slots in the block", "heads"))]
 )
 def test_a_cache_of_more_than_two_billion_numbers(batch, gathers, far_apart, dim):
-    """A block, a slot in it or a head times its stride may pass 2³¹ − 1: in 32 bits that is a negative address."""
+    """A block, a slot in it or a head times its stride may exceed 2³¹ − 1: in 32 bits that is a negative address."""
     some = batch([6], 3, 4, 3, dtype=torch.int8)
     some.k_cache, some.v_cache = far_apart(some.k_cache[:3], dim), far_apart(some.v_cache[:3], dim)
     gathers(some)

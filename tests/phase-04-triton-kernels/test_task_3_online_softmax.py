@@ -52,39 +52,39 @@ def test_one_full_tile(attends):
 
 
 def test_one_tile_that_is_not_full(attends):
-    """3 keys in a tile of 16: what is not there is not loaded, has score −∞ and counts nothing."""
+    """3 keys in a tile of 16: the missing ones are not loaded, and have score −∞ and weight 0."""
     attends(*random(16, 3, 16))
 
 
 def test_two_tiles_with_equal_scores(attends):
-    """32 keys with score 0: all weights are 1 / 32, and no maximum changes. Sums go on from tile to tile."""
+    """32 keys with score 0: all weights are 1 / 32, the maximum never changes, and sums carry over."""
     attends(*scored([0.0] * 32))
 
 
 def test_a_later_tile_brings_a_larger_score(attends):
-    """16 scores of 0, then 16 of ln 4: what was summed under the old maximum is divided by 4."""
+    """16 scores of 0, then 16 of ln 4: the sums under the old maximum are divided by 4."""
     attends(*scored([0.0] * 16 + [math.log(4)] * 16))
 
 
 def test_an_earlier_tile_has_the_largest_score(attends):
-    """16 scores of ln 4, then 32 of 0: the maximum stays, and the second and the third tile count a quarter."""
+    """16 scores of ln 4, then 32 of 0: the maximum stays, and the later tiles have a quarter of the weight."""
     attends(*scored([math.log(4)] * 16 + [0.0] * 32))
 
 
 @pytest.mark.parametrize("num_keys", [17, 40], ids="{} keys".format)
 def test_more_than_one_tile(attends, num_keys):
-    """Each query has a maximum, a sum and an accumulator of its own, from tile to tile."""
+    """Each query has a separate maximum, sum and accumulator, carried from tile to tile."""
     attends(*random(16, num_keys, 16))
 
 
 def test_scores_far_below_zero(attends):
-    """All scores of all 16 queries at −400: a maximum that begins at 0 would leave nothing, and 0 / 0."""
+    """All scores of all 16 queries at −400: with an initial maximum of 0 every exponential is 0."""
     q, k, v = scored([-400.0, -401.0, -402.0])
     attends(q.expand(16, -1).contiguous(), k, v)
 
 
 def test_each_query_has_its_own_maximum(attends):
-    """One query's scores are near 400, the other's near −400: under one maximum for both, nothing is left of these."""
+    """Scores near 400 and near −400: under one maximum for both, the second query's exponentials are all 0."""
     q, k, v = random(2, 16, 16)
     q[:, 0], k[:, 0] = torch.tensor([40.0, -40.0]), 40.0
     attends(q, k, v)
@@ -103,12 +103,12 @@ def test_any_number_of_queries(attends, num_queries):
 
 @pytest.mark.parametrize("head_dim", [5, 80], ids="d {}".format)
 def test_head_sizes_that_are_no_power_of_two(attends, head_dim):
-    """The tile is wider than a row: the numbers past a row's end belong to the next row."""
+    """The tile is wider than a key: the numbers past its end belong to the next key."""
     attends(*random(3, 20, head_dim))
 
 
 def test_scale(attends):
-    """`scale` takes the place of 1 / √d."""
+    """`scale` replaces 1 / √d."""
     attends(*random(4, 20, 16), scale=0.5)
 
 

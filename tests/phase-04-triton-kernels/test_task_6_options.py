@@ -12,13 +12,13 @@ def slopes(num_heads, device):
 
 
 def test_scale(batch, decode):
-    """`scale` takes the place of 1 / √d."""
+    """`scale` replaces 1 / √d."""
     decode(batch([16], 1, 16, 8), 1, scale=0.4)
     decode(batch([16], 1, 16, 8), 1, scale=1)
 
 
 def test_alibi(batch, decode, device):
-    """One query head adds its slope times (key position − query position): 0 for the newest token, less before."""
+    """One query head adds its slope times (key position − query position): 0 for the newest token, negative before."""
     decode(batch([16], 1, 16, 8), 1, alibi_slopes=slopes(1, device))
 
 
@@ -29,7 +29,7 @@ def test_a_slope_for_each_query_head(batch, decode, device, num_heads, num_kv_he
 
 
 def test_alibi_counts_from_each_rows_position(batch, attends_over, device):
-    """attend_range with a slope for each row, and rows at different positions: row_max tells them apart."""
+    """attend_range with a slope for each row, and rows at different positions: row_max shows the difference."""
     attends_over(batch([30], 1, 16, 8), 5, 25, [9, 20, 29], slopes=torch.tensor([0.5, 0.25, 1.0], device=device))
 
 
@@ -39,14 +39,14 @@ def test_slopes_with_gaps(batch, decode, device, apart):
 
 
 def test_key_scale_and_value_scale(batch, decode):
-    """Keys are the cache's numbers times k_scale, values times v_scale: two numbers, and they differ."""
+    """Keys are the cache's numbers times k_scale, values times v_scale: two different numbers."""
     decode(batch([16], 1, 16, 8), 1, k_scale=0.5)
     decode(batch([16], 1, 16, 8), 1, v_scale=2.5)
     decode(batch([21], 1, 16, 8), 2, k_scale=1.7, v_scale=0.3)
 
 
 def test_a_scale_for_each_head(batch, decode, device):
-    """k_scale and v_scale may be [H_kv]: KV head h has its own."""
+    """k_scale and v_scale may be [H_kv], one number per KV head."""
     k_scale = torch.tensor([0.5, 1.5, 2.5], device=device)
     v_scale = torch.tensor([3.0, 0.25, 1.0], device=device)
     decode(batch([21], 3, 16, 8), 6, k_scale=k_scale, v_scale=v_scale)
@@ -65,7 +65,7 @@ def test_sliding_window(batch, decode, window):
 
 
 def test_rows_before_the_window_are_not_read(batch, decode, device):
-    """What lies before the window may hold NaN: a weight of 0 does not help, since 0 · NaN is NaN."""
+    """Slots before the window may hold NaN: a weight of 0 does not help, since 0 · NaN is NaN."""
     some = batch([40], 1, 16, 8)
     for cache in (some.k_cache, some.v_cache):
         for block in some.block_tables[0, :4].tolist():
@@ -74,18 +74,18 @@ def test_rows_before_the_window_are_not_read(batch, decode, device):
 
 
 def test_the_window_of_each_row(batch, attends_over):
-    """attend_range masks for itself: a row sees its own position and the W − 1 before it, wherever the range begins."""
+    """attend_range masks each row: it sees its own position and the W − 1 before it, wherever the range begins."""
     attends_over(batch([60], 1, 16, 8), 20, 50, [18, 20, 29, 30, 40, 59], sliding_window=10)
 
 
 def test_soft_cap(batch, decode):
-    """Scores beyond the cap come near to it and never pass: c · tanh(score / c). One full tile."""
+    """Scores beyond the cap approach it but never exceed it: c · tanh(score / c). One full tile."""
     decode(batch([16], 1, 256, 8, at=6.0), 2, softcap=2.0)
     decode(batch([16], 1, 256, 8), 2, softcap=30.0)
 
 
 def test_what_is_masked_stays_masked_under_a_soft_cap(batch, decode):
-    """The mask comes after the cap: tanh(−∞) is −1, and a token that is not there would count."""
+    """The mask comes after the cap: tanh(−∞) is −1, and a missing token would count."""
     decode(batch([7], 1, 16, 8, at=6.0), 2, softcap=2.0)
 
 
@@ -105,7 +105,7 @@ def test_the_soft_cap_comes_before_alibi_and_the_mask(batch, decode, device):
 
 
 def test_the_soft_cap_comes_after_the_scale(batch, decode):
-    """The score that is capped has been scaled, by k_scale too."""
+    """The cap applies to the scaled score, k_scale included."""
     decode(batch([21], 1, 16, 8, at=2.0), 4, softcap=1.5, scale=0.1, k_scale=3.0)
 
 

@@ -1,4 +1,4 @@
-"""Phase 4, task 7: split-KV: splits of one context side by side, and their merge."""
+"""Phase 4, task 7: split-KV: splits of one context in parallel, and their merge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minicache.course.checks import call, that
 from minicache.kernels import paged_decode_attention
 
 WIDE = 256
-"""A head size with which a tile has 16 tokens, so that short contexts have several splits."""
+"""With this head size a tile has 16 tokens, so short contexts have several splits."""
 
 
 def test_two_full_splits(batch, decode):
@@ -18,7 +18,7 @@ def test_two_full_splits(batch, decode):
 
 
 def test_an_empty_split(batch, decode):
-    """16 tokens, one tile, two splits: the second is empty, and writes −inf, 0 and zeros all the same."""
+    """16 tokens, one tile, two splits: the second is empty, and still writes −inf, 0 and zeros."""
     decode(batch([16], 1, WIDE, 16), 1, num_splits=2)
 
 
@@ -28,7 +28,7 @@ def test_two_query_heads(batch, decode):
 
 
 def test_splits_of_ragged_contexts(batch, decode):
-    """The output is that of the whole, whatever the lengths. Short contexts leave splits empty."""
+    """The output equals that without splits, for all lengths. Short contexts leave splits empty."""
     decode(batch([40, 1], 1, WIDE, 16), 2, num_splits=3)
 
 
@@ -39,12 +39,12 @@ def test_groups_of_query_heads(batch, decode):
 
 @pytest.mark.parametrize(("head_dim", "block_size", "length"), [(80, 16, 70), (5, 5, 150)], ids=str)
 def test_sizes(batch, decode, head_dim, block_size, length):
-    """Head sizes and block sizes that are powers of two, and that are none."""
+    """Head sizes and block sizes that are and are not powers of two."""
     decode(batch([length], 1, head_dim, block_size), 2, num_splits=2)
 
 
 def test_more_splits_than_tokens(batch, decode):
-    """Most splits are empty: maximum −inf, sum 0. exp(−inf − −inf) is NaN, and must not be taken."""
+    """Most splits are empty: maximum −inf, sum 0. exp(−inf − −inf) is NaN, and must be avoided."""
     decode(batch([3], 1, 16, 8), 2, num_splits=5)
 
 
@@ -55,7 +55,7 @@ def test_no_context(batch, decode):
 
 @pytest.mark.parametrize("position", [2, 20], ids="in token {}".format)
 def test_a_split_may_hold_all_the_weight(batch, decode, device, position):
-    """One key whose score is 128 above all others: its split has a maximum of its own, and the others count nothing."""
+    """One key whose score is 128 above all others: its split has a separate maximum, and the others have weight 0."""
     some = batch([32], 1, WIDE, 16)
     some.keys[0].mul_(0.1)
     some.keys[0][position] = 8.0
@@ -70,7 +70,7 @@ def test_splits_far_below_zero(batch, decode, device):
 
 
 def test_an_empty_split_weighs_nothing(batch, decode, device):
-    """All scores at −400, and a split without tokens: with a maximum of 0 it would outweigh the others."""
+    """All scores at −400, and an empty split: with a maximum of 0 it would outweigh the others."""
     low = batch([17], 1, WIDE, 8)
     low.keys[0].fill_(-5.0)
     decode(low.moved(0), 2, q=torch.full((1, 2, WIDE), 5.0, device=device), num_splits=3)
@@ -86,7 +86,7 @@ def test_splits_that_rise(batch, decode, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(batch, decode, dtype):
-    """What the splits hand over is fp32: rounding it to half precision would be an error of its own."""
+    """The splits store fp32: rounding to half precision would add an error."""
     decode(batch([40], 1, WIDE, 16, dtype=dtype), 2, num_splits=2)
 
 
@@ -100,7 +100,7 @@ def test_maxima_are_handed_over_in_fp32(batch, decode, device):
 
 
 def test_sums_are_handed_over_in_fp32(batch, decode):
-    """fp16, and each split adds up 32 values of 4,000: fp16 ends at 65,504."""
+    """fp16, and each split sums 32 values of 4,000: fp16's largest number is 65,504."""
     some = batch([64], 1, WIDE, 16, dtype=torch.float16)
     some.keys[0].zero_()
     some.values[0].fill_(4000.0)
@@ -116,7 +116,7 @@ def test_tables_and_lengths_with_gaps(batch, decode, apart, index):
 
 
 def test_tables_cut_from_wider_ones(batch, decode):
-    """A block table's rows may lie further apart than its entries."""
+    """A block table may be a slice of a wider tensor."""
     some = batch([17, 8], 1, WIDE, 8)
     num_blocks = some.block_tables.shape[1]
     some.block_tables = torch.cat([some.block_tables, some.block_tables.flip(0)], dim=1)[:, :num_blocks]
@@ -124,7 +124,7 @@ def test_tables_cut_from_wider_ones(batch, decode):
 
 
 def test_no_sequence(batch, launches_nothing):
-    """An empty batch: an empty output, and nothing is launched, since a grid of no programs is an error on a GPU."""
+    """An empty batch: an empty output, and nothing is launched, since an empty grid is an error on a GPU."""
     from minicache.kernels import split_kv
 
     launches_nothing(split_kv.paged_decode_attention, batch([9], 1, 16, 8), num_splits=2)
@@ -137,34 +137,34 @@ def test_alibi_in_every_split(batch, decode, device, apart):
 
 
 def test_scales_and_a_soft_cap_in_every_split(batch, decode, device):
-    """v_scale counts once, in the splits or in the merge."""
+    """v_scale is applied once, in the splits or in the merge."""
     v_scale = torch.tensor([1.3, 0.6], device=device)
     decode(batch([20], 2, WIDE, 8, at=2.0), 2, num_splits=2, k_scale=0.7, v_scale=v_scale, softcap=1.5, scale=0.2)
 
 
 @pytest.mark.parametrize("window", [1, 10, 30], ids="a window of {}".format)
 def test_a_window_and_splits(batch, decode, window):
-    """The window is what is cut into splits; a small one leaves some of them empty. Nothing before it is read."""
+    """Only the window is cut into splits; a small one leaves some of them empty. Nothing before it is read."""
     decode(batch([60], 1, WIDE, 8), 2, num_splits=2, sliding_window=window)
 
 
 def test_queries_with_strides_of_their_own(batch, decode, device):
-    """q may be a view whose heads and numbers lie in any order."""
+    """q may be a view with any strides."""
     q = torch.randn(WIDE, 2, 2, device=device).permute(2, 1, 0)
     decode(batch([20, 8], 1, WIDE, 8), 2, q=q, num_splits=2)
 
 
 def test_other_blocks_same_output(batch, watched, device):
-    """The same rows in other blocks: the output is the same, bit for bit."""
+    """The same entries in other blocks: the output is the same, bit for bit."""
     one = batch([20], 1, WIDE, 8)
     q = torch.randn(1, 2, WIDE, device=device)
     first = call(watched(paged_decode_attention), q, *one.paged, num_splits=2).value
     again = call(watched(paged_decode_attention), q, *one.moved(5).paged, num_splits=2).value
-    that("the output with the rows in other blocks", again).gives(first)
+    that("the output with the entries in other blocks", again).gives(first)
 
 
 def test_caches_and_queries_of_more_than_two_billion_numbers(batch, decode, far_apart, device):
-    """A KV head or a sequence times its stride may pass 2³¹ − 1: 32 bits would make a negative address of it."""
+    """A KV head or a sequence times its stride may exceed 2³¹ − 1: in 32 bits that is a negative address."""
     some = batch([6], 3, 16, 8, dtype=torch.int8)
     some.k_cache, some.v_cache = far_apart(some.k_cache, 2), far_apart(some.v_cache, 2)
     decode(some, 3, num_splits=1 + 1)

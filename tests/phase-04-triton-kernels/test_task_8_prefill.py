@@ -16,17 +16,17 @@ def test_one_prompt(batch, prefill):
 
 @pytest.mark.parametrize("cached", [1, 8, 30], ids="{} cached".format)
 def test_a_chunk_after_cached_context(batch, prefill, cached):
-    """The new tokens are the last ones: the first of them sees all that is cached, and itself."""
+    """The new tokens are the last ones: the first of them sees all cached tokens and itself."""
     prefill(batch([cached + 5], 1, 16, 8), [5], 1)
 
 
 def test_two_prompts(batch, prefill):
-    """The queries of two sequences, one after the other: each attends to its own sequence."""
+    """The queries of two sequences, concatenated: each attends to its own sequence."""
     prefill(batch([13, 6], 1, 16, 8), [13, 6], 1)
 
 
 def test_three_sequences_in_many_tiles(batch, prefill):
-    """Three starts are padded to four: the fourth belongs to no sequence. 16 query heads leave two tokens to a tile."""
+    """Three starts are padded to four: the fourth belongs to no sequence. With 16 query heads a tile has two tokens."""
     prefill(batch([9, 5, 6], 1, 16, 8), [9, 3, 4], 16)
 
 
@@ -46,12 +46,12 @@ def test_groups_of_query_heads(batch, prefill, num_heads, num_kv_heads):
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(80, 8), (256, 16), (5, 5)], ids=str)
 def test_sizes(batch, prefill, head_dim, block_size):
-    """Head sizes and block sizes that are powers of two, and that are none."""
+    """Head sizes and block sizes that are and are not powers of two."""
     prefill(batch([block_size + 1, block_size], 1, head_dim, block_size), [block_size + 1, 3], 2)
 
 
 def test_more_tokens_than_a_tile(batch, prefill):
-    """A long chunk over a long context: several tiles of queries, several of keys, none read past its last query."""
+    """A long chunk over a long context: several tiles of queries, several of keys, nothing read past the last query."""
     prefill(batch([50], 1, 256, 16), [20], 2)
 
 
@@ -61,12 +61,12 @@ def test_decodes_between_prefills(batch, prefill):
 
 
 def test_a_sequence_that_rests(batch, prefill):
-    """No new tokens (n = 0) at the beginning and in the middle: its neighbours keep their rows."""
+    """No new tokens (n = 0) at the beginning and in the middle: the other sequences keep their rows."""
     prefill(batch([9, 12, 5, 17, 4, 6], 1, 16, 8), [0, 4, 0, 3, 0, 2], 4)
 
 
 def test_no_token_sees_a_later_one(batch, watched, device):
-    """Change the last key and value: no output but the last one's may change."""
+    """Change the last key and value: only the last output may change."""
     one = batch([12], 1, 16, 8)
     other = batch([12], 1, 16, 8)
     other.keys[0][-1] += 3.0
@@ -80,7 +80,7 @@ def test_no_token_sees_a_later_one(batch, watched, device):
 
 
 def test_scores_that_rise_with_the_position(batch, prefill, device):
-    """A later tile may bring a larger score, and the future larger ones still, which count nothing."""
+    """A later tile may have a larger score, and the future even larger ones, which must have weight 0."""
     rising = batch([24], 1, 256, 8)
     for position in range(24):
         rising.keys[0][position] = (position - 12) / 8
@@ -102,7 +102,7 @@ def test_tables_lengths_and_starts_with_gaps(batch, prefill, apart, index):
 
 
 def test_the_launcher_does_not_read_lengths(batch, device, reads_no_values):
-    """Tables, lengths and starts lie on the GPU: a launcher that looks at their values waits until it has caught up."""
+    """Tables, lengths and starts are on the GPU: a launcher that reads their values waits for the GPU."""
     from minicache.kernels import prefill
 
     some = batch([9, 5], 1, 16, 8)
@@ -113,7 +113,7 @@ def test_the_launcher_does_not_read_lengths(batch, device, reads_no_values):
 
 
 def test_no_queries(batch, device):
-    """N = 0, with two sequences that rest: an empty output, and nothing is launched."""
+    """N = 0, with two sequences without new tokens: an empty output, and nothing is launched."""
     from minicache.kernels import prefill
     from minicache.kernels.tracer import trace
 
@@ -129,31 +129,31 @@ def test_no_queries(batch, device):
     launches.__qualname__ = "paged_prefill_attention"
     out, kernels = call(launches, q, *some.paged, starts).value
     that("the output for no queries", out).gives(q)
-    that("the kernels that were launched for no queries", kernels).gives([])
+    that("the kernels launched for no queries", kernels).gives([])
 
 
 def test_queries_with_strides_of_their_own(batch, prefill, device):
-    """q may be a view whose heads and numbers lie in any order."""
+    """q may be a view with any strides."""
     q = torch.randn(16, 2, 9, device=device).permute(2, 1, 0)
     prefill(batch([20, 9], 1, 16, 8), [6, 3], 2, q=q)
 
 
 def test_caches_with_strides_of_their_own(batch, prefill):
-    """A cache may be cut from a larger tensor: each cache has its own strides."""
+    """A cache may be a view of a larger tensor: the caches' strides are unrelated."""
     prefill(batch([13], 2, 16, 8).strided(), [5], 2)
 
 
 def test_other_blocks_same_output(batch, watched, device):
-    """The same rows in other blocks: the output is the same, bit for bit."""
+    """The same entries in other blocks: the output is the same, bit for bit."""
     one = batch([20, 9], 1, 16, 8)
     q, starts = torch.randn(9, 2, 16, device=device), torch.tensor([0, 6, 9], device=device)
     first = call(watched(paged_prefill_attention), q, *one.paged, starts).value
     again = call(watched(paged_prefill_attention), q, *one.moved(5).paged, starts).value
-    that("the output with the rows in other blocks", again).gives(first)
+    that("the output with the entries in other blocks", again).gives(first)
 
 
 def test_shared_blocks(batch, prefill):
-    """A prefix that two sequences share is attended to by both."""
+    """Two sequences may share a prefix."""
     prefill(batch([20, 27], 1, 16, 8, shared=2), [4, 11], 2)
 
 
@@ -182,7 +182,7 @@ def test_an_int8_cache(batch, prefill, device):
 
 
 def test_caches_and_queries_of_more_than_two_billion_numbers(batch, prefill, far_apart, device):
-    """A KV head or a query token times its stride may pass 2³¹ − 1: 32 bits would make a negative address of it."""
+    """A KV head or a query token times its stride may exceed 2³¹ − 1: in 32 bits that is a negative address."""
     some = batch([6], 3, 16, 8, dtype=torch.int8)
     some.k_cache, some.v_cache = far_apart(some.k_cache, 2), far_apart(some.v_cache, 2)
     prefill(some, [2], 3)

@@ -1,4 +1,4 @@
-"""Phase 4, task 9: a cache of one byte a number: the store kernel that quantises, and the attention that reads it."""
+"""Phase 4, task 9: an 8-bit cache: the store kernel that quantizes, and the attention that reads it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stores(watched):
 
 @pytest.fixture(scope="session")
 def quantizes(stores):
-    """`quantizes(k, v, storage, slots)`: run store_kv, and compare `storage` with what PyTorch makes of the rows.
+    """`quantizes(k, v, storage, slots)`: run store_kv, and compare `storage` with PyTorch's result.
 
     Rows must be finite, and none all zeros.
     """
@@ -73,7 +73,7 @@ def by_row(row, dtype):
 
 
 def read(storage, slot):
-    """What the keys and the values in one slot stand for: number · scale, `[2, H_kv, d]`."""
+    """The dequantized keys and values of one slot: number · scale, `[2, H_kv, d]`."""
     k_cache, v_cache, k_scale, v_scale = storage
     where = slot // k_cache.shape[1], slot % k_cache.shape[1]
     pairs = ((k_cache, k_scale), (v_cache, v_scale))
@@ -102,28 +102,28 @@ def test_the_row_worked_by_hand(device, stores):
     ],
 )
 def test_each_row_has_its_own_scale(device, quantizes, num_kv_heads, head_dim, block_size, dtype):
-    """Each token and head: scale = largest / 127 (448), numbers = row / scale, rounded. Nothing else has changed."""
+    """Each token and head: scale = largest / 127 (448), numbers = row / scale, rounded. Nothing else changes."""
     storage = empty(device, 4, block_size, num_kv_heads, head_dim, dtype)
     slots = [block_size + 1, 0, 4 * block_size - 1, block_size, 2 * block_size + 3]
     quantizes(*random_rows(5, num_kv_heads, head_dim), storage, slots)
 
 
 def test_halves_go_to_the_even_integer(device, quantizes):
-    """With 127 in the row the scale is 1: 0.5, 1.5, 2.5, … lie half-way and become 0, 2, 2, …; −2.51 becomes −3."""
+    """With 127 in the row the scale is 1: 0.5, 1.5, 2.5, … are ties and become 0, 2, 2, …; −2.51 becomes −3."""
     halves = torch.arange(-126.5, 127, 1.0)
     row = torch.cat([halves, torch.tensor([127.0, 0.49, -2.51])]).expand(1, 1, -1)
     quantizes(row, -row, empty(device, 1, 4, 1, row.shape[2], INT8), [2])
 
 
 def test_every_number_of_e4m3_is_stored_as_it_is(device, quantizes):
-    """A row that holds 448 has scale 1, and the 127 numbers from 0 to 448 come out as they went in, of either sign."""
+    """A row with 448 has scale 1, and the 127 e4m3 values from 0 to 448 are stored exactly, with either sign."""
     codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
     row = torch.stack([codes, -codes])[None]
     quantizes(row, row.flip(2), empty(device, 1, 4, 2, 127, FP8), [1])
 
 
 def test_halves_between_numbers_of_e4m3(device, quantizes):
-    """Half-way between two neighbours: to the one whose last bit is 0. Just beside it: to the nearer one."""
+    """Half-way between two e4m3 values: to the one whose last bit is 0. Slightly off: to the nearer one."""
     codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
     halves = (codes[1:] + codes[:-1]) / 2
     rows = torch.stack([halves, halves * 1.001, -halves * 0.999, -halves])
@@ -133,7 +133,7 @@ def test_halves_between_numbers_of_e4m3(device, quantizes):
 
 @both
 def test_a_row_of_zeros(device, stores, dtype):
-    """Zeros are stored and read as zeros: 0 is not divided by 0. The head beside it is as ever."""
+    """Zeros are stored and read as zeros: 0 is not divided by 0. The other heads are unaffected."""
     k, v = random_rows(2, 2, 16)
     k[0, 1] = v[1] = 0
     storage = empty(device, 2, 4, 2, 16, dtype)
@@ -142,12 +142,12 @@ def test_a_row_of_zeros(device, stores, dtype):
     that("what the key of zeros is read as", read(storage, 6)[0, 1]).gives(torch.zeros(16))
     that("what the value of zeros is read as", read(storage, 1)[1]).gives(torch.zeros(2, 16))
     near = k[0, 0].abs().max().item() / 20
-    that("what the key beside it is read as", read(storage, 6)[0, 0]).is_close(k[0, 0], rtol=0, atol=near)
+    that("what the key of the other head is read as", read(storage, 6)[0, 0]).is_close(k[0, 0], rtol=0, atol=near)
 
 
 @both
 def test_tiny_and_huge_rows(device, quantizes, dtype):
-    """Rows of 10⁻³⁰ and of 10³⁰: a scale takes any size."""
+    """Rows of 10⁻³⁰ and of 10³⁰: the scale absorbs any magnitude."""
     k, v = random_rows(2, 2, 16)
     quantizes(k * 1e-30, v * 1e30, empty(device, 2, 4, 2, 16, dtype), [6, 1])
 
@@ -155,7 +155,7 @@ def test_tiny_and_huge_rows(device, quantizes, dtype):
 @both
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")], ids=str)
 def test_a_row_that_is_not_finite(device, stores, dtype, bad):
-    """A row with NaN or ±∞ is read as NaN, never as plausible numbers; its neighbours are as ever."""
+    """A row with NaN or ±∞ reads as NaN, never as plausible numbers; other rows are unaffected."""
     k, v = random_rows(2, 2, 16)
     k[0, 1, 3] = v[1, 0, 15] = bad
     storage = empty(device, 2, 4, 2, 16, dtype)
@@ -164,7 +164,7 @@ def test_a_row_that_is_not_finite(device, stores, dtype, bad):
     that("how many numbers of the value are read as NaN", read(storage, 1)[1, 0].isnan().sum().item()).gives(16)
     for what, got, row in (("key", read(storage, 6)[0, 0], k[0, 0]), ("value", read(storage, 1)[1, 1], v[1, 1])):
         near = row.abs().max().item() / 20
-        that(f"what the {what} beside it is read as", got).is_close(row, rtol=0, atol=near)
+        that(f"what the {what} of another head is read as", got).is_close(row, rtol=0, atol=near)
 
 
 @pytest.mark.parametrize("slots", [[-1, 3, 9], [3, -1, 9], [-1, -1, -1]], ids=str)
@@ -178,7 +178,7 @@ def test_padding(device, quantizes, slots):
 
 
 def test_any_negative_slot_is_skipped(device, store_rows):
-    """The kernel takes every negative slot for padding, not −1 alone."""
+    """Every negative slot is padding, not only −1."""
     storage = empty(device, 3, 4, 2, 16, INT8)
     k, v = (each.to(device) for each in random_rows(2, 2, 16))
     slots = torch.tensor([-7, -2], device=device)
@@ -189,7 +189,7 @@ def test_any_negative_slot_is_skipped(device, store_rows):
 
 @both
 def test_a_block_may_be_filled_in_any_pieces(device, stores, quantizes, dtype):
-    """Rows stored one by one are, bit for bit, those stored at once: a later, larger row changes none before it."""
+    """Rows stored one by one equal those stored at once, bit for bit: a later, larger row changes no earlier one."""
     k, v = random_rows(4, 2, 16)
     size = 4.0 ** torch.arange(4)[:, None, None]
     at_once, in_pieces = empty(device, 2, 4, 2, 16, dtype), empty(device, 2, 4, 2, 16, dtype)
@@ -209,7 +209,7 @@ def test_rows_in_half_precision(device, quantizes, dtype, stored):
 
 
 def test_strides(device, quantizes):
-    """Rows as slices of one matrix product; caches cut from larger tensors, each with strides of its own."""
+    """Rows as slices of one matrix product; caches as views of larger tensors, with unrelated strides."""
     qkv = torch.randn(4, (4 + 2 + 2) * 16, device=device)
     k, v = qkv[:, 64:96].view(4, 2, 16), qkv[:, 96:].view(4, 2, 16)
     quantizes(k, v, empty(device, 3, 4, 2, 16, INT8), [8, 9, 10, 11])
@@ -234,24 +234,24 @@ def test_decode(quantized, decode, dtype, length):
 
 
 def test_more_than_one_tile(quantized, decode):
-    """Each tile loads the scales of its own tokens."""
+    """Each tile loads the scales of its tokens."""
     decode(quantized([40], 1, 256, 8), 2)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 3)])
 def test_groups_of_query_heads(quantized, decode, num_heads, num_kv_heads):
-    """KV head h reads the scales of head h, whatever the group's size."""
+    """KV head h reads the scales of head h, for any group size."""
     decode(quantized([21], num_kv_heads, 16, 8), num_heads)
 
 
 @pytest.mark.parametrize("block_size", [5, 16], ids="blocks of {}".format)
 def test_block_sizes(quantized, decode, block_size):
-    """One token, one less than a block holds, all of it, one more, and none. Blocks lie anywhere, scales with them."""
+    """One token, one less than a block holds, all of it, one more, and none. Blocks may be anywhere."""
     decode(quantized([1, block_size - 1, block_size, block_size + 1, 0], 1, 80, block_size), 2)
 
 
 def test_scores_far_from_zero(quantized, decode, device):
-    """Products of numbers are in the tens of thousands: the maximum is of scores that have been scaled."""
+    """Products of numbers are in the tens of thousands: the maximum is taken after scaling."""
     some = quantized([33], 1, 64, 16)
     decode(some, 4, q=3 * torch.sign(torch.randn(1, 4, 64)).to(device))
 
@@ -273,7 +273,7 @@ def test_sliding_window(quantized, decode, window):
 
 
 def test_the_soft_cap_comes_after_the_scale(quantized, decode, device):
-    """The score that is capped has been scaled; ALiBi is added after it, unscaled."""
+    """The cap applies to the scaled score; ALiBi is added after it, unscaled."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
     decode(quantized([21], 1, 16, 8), 4, softcap=1.5, scale=0.7, alibi_slopes=slopes)
 
@@ -284,13 +284,13 @@ def test_splits(quantized, decode):
 
 
 def test_prefill(quantized, prefill):
-    """So does prefill: a chunk, a single token, a whole prompt."""
+    """Prefill passes the scales on too: a chunk, a single token, a whole prompt."""
     prefill(quantized([21, 9, 5], 2, 16, 8), [4, 1, 5], 4)
 
 
 @both
 def test_what_is_stored_is_what_is_read(device, stores, watched, dtype):
-    """Stored and read through the same table, decode is near the attention over the rows as they were."""
+    """Stored and read through the same table, decode is close to attention over the unquantized rows."""
     k, v = torch.randn(2, 5, 2, 64)
     storage = empty(device, 4, 2, 2, 64, dtype)
     table = [2, 0, 3]
@@ -302,7 +302,7 @@ def test_what_is_stored_is_what_is_read(device, stores, watched, dtype):
     got = call(attention, q.to(device), *storage[:2], tables, lengths, num_splits=1, **scales).value
     scores = torch.einsum("gd,sd->gs", q[0, :2], k[:, 0]) / 8, torch.einsum("gd,sd->gs", q[0, 2:], k[:, 1]) / 8
     exact = torch.cat([score.softmax(-1) @ v[:, head] for head, score in enumerate(scores)])
-    that("the output over the quantised cache", got[0].cpu()).is_close(
+    that("the output over the quantized cache", got[0].cpu()).is_close(
         exact, rtol=0, atol=0.02 if dtype == INT8 else 0.1
     )
 
@@ -322,7 +322,7 @@ def test_a_row_that_is_not_finite_reaches_its_own_sequence_only(quantized, watch
     "dim", [pytest.param(d, id=n) for d, n in enumerate(("blocks", "slots in the block", "heads"))]
 )
 def test_a_cache_of_more_than_two_billion_numbers(device, stores, far_apart, dim):
-    """A block, a slot in it or a head times its stride may pass 2³¹ − 1: in 32 bits that is a negative address."""
+    """A block, a slot in it or a head times its stride may exceed 2³¹ − 1: in 32 bits that is a negative address."""
     storage = empty(device, 3, 3, 3, 16, INT8)
     near = [each.clone() for each in storage]
     storage[:2] = [far_apart(each, dim) for each in storage[:2]]
@@ -334,7 +334,7 @@ def test_a_cache_of_more_than_two_billion_numbers(device, stores, far_apart, dim
 
 
 def test_rows_more_than_two_billion_numbers_apart(device, quantizes, far_apart):
-    """k and v may be cut from a tensor so large that a token times its stride passes 2³¹ − 1."""
+    """k and v may be views of a tensor so large that a token times its stride exceeds 2³¹ − 1."""
     k, v = (far_apart(each.half(), 0) for each in random_rows(3, 2, 16))
     quantizes(k, v, empty(device, 3, 4, 2, 16, INT8), [6, 1, 4])
 

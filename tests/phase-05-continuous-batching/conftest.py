@@ -1,4 +1,4 @@
-"""What the tests of phase 5 share: the smallest scheduler that there is, requests, and what a scheduler holds."""
+"""What the tests of phase 5 share: a minimal scheduler, requests, and the state of a scheduler."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from minicache.scheduler.base import Scheduler
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the schedulers, the requests and the steps so far."""
+    """A failure shows the schedulers, the requests and the steps so far."""
     with following_schedulers():
         yield
 
 
 class Plain(Scheduler):
-    """Admits every waiting request, in order; each computes at most `chunk` tokens a step.
+    """Admits every waiting request, in order; at most `chunk` tokens of each are computed in a step.
 
     Its hooks use nothing that the tasks ask for, so each task can be graded before the next one is written.
     """
@@ -61,7 +61,7 @@ class Plain(Scheduler):
 
 @pytest.fixture(scope="session")
 def plain():
-    """`plain(chunk=…, **options)`: a `Plain` scheduler with 100 blocks of 4 tokens, unless told otherwise."""
+    """`plain(chunk=…, **options)`: a `Plain` scheduler; by default it has 100 blocks of 4 tokens."""
 
     def make(**options):
         return Plain(**{"num_blocks": 100, "block_size": 4} | options)
@@ -81,7 +81,7 @@ def request_of():
 
 @pytest.fixture(scope="session")
 def state_of():
-    """`state_of(scheduler, *requests)`: all that a caller can see of them, to be compared before and after a call."""
+    """`state_of(scheduler, *requests)`: their public state, to compare before and after a call."""
 
     def look(scheduler, *requests):
         seen = {id(each): each for each in (*scheduler.waiting.values(), *scheduler.running, *requests)}

@@ -1,4 +1,4 @@
-"""Phase 5, task 1: queue new requests, refuse those that can never be served, and move one into the batch."""
+"""Phase 5, task 1: queue new requests, refuse those that can never be served, and admit one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_requests_wait_in_the_order_of_arrival(plain, request_of):
 
 
 def test_requests_are_numbered_as_they_arrive(plain, request_of):
-    """arrival_index is 0, 1, 2, …, and goes on counting when the queue has become shorter."""
+    """arrival_index is 0, 1, 2, …, and continues when the queue has become shorter."""
     scheduler = plain()
     requests = [request_of(request_id) for request_id in "abcd"]
     for request in requests[:3]:
@@ -55,7 +55,7 @@ def test_requests_are_numbered_as_they_arrive(plain, request_of):
 
 
 def test_an_arrival_while_the_model_runs(plain, request_of):
-    """A request that arrives between schedule() and the commit leaves the step as it is: its tokens are awaited."""
+    """A request that arrives between schedule() and the commit does not change the outstanding step."""
     scheduler = plain()
     scheduler.add_request(request_of("a"))
     output = scheduler.schedule()
@@ -74,7 +74,7 @@ def test_a_waiting_request_has_no_memory(plain, request_of):
 
 
 def test_register_does_not_queue(plain, request_of):
-    """register(request) numbers the request, and takes its id; it does not wait, and counts as unfinished."""
+    """register(request) numbers the request and reserves its id; it is unfinished, and not in the queue."""
     scheduler = plain()
     request = request_of("a")
     call(scheduler.register, request).gives(None)
@@ -88,7 +88,7 @@ def test_register_does_not_queue(plain, request_of):
 
 
 def test_add_request_registers(plain, request_of):
-    """add_request calls register, and queues the request only when that has raised nothing."""
+    """add_request calls register, and queues the request only if that does not raise."""
     scheduler = plain()
     request = request_of("a")
 
@@ -101,7 +101,7 @@ def test_add_request_registers(plain, request_of):
 
 
 def test_the_head_stays_in_the_queue(plain, request_of):
-    """head() gives the first request, as often as it is called, and removes nothing."""
+    """head() returns the first request, however often it is called, and removes nothing."""
     scheduler = plain()
     first, second = request_of("first"), request_of("second")
     scheduler.add_request(first)
@@ -113,7 +113,7 @@ def test_the_head_stays_in_the_queue(plain, request_of):
 
 
 def test_the_next_request_moves_up(plain, request_of):
-    """Once the head has left the queue, the request behind it is the head; then there is none."""
+    """Once the head has left the queue, the next request is the head; then there is none."""
     scheduler = plain()
     requests = [request_of("a"), request_of("b")]
     for request in requests:
@@ -125,7 +125,7 @@ def test_the_next_request_moves_up(plain, request_of):
 
 
 def test_the_head_is_found_at_once(plain, request_of):
-    """head() does not search the queue: with 1,000 requests waiting it looks at no more of them than with 10."""
+    """head() does not search the queue: with 1,000 requests waiting it reads no more of them than with 10."""
     looked_at = {}
     for num_waiting in (10, 1000):
         keys = []
@@ -166,7 +166,7 @@ def test_the_id_of_a_waiting_request_is_taken(plain, request_of, state_of):
 
 @pytest.mark.parametrize("request_id", ["a", "b", "c"])
 def test_the_id_of_a_running_request_is_taken(plain, request_of, state_of, request_id):
-    """The id of a request in the batch is taken too, wherever it stands there: ValueError."""
+    """The id of a request in the batch is in use too, at any position: ValueError."""
     scheduler = plain()
     for each in "abc":
         scheduler.add_request(request_of(each))
@@ -178,7 +178,7 @@ def test_the_id_of_a_running_request_is_taken(plain, request_of, state_of, reque
 
 
 def test_the_same_request_cannot_wait_twice(plain, request_of):
-    """A request that waits already is refused, here and by any other scheduler: ValueError."""
+    """A request that is already waiting is refused, by this scheduler and any other: ValueError."""
     scheduler, other = plain(), plain()
     request = request_of("a")
     scheduler.add_request(request)
@@ -206,7 +206,7 @@ def answered(request):
 
 @pytest.mark.parametrize("spoil", [running, aborted, computed, answered])
 def test_a_request_that_is_not_new_is_refused(plain, request_of, spoil):
-    """One that runs, has finished, has computed tokens or has generated some: ValueError, and nothing waits."""
+    """A request that runs, has finished, or has computed or generated tokens: ValueError, and nothing waits."""
     scheduler = plain()
     request = request_of("a")
     spoil(request)
@@ -230,7 +230,7 @@ def test_a_prompt_that_leaves_room_for_one_token(plain, request_of, num_prompt_t
 
 @pytest.mark.parametrize("num_prompt_tokens", [10, 11, 50])
 def test_a_prompt_that_leaves_no_room(plain, request_of, num_prompt_tokens):
-    """With max_model_len 10, a prompt of 10 tokens or more can generate nothing: RequestTooLargeError."""
+    """With max_model_len 10, a prompt of 10 tokens or more leaves no space for output: RequestTooLargeError."""
     scheduler = plain(max_model_len=10)
     call(scheduler.check_size, request_of("a", num_prompt_tokens)).raises(RequestTooLargeError, "max_model_len")
     call(scheduler.add_request, request_of("a", num_prompt_tokens)).raises(RequestTooLargeError, "max_model_len")
@@ -275,7 +275,7 @@ def test_the_stage_decides_what_a_request_needs(plain, request_of):
 
 
 def test_a_full_server_refuses_nothing(plain, request_of):
-    """All blocks are in use now, and will be free later: a request that fits into the empty pool may wait for that."""
+    """All blocks are in use now and will be free later: a request that fits into the empty pool may wait."""
     scheduler = plain(num_blocks=5)
     scheduler.add_request(request_of("a", 16, max_tokens=4))
     scheduler.schedule()
@@ -284,7 +284,7 @@ def test_a_full_server_refuses_nothing(plain, request_of):
 
 
 def test_a_refused_request_leaves_no_trace(plain, request_of, state_of):
-    """A request that is too large keeps the number −1, waits nowhere, uses up no number, and may go elsewhere."""
+    """A request that is too large keeps the number −1, is not queued, uses no number, and may go elsewhere."""
     scheduler = plain(max_model_len=10)
     scheduler.add_request(request_of("a"))
     large = request_of("b", 10)
@@ -310,7 +310,7 @@ def test_only_refused_requests_leave_nothing_to_do(plain, request_of):
 
 
 def test_schedule_tokens_adds_what_is_not_computed(plain, request_of):
-    """A new request computes its prompt, one in decode its newest token, one half-way the rest of its prompt."""
+    """Scheduled are a new request's prompt, the newest token in decode, or the rest of a partly computed prompt."""
     scheduler, output = plain(), SchedulerOutput()
     new, decoding, half = request_of("new", 6), request_of("decoding", 6), request_of("half", 6)
     decoding.num_computed_tokens = 6
@@ -333,9 +333,9 @@ def test_schedule_tokens_charges_the_budget(plain, request_of):
 
 @pytest.mark.parametrize("budget", [6, 20], ids="a budget of {}".format)
 def test_what_was_generated_is_computed_again(plain, request_of, budget):
-    """A request of 5 + 2 tokens of which nothing is computed, as after a failed step, computes 7, whatever the budget.
+    """A request of 5 + 2 uncomputed tokens, as after a failed step, has 7 scheduled, whatever the budget.
 
-    That the budget is enough is the caller's business: one that has outgrown it is computed all the same.
+    Checking the budget is the caller's task: a request that has outgrown it is still scheduled.
     """
     scheduler, output = plain(max_num_batched_tokens=budget), SchedulerOutput()
     back = request_of("back", 5)
@@ -346,7 +346,7 @@ def test_what_was_generated_is_computed_again(plain, request_of, budget):
 
 
 def test_admit_moves_a_request_into_the_batch(plain, request_of):
-    """An admitted request has left the queue, is RUNNING in the batch, has its blocks, and computes its prompt."""
+    """An admitted request has left the queue, is RUNNING in the batch, has its blocks, and its prompt is scheduled."""
     scheduler, output = plain(max_num_batched_tokens=20), SchedulerOutput()
     requests = [request_of("a", 5, 3), request_of("b", 1, 1)]
     for request in requests:
@@ -378,7 +378,7 @@ def test_the_batch_is_in_the_order_of_the_priority_key(plain, request_of):
 
 
 def test_a_stage_may_have_another_order(plain, request_of):
-    """admit puts a request where `priority_key` says: here the newest is first."""
+    """admit inserts a request at its `priority_key`: here the newest is first."""
     scheduler, output = plain(), SchedulerOutput()
     scheduler.priority_key = lambda request: (-request.arrival_index,)
     requests = [request_of(request_id) for request_id in "abc"]
@@ -390,7 +390,7 @@ def test_a_stage_may_have_another_order(plain, request_of):
 
 
 def test_blocks_that_a_request_has_are_counted(plain, request_of):
-    """A stage may give a request some blocks before it is admitted: admit adds those that are missing, behind them."""
+    """A stage may give a request some blocks before it is admitted: admit appends those that are missing."""
     scheduler, output = plain(), SchedulerOutput()
     request = request_of("a", 5, 7)
     scheduler.add_request(request)
@@ -400,7 +400,7 @@ def test_blocks_that_a_request_has_are_counted(plain, request_of):
 
 
 def test_what_a_request_has_done_counts(plain, request_of):
-    """A stage may admit a request that has computed 4 of its 5 + 2 tokens: it computes the other 3, and keeps all."""
+    """A stage may admit a request with 4 of its 5 + 2 tokens computed: the other 3 are scheduled, and all are kept."""
     scheduler, output = plain(), SchedulerOutput()
     request = request_of("a", 5, 7)
     scheduler.add_request(request)
@@ -414,7 +414,7 @@ def test_what_a_request_has_done_counts(plain, request_of):
 
 
 def test_a_stage_may_have_another_number_of_blocks_missing(plain, request_of):
-    """admit asks blocks_missing, which a later stage overrides, how many blocks to allocate."""
+    """admit allocates the number of blocks that blocks_missing returns, which a later stage overrides."""
     scheduler, output = plain(), SchedulerOutput()
     scheduler.blocks_missing = lambda request: 1
     request = request_of("a", 5, 7)
@@ -424,7 +424,7 @@ def test_a_stage_may_have_another_number_of_blocks_missing(plain, request_of):
 
 
 def test_a_stage_may_schedule_other_tokens(plain, request_of):
-    """admit calls schedule_tokens, which a later stage overrides, as the last of its five things."""
+    """admit calls schedule_tokens, which a later stage overrides, as its last action."""
     scheduler, output = plain(), SchedulerOutput()
     seen = []
 

@@ -1,4 +1,4 @@
-"""Phase 5, task 2: commit what a step computed, finish requests, take back what they hold, and recover."""
+"""Phase 5, task 2: commit a step, finish requests, free their blocks, and recover."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_prompt_is_computed_and_a_token_generated(plain, request_of):
 
 
 def test_a_committed_step_is_over(plain, request_of):
-    """Until it is committed, the step is the scheduler's `outstanding`; then there is none."""
+    """Until it is committed, the step is the scheduler's `outstanding`; then that is None."""
     scheduler = plain()
     output = batch_of(scheduler, request_of("a"))
     that("outstanding is the step before the commit", scheduler.outstanding is output).gives(True)
@@ -73,7 +73,7 @@ def test_decode_goes_on_token_by_token(plain, request_of):
 
 
 def test_a_step_without_some_of_the_batch(plain, request_of, state_of):
-    """A later stage may have a step that leaves b out: b needs no token, and stays in the batch as it is."""
+    """A later stage may leave b out of a step: b needs no token, and stays in the batch unchanged."""
     scheduler = plain()
     requests = [request_of(request_id) for request_id in "abc"]
     scheduler.update_from_output(batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3})
@@ -95,7 +95,7 @@ def test_a_step_without_some_of_the_batch(plain, request_of, state_of):
 
 
 def test_tokens_are_found_by_id(plain, request_of):
-    """Each request gets its own token, in whatever order they are given."""
+    """Each request gets its token, in whatever order they are given."""
     scheduler = plain()
     requests = [request_of(request_id) for request_id in ("a", 5, "c")]
     output = batch_of(scheduler, *requests)
@@ -117,7 +117,7 @@ def test_a_prompt_in_parts(plain, request_of):
 
 
 def test_a_stop_token_in_the_middle_of_a_prompt_is_ignored(plain, request_of):
-    """A token for a request still in its prompt is ignored, a stop token too."""
+    """A token for a request that is still in prefill is ignored, a stop token too."""
     scheduler = plain(chunk=4)
     request = request_of("a", 6, stop_token_ids=[9], max_tokens=1)
     scheduler.add_request(request)
@@ -172,7 +172,7 @@ def test_a_stop_token_as_the_last_token_has_stopped(plain, request_of):
 
 
 def test_ignore_eos_ignores_stop_tokens(plain, request_of):
-    """With ignore_eos, stop tokens mean nothing: the request goes on to max_tokens."""
+    """With ignore_eos, stop tokens have no effect: the request continues to max_tokens."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=4, stop_token_ids=[50], ignore_eos=True)
     scheduler.add_request(request)
@@ -181,7 +181,7 @@ def test_ignore_eos_ignores_stop_tokens(plain, request_of):
 
 
 def test_a_stop_token_in_the_prompt_means_nothing(plain, request_of):
-    """Only generated tokens finish a request: its prompt may hold its stop token."""
+    """Only generated tokens finish a request: its prompt may contain its stop token."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=4, stop_token_ids=[1, 2, 3])
     scheduler.add_request(request)
@@ -202,7 +202,7 @@ def test_finished_requests_leave_and_the_others_keep_their_order(plain, request_
 
 
 def test_finished_requests_are_returned_in_batch_order(plain, request_of):
-    """However they finish: a has its max_tokens, b its stop token, c its max_tokens again; a, b, c are returned."""
+    """However they finish: a by max_tokens, b by a stop token, c by max_tokens; a, b, c are returned in order."""
     scheduler = plain()
     requests = [request_of(request_id, max_tokens=1, stop_token_ids=[9]) for request_id in "abc"]
     finished = call(scheduler.update_from_output, batch_of(scheduler, *requests), {"a": 1, "b": 9, "c": 3}).value
@@ -224,7 +224,7 @@ def test_when_all_have_finished_nothing_is_left(plain, request_of):
 
 
 def test_waiting_requests_are_not_touched(plain, request_of):
-    """A request that arrived after schedule() goes on waiting, and gets no token."""
+    """A request that arrived after schedule() keeps waiting, and gets no token."""
     scheduler = plain()
     output = batch_of(scheduler, request_of("a", max_tokens=1))
     late = request_of("b")
@@ -260,7 +260,7 @@ def test_numbers_go_on_when_requests_have_finished(plain, request_of):
 
 
 def test_blocks_go_back_last_one_first(plain, request_of):
-    """A request that held the blocks 0, 1, 2 gives back 2, then 1, then 0: its beginning survives longest."""
+    """Of the blocks 0, 1, 2, release frees 2, then 1, then 0: the beginning survives longest."""
     scheduler = plain(num_blocks=5)
     request = request_of("a", 8, max_tokens=4)
     batch_of(scheduler, request)
@@ -271,7 +271,7 @@ def test_blocks_go_back_last_one_first(plain, request_of):
 
 
 def test_blocks_go_back_in_one_call(plain, request_of):
-    """release() calls pool.free once, with all blocks: a pool may look at them together."""
+    """release() calls pool.free once, with all blocks."""
     scheduler, freed = plain(num_blocks=5), []
     request = request_of("a", 8, max_tokens=4)
     batch_of(scheduler, request)
@@ -281,7 +281,7 @@ def test_blocks_go_back_in_one_call(plain, request_of):
 
 
 def test_a_request_without_blocks_releases_nothing(plain, request_of):
-    """A request without blocks is left as it is, however often."""
+    """Releasing a request without blocks does nothing, however often."""
     scheduler = plain(num_blocks=5)
     request = request_of("a")
     scheduler.release(request)
@@ -291,7 +291,7 @@ def test_a_request_without_blocks_releases_nothing(plain, request_of):
 
 
 def test_blocks_are_released_once(plain, request_of):
-    """A request that was released, and whose blocks another one has now, is left alone."""
+    """Releasing a request again does nothing to its former blocks, which another one has now."""
     scheduler = plain(num_blocks=3)
     request = request_of("a", 8, max_tokens=4)
     batch_of(scheduler, request)
@@ -302,7 +302,7 @@ def test_blocks_are_released_once(plain, request_of):
 
 
 def test_a_stage_may_have_more_to_give_back(plain, request_of):
-    """A finished request gives its blocks back through release(), which a later stage extends: once, and it alone."""
+    """A finished request's blocks are freed through release(), which a later stage extends: once, and only for it."""
     scheduler = plain()
     requests = [request_of(request_id, stop_token_ids=[9]) for request_id in "abcd"]
     output = batch_of(scheduler, *requests)
@@ -314,7 +314,7 @@ def test_a_stage_may_have_more_to_give_back(plain, request_of):
 
 @pytest.mark.parametrize("how", ["commit", "abort", "abort while it waits"])
 def test_the_order_in_which_a_request_finishes(plain, request_of, how):
-    """Out of queue and batch, then its final status, then release(); only then is it no longer unfinished."""
+    """It leaves queue or batch, gets its final status, is released; only then is it no longer unfinished."""
     scheduler = plain()
     scheduler.add_request(request_of("a", max_tokens=1))
     if how != "abort while it waits":
@@ -330,7 +330,7 @@ def test_the_order_in_which_a_request_finishes(plain, request_of, how):
 
 
 class Counted(list):
-    """A list that counts the elements which its calls look at or move."""
+    """A list that counts the elements that its methods read or move."""
 
     def __init__(self, items=()):
         super().__init__(items)
@@ -358,7 +358,7 @@ class Counted(list):
 
 
 def test_a_commit_takes_time_in_proportion_to_the_batch(plain, request_of):
-    """8 and 64 requests that finish in one step: the batch is not searched, nor closed up, once for each of them."""
+    """8 and 64 requests finish in one step: the batch is not searched, nor compacted, once for each of them."""
     for count in (8, 64):
         scheduler = plain(num_blocks=200)
         output = batch_of(scheduler, *(request_of(each, max_tokens=1) for each in range(count)))
@@ -411,7 +411,7 @@ def test_an_unknown_request_cannot_be_finished(plain, request_of, state_of):
 
 @pytest.mark.parametrize("status", [each for each in RequestStatus if not each.is_finished], ids=lambda each: each.name)
 def test_a_status_that_is_no_end_is_refused(plain, request_of, state_of, status):
-    """WAITING, RUNNING and SWAPPED are not FINISHED ones: ValueError, and nothing changes."""
+    """WAITING, RUNNING and SWAPPED are not FINISHED statuses: ValueError, and nothing changes."""
     scheduler = plain()
     batch_of(scheduler, request_of("a"))
     scheduler.add_request(request_of("b"))
@@ -422,7 +422,7 @@ def test_a_status_that_is_no_end_is_refused(plain, request_of, state_of, status)
 
 
 def test_abort_finishes_a_request_once(plain, request_of):
-    """A client leaves: FINISHED_ABORTED, "abort", True the first time and False the second; the id is free again."""
+    """FINISHED_ABORTED, "abort"; True the first time and False the second; the id is free again."""
     scheduler = plain()
     running, waiting = request_of("a"), request_of("b")
     batch_of(scheduler, running)
@@ -447,7 +447,7 @@ def test_an_abort_is_a_finish(plain, request_of):
 
 
 def test_an_abort_between_schedule_and_commit_is_passed_over(plain, request_of):
-    """A request that was finished while the model ran is passed over: it needs no token, and takes none."""
+    """A request that was finished while the model ran is skipped: it needs no token, and gets none."""
     for tokens in ({"a": 1, "c": 3}, {"a": 1, "b": 2, "c": 3}):
         scheduler = plain()
         requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
@@ -461,7 +461,7 @@ def test_an_abort_between_schedule_and_commit_is_passed_over(plain, request_of):
 
 
 def test_a_new_request_does_not_get_the_old_ones_token(plain, request_of):
-    """a is aborted while the model runs, and another a comes: the token of the step is for neither of them."""
+    """a is aborted while the model runs, and another a arrives: the token of the step is for neither of them."""
     scheduler = plain()
     old = request_of("a", max_tokens=1)
     output = batch_of(scheduler, old)
@@ -511,7 +511,7 @@ def test_only_the_last_schedule_can_be_committed(plain, request_of, state_of):
 
 
 def test_the_output_of_another_scheduler_is_refused(plain, request_of, state_of):
-    """What another scheduler has returned: ValueError, even if it looks the same."""
+    """The output of another scheduler: ValueError, even if it looks the same."""
     scheduler, other = plain(), plain()
     batch_of(scheduler, request_of("a"))
     refuses(scheduler, state_of, batch_of(other, request_of("a")), {"a": 1}, ValueError)
@@ -535,7 +535,7 @@ COMMITS = [
 
 @pytest.mark.parametrize(("tokens", "error"), COMMITS)
 def test_a_commit_is_all_or_nothing(plain, request_of, state_of, tokens, error):
-    """A token missing, negative, for an unknown id: ValueError; no int: TypeError. Then a correct commit works."""
+    """A token missing, negative, or for an unknown id: ValueError; not an int: TypeError. Then a commit works."""
     scheduler = plain()
     requests = [request_of(request_id, max_tokens=1) for request_id in "abc"]
     output = batch_of(scheduler, *requests)
@@ -571,7 +571,7 @@ def test_restart_takes_back_all_but_the_output(plain, request_of):
 
 
 def test_recover_puts_the_whole_batch_back_into_the_queue(plain, request_of):
-    """The whole batch waits again, with nothing computed and no block; what was generated stays."""
+    """The whole batch waits again, with nothing computed and no block; generated tokens stay."""
     scheduler = plain()
     requests = [request_of(request_id) for request_id in "abc"]
     scheduler.update_from_output(batch_of(scheduler, *requests), {"a": 1, "b": 2, "c": 3})
@@ -589,7 +589,7 @@ def test_recover_puts_the_whole_batch_back_into_the_queue(plain, request_of):
 
 
 def test_everything_is_computed_again(plain, request_of):
-    """After recover(), a request of 3 prompt tokens and 2 generated ones computes 5, and then goes on."""
+    """After recover(), a request of 3 prompt tokens and 2 generated ones has 5 scheduled, and then continues."""
     scheduler = plain()
     request = request_of("a", 3, max_tokens=4)
     scheduler.add_request(request)
@@ -629,7 +629,7 @@ def test_a_failed_step_cannot_be_committed(plain, request_of, state_of):
 
 
 def test_what_a_waiting_request_holds_is_taken_back(plain, request_of):
-    """From phase 6 on, a request waits with computed tokens, SWAPPED. What was copied is not to be trusted either."""
+    """From phase 6 on, a waiting request may be SWAPPED, with computed tokens. Its copies are not trusted either."""
     scheduler = plain()
     request = request_of("a", 5)
     scheduler.add_request(request)
@@ -645,7 +645,7 @@ def test_what_a_waiting_request_holds_is_taken_back(plain, request_of):
 
 
 def test_every_request_of_the_queue_is_restarted(plain, request_of):
-    """recover() calls restart for each request of the queue, those that were waiting before too."""
+    """recover() calls restart for each request of the queue, including those that were already waiting."""
     scheduler = plain()
     batch_of(scheduler, request_of("a"), request_of("b"))
     scheduler.add_request(request_of("c"))
@@ -661,7 +661,7 @@ def test_every_request_of_the_queue_is_restarted(plain, request_of):
 
 
 def test_a_step_that_was_never_committed_has_failed(plain, request_of):
-    """schedule() calls recover() if the step before was never committed, and only then."""
+    """schedule() calls recover() if the previous step was never committed, and only then."""
     scheduler = plain()
     seen, recover = [], scheduler.recover
 
@@ -680,7 +680,7 @@ def test_a_step_that_was_never_committed_has_failed(plain, request_of):
 
 
 def test_recover_of_nothing_does_no_harm(plain):
-    """recover() without a request, or between two steps, does no harm."""
+    """recover() without a request, or between two steps, raises nothing."""
     scheduler = plain()
     call(scheduler.recover).gives(None)
     that("has_unfinished", scheduler.has_unfinished).gives(False)
@@ -690,7 +690,7 @@ def test_recover_of_nothing_does_no_harm(plain):
 
 
 def test_many_steps(plain, request_of):
-    """Requests arrive, finish, are aborted; steps fail: each has the tokens that it should, and no block is lost."""
+    """Requests arrive, finish, are aborted; steps fail: each has the expected tokens, and no block is lost."""
     rng = random.Random(fresh(5))
     scheduler = plain(num_blocks=400)
     requests, expected = {}, {}  # id → request; id → the output that it should have

@@ -1,4 +1,4 @@
-"""Phase 5, task 3: fill a batch, run it until it has drained, fill the next."""
+"""Phase 5, task 3: fill a batch, run it until it has drained, and fill the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minicache.scheduler.static import StaticBatchScheduler
 
 
 def static(**options):
-    """A static scheduler with 100 blocks of 4 tokens, unless told otherwise."""
+    """A static scheduler; by default it has 100 blocks of 4 tokens."""
     return StaticBatchScheduler(**{"num_blocks": 100, "block_size": 4} | options)
 
 
@@ -44,7 +44,7 @@ def test_a_prompt_then_token_by_token(request_of):
 
 
 def test_all_prompts_are_computed_in_one_step(request_of):
-    """Every admitted request computes its prompt in that step, in the order of arrival."""
+    """Every admitted request's prompt is scheduled in that step, in the order of arrival."""
     scheduler = static()
     for request in (request_of("b", 5), request_of("a", 2), request_of(0, 9)):
         scheduler.add_request(request)
@@ -72,7 +72,7 @@ def test_admitted_requests_run(request_of):
 
 
 def test_what_is_computed_changes_with_the_commit(request_of):
-    """schedule() leaves num_computed_tokens as it is; update_from_output changes it."""
+    """schedule() does not change num_computed_tokens; update_from_output does."""
     scheduler = static()
     request = request_of("a", 5)
     scheduler.add_request(request)
@@ -102,7 +102,7 @@ def test_the_batch_drains_before_the_next(request_of):
 
 
 def test_later_arrivals_wait(request_of):
-    """A batch that runs admits no request, with slots and memory for ten more."""
+    """A running batch admits no request, even with slots and memory for ten more."""
     scheduler = static(max_num_seqs=10)
     scheduler.add_request(request_of("a", 3, 3))
     for step in range(3):
@@ -192,7 +192,7 @@ def test_tokens_that_are_scheduled_already_are_spent(request_of):
 
 
 def test_a_long_prompt_is_not_bypassed(request_of):
-    """The head does not fit into this step: the small one behind it does, and waits too."""
+    """The head does not fit into this step: the small request behind it does, and waits too."""
     scheduler = static(max_num_batched_tokens=12)
     requests = [request_of("a", 8, 2), request_of("long", 10, 1), request_of("small", 1, 1)]
     that("tokens of each step", steps_of(scheduler, requests)).gives([{"a": 8}, {"a": 1}, {"long": 10, "small": 1}])
@@ -226,7 +226,7 @@ def test_blocks_are_reserved_for_the_longest_answer(request_of, num_prompt_token
 
 
 def test_what_was_generated_needs_no_more_memory(request_of):
-    """A request of 5 tokens with max_tokens 7 has generated 3, and starts over: still 12 tokens, 3 blocks."""
+    """A request of 5 tokens with max_tokens 7 has generated 3 and is restarted: still 12 tokens, 3 blocks."""
     scheduler, request = static(), request_of("a", 5, 7)
     request.output_token_ids += [7, 7, 7]
     call(scheduler.blocks_to_admit, request).gives(3)
@@ -275,7 +275,7 @@ def test_a_request_that_can_never_be_admitted_is_refused(request_of):
 
 
 def test_a_step_that_failed_is_scheduled_again(request_of):
-    """schedule() again, because the model failed: the batch is filled anew, with the same requests and tokens."""
+    """schedule() again, because the model failed: the batch is filled again, with the same requests and tokens."""
     scheduler = static(max_num_seqs=2)
     requests = [request_of(request_id, 5) for request_id in "abc"]
     for request in requests:
@@ -302,7 +302,7 @@ def recovered(scheduler, request, num_generated):
     ("budget", "joined"), [(9, []), (10, ["back"]), (11, ["back"]), (12, ["back", "new"])], ids=str
 )
 def test_what_was_generated_is_computed_again(request_of, budget, joined):
-    """After a failed step, one of 5 + 2 tokens has 7 to compute, not 5: with 3 others it needs a budget of 10."""
+    """After a failed step, a request of 5 + 2 tokens has 7 to compute, not 5: with 3 others it needs a budget of 10."""
     scheduler, output = static(max_num_batched_tokens=budget), SchedulerOutput()
     recovered(scheduler, request_of("back", 5), 2)
     scheduler.add_request(request_of("new", 2))
@@ -316,7 +316,7 @@ def test_what_was_generated_is_computed_again(request_of, budget, joined):
 
 
 def test_a_request_that_has_outgrown_the_budget_has_a_step_of_its_own(request_of):
-    """After a failed step, 5 + 2 tokens are more than a budget of 6. They are computed, in a step of their own."""
+    """After a failed step, 5 + 2 tokens are more than a budget of 6. They are computed in a separate step."""
     scheduler = static(max_num_batched_tokens=6)
     recovered(scheduler, request_of("back", 5), 2)
     scheduler.add_request(request_of("new", 1, 1))
@@ -353,7 +353,7 @@ def test_a_stage_may_override_the_small_methods(request_of):
 
 
 def by_hand(requests, slots, budget, num_blocks):
-    """{id: tokens} of each step, from the rule: fill a batch; prompts, then a token each until the last is done."""
+    """{id: tokens} of each step, by the rule: fill a batch; prompts, then a token each until the last is done."""
     queue, steps = list(requests), []
     while queue:
         batch, tokens, blocks = [], 0, 0
@@ -372,7 +372,7 @@ def by_hand(requests, slots, budget, num_blocks):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_many_requests(request_of, seed):
-    """For any requests, the steps are those of batches that are filled in order and run until they have drained."""
+    """For any requests, batches are filled in order and run until they have drained."""
     rng = random.Random(fresh(seed))
     requests = [request_of(each, rng.randint(1, 12), rng.randint(1, 9)) for each in range(rng.randint(1, 30))]
     slots, budget, num_blocks = rng.randint(1, 6), rng.randint(12, 40), rng.randint(6, 24)

@@ -16,7 +16,7 @@ from minicache.scheduler.static import StaticBatchScheduler
 
 
 def continuous(**options):
-    """A continuous scheduler with 100 blocks of 4 tokens, unless told otherwise."""
+    """A continuous scheduler; by default it has 100 blocks of 4 tokens."""
     return ContinuousBatchScheduler(**{"num_blocks": 100, "block_size": 4} | options)
 
 
@@ -33,7 +33,7 @@ def steps_of(scheduler, arrivals, max_steps=1000):
 
 
 def test_may_admit_at_every_step(request_of):
-    """Waiting requests may join an empty batch, and one that runs."""
+    """Waiting requests may join an empty batch, and a running one."""
     scheduler, output = continuous(max_num_seqs=3), SchedulerOutput()
     scheduler.add_request(request_of("a", 3, 5))
     that("may_admit(…) while a waits and the batch is empty", bool(call(scheduler.may_admit, output).value)).gives(True)
@@ -43,7 +43,7 @@ def test_may_admit_at_every_step(request_of):
 
 
 def test_a_free_slot_is_taken_at_once(request_of):
-    """2 batch slots; a has 2 tokens to generate, b 4, c 1: c computes its prompt in the step of b's third token."""
+    """2 batch slots; a has 2 tokens to generate, b 4, c 1: c's prompt is computed in the step of b's third token."""
     requests = [request_of("a", 3, 2), request_of("b", 5, 4), request_of("c", 2, 1)]
     that("tokens of each step", steps_of(continuous(max_num_seqs=2), {0: requests})).gives(
         [{"a": 3, "b": 5}, {"a": 1, "b": 1}, {"b": 1, "c": 2}, {"b": 1}]
@@ -51,7 +51,7 @@ def test_a_free_slot_is_taken_at_once(request_of):
 
 
 def test_later_arrivals_join_the_next_step(request_of):
-    """A request that arrives while a batch runs is in its next step, behind those that were in it."""
+    """A request that arrives while a batch runs is in its next step, after those that were in it."""
     arrivals = {0: [request_of("a", 3, 4)], 1: [request_of("b", 6, 2)], 2: [request_of("c", 2, 2)]}
     that("tokens of each step", steps_of(continuous(), arrivals)).gives(
         [{"a": 3}, {"a": 1, "b": 6}, {"a": 1, "b": 1, "c": 2}, {"a": 1, "c": 1}]
@@ -106,7 +106,7 @@ def test_decodes_and_prompts_share_the_step(request_of, num_prompt_tokens, joins
 
 
 def test_the_head_is_not_bypassed(request_of):
-    """The head waits for memory: the small one behind it waits too, though it would fit at every step."""
+    """The head waits for memory: the small request behind it waits too, though it would fit at every step."""
     scheduler = continuous(num_blocks=5)
     requests = [request_of("a", 9, 3), request_of("large", 9, 3), request_of("small", 1, 1)]
     that("tokens of each step", steps_of(scheduler, {0: requests})).gives(
@@ -115,7 +115,7 @@ def test_the_head_is_not_bypassed(request_of):
 
 
 def test_freed_memory_is_used_again(request_of):
-    """6 blocks, requests of 3: as soon as one finishes, the next has its blocks, and no request ever runs short."""
+    """6 blocks, requests of 3: as soon as one finishes, the next has its blocks, and no request ever lacks a block."""
     scheduler = continuous(num_blocks=6)
     requests = [request_of("a", 5, 7), request_of("b", 9, 2), request_of("c", 9, 3)]
     for request in requests:
@@ -141,7 +141,7 @@ def test_the_last_token_of_the_budget(request_of):
 
 
 def by_hand(arrivals, slots, budget, num_blocks):
-    """{id: tokens} of each step, from the rule: a token for each in the batch, then prompts from the head that fit."""
+    """{id: tokens} of each step, by the rule: a token for each in the batch, then prompts from the head that fit."""
     queue, batch, steps = [], {}, []  # batch: id → [tokens to generate, blocks]
     while queue or batch or len(steps) <= max(arrivals):
         queue += arrivals.get(len(steps), [])
@@ -161,7 +161,7 @@ def by_hand(arrivals, slots, budget, num_blocks):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_many_requests(request_of, seed):
-    """For any requests and arrivals, the steps are those of the rule, worked out by hand."""
+    """For any requests and arrivals, the steps are those of the rule."""
     rng = random.Random(fresh(seed))
     arrivals = {0: []}
     for request_id in range(rng.randint(1, 40)):

@@ -1,4 +1,4 @@
-"""Phase 5, task 5: one pass of the model over many sequences, each with a dense cache of its own."""
+"""Phase 5, task 5: one forward pass over many sequences, each with a separate dense cache."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_each_token_stands_in_its_own_sequence():
 
 
 def test_positions_are_those_before_the_pass():
-    """4 tokens and 3 new, none and 2 new: positions 4, 5, 6, 0, 1, in the middle of the pass and after it too."""
+    """4 tokens and 3 new, none and 2 new: positions 4, 5, 6, 0, 1, during the forward pass and after it too."""
     caches, _ = filled([4, 0])
     step, k = SelectiveStep(caches, [3, 2]), rows(5)
     for layer in range(LAYERS):
@@ -83,7 +83,7 @@ def test_positions_are_those_before_the_pass():
     ids=str,
 )
 def test_rows_go_to_their_own_caches(lengths, counts):
-    """After a pass each cache holds what it held, then its own new tokens, in every layer."""
+    """After a forward pass each cache holds its old tokens, then its new ones, in every layer."""
     caches, held = filled(lengths)
     step, k = call(SelectiveStep, caches, counts).value, rows(sum(counts))
     for layer in range(LAYERS):
@@ -100,7 +100,7 @@ def test_rows_go_to_their_own_caches(lengths, counts):
 @pytest.mark.parametrize("group", [1, 3], ids="{} query heads a key head".format)
 @pytest.mark.parametrize(("lengths", "counts"), [([4, 0, 9], [1, 5, 1]), ([3, 8], [1, 1]), ([6], [4])], ids=str)
 def test_each_token_attends_to_its_own_sequence(group, lengths, counts):
-    """Prompts beside single tokens: each sequence's own causal attention comes back, in the order of the rows."""
+    """Prompts and single tokens: the result is each sequence's causal attention, in the order of the rows."""
     caches, held = filled(lengths)
     step, k, q = SelectiveStep(caches, counts), rows(sum(counts)), torch.randn(1, HEADS * group, sum(counts), HEAD_DIM)
     for layer in range(LAYERS):
@@ -114,7 +114,7 @@ def test_each_token_attends_to_its_own_sequence(group, lengths, counts):
 
 @pytest.mark.parametrize("window", [1, 3, 6, 100])
 def test_each_token_attends_through_the_layers_window(window):
-    """Each sequence's tokens see the last `window` tokens of their own, whatever the others' lengths."""
+    """Each token sees the last `window` tokens of its sequence, whatever the others' lengths."""
     caches, held = filled([4, 0, 9])
     step, k, q = SelectiveStep(caches, [1, 5, 2]), rows(8), torch.randn(1, HEADS, 8, HEAD_DIM)
     call(step.append, 0, k, -k).gives(None)
@@ -129,7 +129,7 @@ def test_each_token_attends_through_the_layers_window(window):
 
 
 def minigpt():
-    """Random weights. Small embeddings and strong attention: what comes next then hangs on all tokens before."""
+    """Random weights. With small embeddings and strong attention, the next token depends on all previous ones."""
     config = MiniGPTConfig(
         vocab_size=50,
         hidden_size=16,
@@ -159,7 +159,7 @@ def alone(model, prompt, num_new):
 
 
 def test_minigpt_serves_sequences_that_come_and_go():
-    """Prompts beside decodes, sequences that end and others that come later: each gets its tokens."""
+    """Prompts and decodes, sequences that finish and others that arrive later: each gets its tokens."""
     model = minigpt()
     arrivals, running, finished = {0: [7, 2], 1: [1, 4], 3: [12], 6: [5]}, [], []
     for now in range(16):
@@ -199,7 +199,7 @@ def test_linear_layers_see_all_rows_at_once():
 
 
 def test_no_room_is_found_before_anything_is_written():
-    """If one cache has no room for its tokens: CacheOverflowError when the step is made, and no cache has changed."""
+    """If one cache has no space for its tokens: CacheOverflowError when the step is made, and no cache has changed."""
     caches = [a_cache(8), a_cache(3), a_cache(8)]
     call(SelectiveStep, caches, [2, 4, 2]).raises(CacheOverflowError)
     that("tokens of the caches", [cache.num_tokens for cache in caches]).gives([0, 0, 0])
@@ -208,7 +208,7 @@ def test_no_room_is_found_before_anything_is_written():
 
 @pytest.mark.parametrize("how", ["none", "too few counts", "twice", "count 0", "batch of 2", "other heads"])
 def test_steps_that_cannot_be_made_are_refused(how):
-    """No cache, not one count for each, a cache given twice, a count of 0, caches that are not alike: ValueError."""
+    """No cache, a missing count, a cache given twice, a count of 0, caches that do not match: ValueError."""
     one, two = a_cache(), a_cache()
     wide, other = KVCache(LAYERS, 2, HEADS, 9, HEAD_DIM), KVCache(LAYERS, 1, 1, 9, HEAD_DIM)
     caches, counts = {
@@ -237,7 +237,7 @@ def test_steps_that_cannot_be_made_are_refused(how):
     ],
 )
 def test_rows_that_do_not_fit_are_refused(layer, bad, error):
-    """What is not the step's N rows for the layer whose turn it is, is refused, and no cache was written to."""
+    """Anything but the step's N rows for the next layer is refused, and no cache is written."""
     caches = [a_cache(), a_cache()]
     step, good = SelectiveStep(caches, [3, 1]), rows(4)
     call(step.append, layer, bad, bad).raises(error)
@@ -253,7 +253,7 @@ def test_rows_that_do_not_fit_are_refused(layer, bad, error):
     ids=["3 tokens instead of 4", "1 head", "float64", "None"],
 )
 def test_keys_and_values_are_checked_each_on_its_own(which, bad, error):
-    """The keys fit and the values do not, or the other way round: refused, and no cache was written to."""
+    """The keys fit and the values do not, or vice versa: refused, and no cache is written."""
     caches = [a_cache(), a_cache()]
     step, good = SelectiveStep(caches, [3, 1]), rows(4)
     call(step.append, 0, bad if which == "k" else good, bad if which == "v" else good).raises(error)
@@ -280,7 +280,7 @@ def test_queries_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("layer", [LAYERS, -1], ids="layer {}".format)
 def test_no_such_layer_to_attend_in(layer):
-    """Attending in a layer that there is not, or a negative one: IndexError, before, in and after a pass."""
+    """Attending in a layer that does not exist, or a negative one: IndexError, before, during and after a pass."""
     step, k = SelectiveStep([a_cache(), a_cache()], [1, 1]), rows(2)
     call(step.attend, layer, k).raises(IndexError)
     for each in range(LAYERS):

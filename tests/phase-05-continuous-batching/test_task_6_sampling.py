@@ -25,7 +25,7 @@ def logits_of(*probabilities):
 
 
 def left(logits):
-    """The ids of the tokens that are not ruled out."""
+    """The ids of the tokens that are not masked."""
     return [token for token, logit in enumerate(logits.tolist()) if logit != OUT]
 
 
@@ -37,7 +37,7 @@ def random_rows(num_rows, vocab):
 
 
 def test_the_k_likeliest_are_left():
-    """k = 3 of eight: the three largest logits stay as they are, the others become −inf."""
+    """k = 3 of eight: the three largest logits are unchanged, the others become −inf."""
     call(keep_top_k, LOGITS, 3).gives(torch.tensor([OUT, 2.0, OUT, 1.5, 1.4, OUT, OUT, OUT]))
 
 
@@ -56,7 +56,7 @@ def test_k_that_rules_nothing_out(top_k):
 
 
 def test_equals_of_the_kth_are_left_too():
-    """1, 3, 3, 3 with k = 2: nothing tells the 3s apart, so all three are left."""
+    """1, 3, 3, 3 with k = 2: the three 3s are equal, so all are left."""
     call(keep_top_k, torch.tensor([1.0, 3.0, 3.0, 3.0]), 2).gives(torch.tensor([OUT, 3.0, 3.0, 3.0]))
 
 
@@ -84,7 +84,7 @@ def test_the_smallest_set_that_has_the_mass(top_p, expected):
 
 
 def test_what_is_left_keeps_its_logits():
-    """Tokens are ruled out, not scaled: the logits that are left are those that came."""
+    """Tokens are masked, not scaled: the kept logits are unchanged."""
     logits = logits_of(0.25, 0.75) + 3
     call(keep_top_p, logits, 0.5).gives(torch.tensor([OUT, logits[1].item()], dtype=torch.float64))
 
@@ -95,7 +95,7 @@ def test_equals_go_by_their_ids():
 
 
 def test_many_equals_go_by_their_ids():
-    """64 equal tokens, p = 0.5: the first 32 are left. A sort that may exchange equals shows with many of them."""
+    """64 equal tokens, p = 0.5: the first 32 are left. A sort that may reorder equals shows with many of them."""
     that("tokens left", left(call(keep_top_p, torch.zeros(64), 0.5).value)).gives(list(range(32)))
 
 
@@ -106,7 +106,7 @@ def test_p_of_one_rules_nothing_out():
 
 
 def test_tokens_that_are_ruled_out_stay_so():
-    """−inf comes from top-k: its tokens have no probability, and the mass is that of the others."""
+    """−inf comes from top-k: its tokens have no probability, and the others have all of it."""
     logits = torch.tensor([OUT, 1.0, OUT, 1.0])
     that("tokens left by 0.4", left(call(keep_top_p, logits, 0.4).value)).gives([1])
     that("tokens left by 0.9", left(call(keep_top_p, logits, 0.9).value)).gives([1, 3])
@@ -119,7 +119,7 @@ def test_tokens_that_are_ruled_out_stay_so():
     shift=st.sampled_from([0.0, 40.0, -40.0]),
 )
 def test_any_nucleus(weights, top_p, shift):
-    """For any distribution: what is left has the mass, and would not without its least likely; no other is likelier."""
+    """For any distribution: the kept tokens reach p, and not without the least likely; no masked token is likelier."""
     total = sum(weights)
     got = call(keep_top_p, logits_of(*(weight / total for weight in weights)) + shift, top_p).value
     ids, told = left(got), f"of weights {weights}, top_p = {top_p}"
@@ -132,7 +132,7 @@ def test_any_nucleus(weights, top_p, shift):
 
 
 def test_rows_do_not_mix():
-    """Two rows at once are as each alone, in whatever order their tokens are; and the rows that came are unchanged."""
+    """Two rows at once give the same as each alone, in any order of tokens; and the argument is unchanged."""
     rows = random_rows(6, 20)
     kept = rows.clone()
     expected = torch.stack([keep_top_p(row, 0.7) for row in rows])
@@ -142,7 +142,7 @@ def test_rows_do_not_mix():
 
 
 def test_k_and_p_out_of_bounds_are_refused():
-    """A negative k, a k that is no int, a p of 0, below or above 1: refused."""
+    """A negative k, a k that is not an int, a p of 0, below or above 1: refused."""
     call(keep_top_k, LOGITS, -1).raises(ValueError)
     call(keep_top_k, LOGITS, 2.0).raises(TypeError)
     for top_p in (0.0, -0.5, 1.5, math.nan):
@@ -161,7 +161,7 @@ def test_temperature_divides_the_logits():
 
 
 def test_temperature_comes_before_top_p():
-    """0.5, 0.3, 0.15, 0.05 and p = 0.75: two tokens are left; at temperature 3, where all are nearly alike, three."""
+    """0.5, 0.3, 0.15, 0.05 and p = 0.75: two tokens are left; at temperature 3, three."""
     logits = logits_of(0.5, 0.3, 0.15, 0.05)
     for temperature, expected in ((1.0, [0, 1]), (3.0, [0, 1, 2])):
         sampler = TokenSampler(SamplingParams(temperature=temperature, top_p=0.75))
@@ -170,14 +170,14 @@ def test_temperature_comes_before_top_p():
 
 
 def test_top_k_comes_before_top_p():
-    """0.4, 0.3, 0.2, 0.1 with k = 2 and p = 0.5: of the two left the first has 0.57 of the mass, and is enough."""
+    """0.4, 0.3, 0.2, 0.1 with k = 2 and p = 0.5: of the two left the first has 0.57, which is enough."""
     sampler = TokenSampler(SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
     expected = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
     call(sampler.probabilities, logits_of(0.4, 0.3, 0.2, 0.1)).is_close(expected)
 
 
 def test_what_is_left_sums_to_one():
-    """Float16 logits in, float64 probabilities out: 0 for those ruled out, and a sum of 1."""
+    """Float16 logits in, float64 probabilities out: 0 for masked tokens, and a sum of 1."""
     got = call(TokenSampler(SamplingParams(temperature=0.7, top_k=5)).probabilities, LOGITS.half()).value
     that("dtype of the probabilities", str(got.dtype)).gives("torch.float64")
     that("tokens that can be drawn", got.nonzero().flatten().tolist()).gives([0, 1, 3, 4, 7])
@@ -186,7 +186,7 @@ def test_what_is_left_sums_to_one():
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-9], ids="temperature {}".format)
 def test_temperatures_next_to_zero_take_the_likeliest(temperature):
-    """Next to 0 a draw is the likeliest token: no infinity, no NaN."""
+    """Near 0 a draw is the likeliest token: no infinity, no NaN."""
     sampler = TokenSampler(SamplingParams(temperature=temperature, seed=0))
     for _ in range(5):
         call(sampler.draw, torch.tensor([1.0, 80.0, 79.0])).gives(1)
@@ -227,7 +227,7 @@ def draws_of(sampler, num_draws=40):
 
 
 def test_a_seed_repeats():
-    """Two samplers with one seed draw the same tokens; with another seed, or none, other ones."""
+    """Two samplers with one seed draw the same tokens; with another seed, or none, different ones."""
     params = SamplingParams(temperature=1.5, seed=3)
     first = draws_of(TokenSampler(params))
     that("draws of a second sampler with seed 3", draws_of(TokenSampler(params))).gives(first)
@@ -236,8 +236,8 @@ def test_a_seed_repeats():
         that(f"draws with seed {seed} are the same", other == first).gives(False)
 
 
-def test_company_does_not_matter():
-    """Draws of others, and torch's own generator, move nothing: a request draws what it draws alone."""
+def test_the_batch_composition_does_not_matter():
+    """Other requests and torch's global generator do not matter: a request draws the same tokens as alone."""
     params = SamplingParams(temperature=1.5, seed=3)
     expected = draws_of(TokenSampler(params))
     one, other, got = TokenSampler(params), TokenSampler(SamplingParams(temperature=1.0, seed=9)), []
@@ -245,11 +245,11 @@ def test_company_does_not_matter():
         torch.manual_seed(step)
         other.draw(row)
         got.append(call(one.draw, row).value)
-    that("draws in company", got).gives(expected)
+    that("draws in batch composition", got).gives(expected)
 
 
 def test_drawing_leaves_torchs_own_generator_alone():
-    """What a request draws must not change what other code gets from torch.rand."""
+    """A request's draws do not change the results of torch.rand."""
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -261,7 +261,7 @@ def test_drawing_leaves_torchs_own_generator_alone():
 
 
 def test_a_batch_is_picked_row_by_row():
-    """Greedy and drawn requests side by side, with different params: each gets what it gets alone, as Python ints."""
+    """Greedy and sampled requests in one batch, with different params: each gets the same as alone, as Python ints."""
     rows = random_rows(6, 30)
     params = [
         SamplingParams(),
@@ -280,7 +280,7 @@ def test_a_batch_is_picked_row_by_row():
 
 
 def test_greedy_rows_are_picked_all_at_once():
-    """pick_tokens draws for the requests that draw, and for no other: greedy rows take one argmax of the batch."""
+    """pick_tokens draws only for sampled requests: greedy rows take one argmax of the batch."""
     samplers, drawn = [TokenSampler(SamplingParams(temperature=float(b % 3 == 1), seed=b)) for b in range(6)], []
     for b, sampler in enumerate(samplers):
         sampler.draw = lambda logits, b=b: drawn.append(b) or 7
@@ -291,7 +291,7 @@ def test_greedy_rows_are_picked_all_at_once():
 
 
 def test_tokens_may_be_ruled_out_beforehand():
-    """Some logits are −inf, in a greedy row and in a drawn one: the others are there to be picked."""
+    """Some logits are −inf, in a greedy row and in a sampled one: the others can be picked."""
     rows = torch.tensor([[OUT, 1.0, 0.5], [0.0, OUT, 2.0]])
     samplers = [TokenSampler(SamplingParams()), TokenSampler(SamplingParams(temperature=1.0, top_k=1, seed=1))]
     call(pick_tokens, rows, samplers).gives([1, 2])
@@ -304,7 +304,7 @@ def test_an_empty_batch_has_no_tokens():
 
 @pytest.mark.parametrize("count", [0, 2, 4], ids="{} samplers for 3 rows".format)
 def test_each_row_needs_a_sampler(count):
-    """Three rows and another number of samplers: ValueError."""
+    """Three rows and a different number of samplers: ValueError."""
     call(pick_tokens, random_rows(3, 30), [TokenSampler(SamplingParams())] * count).raises(ValueError)
 
 
@@ -323,7 +323,7 @@ def test_a_row_from_which_nothing_can_be_picked_gets_none(bad, temperature):
 
 
 def test_one_bad_logit_spoils_a_row():
-    """NaN anywhere in a row, or one infinite logit, leaves nothing to pick; tokens that are ruled out (−inf) do."""
+    """NaN anywhere in a row, or one infinite logit, gives None; masked tokens (−inf) do not."""
     rows = random_rows(3, 30)
     rows[0, 7], rows[1, 29], rows[2, 1:] = math.nan, math.inf, -math.inf
     call(pick_tokens, rows, [TokenSampler(SamplingParams())] * 3).gives([None, None, 0])

@@ -31,7 +31,7 @@ def _one_thread_and_a_seed():
 
 @pytest.fixture(autouse=True)
 def _engine():
-    """A failure tells the engine's options."""
+    """A failure shows the engine's options."""
 
     def told(llm, model, **options):
         return f"LLM({', '.join(['model', *(f'{name}={short(value)}' for name, value in options.items())])})", ""
@@ -42,10 +42,10 @@ def _engine():
 
 @pytest.fixture(scope="module")
 def model():
-    """A small MiniGPT with random weights, in float64, so that no two tokens are nearly equal.
+    """A small MiniGPT with random weights, in float64 to avoid near ties.
 
-    As they come, random weights repeat the newest token for ever. With small embeddings and strong attention what comes
-    next hangs on all tokens before, so that a token in the wrong place shows.
+    Plain random weights repeat the newest token forever. With small embeddings and strong attention, the next token
+    depends on all previous ones, so a token in the wrong place shows.
     """
     torch.manual_seed(fresh(3))
     config = MiniGPTConfig(
@@ -81,7 +81,7 @@ class Letters:
 
 
 class Watched:
-    """The model, with a note of the tokens of every pass; it raises in the passes that it is told, from 0."""
+    """The model, which records the tokens of every forward pass and raises in the passes of `failures`, from 0."""
 
     def __init__(self, model, failures=()):
         self.model, self.failures, self.passes = model, failures, []
@@ -101,7 +101,7 @@ def prompts_of(*lengths, seed=1):
 
 
 def alone(model, prompt, num_tokens, params=None):
-    """The tokens of one request without a cache, an engine or anybody else."""
+    """The tokens of one request alone, without a cache or an engine."""
     tokens, sampler = list(prompt), None if params is None else TokenSampler(params)
     for _ in range(num_tokens):
         with torch.inference_mode():
@@ -134,7 +134,7 @@ def tokens_of(chunks):
 
 @pytest.mark.parametrize("cache", ["paged", "dense"])
 def test_one_pass_over_all_prompts(model, cache):
-    """Prompts of 5, 1 and 9 tokens: one pass over 15 tokens, and the logits after the last token of each prompt."""
+    """Prompts of 5, 1 and 9 tokens: one forward pass over 15 tokens, and the logits of each prompt's last token."""
     llm, prompts = LLM(model, cache=cache), prompts_of(5, 1, 9)
     for prompt in prompts:
         llm.add_request(prompt, greedy(4))
@@ -150,7 +150,7 @@ def test_one_pass_over_all_prompts(model, cache):
 
 @pytest.mark.parametrize("cache", ["paged", "dense"])
 def test_what_a_pass_computes(model, cache):
-    """Each step is one pass over the tokens that are not computed yet: prompts once, then a token a request."""
+    """Each step is one forward pass over the uncomputed tokens: prompts once, then a token a request."""
     watched, (first, second) = Watched(model), prompts_of(4, 6)
     llm, a, b = LLM(watched, cache=cache), alone(model, first, 4), alone(model, second, 2)
     llm.add_request(first, greedy(4))
@@ -165,7 +165,7 @@ def test_what_a_pass_computes(model, cache):
 
 
 class Rows(Watched):
-    """The model, with a note of how many rows it multiplies with the vocabulary."""
+    """The model, which records how many rows it projects to the vocabulary."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -190,7 +190,7 @@ def test_only_the_last_rows_are_multiplied_with_the_vocabulary(model):
 
 
 class Looked(list):
-    """A prompt that counts how many of its tokens are read."""
+    """A prompt that counts the reads of its tokens."""
 
     num_read = 0
 
@@ -233,7 +233,7 @@ def test_without_requests_nothing_is_done(model):
 
 
 class Moves(ContinuousBatchScheduler):
-    """Has a block of a request that is no longer there copied in each step, as one that preempts and ends another."""
+    """Schedules a copy of a finished request's block in each step."""
 
     def schedule(self):
         output = super().schedule()
@@ -271,7 +271,7 @@ LENGTHS, NUM_TOKENS = (5, 1, 9, 3, 7), (8, 3, 1, 6, 10)
 )
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_the_tokens_are_those_of_each_request_alone(model, options, sampled):
-    """Five requests in any company, under any scheduler, preempted or not: each gets the tokens that it gets alone."""
+    """Five requests in any batch, under any scheduler, preempted or not: each gets the same tokens as alone."""
     llm, prompts = LLM(model, **options), prompts_of(*LENGTHS)
     params = [greedy(n, temperature=float(sampled), seed=n) for n in NUM_TOKENS]
     for prompt, each in zip(prompts, params, strict=True):
@@ -283,11 +283,11 @@ def test_the_tokens_are_those_of_each_request_alone(model, options, sampled):
         that(f"tokens of request {i}", tokens_of(chunks[i])).gives(expected)
     that("used blocks at the end", llm.scheduler.pool.num_used).gives(0)
     if options["scheduler"] == "paged":
-        that("somebody was preempted", any(request.num_preemptions for request in requests)).gives(True)
+        that("a request was preempted", any(request.num_preemptions for request in requests)).gives(True)
 
 
 def test_requests_that_come_later(model):
-    """A request that comes while others decode gets its tokens, and so do they."""
+    """A request that arrives while others decode gets its tokens, and so do they."""
     llm, prompts = LLM(model, scheduler="continuous"), prompts_of(*LENGTHS)
     got = {i: [] for i in range(len(prompts))}
     for step in range(40):
@@ -300,7 +300,7 @@ def test_requests_that_come_later(model):
 
 
 class Chunked(ContinuousBatchScheduler):
-    """A scheduler of the future: at most three tokens of a request in one step."""
+    """A scheduler with chunks: at most three tokens of a request in one step."""
 
     def schedule_tokens(self, request, output):
         output.num_scheduled_tokens[request.request_id] = min(3, request.num_tokens - request.num_computed_tokens)
@@ -309,7 +309,7 @@ class Chunked(ContinuousBatchScheduler):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_no_token_before_the_prompt_is_computed(model, temperature):
-    """A prompt that is computed in chunks gives no token, and draws none, before its last chunk."""
+    """A prompt that is computed in chunks gives and draws no token before its last chunk."""
     (prompt,) = prompts_of(8)
     params = greedy(3, temperature=temperature, seed=2)
     watched = Watched(model)
@@ -324,7 +324,7 @@ def test_no_token_before_the_prompt_is_computed(model, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_no_token_before_all_is_computed_again(model, temperature):
-    """After a failed step, 8 + 2 tokens are computed again in chunks of 3: the third has the prompt, not all of it."""
+    """After a failed step, 8 + 2 tokens are recomputed in chunks of 3: the third completes the prompt only."""
     (prompt,) = prompts_of(8)
     params = greedy(4, temperature=temperature, seed=2)
     llm = LLM(Watched(model, (4,)), scheduler=Chunked(num_blocks=20))
@@ -354,14 +354,14 @@ def test_tokens_are_sampled_in_one_call(model):
 
 
 class Backwards(ContinuousBatchScheduler):
-    """Serves the newest request first, so the batch is in another order than the arrivals."""
+    """Serves the newest request first, so the batch is not in the order of arrival."""
 
     def priority_key(self, request):
         return (-request.arrival_index,)
 
 
 def test_each_request_draws_with_its_own_sampler(model):
-    """The batch is in another order than the requests came in: each draws what its own seed draws."""
+    """The batch is not in the order of arrival: each request draws with its seed."""
     llm, prompts = LLM(model, scheduler=Backwards(num_blocks=40)), prompts_of(3, 5, 4)
     params = [greedy(6, temperature=1.0, seed=seed) for seed in range(3)]
     for prompt, each in zip(prompts, params, strict=True):
@@ -378,7 +378,7 @@ def test_each_request_draws_with_its_own_sampler(model):
 
 
 def test_what_a_chunk_says(model):
-    """Each token in a chunk of its own, in batch order; the last one says why the request has ended."""
+    """Each token in a separate chunk, in batch order; the last has the finish_reason."""
     llm, prompts = LLM(model, tokenizer=Letters()), prompts_of(3, 5)
     expected = [alone(model, prompt, n) for prompt, n in zip(prompts, (2, 3), strict=True)]
     for prompt, n in zip(prompts, (2, 3), strict=True):
@@ -392,7 +392,7 @@ def test_what_a_chunk_says(model):
 
 
 class Signs(Letters):
-    """The letters, and an "@" for token 0, which ends no text."""
+    """The letters, and an "@" for token 0, which is not an end token."""
 
     end_token_id = VOCAB
 
@@ -426,7 +426,7 @@ def test_a_stop_token_ends_a_request(model):
 
 
 def test_a_stop_string_ends_a_request(model):
-    """The text is cut before the string, the scheduler is told, and the blocks come back at once."""
+    """The text is cut before the string, the request is finished, and its blocks are free at once."""
     watched, (prompt,) = Watched(model), prompts_of(4)
     text = Letters().decode(alone(model, prompt, 9))
     stop = text[3:5]
@@ -446,7 +446,7 @@ def test_a_stop_string_ends_a_request(model):
 
 
 def test_a_stop_string_that_ends_with_the_last_token(model):
-    """The max_tokens-th token completes the stop string: the text has stopped, and the reason is "stop"."""
+    """The max_tokens-th token completes the stop string: the text is stopped, and the reason is "stop"."""
     (prompt,) = prompts_of(4)
     text = Letters().decode(alone(model, prompt, 9))
     stop = text[3:5]
@@ -459,7 +459,7 @@ def test_a_stop_string_that_ends_with_the_last_token(model):
 
 
 def test_what_is_held_back_comes_with_the_end(model):
-    """The text ends with what might have begun a stop string: it is shown with the last token."""
+    """The text ends with the possible beginning of a stop string: it is shown with the last token."""
     (prompt,) = prompts_of(4)
     text = Letters().decode(alone(model, prompt, 5))
     llm = LLM(model, tokenizer=Letters())
@@ -470,7 +470,7 @@ def test_what_is_held_back_comes_with_the_end(model):
 
 
 def test_a_request_that_outgrows_the_memory_ends_without_a_token(model):
-    """One that outgrows the whole memory ends without a token: a chunk with token_id None and the reason "capacity"."""
+    """A request that outgrows the memory finishes without a token: its chunk has token_id None, reason "capacity"."""
     (prompt,) = prompts_of(3)
     llm = LLM(model, scheduler="paged", num_blocks=3, block_size=2)
     forget, forgotten = llm.memory.forget, []
@@ -484,7 +484,7 @@ def test_a_request_that_outgrows_the_memory_ends_without_a_token(model):
 
 
 def test_an_end_without_a_token_shows_what_was_held_back(model):
-    """One that ends without a token has no new text; what might have begun a stop string is shown."""
+    """A request that finishes without a token has no new text; held-back text is shown."""
     (prompt,) = prompts_of(3)
     text = Letters().decode(alone(model, prompt, 4))
     llm = LLM(model, scheduler="paged", num_blocks=3, block_size=2, tokenizer=Letters())
@@ -504,7 +504,7 @@ def test_a_chunk_says_whose_it_is(model):
 
 @pytest.mark.parametrize("cache", ["paged", "dense"])
 def test_a_name_may_be_used_again(model, cache):
-    """What has ended is forgotten, by the memory too: a new request with the old name starts from nothing."""
+    """Finished requests are removed, from the memory too: a new request with the same id starts from nothing."""
     llm, prompts = LLM(model, cache=cache), prompts_of(3, 12)
     for prompt in prompts:
         llm.add_request(prompt, greedy(3), request_id="again")
@@ -512,7 +512,7 @@ def test_a_name_may_be_used_again(model, cache):
 
 
 def test_streams_and_steps_do_not_take_each_others_chunks(model):
-    """A step serves everybody, and returns the chunks of add_request only: those of a stream go to the stream."""
+    """A step serves all requests, and returns the chunks of add_request only: those of a stream go to the stream."""
     llm, prompts = LLM(model), prompts_of(3, 5)
     llm.add_request(prompts[0], greedy(6))
     stream = llm.stream([prompts[1]], greedy(6))
@@ -530,7 +530,7 @@ def test_streams_and_steps_do_not_take_each_others_chunks(model):
 @pytest.mark.parametrize("cache", ["paged", "dense"])
 @pytest.mark.parametrize("scheduler", [StaticBatchScheduler, ContinuousBatchScheduler, PagedScheduler])
 def test_a_step_that_failed_can_be_tried_again(model, cache, scheduler):
-    """The model raises in some passes: the error comes out of step(), and stepping again gives the same tokens."""
+    """The model raises in some steps: step() raises the error, and stepping again gives the same tokens."""
     failures, prompts = (0, 2, 3, 6), prompts_of(5, 2, 7)
     llm = LLM(Watched(model, failures), scheduler=scheduler(num_blocks=40, block_size=4), cache=cache)
     params = [greedy(6, temperature=1.0, seed=seed) for seed in range(3)]
@@ -551,7 +551,7 @@ def test_a_step_that_failed_can_be_tried_again(model, cache, scheduler):
 
 
 class Capacity(ContinuousBatchScheduler):
-    """Ends the oldest of two for lack of memory, when it has two tokens."""
+    """Finishes the oldest of two requests for lack of memory, when it has two tokens."""
 
     def schedule(self):
         output = super().schedule()
@@ -565,7 +565,7 @@ class Capacity(ContinuousBatchScheduler):
 
 
 def test_ends_without_a_token_are_emitted_first(model):
-    """In one step a request is finished for lack of memory, and another gets a token: the end comes first."""
+    """One step finishes a request for lack of memory and gives another a token: the finished one comes first."""
     llm, prompts = LLM(model, scheduler=Capacity(num_blocks=40)), prompts_of(3, 4)
     for prompt in prompts:
         llm.add_request(prompt, greedy(9))
@@ -577,7 +577,7 @@ def test_ends_without_a_token_are_emitted_first(model):
 
 @pytest.mark.parametrize("part", ["schedule", "move_blocks", "pick", "update_from_output"])
 def test_any_part_of_a_step_may_fail(model, part):
-    """It raises in the second step, once: the error comes out of step(), and stepping again gives the same tokens."""
+    """It raises in the second step, once: step() raises the error, and stepping again gives the same tokens."""
     prompts = prompts_of(5, 2)
     llm = LLM(model)
     for prompt in prompts:
@@ -600,7 +600,7 @@ def test_any_part_of_a_step_may_fail(model, part):
 
 
 def test_ctrl_c_in_a_step(model):
-    """KeyboardInterrupt while the model runs: it comes out of step(), and stepping again gives the same tokens."""
+    """KeyboardInterrupt while the model runs: step() raises it, and stepping again gives the same tokens."""
     (prompt,) = prompts_of(5)
 
     class Interrupted(Watched):
@@ -624,7 +624,7 @@ def test_ctrl_c_in_a_step(model):
 
 
 def test_an_end_is_emitted_though_the_model_fails(model):
-    """A request that schedule() has finished is in output.finished once: the step's failure must not swallow it."""
+    """A request that schedule() has finished is in output.finished once: it gets its chunk although the step fails."""
     llm, prompts = LLM(Watched(model, (2,)), scheduler=Capacity(num_blocks=40)), prompts_of(3, 4)
     for prompt in prompts:
         llm.add_request(prompt, greedy(9))
@@ -652,7 +652,7 @@ class Spoilt(Watched):
 @pytest.mark.parametrize("cache", ["paged", "dense"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
 def test_a_request_without_logits_fails_alone(model, cache, temperature):
-    """NaN in one row: that request ends with "error" and no token; the others get theirs in the same step."""
+    """NaN in one row: that request finishes with "error" and no token; the others get theirs in the same step."""
     params = greedy(4, temperature=temperature, seed=1)
     expected = {request_id: alone(model, prompt, 4, params) for request_id, prompt in ((0, [4, 8, 3]), (2, [9, 6]))}
     spoilt = next(token_id for token_id in reversed(range(VOCAB)) if token_id not in [*expected[0], *expected[2]])
@@ -685,7 +685,7 @@ class Illegible(Letters):
 
 @pytest.mark.parametrize(("num_tokens", "error"), [(3, UnicodeError), (6, UnicodeError), (6, KeyError)])
 def test_a_token_that_cannot_be_decoded_fails_its_request_alone(model, num_tokens, error):
-    """The tokenizer raises for the third token of one request, which is its last or not: it ends, the other goes on."""
+    """The tokenizer raises for the third token of one request, the last or not: it finishes, the other continues."""
     for seed in itertools.count(1):
         prompts = prompts_of(4, 6, seed=seed)
         first, second = (alone(model, prompt, 6) for prompt in prompts)

@@ -1,7 +1,7 @@
 """What the tests of phase 10 share: scenarios in an event loop, an LLM whose steps can be held, a client over sockets.
 
-Nothing here sleeps and hopes. Who waits for something looks again every few milliseconds (`BEAT`), so often that only
-what never happens is given up; and gives up at once when the engine's thread, or a callback of the loop, has raised.
+Nothing here sleeps for a fixed time. Waiting polls every few milliseconds (`BEAT`), long enough to fail only if the
+event never happens; it fails at once when the engine's thread, or a callback of the loop, has raised.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _sleep_elsewhere(sleep, loops_thread, seconds):
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
-    """An event loop that counts how often it was asked for a turn, now or later, by what runs in it."""
+    """An event loop that counts the calls that are scheduled in it, now or later."""
 
     num_asked = 0
 
@@ -93,7 +93,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
 class Scenario:
     """What a test does in an event loop of its own: `scenario.run(main)`, where main is an `async def` of no argument.
 
-    What nobody waits for is noted: what callbacks and forgotten tasks raise, and what ends an engine's thread. The
+    Errors that no task awaits are recorded: those of callbacks and forgotten tasks, and of an engine's thread. The
     loop is in asyncio's debug mode, where its own calls refuse to be made by another thread. `time.sleep` in it, which
     would stop every client, raises.
     """
@@ -144,7 +144,7 @@ class Scenario:
         return [await self.result(f"add_request, the first of {len(tasks)}", task) for task in tasks]
 
     def check(self, called="what the engine does meanwhile", wanted="no error"):
-        """Raise what was raised where nobody waited for it."""
+        """Raise the recorded errors that no task awaited."""
         __tracebackhide__ = True
         for error in self.errors:
             if is_not_written(error) or isinstance(error, CheckFailed):
@@ -174,7 +174,7 @@ class Scenario:
             self.check(called, wanted)
         task.cancel()
         await asyncio.wait({task}, timeout=BEAT)
-        raise CheckFailed(called, "nothing: it waits for ever", wanted)
+        raise CheckFailed(called, "nothing: it waits forever", wanted)
 
     async def result(self, called, awaitable):
         """What a coroutine returns."""
@@ -208,18 +208,16 @@ class Scenario:
             got = told(outcome.error) if outcome.error else repr(outcome.returned)
             raise CheckFailed(called, got, f"that it waits: {why}")
         if num_asked >= NUM_TURNS // 2:
-            got = f"it runs in {num_asked} of {NUM_TURNS} turns of the event loop, and looks each time"
+            got = f"it runs in {num_asked} of {NUM_TURNS} iterations of the event loop, and polls each time"
             raise CheckFailed(called, got, f"that it sleeps until it is woken: {why}")
 
     async def wakes(self, called, task):
-        """What came of a task that has been given what it waits for: it must be told, and not look again later."""
+        """The outcome of a task whose event has happened: it must wake at once, without polling."""
         __tracebackhide__ = True
         for _ in range(NUM_TURNS):
             await asyncio.sleep(0)
         if not task.done():
-            raise CheckFailed(
-                called, "it sleeps on", "that it wakes at once: it is told, instead of looking every so often"
-            )
+            raise CheckFailed(called, "it sleeps on", "that it wakes at once, without polling")
         return self.outcome(called, task)
 
     async def what_ends(self, engine):
@@ -242,7 +240,7 @@ class Scenario:
         self.errors.append(context.get("exception") or RuntimeError(context["message"]))
 
     def _close(self, loop):
-        """End what runs still. Unlike `asyncio.run`, do not wait for ever for a task that another thread has broken."""
+        """End what runs still. Unlike `asyncio.run`, do not wait forever for a task that another thread has broken."""
         if tasks := asyncio.all_tasks(loop):
             for task in tasks:
                 task.cancel()
@@ -332,7 +330,7 @@ class TinyLLM(LLM):
     def let_all(self):
         """Hold no more."""
         self._is_held = False
-        self._permits.release(1000)  # nobody waits for them but the step that is held
+        self._permits.release(1000)  # only the held step waits for them
 
     @property
     def has_unfinished(self):
@@ -378,7 +376,7 @@ def tiny_model():
 
 
 def sampled(max_tokens=6, seed=1, **more):
-    """What the tests ask for: sampled, so that no two answers are alike by chance."""
+    """The parameters of the tests: sampled, so no two answers are alike by chance."""
     return SamplingParams(max_tokens=max_tokens, temperature=50.0, seed=seed, ignore_eos=True, **more)
 
 
@@ -636,7 +634,7 @@ class Served:
     def until_idle(self):
         """Wait until all have ended, and all memory is free."""
         __tracebackhide__ = True
-        self.until("nobody is here", lambda: not self.engine.num_unfinished, "engine.num_unfinished of 0")
+        self.until("no request is left", lambda: not self.engine.num_unfinished, "engine.num_unfinished of 0")
         self.until("the engine is idle", lambda: self.llm.is_clean, "no request is left, and all blocks are free")
 
     def clear(self):
@@ -695,7 +693,7 @@ def one_server():
 
 @pytest.fixture
 def served(one_server):
-    """A `Served` at which nobody is."""
+    """A `Served` without clients."""
     yield one_server
     one_server.clear()
     with suppress(CheckFailed):  # the test has said enough

@@ -1,4 +1,4 @@
-"""Phase 10, task 1: the stream of one request: chunks as they come, the end, an error, and a client that leaves."""
+"""Phase 10, task 1: the stream of one request: chunks in order, the end, an error, and a client that disconnects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BROKEN = StepFailedError("the model broke")
 
 @pytest.fixture
 def a_stream():
-    """`a_stream(num_answers=1)`: a stream, and the list of those that it says have left."""
+    """`a_stream(num_answers=1)`: a stream, and the list of streams that have called `leave`."""
 
     def create(num_answers=1):
         left = []
@@ -25,7 +25,7 @@ def a_stream():
 
 
 async def read(stream, texts):
-    """Read to the end, into a list, so that what came before an error is there too."""
+    """Read to the end, into a list that also has the chunks before an error."""
     async for chunk in stream:
         texts.append(chunk.text)
 
@@ -99,7 +99,7 @@ def test_anext_and_take_in_turns(scenario, a_stream, a_chunk):
 
 
 def test_a_cancelled_take_loses_no_chunk(scenario, a_stream, a_chunk):
-    """A `take()` that is cancelled while it waits loses nothing: the next one gives the chunk."""
+    """A `take()` that is cancelled while it waits loses nothing: the next one returns the chunk."""
 
     async def main():
         stream, _ = a_stream()
@@ -114,7 +114,7 @@ def test_a_cancelled_take_loses_no_chunk(scenario, a_stream, a_chunk):
 
 
 def test_take_gives_all_that_came_meanwhile(scenario, a_stream, a_chunk):
-    """2,000 chunks wait for a reader that does not come, in their order; `put()` never waits for it."""
+    """2,000 chunks are stored in order without a reader; `put()` never waits for one."""
 
     async def main():
         stream, _ = a_stream()
@@ -128,7 +128,7 @@ def test_take_gives_all_that_came_meanwhile(scenario, a_stream, a_chunk):
 
 @pytest.mark.parametrize("how", ["take", "anext"])
 def test_put_wakes_the_reader(scenario, a_stream, a_chunk, how):
-    """A waiting reader is woken by `put()`, at once: it does not look again every so often."""
+    """A waiting reader is woken by `put()`, at once: it does not poll."""
 
     async def main():
         stream, _ = a_stream()
@@ -145,7 +145,7 @@ def test_put_wakes_the_reader(scenario, a_stream, a_chunk, how):
 
 
 def test_nothing_comes_after_the_last_chunk(scenario, a_stream, a_chunk):
-    """After the last chunk `take()` gives [], however often it is asked, and `async for` ends."""
+    """After the last chunk `take()` returns [], however often it is called, and `async for` ends."""
 
     async def main():
         stream, left = a_stream()
@@ -164,7 +164,7 @@ def test_nothing_comes_after_the_last_chunk(scenario, a_stream, a_chunk):
 
 
 def test_a_stream_of_two_answers_ends_with_the_second(scenario, a_stream, a_chunk):
-    """Of two answers one has ended: the stream goes on until the other has, too."""
+    """One of two answers is finished: the stream goes on until the other is, too."""
 
     async def main():
         stream, left = a_stream(num_answers=2)
@@ -188,7 +188,7 @@ def test_a_stream_of_two_answers_ends_with_the_second(scenario, a_stream, a_chun
 
 
 def test_an_error_comes_after_the_chunks(scenario, a_stream, a_chunk):
-    """The stream is failed while two chunks wait: `take()` gives these first, and then raises the error."""
+    """The stream is failed while two chunks wait: `take()` returns these first, and then raises the error."""
 
     async def main():
         stream, left = a_stream()
@@ -259,7 +259,7 @@ def test_close_calls_leave_once(scenario, a_stream, a_chunk):
 
 @pytest.mark.parametrize("first", ["close", "fail"])
 def test_a_closed_stream_raises_no_error(scenario, a_stream, a_chunk, first):
-    """A stream is closed and failed, in either order: the client has gone, so `take()` gives [], and no error."""
+    """A stream is closed and failed, in either order: the client has gone, so `take()` returns [] without an error."""
 
     async def main():
         stream, _ = a_stream()
@@ -277,7 +277,7 @@ def test_a_closed_stream_raises_no_error(scenario, a_stream, a_chunk, first):
 
 
 def test_close_with_one_of_two_answers_unfinished(scenario, a_stream, a_chunk):
-    """One of two answers has ended: `close()` leaves the other."""
+    """One of two answers is finished: `close()` calls `leave` for the other."""
 
     async def main():
         stream, left = a_stream(num_answers=2)
@@ -290,7 +290,7 @@ def test_close_with_one_of_two_answers_unfinished(scenario, a_stream, a_chunk):
 
 @pytest.mark.parametrize("how", ["take", "anext"])
 def test_close_wakes_the_reader(scenario, a_stream, how):
-    """Another task waits for a chunk when the stream is closed: it is told that there will be none."""
+    """Another task waits for a chunk when the stream is closed: it wakes up and gets none."""
 
     async def main():
         stream, _ = a_stream()

@@ -19,7 +19,7 @@ PROMPTS = {"a": [1, 2, 3], "b": [7], "c": [5] * 9}
 
 @pytest.mark.parametrize("names", ["a", "abc"])
 def test_each_stream_gets_its_tokens(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers, names):
-    """Each stream has the tokens that `LLM.generate` gives its prompt alone, in order, and ends."""
+    """Each stream has the tokens that `LLM.generate` generates for its prompt alone, in order, and ends."""
 
     async def main():
         engine = scenario.engine(tiny_llm())
@@ -52,31 +52,31 @@ def test_each_call_is_made_in_its_own_thread(scenario, tiny_llm, params, add_by_
 
     async def main():
         engine = scenario.engine(tiny_llm())
-        obeyed, put = set(), set()
+        ran, put = set(), set()
 
         class Spy(AnswerStream):
             def put(self, chunk):
                 put.add(threading.get_ident())
                 super().put(chunk)
 
-        engine.commands.put(lambda: obeyed.add(threading.get_ident()))
+        engine.commands.put(lambda: ran.add(threading.get_ident()))
         engine.streams["a"] = stream = Spy("a", 1, lambda stream: None)
         engine.num_unfinished += 1
         engine.commands.put(lambda: engine.llm.add_request([1, 2], params(), request_id="a"))
         await scenario.result("the tokens of a stream", all_tokens(stream))
         here = threading.get_ident()
         that("whether steps run in the event loop's thread", here in engine.llm.threads).gives(False)
-        that("whether steps and commands run in one thread", obeyed == engine.llm.threads).gives(True)
+        that("whether steps and commands run in one thread", ran == engine.llm.threads).gives(True)
         that("whether chunks are put in the event loop's thread, all of them", put == {here}).gives(True)
 
     scenario.run(main)
 
 
-# When commands are obeyed
+# When commands run
 
 
 def test_commands_are_run_before_the_step(scenario, tiny_llm, params):
-    """Three commands are there, and a request is unfinished: the commands are obeyed, in their order, then a step."""
+    """Three commands are there, and a request is unfinished: the commands run, in their order, then a step."""
 
     async def main():
         llm = tiny_llm()
@@ -87,7 +87,7 @@ def test_commands_are_run_before_the_step(scenario, tiny_llm, params):
             engine.commands.put(lambda number=number: log.append((number, len(llm.steps))))
         engine.start()
         await scenario.until("the request is served", lambda: not llm.answers)
-        that("the commands as they were obeyed, and how many steps had begun then", log).gives([(0, 0), (1, 0), (2, 0)])
+        that("commands in order, and how many steps had begun then", log).gives([(0, 0), (1, 0), (2, 0)])
 
     scenario.run(main)
 
@@ -99,11 +99,11 @@ def test_no_step_for_an_aborted_request(scenario, tiny_llm, params):
         llm = tiny_llm()
         llm.add_request([1, 2], params(), request_id="a")
         engine = scenario.new_engine(llm)
-        obeyed = threading.Event()
+        ran = threading.Event()
         engine.commands.put(lambda: llm.abort_request("a"))
-        engine.commands.put(obeyed.set)
+        engine.commands.put(ran.set)
         engine.start()
-        await scenario.until("the commands are obeyed", obeyed.is_set)
+        await scenario.until("the commands have run", ran.is_set)
         engine.commands.put(None)
         await scenario.until("the thread has ended", engine.has_ended.is_set, "that None ends it")
         that("the requests of each step", llm.steps).gives([])
@@ -113,7 +113,7 @@ def test_no_step_for_an_aborted_request(scenario, tiny_llm, params):
 
 
 def test_commands_are_run_between_two_steps(scenario, tiny_llm, params, add_by_hand):
-    """Commands that come during a step are obeyed when it is over, all of them before the next one begins."""
+    """Commands that arrive during a step run when it is over, all of them before the next one begins."""
 
     async def main():
         llm = tiny_llm()
@@ -126,10 +126,10 @@ def test_commands_are_run_between_two_steps(scenario, tiny_llm, params, add_by_h
             engine.commands.put(lambda number=number: log.append((number, len(llm.steps))))
         add_by_hand(engine, "b", [3], params(max_tokens=2))
         await asyncio.sleep(0)
-        that("commands obeyed while the step is under way", log).gives([])
+        that("commands run while the step is in progress", log).gives([])
         llm.let(1)
         await scenario.until("the second step is under way", lambda: len(llm.steps) == 2)
-        that("the commands as they were obeyed, and how many steps had begun then", log).gives([(0, 1), (1, 1)])
+        that("commands in order, and how many steps had begun then", log).gives([(0, 1), (1, 1)])
         that("the requests of each step", llm.steps).gives([["a"], ["a", "b"]])
 
     scenario.run(main)
@@ -155,22 +155,22 @@ def test_chunks_come_with_their_step(scenario, tiny_llm, params, add_by_hand):
 
 
 def test_an_idle_thread_sleeps(scenario, tiny_llm, counting_queue):
-    """Nothing is unfinished: no step is begun, and the thread sleeps until a command comes, instead of looking."""
+    """Nothing is unfinished: no step is begun, and the thread sleeps until a command arrives, without polling."""
 
     async def main():
         llm = tiny_llm()
         engine = scenario.new_engine(llm)
         engine.commands = counting_queue()
-        obeyed = threading.Event()
-        engine.commands.put(obeyed.set)
+        ran = threading.Event()
+        engine.commands.put(ran.set)
         engine.start()
-        await scenario.until("the first command is obeyed", obeyed.is_set)
+        await scenario.until("the first command has run", ran.is_set)
         before = llm.num_asks + engine.commands.num_looks
         for _ in range(15):
             await asyncio.sleep(0.01)
         num_looks = llm.num_asks + engine.commands.num_looks - before
         told = "not at all" if num_looks <= 10 else f"{num_looks} times"
-        that("how often the idle thread has looked for work in 0.15 s", told).gives("not at all")
+        that("how often the idle thread has polled in 0.15 s", told).gives("not at all")
         that("calls of llm.step() by an idle engine, after one command", llm.num_empty_steps).gives(0)
 
     scenario.run(main)
@@ -205,7 +205,7 @@ def test_none_ends_an_idle_thread(scenario, tiny_llm):
 
 
 def test_none_ends_the_thread_after_its_step(scenario, tiny_llm, params, add_by_hand):
-    """None comes during a step: it ends, and there is no other, though a request is unfinished and commands wait."""
+    """None arrives during a step: that is the last step, although a request is unfinished and commands wait."""
 
     async def main():
         llm = tiny_llm()
@@ -213,13 +213,13 @@ def test_none_ends_the_thread_after_its_step(scenario, tiny_llm, params, add_by_
         engine = scenario.engine(llm)
         add_by_hand(engine, "a", [1, 2], params())
         await scenario.until("the first step is under way", lambda: len(llm.steps) == 1)
-        obeyed = []
+        ran = []
         engine.commands.put(None)
-        engine.commands.put(lambda: obeyed.append("a command behind None"))
+        engine.commands.put(lambda: ran.append("a command behind None"))
         llm.let_all()
         await scenario.until("the thread has ended", engine.has_ended.is_set, "that None ends it")
         that("the requests of each step", llm.steps).gives([["a"]])
-        that("what was obeyed after None", obeyed).gives([])
+        that("commands that ran after None", ran).gives([])
 
     scenario.run(main)
 
@@ -228,7 +228,7 @@ def test_none_ends_the_thread_after_its_step(scenario, tiny_llm, params, add_by_
 
 
 def test_a_failed_step_goes_to_fail_step(scenario, tiny_llm, params, add_by_hand, all_tokens, right_answers):
-    """What a step raises goes to `fail_step`, whatever that does; the thread goes on, and serves the others."""
+    """A step's exception goes to `fail_step`, whatever that does; the thread goes on, and serves the others."""
 
     async def main():
         llm = tiny_llm()

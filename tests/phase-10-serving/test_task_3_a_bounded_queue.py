@@ -1,4 +1,4 @@
-"""Phase 10, task 3: bounded admission, when to come back, and a client that leaves: nothing is left of it."""
+"""Phase 10, task 3: bounded admission, Retry-After, and a client that disconnects: nothing of its request remains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_idle(engine):
     that("engine.streams, when no request is unfinished", list(engine.streams)).gives([])
 
 
-# Let in
+# Admission
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -97,7 +97,7 @@ def test_options_are_passed_to_the_llm(scenario, tiny_llm, params):
         that("the options that were given", [(each["priority"], each["cache_salt"]) for each in told]).gives(
             [(3, "x")] * 2
         )
-        that("different names of two requests", len({each["request_id"] for each in told})).gives(2)
+        that("different ids of two requests", len({each["request_id"] for each in told})).gives(2)
         times = [before, *(each["arrival_time"] for each in told), time.monotonic()]
         that("whether arrival times are those of time.monotonic(), in order", times == sorted(times)).gives(True)
 
@@ -189,7 +189,7 @@ def test_admission_slots_are_bounded(scenario, tiny_llm, params, max_waiting, sl
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         that(f"engine.num_unfinished, of {slots} requests", engine.num_unfinished).gives(slots)
-        engine.finished_at.extend([100.0, 107.0])  # so that it has something to say
+        engine.finished_at.extend([100.0, 107.0])  # enough for an estimate
         outcome = await scenario.ask(
             f"add_request with {slots} of {slots} slots taken", engine.add_request([3], params())
         )
@@ -294,7 +294,7 @@ def test_retry_after(scenario, tiny_llm, times, num_unfinished, seconds):
     ids=["empty", "no such token", "unknown word", "too long"],
 )
 def test_a_request_that_the_llm_refuses_frees_its_slot(scenario, tiny_llm, params, all_tokens, prompt, error):
-    """What `llm.add_request` raises is raised to the client, and its slot is free again; the others are served."""
+    """An exception of `llm.add_request` reaches the client, and its slot is free again; the others are served."""
 
     async def main():
         engine = scenario.engine(tiny_llm(), max_waiting=0)
@@ -309,7 +309,7 @@ def test_a_request_that_the_llm_refuses_frees_its_slot(scenario, tiny_llm, param
 
 
 def test_a_draining_or_ended_engine_admits_no_request(scenario, tiny_llm, params):
-    """An engine that is draining, or whose thread has ended, refuses; and has the thread do nothing."""
+    """An engine that is draining, or whose thread has ended, refuses, and puts no command."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm())
@@ -433,7 +433,7 @@ def test_leave_frees_slots_once(scenario, tiny_llm, params, all_tokens):
 
 
 def test_fail_ends_streams_and_frees_their_slots(scenario, tiny_llm, params, a_chunk):
-    """`fail`: the streams named raise the error, after what they have; their slots are free; the others go on."""
+    """`fail`: these streams raise the error after their chunks; their slots are free; the others go on."""
 
     async def main():
         llm = tiny_llm(max_num_seqs=8)
@@ -444,7 +444,7 @@ def test_fail_ends_streams_and_frees_their_slots(scenario, tiny_llm, params, a_c
         engine.dispatch([a_chunk("half", "length", request_id=one.request_id)])
         that("engine.num_unfinished, 5 of 6 answers", engine.num_unfinished).gives(5)
         error = StepFailedError("the model broke")
-        call(engine.fail, ["nobody", one.request_id, "nobody", two.request_id], error).gives(None)
+        call(engine.fail, ["unknown", one.request_id, "unknown", two.request_id], error).gives(None)
         that("engine.num_unfinished, when 3 of 5 answers were failed", engine.num_unfinished).gives(2)
         that("engine.streams: the third alone", list(engine.streams.values()) == [three]).gives(True)
         (await scenario.ask("take() of a failed stream with a chunk", one.take())).gives(

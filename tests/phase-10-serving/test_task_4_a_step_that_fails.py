@@ -1,4 +1,4 @@
-"""Phase 10, task 4: whom a failing step ends, and that the others go on; and an engine that lets everybody finish."""
+"""Phase 10, task 4: which requests a failed step ends, and that the others go on; and an engine that drains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def check_failed(scenario, what, stream, cause=ArithmeticError):
     outcome.raises(StepFailedError)
     that(f"the __cause__ of the error of {what}", type(outcome.error.__cause__)).gives(cause)
     said = str(outcome.error.__cause__) in str(outcome.error)
-    that(f"whether the error of {what} says what its cause says", said).gives(True)
+    that(f"whether the error of {what} has the message of its cause", said).gives(True)
 
 
 async def drained(stream):
@@ -502,7 +502,7 @@ def test_one_failed_answer_ends_its_request(scenario, tiny_llm, params, all_toke
 
 
 def test_a_failure_without_requests_is_an_invariant_error(scenario, tiny_llm):
-    """A step failed and there is no request: to go on would mean to fail for ever, so that is an InvariantError."""
+    """A step failed and there is no request: going on would fail forever, so it is an InvariantError."""
 
     async def main():
         engine = scenario.new_engine(tiny_llm())
@@ -548,14 +548,14 @@ def test_drain_of_an_idle_engine(scenario, tiny_llm, params, all_tokens):
         engine.is_draining = False
         stream = await scenario.result("add_request", engine.add_request([1], params()))
         await scenario.result("its tokens", all_tokens(stream))
-        (await scenario.ask("drain(60) of an engine whose requests have ended", engine.drain(60.0))).gives(True)
+        (await scenario.ask("drain(60) of an engine whose requests are finished", engine.drain(60.0))).gives(True)
         that("engine.is_draining", engine.is_draining).gives(True)
 
     scenario.run(main)
 
 
 def test_drain_gives_up_after_its_seconds(scenario, tiny_llm, params):
-    """A request does not finish: `drain(0.05)` gives up, and returns False. The request is still there."""
+    """A request does not finish: `drain(0.05)` returns False after its time. The request is still there."""
 
     async def main():
         llm = tiny_llm()
@@ -609,7 +609,7 @@ def test_drain_ends_with_the_last_request(scenario, tiny_llm, params, how):
 
 
 def test_stop_fails_what_drain_left(scenario, tiny_llm, params):
-    """`stop` fails what has not ended (EngineStoppedError), aborts it, and ends the thread."""
+    """`stop` fails unfinished requests (EngineStoppedError), aborts them, and ends the thread."""
 
     async def main():
         llm = tiny_llm()

@@ -90,7 +90,7 @@ def check_no_task_is_left(before):
 
 
 def test_the_result_of_the_work_is_returned(scenario):
-    """The client stays: the work's result comes back, and nothing is left waiting for the client to leave."""
+    """The client stays: the work's result is returned, and no task is left listening."""
 
     async def main():
         channel, before = Channel(), asyncio.all_tasks()
@@ -107,7 +107,7 @@ def test_the_result_of_the_work_is_returned(scenario):
 
 @pytest.mark.parametrize("kind", ["a task", "a future"])
 def test_the_work_may_be_anything_that_can_be_awaited(scenario, kind):
-    """A caller may have begun the work already, or somebody else sets the result: its result comes back."""
+    """The work may have begun already, or be a future that is set elsewhere: its result is returned."""
 
     async def main():
         channel, before = Channel(), asyncio.all_tasks()
@@ -122,7 +122,7 @@ def test_the_work_may_be_anything_that_can_be_awaited(scenario, kind):
 
 
 def test_an_error_of_the_work_is_raised(scenario):
-    """The work raises: so does the call, and nothing is left waiting for the client to leave."""
+    """The work raises: so does the call, and no task is left listening."""
 
     async def main():
         channel, before = Channel(), asyncio.all_tasks()
@@ -141,7 +141,7 @@ def test_an_error_of_the_work_is_raised(scenario):
 
 
 def test_work_is_cancelled_when_the_client_leaves(scenario):
-    """The client leaves: ClientLeftError, and by then the work has been cancelled, and has cleared up after itself."""
+    """The client disconnects: ClientLeftError, and by then the work was cancelled, and has cleaned up."""
 
     async def main():
         channel, before = Channel(), asyncio.all_tasks()
@@ -172,7 +172,7 @@ def test_work_is_cancelled_when_the_client_leaves(scenario):
 
 @pytest.mark.parametrize("how", ["the client leaves", "the caller is cancelled"])
 def test_cancelled_work_is_waited_for(scenario, how):
-    """Cancelled work takes its time to clear up: the call neither returns nor raises before the work has ended."""
+    """Cancelled work takes time to clean up: the call neither returns nor raises before the work has ended."""
 
     async def main():
         channel, before, may_end = Channel(), asyncio.all_tasks(), asyncio.Event()
@@ -201,7 +201,7 @@ def test_cancelled_work_is_waited_for(scenario, how):
 
 
 def test_work_done_as_the_client_leaves_counts(scenario):
-    """The work is done in the turn in which the client leaves: it was done, so its result counts, or its error."""
+    """The work is done in the same iteration as the disconnect: its result counts, or its error."""
 
     async def main():
         async def work(error=None):
@@ -223,7 +223,7 @@ def test_work_done_as_the_client_leaves_counts(scenario):
 
 
 def test_work_is_cancelled_with_its_caller(scenario):
-    """The server cancels the caller: the work is cancelled as well, and nothing is left."""
+    """The server cancels the caller: the work is cancelled as well, and no task is left."""
 
     async def main():
         channel, before = Channel(), asyncio.all_tasks()
@@ -319,7 +319,7 @@ def test_head_then_pieces_then_end(scenario):
 
 
 def test_pieces_are_sent_as_they_come(scenario):
-    """Each piece is sent before the next is there: nothing is collected, and the head does not wait for a piece."""
+    """Each piece is sent before the next exists: nothing is collected, and the head does not wait for a piece."""
 
     async def main():
         channel, let = Channel(), asyncio.Semaphore(0)
@@ -337,7 +337,7 @@ def test_pieces_are_sent_as_they_come(scenario):
 
 
 def test_a_slow_client_holds_its_own_pieces_back(scenario):
-    """The connection has no room: no more pieces are asked for than the one that is being sent."""
+    """The connection has no room: no piece is requested beyond the one that is being sent."""
 
     async def main():
         channel = Channel()
@@ -359,7 +359,7 @@ def test_a_slow_client_holds_its_own_pieces_back(scenario):
 
 @pytest.mark.parametrize("num_pieces", [0, 1])
 def test_a_client_that_leaves_is_no_error(scenario, num_pieces):
-    """The client leaves before the first piece, or after it: no error, no more is sent, `close` is called."""
+    """The client disconnects before the first piece, or after it: no error, no more is sent, `close` is called."""
 
     async def main():
         channel, let, before = Channel(), asyncio.Semaphore(num_pieces), asyncio.all_tasks()
@@ -405,7 +405,7 @@ def test_a_piece_that_fails(scenario):
 
 
 def test_a_generator_that_fails_when_it_is_closed(scenario):
-    """The client leaves, and the generator's own clearing up raises: `close` has been called all the same."""
+    """The client disconnects, and the generator's cleanup raises: `close` was called nevertheless."""
 
     async def main():
         channel, log, let = Channel(), [], asyncio.Semaphore(0)
@@ -483,7 +483,7 @@ def test_events_come_one_by_one(served):
 
 
 def test_an_answer_without_stream(served):
-    """Without `stream` the answer comes in one body, with a length."""
+    """Without `stream` the answer is one body, with a length."""
     client = served.post([1, 2, 3]).read_head()
     that("the status", client.status).gives(200)
     that("the text", client.json()["choices"][0]["text"]).gives(served.right_text([1, 2, 3]))
@@ -532,7 +532,7 @@ def test_too_many_requests_get_429(served):
 
 
 def test_a_client_that_reads_slowly_gets_everything(served):
-    """A client does not read: its answer is computed all the same, and another's comes; then it reads all of it."""
+    """A client does not read: its answer is computed anyway, and so is another's; then it reads all of it."""
     at = len(served.llm.steps)
     slow = served.post([1], stream=True, max_tokens=100)
     served.until("the slow client's request is in a step", lambda: len(served.llm.steps) > at)

@@ -76,7 +76,7 @@ def fleet():
 
 
 class Prompt(bytes):
-    """A block's hash that is told as the letters of the blocks from the first to this one."""
+    """A block's hash, printed as the letters of the blocks from the first to this one."""
 
     def __repr__(self):
         return self.decode()

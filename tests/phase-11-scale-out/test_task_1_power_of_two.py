@@ -39,7 +39,7 @@ def test_a_single_replica_is_chosen(router, fleet, load):
 
 
 def test_of_two_the_less_busy_is_chosen(router, fleet):
-    """Two replicas are always the pair: the one with fewer unfinished requests, in whatever order they come."""
+    """Two replicas are always the pair: the one with fewer unfinished requests, in either order."""
     few = one_of(3, range(1, 9))
     for _ in range(20):
         call(router.choose, REQUEST, fleet(a=few, b=few + 1)).gives("a")
@@ -121,7 +121,7 @@ def test_every_pair_is_equally_likely_in_a_larger_fleet(router, fleet):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_of_equals_each_is_equally_likely(router, fleet, count):
-    """An idle fleet: each replica gets as many, and not the first by name or by place more than the others."""
+    """An idle fleet: each replica gets the same share, whatever its name or position."""
     got = shares(router, fleet(**dict.fromkeys("abcd"[:count], 0)), 3000)
     for name, share in got.items():
         that(f"the share of {name}, one of {count} idle replicas, ± 0.06", share).is_close(1 / count, rtol=0, atol=0.06)
@@ -134,7 +134,7 @@ def test_the_number_counts_and_not_the_share(router, fleet):
 
 
 def test_stats_are_not_looked_at(router):
-    """What a replica said may be old: `num_unfinished` is what counts."""
+    """A replica's report may be old: only `num_unfinished` counts."""
     busy = {"num_unfinished": 50.0, "num_running": 40.0, "num_waiting": 10.0, "memory": 1.0}
     replicas = [ReplicaView("a", 3, 64, busy), ReplicaView("b", 7, 64, dict.fromkeys(busy, 0.0))]
     for _ in range(20):
@@ -145,7 +145,7 @@ def test_stats_are_not_looked_at(router):
 
 
 def test_the_replicas_are_not_changed(router, fleet):
-    """The list belongs to its owner: same replicas, same order afterwards."""
+    """The list belongs to the caller: same replicas, same order afterwards."""
     replicas = fleet(a=9, b=(8, 8), c=0, d=4)
     before = list(replicas)
     for _ in range(10):
@@ -160,7 +160,7 @@ def test_any_sequence_will_do(router, fleet):
 
 
 def test_the_list_may_change_between_two_calls(router, fleet):
-    """Its owner keeps one list up to date: each choice is made from what is in it now."""
+    """The caller keeps one list up to date: each choice uses its current contents."""
     replicas = fleet(a=0, b=5)
     call(router.choose, REQUEST, replicas).gives("a")
     replicas[0] = fleet(a=9)[0]
@@ -170,7 +170,7 @@ def test_the_list_may_change_between_two_calls(router, fleet):
 
 
 def test_the_same_seed_gives_the_same_choices(fleet):
-    """All that is random comes from self.rng: not from the module `random`, whose state others change."""
+    """All random numbers come from self.rng, and not from the module `random`, whose state others change."""
     replicas = fleet(**dict.fromkeys("abcdefgh", 2))
     runs = []
     for state in (1, 2):

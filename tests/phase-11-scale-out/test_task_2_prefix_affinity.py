@@ -112,13 +112,13 @@ def test_what_two_prompts_share_is_used_by_both(routed, prompt):
 
 @pytest.mark.parametrize(("capacity", "count"), [(1, 1), (3, 3), (5, 5), (6, 5)])
 def test_a_prompt_longer_than_the_capacity(routed, prompt, capacity, count):
-    """Of ABCDE the beginning is remembered, and of what was there before nothing if there is no room."""
+    """Of ABCDE the beginning is remembered, and nothing of the earlier blocks if there is no room."""
     router = routed(options={"capacity_blocks": capacity}, a=["XYZ", "ABCDE"])
     remembers(router, "a", prompt, {"ABCDE": count, "XYZ": capacity - count})
 
 
 def test_each_replica_has_its_own_capacity(routed, prompt):
-    """4 blocks each: what is sent to b pushes nothing out of a."""
+    """4 blocks each: blocks sent to b evict nothing of a."""
     router = routed(options={"capacity_blocks": 4}, a=["ABC"], b=["XYZ", "UVW"])
     remembers(router, "a", prompt, {"ABC": 3})
     remembers(router, "b", prompt, {"XYZ": 1, "UVW": 3})
@@ -178,7 +178,7 @@ def test_a_busy_replica_loses_what_it_had(fleet, routed, prompt, load, chosen):
 
 @pytest.mark.parametrize("least", [3, 12, 30])
 def test_the_bound_is_relative_to_the_least_busy(fleet, routed, prompt, least):
-    """All are busy: what counts is how many more than the least busy one a has."""
+    """All are busy: only a's difference to the least busy one counts."""
     router = routed(a=["ABC"])
     call(router.choose, prompt("ABC"), fleet(a=least + 8, b=least, c=least + 20)).gives("a")
     call(router.choose, prompt("ABC"), fleet(a=least + 9, b=least, c=least + 20)).gives("b")
@@ -257,20 +257,20 @@ def test_no_replica_is_an_error(fleet, routed, prompt):
 
 
 def test_stats_are_not_looked_at(routed, prompt):
-    """What a replica said may be old: `num_unfinished` is what counts."""
+    """A replica's report may be old: only `num_unfinished` counts."""
     replicas = [ReplicaView("a", 3, 64, {"num_unfinished": 50.0}), ReplicaView("b", 0, 64, {"num_unfinished": 0.0})]
     call(routed(a=["ABC"]).choose, prompt("ABC"), replicas).gives("a")
 
 
 def test_stats_break_no_tie(routed, prompt):
-    """Of equals the first by name, whatever the replicas said: how full they are is what is remembered of them here."""
+    """Of equals the first by name, whatever the reports: only the blocks remembered here count as fullness."""
     busy = {"num_unfinished": 9.0, "num_running": 9.0, "num_waiting": 9.0, "memory": 0.9, "kv_cache_usage": 0.9}
     replicas = [ReplicaView("a", 1, 64, busy), ReplicaView("b", 1, 64, dict.fromkeys(busy, 0.0))]
     call(routed(a=["AB"], b=["XY"]).choose, prompt("Q"), replicas).gives("a")
 
 
 def test_the_replicas_are_not_changed_or_kept(fleet, routed, prompt):
-    """The list belongs to the owner, and changes between two calls; a tuple will do."""
+    """The list belongs to the caller, and changes between two calls; a tuple will do."""
     router, replicas = routed(a=["ABC"]), fleet(c=3, a=2, b=0)
     before = list(replicas)
     call(router.choose, prompt("ABC"), replicas).gives("a")
@@ -303,7 +303,7 @@ def test_one_hot_prompt_does_not_overload_a_replica(prompt):
 
 
 def test_new_prompts_are_spread(fleet, prompt):
-    """100 different prompts come to an idle fleet of four, one at a time: 25 each, so that each cache is used."""
+    """100 different prompts arrive at an idle fleet of four, one at a time: 25 each, so each cache is used."""
     router, replicas, chosen = PrefixAffinityRouter(), fleet(a=0, b=0, c=0, d=0), []
     for number in range(100):
         request = prompt(chr(200 + number) + "BC")
@@ -313,7 +313,7 @@ def test_new_prompts_are_spread(fleet, prompt):
 
 
 def test_chats_stay_where_they_are(fleet, prompt):
-    """12 chats of 6 turns, taking turns at random: each turn goes where the chat has begun."""
+    """12 chats of 6 turns, in random order: each turn goes where the chat began."""
     rng, router, replicas = random.Random(fresh(3)), PrefixAffinityRouter(), fleet(a=0, b=0, c=0)
     turns, places = dict.fromkeys("ABCDEFGHIJKL", 0), {}
     for _ in range(72):
@@ -329,7 +329,7 @@ def test_chats_stay_where_they_are(fleet, prompt):
 
 
 class SlowModel:
-    """What a router must choose, from the whole history of what was sent: nothing is kept up to date."""
+    """The replica that a router must choose, computed from the whole history of sent requests."""
 
     def __init__(self, max_imbalance, capacity_blocks):
         self.max_imbalance, self.capacity_blocks, self.history = max_imbalance, capacity_blocks, []

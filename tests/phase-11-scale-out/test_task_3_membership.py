@@ -1,4 +1,4 @@
-"""Phase 11, task 3: which replicas there are and what is known of each, though messages are late or out of order."""
+"""Phase 11, task 3: which replicas there are and the state of each, although messages are late or out of order."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_replica_that_joins_takes_requests():
 
 
 def test_one_name_joins_once(membership):
-    """A second a is refused, and the first keeps what it has."""
+    """A second a is refused, and the first keeps its requests."""
     send(membership, "a", "r")
     call(membership.join, "a", max_unfinished=5).raises(ValueError)
     shows(membership, a=1, b=0)
@@ -105,7 +105,7 @@ def test_what_has_ended_does_not_count(membership):
 
 
 def test_every_attempt_has_its_own_number(membership):
-    """Also of the same request, also after others have ended: a number is never used again."""
+    """Also of the same request, also after others are over: a number is never reused."""
     attempts = send(membership, "a", "p", "q")
     membership.on_finished(attempts[1])
     attempts += send(membership, "b", "q", "q")
@@ -188,7 +188,7 @@ def test_one_that_comes_back_begins_anew(membership):
 
 
 def test_the_end_of_a_lost_attempt_frees_no_place(membership):
-    """p was lost with a and is at b now. That its stream from a has ended is noticed late: p is still at b."""
+    """p was lost with a and is at b now. The end of its stream from a is noticed late: p is still at b."""
     [lost] = send(membership, "a", "p")
     membership.leave("a")
     [again] = send(membership, "b", "p")
@@ -215,7 +215,7 @@ def test_nor_at_a_replica_of_the_same_name(membership):
 
 
 def test_a_draining_replica_gets_nothing_new(membership):
-    """It is shown no more, and finishes what it has; then it can be stopped."""
+    """It leaves the views, and finishes its requests; then it can be stopped."""
     attempts = send(membership, "a", "p", "q")
     call(membership.drain, "a").gives(None)
     shows(membership, b=0)
@@ -322,7 +322,7 @@ def test_what_others_have_sent_counts_too(membership):
 
 
 def test_what_was_sent_since_it_was_asked_comes_on_top(membership):
-    """a had 3 when it was asked and reports 10. While its answer was on its way, 2 more were sent: 7 + 5."""
+    """a had 3 when it was probed and reports 10. While its answer was on its way, 2 more were sent: 7 + 5."""
     send(membership, "a", "p", "q", "r")
     probe = membership.on_probed("a")
     send(membership, "a", "s", "t")
@@ -331,7 +331,7 @@ def test_what_was_sent_since_it_was_asked_comes_on_top(membership):
 
 
 def test_what_has_ended_since_it_was_asked_is_gone(membership):
-    """a had 3 when it was asked and reports 10. While its answer was on its way, 2 of the 3 ended: 7 + 1."""
+    """a had 3 when it was probed and reports 10. While its answer was on its way, 2 of the 3 finished: 7 + 1."""
     attempts = send(membership, "a", "p", "q", "r")
     probe = membership.on_probed("a")
     membership.on_finished(attempts[0])
@@ -341,14 +341,14 @@ def test_what_has_ended_since_it_was_asked_is_gone(membership):
 
 
 def test_a_replica_that_says_less_than_was_sent(membership):
-    """Of 3 requests, 2 have not arrived yet when a is asked: it reports 1. They are there nevertheless: 3."""
+    """Of 3 requests, 2 have not arrived yet when a is probed: it reports 1. All 3 count."""
     send(membership, "a", "p", "q", "r")
     report(membership, "a", 1)
     shows(membership, a=3, b=0)
 
 
 def test_a_report_that_says_no_number(membership):
-    """Then nothing is known of other routers: what was sent from here counts, and what was said earlier does not."""
+    """Then nothing is known of other routers: requests sent from here count, and earlier reports do not."""
     send(membership, "a", "p")
     report(membership, "a", 9)
     shows(membership, a=9, b=0)
@@ -377,7 +377,7 @@ def test_a_replica_is_not_drained_while_others_use_it(membership):
 
 
 def test_an_older_report_is_ignored(membership):
-    """Two probes of a: the answer to the second comes first. The first is old."""
+    """Two probes of a: the answer to the second arrives first. The first is old."""
     first = membership.on_probed("a")
     send(membership, "a", "p")
     second = membership.on_probed("a")
@@ -397,7 +397,7 @@ def test_a_report_counts_once(membership):
 
 
 def test_reports_of_one_replica_are_not_older_than_those_of_another(membership):
-    """b was asked after a and answers before it: a's answer is still the latest of a."""
+    """b was probed after a and answers before it: a's answer is still the latest of a."""
     of_a, of_b = membership.on_probed("a"), membership.on_probed("b")
     membership.on_report(of_b, {"num_unfinished": 2})
     call(membership.on_report, of_a, {"num_unfinished": 5}).gives(None)
@@ -405,7 +405,7 @@ def test_reports_of_one_replica_are_not_older_than_those_of_another(membership):
 
 
 def test_a_report_of_a_replica_that_left_is_ignored(membership):
-    """It was asked, then it left. And if another a joins meanwhile, the answer is not that one's."""
+    """It was probed, then it left. If another a joins meanwhile, the answer is not that one's."""
     one, other = membership.on_probed("a"), membership.on_probed("a")
     membership.leave("a")
     call(membership.on_report, one, {"num_unfinished": 50}).gives(None)
@@ -520,7 +520,7 @@ def test_a_failure_of_a_former_replica_is_ignored(membership):
 
 
 def test_two_routers_in_front_of_the_same_replicas():
-    """Each knows its own requests, and hears of the other's by reports: after one, both know what a replica has."""
+    """Each knows its own requests, and the other's by reports: after one, both know the replica's total."""
     rng, names = random.Random(fresh(11)), "abc"
     memberships, attempts, truth = [Membership(), Membership()], [[], []], dict.fromkeys(names, 0)
     for membership in memberships:
@@ -549,7 +549,7 @@ class SlowModel:
         self.unhealthy_after, self.events = unhealthy_after, []
 
     def life(self, name):
-        """What has happened to the replica since it joined last; None if it is not there."""
+        """The replica's history since it last joined; None if it is not there."""
         joins = [at for at, (kind, who, *_) in enumerate(self.events) if kind == "join" and who == name]
         leaves = [at for at, (kind, who, *_) in enumerate(self.events) if kind == "leave" and who == name]
         if not joins or (leaves and leaves[-1] > joins[-1]):

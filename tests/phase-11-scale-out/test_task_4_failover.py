@@ -26,7 +26,7 @@ repeatable = settings(max_examples=150, deadline=None, derandomize=True, databas
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the stream, and what was done with it."""
+    """A failure's message shows the stream and the calls made on it."""
     with (
         scenario.telling(),
         following(FailoverStream, "__init__", "receive", "finish", begin=_begin, fail=_fail, abort=_abort),
@@ -63,7 +63,7 @@ def begin(stream, replica_id="a"):
 
 
 def asked(attempt):
-    """What a replica is asked, as a tuple."""
+    """The attempt's request to the replica, as a tuple."""
     __tracebackhide__ = True
     wanted = (attempt.replica_id, attempt.prompt_token_ids, attempt.max_tokens, attempt.seed)
     return that("(replica_id, prompt_token_ids, max_tokens, seed) of the attempt", wanted)
@@ -107,7 +107,7 @@ def test_what_comes_is_passed_on():
 
 
 def test_the_end_is_the_replicas_to_say():
-    """All tokens have come, and the stream waits for the end; with it, it is finished, for the replica's reason."""
+    """All tokens have arrived, and the stream waits for the end; then it is finished, for the replica's reason."""
     stream = a_stream(2)
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
@@ -152,7 +152,7 @@ def test_the_next_attempt_continues_prompt_and_tokens():
 
 
 def test_a_death_before_the_first_token():
-    """Nothing came: the next replica is asked for the same, with the same seed."""
+    """Nothing was received: the next replica gets the same request, with the same seed."""
     stream = a_stream(6, seed=11)
     call(stream.fail, begin(stream)).gives(True)
     asked(begin(stream, "b")).gives(("b", PROMPT, 6, 11))
@@ -177,7 +177,7 @@ def test_a_sampled_stream_does_not_draw_the_same_numbers_again():
 
 
 def test_an_attempt_stays_what_was_asked():
-    """What was asked of a replica does not change when tokens come."""
+    """An attempt does not change when tokens arrive."""
     stream = a_stream(6)
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
@@ -188,7 +188,7 @@ def test_an_attempt_stays_what_was_asked():
 
 
 def test_all_tokens_came_and_the_end_was_lost():
-    """The replica died after the last of max_tokens: the stream is finished, and nothing is asked again."""
+    """The replica died after the last of max_tokens: the stream is finished, without another attempt."""
     stream = a_stream(3)
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2, 3]).gives([1, 2, 3])
@@ -207,7 +207,7 @@ def test_a_stop_token_came_and_the_end_was_lost():
 
 
 def test_a_stop_token_at_the_limit():
-    """The last token that was asked for is a stop token: "stop", as an engine says."""
+    """The last of max_tokens is a stop token: "stop", as an engine reports it."""
     stream = a_stream(2, stop_token_ids=[STOP])
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, STOP]).gives([1, STOP])
@@ -216,7 +216,7 @@ def test_a_stop_token_at_the_limit():
 
 
 def test_a_stop_token_in_the_prompt_stops_nothing():
-    """Conversations have end tokens in them. What counts is what was generated."""
+    """Conversations contain end tokens. Only generated ones count."""
     stream = FailoverStream("r", [7, STOP], 6, stop_token_ids=[STOP])
     call(stream.fail, begin(stream)).gives(True)
     asked(begin(stream, "b")).gives(("b", (7, STOP), 6, None))
@@ -233,7 +233,7 @@ def test_complete_at_the_last_attempt_is_no_error():
 
 @pytest.mark.parametrize("stop_token_ids", [(), (STOP,)])
 def test_nothing_after_the_last_token(stop_token_ids):
-    """A replica that sends more than was asked for: the client gets what it has asked for."""
+    """A replica sends more than was requested: the client gets what it requested."""
     stream = a_stream(3, stop_token_ids=stop_token_ids)
     attempt = begin(stream)
     third = STOP if stop_token_ids else 3
@@ -248,7 +248,7 @@ def test_nothing_after_the_last_token(stop_token_ids):
 
 
 def test_a_late_piece_of_an_earlier_attempt_is_dropped():
-    """The first replica was only slow: what it sends now is not what the second continues."""
+    """The first replica was only slow: its late tokens are not part of the second's stream."""
     stream = a_stream(6)
     first = begin(stream)
     call(stream.receive, first, 0, [1, 2]).gives([1, 2])
@@ -274,7 +274,7 @@ def test_a_late_piece_that_makes_no_sense_is_dropped_too():
 
 
 def test_a_second_attempt_on_the_same_replica_is_another():
-    """The replica came back under its name. A late piece of the attempt before it is told by the attempt."""
+    """The replica came back under its name. A late piece of the earlier attempt is recognized by its attempt."""
     stream = a_stream(6)
     first = begin(stream, "a")
     call(stream.fail, first).gives(True)
@@ -308,7 +308,7 @@ def test_what_comes_twice_after_a_failover():
 
 
 def test_a_gap_is_noticed():
-    """Two came, and a piece begins at the fourth: the third is missing. Nothing has changed; it may come yet."""
+    """Two were received, and a piece begins at the fourth: the third is missing. Nothing has changed."""
     stream = a_stream(6)
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
@@ -329,7 +329,7 @@ def test_a_gap_at_the_beginning_of_a_second_attempt():
 
 
 def test_another_token_in_the_same_place_is_noticed():
-    """What comes twice must be the same, or one of the two is wrong. Not even what follows it is taken."""
+    """Repeated tokens must be equal, or one of the two is wrong. The tokens after them are not taken either."""
     stream = a_stream(6)
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
@@ -338,7 +338,7 @@ def test_another_token_in_the_same_place_is_noticed():
 
 
 def test_an_end_that_came_too_early_is_noticed():
-    """The replica has generated three, and two have come: the third is lost. That is no end; the attempt can fail."""
+    """The replica has generated three, and two were received: the third is lost. The stream is not finished."""
     stream = a_stream(6)
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
@@ -354,7 +354,7 @@ def test_an_end_that_came_too_early_is_noticed():
 
 @pytest.mark.parametrize(("number", "error"), [(-1, ValueError), ("1", TypeError), (True, TypeError)])
 def test_numbers_are_looked_at(number, error):
-    """A place, or a count, below 0 or of no whole tokens is the caller's mistake."""
+    """A position or count below 0, or not whole, is the caller's mistake."""
     stream = a_stream(6)
     attempt = begin(stream)
     call(stream.receive, attempt, number, [1]).raises(error)
@@ -393,7 +393,7 @@ def test_several_deaths_in_a_row():
 
 @pytest.mark.parametrize("max_attempts", [1, 2, 3])
 def test_attempts_are_bounded(max_attempts):
-    """A request that kills whoever serves it is given up, before it has killed all of them."""
+    """A request that crashes its replicas fails before it has crashed all of them."""
     stream = a_stream(9, max_attempts=max_attempts)
     for number in range(max_attempts):
         attempt = begin(stream, f"replica {number}")
@@ -404,7 +404,7 @@ def test_attempts_are_bounded(max_attempts):
 
 
 def test_a_failure_counts_once():
-    """Two connections notice the same death: the second notice says nothing new, and costs no attempt."""
+    """Two connections notice the same failure: the second notice changes nothing, and costs no attempt."""
     stream = a_stream(6, max_attempts=2)
     first = begin(stream)
     call(stream.fail, first).gives(True)
@@ -427,7 +427,7 @@ def test_one_attempt_at_a_time():
 
 
 def test_nothing_begins_after_the_end():
-    """The stream is finished, as the replica has said, with fewer tokens than were asked for."""
+    """The stream is finished, as the replica has reported, with fewer tokens than requested."""
     stream = a_stream(6)
     attempt = begin(stream)
     call(stream.finish, attempt, "stop", 0).gives(None)
@@ -479,7 +479,7 @@ def test_candidates_leave_the_list_as_it_is():
 
 
 def test_the_client_leaves():
-    """The replica that computes for it is named, so that it can be told; nothing comes or begins after that."""
+    """The attempt in progress is returned, to be cancelled; no tokens or attempts follow."""
     stream = a_stream()
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1]).gives([1])
@@ -493,7 +493,7 @@ def test_the_client_leaves():
 
 
 def test_the_client_leaves_between_two_attempts():
-    """Nobody has to be told, and nobody is asked."""
+    """There is no attempt to cancel, and none can begin."""
     stream = a_stream()
     call(stream.fail, begin(stream)).gives(True)
     call(stream.abort).gives(None)
@@ -521,7 +521,7 @@ def next_token(token_ids):
 
 
 def generate(prompt_token_ids, max_tokens, stop_token_ids):
-    """What a replica answers."""
+    """A replica's answer."""
     token_ids = []
     while len(token_ids) < max_tokens and not (token_ids and token_ids[-1] in stop_token_ids):
         token_ids.append(next_token([*prompt_token_ids, *token_ids]))
@@ -531,7 +531,7 @@ def generate(prompt_token_ids, max_tokens, stop_token_ids):
 @pytest.mark.parametrize("case", range(4))
 @pytest.mark.parametrize("stop_token_ids", [(), (STOP,)])
 def test_a_greedy_stream_has_the_same_tokens_wherever_it_dies(stop_token_ids, case):
-    """The replica dies after each number of tokens: the client gets what it would have got from one that lives."""
+    """The replica dies after each number of tokens: the client gets the tokens of a replica that lives."""
     prompt, max_tokens = (*PROMPT, fresh(case)), 12
     wanted = generate(prompt, max_tokens, stop_token_ids)
     for num_tokens in range(len(wanted) + 1):
@@ -579,7 +579,7 @@ def test_any_network_and_any_deaths(data):
                 if each[0] is not attempt:
                     call(stream.receive, *each).gives([])
         if data.draw(st.booleans(), "it dies"):
-            call(stream.fail, attempt).value  # noqa: B018, what it gives is told by the state
+            call(stream.fail, attempt).value  # noqa: B018, the state shows the result
         else:
             got += call(stream.receive, attempt, position, its[position:]).value
             call(stream.finish, attempt, "end", len(its)).gives(None)

@@ -30,13 +30,13 @@ def view(now, unfinished, *, ready=2, starting=0, waiting=0):
 
 
 class Asked:
-    """A fleet whose replicas start at once, and an autoscaler that is asked about it again and again."""
+    """A fleet whose replicas start at once, and an autoscaler that is called repeatedly."""
 
     def __init__(self, autoscaler, ready=2):
         self.autoscaler, self.ready, self.state = autoscaler, ready, {}
 
     def at(self, now, unfinished, gives, **more):
-        """Ask at a moment, with so many requests: the number has to be `gives`, and the fleet has so many then."""
+        """Call at a moment, with that many requests: the number must be `gives`, which the fleet then has."""
         checked = call(self.autoscaler.decide, view(now, unfinished, ready=self.ready, **more), self.state)
         number, state = checked.value
         that(f"at {now} s, {unfinished} requests, {self.ready} replicas: the number", number).gives(gives)
@@ -90,7 +90,7 @@ def test_the_first_call_knows_no_past(scaler):
 
 
 def test_replicas_that_start_are_there(scaler):
-    """5 are wanted, 2 are ready and 3 start: there are as many as are wanted, and no more are asked for."""
+    """5 are wanted, 2 are ready and 3 are starting: that is enough, and no more are requested."""
     Asked(scaler(), ready=2).at(0, 40, 5, starting=3)
     Asked(scaler(), ready=2).at(0, 48, 6, starting=3)
 
@@ -193,7 +193,7 @@ def test_what_holds_at_the_beginning_of_the_next_window_is_kept(scaler):
 
 
 def test_the_state_is_all_that_is_remembered(scaler):
-    """Two fleets that one autoscaler is asked about, in turns, each with its own state."""
+    """One autoscaler is called for two fleets in turn, each with its own state."""
     autoscaler = scaler(up=10, down=10)
     first, second = Asked(autoscaler), Asked(autoscaler)
     for now, number in [(0, 2), (5, 2), (10, 5)]:
@@ -202,7 +202,7 @@ def test_the_state_is_all_that_is_remembered(scaler):
 
 
 def test_the_state_is_json_and_is_not_changed(scaler):
-    """It goes through json.dumps and back, and the call leaves what it was given as it was."""
+    """It survives json.dumps and back, and the call does not change its argument."""
     autoscaler, state, told = scaler(up=20, down=20), {}, []
     for now in range(0, 50, 10):
         before = json.dumps(state)
@@ -216,7 +216,7 @@ def test_the_state_is_json_and_is_not_changed(scaler):
 
 
 def test_the_state_does_not_grow(scaler):
-    """Asked every second for an hour, with delays of 20 s: what is older is forgotten."""
+    """Called every second for an hour, with delays of 20 s: older entries are dropped."""
     autoscaler, state = scaler(up=20, down=5), {}
     for now in range(3600):
         _, state = autoscaler.decide(view(now, 16 + now % 7), state)
@@ -224,7 +224,7 @@ def test_the_state_does_not_grow(scaler):
 
 
 def test_a_clock_that_was_set_back(scaler):
-    """The clock is an hour behind what the state says: nothing is known of the last 30 s, and then it is."""
+    """The clock is an hour behind the state: nothing is known of the last 30 s until they have passed."""
     asked = Asked(scaler(up=30))
     asked.at(3600, 40, 2)
     asked.at(0, 40, 2)

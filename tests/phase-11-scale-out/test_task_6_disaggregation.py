@@ -1,4 +1,4 @@
-"""Phase 11, task 6: what it costs to compute a prompt elsewhere and move its KV cache, and when that pays."""
+"""Phase 11, task 6: the cost of computing a prompt elsewhere and moving its KV cache, and when that pays."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_link_as_fast_as_the_replica(costs):
 
 
 def test_the_latency_counts_once(costs):
-    """Not for every layer: what is on its way does not keep the next from being sent."""
+    """Not for every layer: the link sends the next layer while the last is on its way."""
     call(costs(256.0, latency=0.5).remote_seconds, 8, 8).is_close(18.5)
     call(costs(1024.0, latency=0.5).remote_seconds, 8, 8).is_close(9.5)
 
@@ -128,7 +128,7 @@ def test_with_nobody_to_disturb_it_is_computed_here(costs):
 
 
 def test_who_decodes_here_waits_for_the_prompt(costs):
-    """100 tokens: here 100 s, and 3 who decode wait for them: 400. There 100 s and a layer's 25 s on the link: 125."""
+    """100 tokens: here 100 s, and 3 decoding requests wait: 400. There 100 s and a layer's 25 s on the link: 125."""
     call(costs(512.0).choose, 100, place("here", decoding=3), [place("there")]).gives("there")
 
 
@@ -138,7 +138,7 @@ def test_who_decodes_there_waits_too(costs):
 
 
 def test_a_slow_link_does_not_pay(costs):
-    """100 tokens, one who decodes here: 200. At 512 bytes/s there is 125, at 128 bytes/s it is 425."""
+    """100 tokens, one request decodes here: 200. At 512 bytes/s there is 125, at 128 bytes/s it is 425."""
     here = place("here", decoding=1)
     call(costs(512.0).choose, 100, here, [place("there")]).gives("there")
     call(costs(128.0).choose, 100, here, [place("there")]).gives("here")
@@ -152,7 +152,7 @@ def test_a_short_prompt_does_not_pay_the_latency(costs):
 
 
 def test_what_is_waited_for_counts_once(costs):
-    """A wait of 80 s there: only the request itself waits for it, and not those who decode."""
+    """A wait of 80 s there: only the request itself waits for it, not those that decode."""
     here = place("here", decoding=2)
     call(costs(512.0).choose, 100, here, [place("there", wait=174.0)]).gives("there")
     call(costs(512.0).choose, 100, here, [place("there", wait=176.0)]).gives("here")
@@ -160,7 +160,7 @@ def test_what_is_waited_for_counts_once(costs):
 
 
 def test_a_wait_here_counts(costs):
-    """Nobody decodes here, but the request would wait for 30 s; the link costs 25."""
+    """No request decodes here, but this one would wait for 30 s; the link costs 25."""
     call(costs(512.0).choose, 100, place("here", wait=30.0), [place("there")]).gives("there")
     call(costs(512.0).choose, 100, place("here", wait=20.0), [place("there")]).gives("here")
 
@@ -193,25 +193,25 @@ def test_the_latency_comes_after_the_links_queue(costs):
 
 
 def test_only_what_is_missing_here_takes_its_turn_on_the_link(costs):
-    """60 of 100 tokens are here, so 40 s on the link. Here: 40 s and 9 who wait, 400. There: 355 s of queue and 40."""
+    """60 of 100 tokens are here, so 40 s on the link. Here: 40 s and 9 that wait, 400. There: 355 s of queue and 40."""
     here = place("here", cached=60, decoding=9)
     call(costs(512.0).choose, 100, here, [place("there", link=355.0)]).gives("there")
     call(costs(512.0).choose, 100, here, [place("there", link=365.0)]).gives("here")
 
 
 def test_only_the_request_waits_for_the_link(costs):
-    """200 s of queue and 100 on the link, and one who decodes there waits for the 100 s that are computed: 400."""
+    """200 s of queue and 100 on the link, and one that decodes there waits for the 100 s of prefill: 400."""
     there = [place("there", decoding=1, link=200.0)]
     call(costs(512.0).choose, 100, place("here", wait=1.0, decoding=3), there).gives("there")
 
 
 def test_here_needs_no_link(costs):
-    """What others fetch from here does not keep a prompt from being computed here."""
+    """A busy link here does not delay a prompt that is computed here."""
     call(costs(512.0).choose, 100, place("here", link=900.0), [place("there")]).gives("here")
 
 
 def test_what_is_cached_here_is_neither_computed_nor_moved(costs):
-    """90 of 100 tokens are here. Here: 10 s and 9 who wait: 100. There: 100 s for the prompt, and 2.5 s of link."""
+    """90 of 100 tokens are here. Here: 10 s and 9 that wait: 100. There: 100 s for the prompt, and 2.5 s of link."""
     call(costs(512.0).choose, 100, place("here", cached=90, decoding=9), [place("there")]).gives("here")
     call(costs(512.0).choose, 100, place("here", cached=90, decoding=10), [place("there")]).gives("there")
 
@@ -224,7 +224,7 @@ def test_what_is_cached_there_is_moved_but_not_computed(costs):
 
 
 def test_the_last_token_is_always_computed(costs):
-    """A prompt that is cached whole still gives one token to compute, here and there."""
+    """A fully cached prompt still has one token to compute, here and there."""
     call(costs(512.0).choose, 100, place("here", cached=100, decoding=300), [place("there")]).gives("there")
     call(costs(512.0).choose, 100, place("here", cached=100, decoding=1), [place("there")]).gives("here")
     full = [place("there", cached=100, decoding=200)]
@@ -253,7 +253,7 @@ def test_of_equals_here_and_then_the_first(costs):
 
 
 def test_here_may_be_the_only_one(costs):
-    """There is nobody else."""
+    """There is no other replica."""
     call(costs().choose, 100, place("here", decoding=9), []).gives("here")
 
 

@@ -31,7 +31,7 @@ X = one_of(5, range(10, 60))
 
 @pytest.fixture(autouse=True)
 def _scenario():
-    """A failure tells the scheduler, the requests, and what the adapter and the engine did."""
+    """A failure's message shows the scheduler, the requests, and the calls of adapter and engine."""
     with scenario.telling(), following(SchedulerAdapter, "abort", add=_add, schedule=_schedule, commit=_commit):
         yield
 
@@ -94,7 +94,7 @@ class Cache:
 
 
 def next_token(tokens):
-    """What the model says after `tokens`: it depends on each of them and its place. Never STOP."""
+    """The model's next token after `tokens`: it depends on each of them and its position. Never STOP."""
     return 3 + sum((place + 7) * token for place, token in enumerate(tokens)) % 89
 
 
@@ -109,7 +109,7 @@ def answer(state, stops=()):
 
 
 class Engine:
-    """The engine's loop. `compute` is the forward pass and what comes after it."""
+    """The engine's loop. `compute` is the forward pass and the sampling after it."""
 
     def __init__(self, adapter, stops=()):
         self.adapter, self.cache, self.stops = adapter, adapter.cache, stops
@@ -415,7 +415,7 @@ def test_blocks_are_freed_before_others_are_allocated():
 
 
 def test_what_a_preempted_request_has_generated_remains_to_be_computed():
-    """A budget of 8: b lost the 12 tokens of its prompt and a generated one, which comes last, in a second chunk."""
+    """A budget of 8: b lost the 12 tokens of its prompt and a generated one, which is last, in a second chunk."""
     engine = make(num_blocks=6, max_num_batched_tokens=8, reserve_full_prompt=False)
     a, b = State("a", [X, 12, 13, 14, 15, 16], 12), State("b", list(range(20, 32)), 4)
     add(engine, a, b)

@@ -174,7 +174,8 @@ def test_what_stays_of_a_distribution(figures):
         "{:.2f} for *{}*, {:.2f} for *{}*, {:.2f} for *{}*".format(
             *(part for place in range(3) for part in (float(logits[place]), words[place]))
         ),
-        f"*will* 0.{plain[0] * 1000:.0f}, *are* makes {before[1]:.3f}, that is not enough, *did* makes {before[2]:.3f}",
+        f"*will* has 0.{plain[0] * 1000:.0f}; with *are* the sum is {before[1]:.3f}, which is not enough",
+        f"with *did* it is {before[2]:.3f}",
         f"Of these, {len(wrong)} are wrong",
         f"gives them {float(plain[wrong].sum()):.3%} together".replace("%", " %"),
         f"the {len(wrong)} wrong ones {float(hot[wrong].sum()):.1%}".replace("%", " %"),

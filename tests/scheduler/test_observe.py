@@ -121,7 +121,7 @@ def test_what_an_observer_is_told() -> None:
         scheduler.add_request(request_of(request_id, 5, 2))
     with pytest.raises(RequestTooLargeError):
         scheduler.add_request(request_of("large", 500))
-    with pytest.raises(ValueError, match="here already"):
+    with pytest.raises(ValueError, match="already here"):
         scheduler.add_request(request_of("a"))
     step(scheduler)
     assert scheduler.finish_request("b", RequestStatus.FINISHED_STOPPED)

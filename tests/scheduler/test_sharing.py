@@ -363,8 +363,8 @@ def test_what_cannot_be_forked(cls):
     for arguments, says in [
         (("w", "b"), "cannot be forked"),
         (("x", "b"), "cannot be forked"),
-        (("a", "a"), "here already"),
-        (("a", "w"), "here already"),
+        (("a", "a"), "already here"),
+        (("a", "w"), "already here"),
         (("a", "b", [7, 7, 7]), "at most 2"),
     ]:
         with pytest.raises(ValueError, match=says):

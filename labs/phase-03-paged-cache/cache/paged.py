@@ -2,8 +2,8 @@
 # Write what raises NotImplementedError. `minicache grade 3` grades it, `minicache hint 3.K` helps with task K.
 """Keys and values in blocks: storage that many sequences share, and two views of it that a model can run on.
 
-Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values for each layer; which
-sequence has which block is decided by `minicache.memory.blocks`. `PagedKVCache` is `KVCache` without the reservation: a
+Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values in each layer;
+`minicache.memory.blocks` assigns blocks to sequences. `PagedKVCache` is `KVCache` without the reservation: a
 batch of sequences of one length. `RaggedStep` is one step of a serving engine: sequences of any lengths, each with its
 own number of new tokens.
 """
@@ -26,8 +26,8 @@ from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 class PagedStorage:
     """The memory of a pool's blocks, for every layer: block b of the pool is block b of each tensor here.
 
-    One block id stands for 2 · num_layers blocks of memory: a sequence has one block table, and every layer reads its
-    keys and its values through it (Kwon et al. 2023, §4.2).
+    One block id refers to 2 · num_layers blocks of memory: a sequence has one block table, and every layer reads its
+    keys and values through it (Kwon et al. 2023, §4.2).
 
     Args:
         pool: allocates the blocks; its num_blocks and block_size are the storage's.
@@ -91,11 +91,11 @@ class PagedStorage:
 
 
 class PagedKVCache(KVCache):
-    """`KVCache` over blocks: the same methods and results, and memory that is allocated as tokens come.
+    """`KVCache` over blocks: the same methods and results, and memory that is allocated as tokens arrive.
 
     Each sequence of the batch has a `BlockTable`. Layer 0's `append` allocates the blocks that the forward pass needs,
-    for the whole batch or not at all; every layer writes to the same slots. `reset` gives all blocks back to the pool.
-    A cache that is dropped without `reset` keeps its blocks: there is no finaliser.
+    for the whole batch or not at all; every layer writes to the same slots. `reset` frees all blocks. A cache that
+    is dropped without `reset` keeps its blocks: there is no finaliser.
 
     Args:
         num_layers: attention layers, ≥ 1.
@@ -105,8 +105,8 @@ class PagedKVCache(KVCache):
         head_dim: size of one head (d), ≥ 1.
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
-        block_size: tokens of a block, ≥ 1, in a storage of its own. A given storage has its pool's.
-        storage: blocks to share with other caches. None: a storage of its own, with a new pool of just enough blocks
+        block_size: tokens of a block, ≥ 1, if the cache makes its storage. A given storage has its pool's.
+        storage: blocks to share with other caches. None: the cache makes one, with a new pool of just enough blocks
             for `max_seq_len` tokens of every sequence.
 
     Attributes:
@@ -146,8 +146,8 @@ class PagedKVCache(KVCache):
     def nbytes(self) -> int:
         """Bytes that no other cache can use.
 
-        With a storage of its own: keys and values, all layers, `max_seq_len` rows of every sequence, as in `KVCache`.
-        Over a shared storage nothing is reserved, and it is `nbytes_allocated`.
+        With its own storage: keys and values, all layers, `max_seq_len` tokens of every sequence, as in `KVCache`. Over
+        a shared storage nothing is reserved, and it is `nbytes_allocated`.
         """
         raise NotImplementedError(
             "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
@@ -162,7 +162,7 @@ class PagedKVCache(KVCache):
 
     @property
     def nbytes_used(self) -> int:
-        """The part of `nbytes_allocated` that holds tokens: `num_tokens` rows of every sequence."""
+        """The part of `nbytes_allocated` that holds tokens: `num_tokens` of every sequence."""
         raise NotImplementedError(
             "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
         )
@@ -190,7 +190,7 @@ class PagedKVCache(KVCache):
         and begun no forward pass. The slots are computed at layer 0, once for all layers.
 
         Args:
-            layer: 0 … num_layers − 1; must be the layer whose turn it is (see `KVCache`).
+            layer: 0 … num_layers − 1; must be the next layer (see `KVCache`).
             k: keys `[batch_size, num_kv_heads, T, head_dim]`, T ≥ 1, in the cache's dtype and on its device.
             v: values, the same shape.
 
@@ -198,10 +198,10 @@ class PagedKVCache(KVCache):
             IndexError: there is no such layer (negative ones included).
             TypeError: `k` or `v` is not a tensor, or has another dtype than the cache.
             ValueError: another shape or device; T = 0; T differs from this pass's earlier layers; or the layer is out
-                of turn.
+                of order.
             CacheOverflowError: num_tokens + T > max_seq_len.
             OutOfBlocksError: the pool has fewer free blocks than the batch needs.
-            SharedBlockError: a sequence's last block is unfinished, and a fork has it too.
+            SharedBlockError: a sequence's last block is unfinished and shared with a fork.
         """
         raise NotImplementedError(
             "phase 3, task 6: A drop-in cache; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
@@ -210,7 +210,7 @@ class PagedKVCache(KVCache):
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of every token that `layer` holds, gathered from the blocks.
 
-        Between forward passes S = num_tokens. During one, a layer that has its new rows returns them too.
+        Between forward passes S = num_tokens. During one, a layer that has its new entries returns them too.
 
         Args:
             layer: 0 … num_layers − 1.
@@ -246,11 +246,11 @@ class PagedKVCache(KVCache):
             ValueError: shapes do not fit, T is more than the layer holds, or `window` is below 1.
         """
         raise NotImplementedError(
-            "phase 3, task 8: The cache attends; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+            "phase 3, task 8: The cache attends; read docs/en/phase-03-paged-cache/lab/02-attend-through-the-table.md"
         )
 
     def reset(self) -> None:
-        """Forget every token and give the blocks back to the pool: the next append writes position 0 again.
+        """Drop every token and free the blocks: the next append writes position 0 again.
 
         Also ends an incomplete forward pass, so a cache can be used again after an error in the model.
         """
@@ -259,7 +259,7 @@ class PagedKVCache(KVCache):
         )
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of every sequence, and give back the blocks that are then empty.
+        """Keep the first `num_tokens` tokens of every sequence, and free the blocks that are then empty.
 
         Ends an incomplete forward pass, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it.
 
@@ -279,7 +279,7 @@ class PagedKVCache(KVCache):
 
         Both read the shared blocks; neither may write to one. So where num_tokens is no multiple of the block size,
         `append` raises SharedBlockError in both, until the other has freed the unfinished block (`reset`, or
-        `truncate`). A fork of a cache with a storage of its own shares that storage: together they have one's blocks.
+        `truncate`). A fork of a cache with its own storage shares that storage: together they have the blocks of one.
 
         Returns:
             A new cache over the same storage.
@@ -295,10 +295,9 @@ class PagedKVCache(KVCache):
 class RaggedStep:
     """One step of an engine: sequences of any lengths, each with some new tokens, in one forward pass.
 
-    The new tokens of all sequences lie one sequence after the other in a batch of 1, without padding, N in all. So a
-    model that takes `[1, N]` token ids and a cache needs no second forward: `model(token_ids[None], step)`. A sequence
-    in its prompt brings many tokens, a sequence in decode brings one, and both may be in one step (Yu et al. 2022,
-    §3).
+    The N new tokens of all sequences are concatenated in a batch of 1, without padding. So a model that takes `[1, N]`
+    token ids and a cache needs no second forward method: `model(token_ids[None], step)`. A sequence in prefill has many
+    new tokens, a sequence in decode has one, and both may be in one step (Yu et al. 2022, §3).
 
     All blocks are allocated when the step is made, or none. A step serves one forward pass: each layer is appended to
     once, in order. If the pass fails, the tables keep the new tokens' slots until they are truncated.
@@ -306,25 +305,25 @@ class RaggedStep:
     Args:
         storage: where keys and values are.
         tables: a `BlockTable` over the storage's pool for each of B ≥ 1 sequences; they grow.
-        num_new_tokens: how many tokens each sequence brings, ≥ 1 each.
+        num_new_tokens: the number of new tokens of each sequence, ≥ 1 each.
 
     Attributes:
         slot_mapping: `[N]` int64, the slot of each new token.
-        context_lens: `[B]` int64, tokens of each sequence, the new ones too.
+        context_lens: `[B]` int64, tokens of each sequence, including the new ones.
         query_start_loc: `[B + 1]` int64: of the N tokens, query_start_loc[i] : query_start_loc[i + 1] are sequence i's.
         block_tables: `[B, max_blocks]` int64, each sequence's blocks in order, −1 after the last.
 
     Raises:
         TypeError: a count is not an int.
-        ValueError: no sequences, not one count for each table, a count below 1, a table over another pool, or a table
-            given twice.
+        ValueError: no sequences, a different number of counts than tables, a count below 1, a table over another pool,
+            or a table given twice.
         OutOfBlocksError: the pool has fewer free blocks than the step needs. No table has changed.
-        SharedBlockError: a new token's slot would lie in a block that another table has too. No table has changed.
+        SharedBlockError: a new token would go into a shared block. No table has changed.
     """
 
     def __init__(self, storage: PagedStorage, tables: Sequence[BlockTable], num_new_tokens: Sequence[int]) -> None:
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )
 
     def positions(self, num_new_tokens: int) -> Tensor:
@@ -340,25 +339,25 @@ class RaggedStep:
             ValueError: another number than the step was made for.
         """
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the step's N tokens in `layer`, each sequence's in its own blocks.
 
         Args:
-            layer: 0 … num_layers − 1; must be the layer whose turn it is.
+            layer: 0 … num_layers − 1; must be the next layer.
             k: keys `[1, H_kv, N, d]`, in the storage's dtype and on its device.
             v: values, the same shape.
 
         Raises:
             IndexError: there is no such layer (negative ones included).
             TypeError: `k` or `v` is not a tensor, or has another dtype than the storage.
-            ValueError: another shape, device or number of tokens; the layer is out of turn; or the last layer has had
-                its rows, and the step is over.
+            ValueError: another shape, device or number of tokens; the layer is out of order; or the last layer has its
+                rows, and the step is over.
         """
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )
 
     def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
@@ -378,7 +377,7 @@ class RaggedStep:
             ValueError: shapes do not fit, `window` is below 1, or `layer` has not been appended to.
         """
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -388,12 +387,12 @@ class RaggedStep:
             layer: 0 … num_layers − 1; it must have its rows.
 
         Returns:
-            `(k, v)`, each `[1, H_kv, Σ context_lens, d]`, of each sequence the oldest token first. To be read.
+            `(k, v)`, each `[1, H_kv, Σ context_lens, d]`, the oldest token of each sequence first. Read-only.
 
         Raises:
             IndexError: there is no such layer.
             ValueError: `layer` has not been appended to.
         """
         raise NotImplementedError(
-            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/02-the-ragged-step.md"
+            "phase 3, task 9: The ragged step; read docs/en/phase-03-paged-cache/lab/03-the-ragged-step.md"
         )

@@ -2,12 +2,12 @@
 # Write what raises NotImplementedError. `minicache grade 3` grades it, `minicache hint 3.K` helps with task K.
 """Store, gather and attend through block tables in PyTorch: what a CPU runs.
 
-Phase 3 builds it. The functions are those of `minicache.kernels`, which checks shapes, dtypes and devices and then
-calls these; so nothing here has to check them again. There is no option besides the scale; `optional` has the others.
+Phase 3 builds it. The functions are those of `minicache.kernels`, which checks shapes, dtypes and devices before it
+calls these. The only option is the scale; `optional` has the others.
 
-A cache is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size. On a
-CPU the fast way to attend is to gather one sequence's rows, attend while they are still in the processor's cache, and
-go on to the next sequence. A batch padded to its longest sequence would read far more rows than it needs.
+A cache is `[num_blocks, block_size, H_kv, d]`, and slot s is at offset s % block_size of block s // block_size. On a
+CPU it is fastest to gather one sequence's keys and values, attend while they are in the processor's cache, and continue
+with the next sequence. A batch padded to its longest sequence would read far more.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write one row of keys and one of values to each slot, in place.
 
-    Values are stored, not history: `k` and `v` may be part of a graph, the caches must not become one.
+    `k` and `v` may be part of an autograd graph; the caches do not become part of it.
 
     Args:
         k: keys `[N, H_kv, d]` in the cache's dtype, any of PyTorch's floating-point ones or int8; any strides.
         v: values, the same shape and dtype.
         k_cache: `[num_blocks, block_size, H_kv, d]`, contiguous.
         v_cache: the same shape and dtype.
-        slot_mapping: `[N]` int32 or int64, where row n of `k` and `v` goes: a slot 0 … num_blocks · block_size − 1, no
-            slot twice, or −1 to skip the row.
+        slot_mapping: `[N]` int32 or int64, the slot of row n of `k` and `v`: 0 … num_blocks · block_size − 1, no slot
+            twice, or −1 to skip the row.
 
     Raises:
-        IndexError: a slot is below −1 or past the last. Nothing was written, and no other row either.
+        IndexError: a slot is below −1 or past the last. Nothing was written.
     """
     raise NotImplementedError(
         "phase 3, task 5: Store and gather; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
@@ -39,15 +39,15 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int) -> Tensor:
-    """Copy the rows of one sequence out of its blocks, in the order of its tokens.
+    """Copy the KV entries of one sequence out of its blocks, in the order of its tokens.
 
-    Token t's row is row t % block_size of block block_table[t // block_size].
+    Token t's entry is at offset t % block_size of block block_table[t // block_size].
 
     Args:
         cache: keys or values, `[num_blocks, block_size, H_kv, d]`; any strides.
         block_table: `[max_blocks]` int32 or int64, the sequence's blocks in order. Entries past the last block in use
-            may be anything, even blocks that are not there.
-        num_tokens: how many rows, 0 … max_blocks · block_size.
+            may be anything, even blocks that do not exist.
+        num_tokens: the number of entries, 0 … max_blocks · block_size.
 
     Returns:
         `[num_tokens, H_kv, d]`, the cache's dtype.
@@ -69,18 +69,18 @@ def paged_decode_attention(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of one query token per sequence over that sequence's rows.
+    """Attention of one query token per sequence over that sequence's keys and values.
 
-    Sequence i's query sees the rows 0 … context_lens[i] − 1 of its blocks, all of them: it stands at the last. Query
-    head h reads key/value head h // (H / H_kv). The rows of a block after the sequence's last are another sequence's
-    or rubbish, NaN included, and must not reach the result.
+    Sequence i's query is its last token and sees all of them, 0 … context_lens[i] − 1. Query head h reads key/value
+    head h // (H / H_kv). The slots after the sequence's last token hold other data, possibly NaN, and must not affect
+    the result.
 
     Args:
         q: queries `[B, H, d]`; H is a multiple of H_kv.
         k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, each sequence's blocks in order, the tail undefined.
-        context_lens: `[B]` int32 or int64, rows of each sequence. 0 is padding of the batch.
+        context_lens: `[B]` int32 or int64, tokens of each sequence. 0 is padding of the batch.
         scale: what the scores are multiplied by; None is 1 / √d.
 
     Returns:
@@ -90,7 +90,7 @@ def paged_decode_attention(
         IndexError: a block in use is not in the cache.
     """
     raise NotImplementedError(
-        "phase 3, task 7: Attend through the table; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        "phase 3, task 7: Attend through the table; read docs/en/phase-03-paged-cache/lab/02-attend-through-the-table.md"
     )
 
 
@@ -104,11 +104,11 @@ def paged_prefill_attention(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's newest tokens over all its rows.
+    """Causal attention of each sequence's newest tokens over all its keys and values.
 
-    Sequence i owns the query rows query_start_loc[i] : query_start_loc[i + 1]; call their number n. They are its last n
-    tokens, and context_lens[i] counts them too: query t of them sees the rows 0 … context_lens[i] − n + t. A sequence
-    may have one query (decode), many (a prompt, or a part of one) or none. Heads and unused rows are as in
+    Sequence i's queries are the rows query_start_loc[i] : query_start_loc[i + 1]; call their number n. They are its
+    last n tokens, and context_lens[i] counts them too: query t of them sees tokens 0 … context_lens[i] − n + t. A
+    sequence may have one query (decode), many (a prompt, or a part of one) or none. Heads and unused slots are as in
     `paged_decode_attention`.
 
     Args:
@@ -116,7 +116,7 @@ def paged_prefill_attention(
         k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, each sequence's blocks in order, the tail undefined.
-        context_lens: `[B]` int32 or int64, rows of each sequence with the new ones, at least n.
+        context_lens: `[B]` int32 or int64, tokens of each sequence with the new ones, at least n.
         query_start_loc: `[B + 1]` int32 or int64, from 0 to N, never falling.
         scale: what the scores are multiplied by; None is 1 / √d.
 
@@ -127,5 +127,5 @@ def paged_prefill_attention(
         IndexError: a block in use is not in the cache.
     """
     raise NotImplementedError(
-        "phase 3, task 7: Attend through the table; read docs/en/phase-03-paged-cache/lab/01-the-paged-cache.md"
+        "phase 3, task 7: Attend through the table; read docs/en/phase-03-paged-cache/lab/02-attend-through-the-table.md"
     )

@@ -1,11 +1,11 @@
 # Phase 3, paged-cache: your file. It stands in for minicache.memory.blocks.
 # Write what raises NotImplementedError. `minicache grade 3` grades it, `minicache hint 3.K` helps with task K.
-"""Who owns which block: a pool of equal blocks, and one table per sequence.
+"""Blocks and who references them: a pool of equal blocks, and one block table per sequence.
 
-Phase 3 builds it. A cache's memory is cut into blocks of `block_size` tokens. `BlockPool` hands them out and counts
-their owners; `BlockTable` maps the positions of one sequence to slots of its blocks. Both are bookkeeping in integers:
-no tensor, no model, pure standard library. `minicache.cache.paged` puts the keys and values where the slots say, and a
-scheduler decides by `num_free` whom it can serve.
+Phase 3 builds it. A cache's memory is divided into blocks of `block_size` tokens. `BlockPool` allocates them and counts
+their references; `BlockTable` maps the positions of one sequence to slots of its blocks. Both are integer bookkeeping
+with the standard library only: no tensor, no model. `minicache.cache.paged` stores keys and values in the slots, and a
+scheduler decides by `num_free` which requests fit.
 
 The names and the block table are PagedAttention's (Kwon et al., SOSP 2023, section 4). A slot is one token's place in
 the cache: block · block_size + offset.
@@ -36,18 +36,18 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks − 1, each either free or used by one or more owners.
+    """Blocks 0 … num_blocks − 1, each either free or used, with one or more references.
 
-    Free blocks wait in a line, first in, first out: a new pool hands out 0, 1, 2, …, and a block that becomes free goes
-    to the end of the line. So what a freed block holds survives as long as it can. `share` gives used blocks one
-    more owner each; `free` takes one away, and a block without owners is free again.
+    The free list is a FIFO queue: a new pool hands out 0, 1, 2, …, and a block that becomes free goes to the end of the
+    list. So the contents of a freed block survive as long as possible. `share` adds one reference to each of the given
+    blocks; `free` drops one, and a block without references is free again.
 
-    `allocate`, `share` and `free` are all or nothing: a call that raises has changed nothing, not even for the good
-    part of its ids. True, which Python takes for 1, is no int here: neither as a count nor as an id.
+    `allocate`, `share` and `free` are all or nothing: a call that raises has changed nothing, not even for the valid
+    part of its ids. True, which Python takes for 1, is not accepted as an int, neither as a count nor as an id.
 
     Args:
-        num_blocks: how many blocks there are, ≥ 1.
-        block_size: tokens that one block holds, ≥ 1. The pool itself does not need it; its tables do.
+        num_blocks: the number of blocks, ≥ 1.
+        block_size: tokens that one block holds, ≥ 1. The pool does not use it; its tables do.
 
     Attributes:
         num_blocks: as given.
@@ -72,13 +72,13 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that have an owner. A shared block counts once."""
+        """Blocks with a reference. A shared block counts once."""
         raise NotImplementedError(
             "phase 3, task 1: Allocate and free; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
         )
 
     def ref_count(self, block_id: int) -> int:
-        """How many owners a block has: 0 if it is free, 1 once it is allocated, one more each time it is shared.
+        """References to a block: 0 if it is free, 1 once it is allocated, one more each time it is shared.
 
         Raises:
             TypeError: `block_id` is not an int.
@@ -89,7 +89,7 @@ class BlockPool:
         )
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each for one owner.
+        """Take `count` free blocks; each gets one reference.
 
         Args:
             count: ≥ 0.
@@ -107,42 +107,42 @@ class BlockPool:
         )
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Give each of these used blocks one more owner. An id that is given twice gets two more.
+        """Add one reference to each of these used blocks. An id that is given twice gets two.
 
         Raises:
             TypeError: an id is not an int.
             IndexError: an id is outside the pool. Negative ids do not count from the end.
-            ValueError: a block is free: nobody owns what it holds.
+            ValueError: a block is free, so its contents belong to no sequence.
         """
         raise NotImplementedError(
             "phase 3, task 2: Share, and check; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
         )
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Take one owner away from each of these blocks.
+        """Drop one reference to each of these blocks.
 
-        A block that loses its last owner goes to the end of the line of free blocks; several that do in one call go
-        there in the order in which they lose it. An id that is given twice loses two owners.
+        A block that loses its last reference goes to the end of the free list; several that do in one call go there in
+        the order in which they lose it. An id that is given twice loses two references.
 
         Raises:
             TypeError: an id is not an int.
             IndexError: an id is outside the pool. Negative ids do not count from the end.
-            ValueError: a block is free already, or is given more often than it has owners.
+            ValueError: a block is already free, or is given more often than it has references.
         """
         raise NotImplementedError(
             "phase 3, task 1: Allocate and free; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
         )
 
     def check(self) -> None:
-        """Raise unless the pool's books agree with themselves.
+        """Raise unless the pool's state is consistent.
 
-        By `ref_count`, no block has fewer than 0 owners; each that has none stands in the line of free blocks exactly
-        once, and nothing else stands there. `num_free` is how many have none, and `num_used` all the others. These
-        three are asked, rather than what they are computed from: so what they say is checked too. Takes time in
-        proportion to the pool: it is for tests, not for every step.
+        By `ref_count`, no block has fewer than 0 references; each block with none is in the free list exactly once, and
+        nothing else is in it. `num_free` counts the blocks without a reference, and `num_used` all the others. The
+        check reads these three public members, not the attributes behind them, so it checks them too. It takes time
+        proportional to the pool: it is for tests, not for every step.
 
         Raises:
-            InvariantError: the books do not agree.
+            InvariantError: the state is inconsistent.
         """
         raise NotImplementedError(
             "phase 3, task 2: Share, and check; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
@@ -150,17 +150,16 @@ class BlockPool:
 
 
 class BlockTable:
-    """The blocks of one sequence: position p lies in block `block_ids[p // block_size]`, at offset p % block_size.
+    """The blocks of one sequence: position p is in block `block_ids[p // block_size]`, at offset p % block_size.
 
-    All blocks but the last are full, so a table holds at most block_size − 1 slots without a token. A new table is
-    empty and owns nothing.
+    All blocks but the last are full, so a table has at most block_size − 1 empty slots. A new table is empty.
 
     Args:
-        pool: where the blocks come from and go back to.
+        pool: allocates the blocks and takes them back.
 
     Attributes:
         pool: as given.
-        block_ids: the blocks, in the order of the positions. The table's own list: read it, do not write to it.
+        block_ids: the blocks, in the order of the positions. This is the table's list: read it, do not change it.
         num_tokens: tokens that have a slot.
     """
 
@@ -170,7 +169,7 @@ class BlockTable:
         )
 
     def blocks_needed(self, num_new_tokens: int) -> int:
-        """Blocks that `append(num_new_tokens)` would take from the pool, 0 while the last block has room.
+        """Blocks that `append(num_new_tokens)` would allocate, 0 while the last block has space.
 
         Args:
             num_new_tokens: ≥ 0.
@@ -184,21 +183,21 @@ class BlockTable:
         )
 
     def append(self, num_new_tokens: int) -> list[int]:
-        """Give the next tokens their slots, and take blocks from the pool when the last one is full.
+        """Assign slots to the next tokens, and allocate blocks when the last one is full.
 
         Args:
             num_new_tokens: ≥ 0.
 
         Returns:
-            One slot a token, in the order of the positions: block · block_size + offset. Slots run on inside a
-            block; from one block to the next they may jump.
+            One slot a token, in the order of the positions: block · block_size + offset. Slots are consecutive within
+            a block; from one block to the next they may jump.
 
         Raises:
             TypeError: `num_new_tokens` is not an int.
             ValueError: it is negative.
-            SharedBlockError: the last block is unfinished and has another owner, who would read what is written into
-                it. Table and pool are as they were. A shared block that is full is no obstacle, nor are 0 tokens.
-            OutOfBlocksError: the pool has too few free blocks. Table and pool are as they were.
+            SharedBlockError: the last block is unfinished and shared, so another table would read what is written.
+                Table and pool are unchanged. A full shared block is allowed, and so is appending 0 tokens.
+            OutOfBlocksError: the pool has too few free blocks. Table and pool are unchanged.
         """
         raise NotImplementedError(
             "phase 3, task 3: The block table; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
@@ -212,38 +211,38 @@ class BlockTable:
 
         Raises:
             TypeError: `position` is not an int.
-            IndexError: no token stands there. Negative positions do not count from the end.
+            IndexError: no token has that position. Negative positions do not count from the end.
         """
         raise NotImplementedError(
             "phase 3, task 3: The block table; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
         )
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens, and free the blocks that none of them lies in, the last block first.
+        """Keep the first `num_tokens` tokens, and free the blocks that hold none of them, the last block first.
 
         Args:
-            num_tokens: 0 … the tokens that there are.
+            num_tokens: 0 … the table's num_tokens.
 
         Raises:
             TypeError: `num_tokens` is not an int.
-            ValueError: it is negative, or there are fewer tokens.
+            ValueError: it is negative, or more than the table has.
         """
         raise NotImplementedError(
             "phase 3, task 4: Truncate, fork, release; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
         )
 
     def fork(self) -> BlockTable:
-        """A second table over the same blocks, the unfinished last one too. No block is copied or taken.
+        """A second table over the same blocks, including an unfinished last one. No block is copied or allocated.
 
-        From here on each table grows, shrinks and is released on its own. A block goes back to the pool when all the
-        tables that share it have let it go.
+        The two tables grow, shrink and are released independently. A block goes back to the pool when no table
+        references it any more.
         """
         raise NotImplementedError(
             "phase 3, task 4: Truncate, fork, release; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
         )
 
     def release(self) -> None:
-        """Let all blocks go, the last one first. What is left is an empty table, which may be used again."""
+        """Free all blocks, the last one first. The table is then empty and may be used again."""
         raise NotImplementedError(
             "phase 3, task 4: Truncate, fork, release; read docs/en/phase-03-paged-cache/lab/00-blocks.md"
         )

@@ -1,10 +1,10 @@
 # Phase 4, triton-kernels: your file. It stands in for minicache.kernels.decode.
 # Write what raises NotImplementedError. `minicache grade 4` grades it, `minicache hint 4.K` helps with task K.
-"""Paged decode attention: one query token per sequence over that sequence's rows, read where they lie.
+"""Paged decode attention: one query token per sequence over that sequence's KV entries, read in place.
 
-Phase 4 builds it. Decode is bound by memory: a key or a value is read for one multiplication per query head. So the
-kernel's one aim is to read each row once, with many reads under way, and it never writes a score down. `attend_range`
-is that loop; split-KV runs it over a part of the context, and prefill over many query tokens at once.
+Phase 4 builds it. Decode is memory-bound: each number of a key or value is read for one multiplication per query head.
+So the kernel reads each KV entry once, with many loads in flight, and never stores a score. `attend_range` is that
+loop; split-KV runs it over part of the context, and prefill for many query tokens at once.
 
 Follows PagedAttention (Kwon et al. 2023, §4.1), online softmax (Milakov and Gimelshein 2018) and FlashAttention (Dao et
 al. 2022).
@@ -51,43 +51,43 @@ def attend_range(
 ):
     """Online softmax of some query rows over the tokens start … end − 1 of one sequence, TILE tokens at a time.
 
-    Not a kernel but a function that kernels call. For each tile: look up each token's block, load its key and value
-    rows, score them against all query rows, and fold them into three running results in fp32. When a tile brings a new
-    maximum, what was summed under the old one is rescaled by exp(old − new). Nothing before `start` and nothing from
-    `end` on is read, of the block table neither. An empty range gives −inf, 0 and 0.
+    Not a kernel but a function that kernels call. For each tile: look up each token's block, load its key and value,
+    score it against all query rows, and fold the tile into three running values in fp32. When a tile raises the
+    maximum, the running sums are rescaled by exp(old − new). Nothing before `start` or from `end` on is read, in the
+    cache or in the block table. An empty range gives −inf, 0 and 0.
 
-    Query row r sees the tokens up to its own position, so a tile may be invisible to some rows, or to a row all tiles
-    so far: its maximum is then −inf, and −inf − (−inf) is NaN. Subtract 0 in its place, and every exp gives 0.
+    Query row r sees the tokens up to its position, so a row may see nothing of a tile, or of all tiles so far: its
+    maximum is then −inf, and −inf − (−inf) is NaN. Subtract 0 instead, and every exp gives 0.
 
     Per score, in fp32 and in this order: times `scale`; `softcap`; plus slope · (key position − query position); −inf
     where the token is not visible. The interpreter has no tanh. (1 − e) / (1 + e) with e = exp(−2 |x|) and the sign of
-    x cannot overflow; but where |x| is small, as under a large cap, 1 − e cancels: for |x| < 0.03 take x − x³ / 3.
+    x cannot overflow; but for small |x|, as under a large cap, 1 − e cancels: for |x| < 0.03 use x − x³ / 3.
 
-    Args of the rows, which are query tokens or query heads, as the caller packs them:
+    Args of the rows, which are query tokens or query heads, packed by the caller:
         q: queries `[ROWS, PADDED_HEAD_DIM]`, zero past HEAD_DIM. Keys, values and probabilities are converted to q's
-            dtype for `tl.dot`, which adds up in fp32; `input_precision="ieee"` keeps fp32 from becoming TF32.
-        query_positions: `[ROWS]`, where each row's query token stands.
-        slopes: `[ROWS]` fp32, ALiBi's slope for each row, or None.
+            dtype for `tl.dot`, which accumulates in fp32; `input_precision="ieee"` keeps fp32 from becoming TF32.
+        query_positions: `[ROWS]`, the position of each row's query token.
+        slopes: `[ROWS]` fp32, ALiBi's slope per row, or None.
 
     Args of the cache:
-        k_head_ptr, v_head_ptr: the caches' pointers, moved on to this head.
+        k_head_ptr, v_head_ptr: the caches' pointers, advanced to this head.
         k_token_scale_ptr, v_token_scale_ptr: `[num_blocks, BLOCK_SIZE, num_kv_heads]` fp32, contiguous, or None: a key
-            is its token's scale times what the cache holds. Scale the scores by it, and the probabilities before they
-            are multiplied by values; row_sum adds up probabilities without it. A scale is loaded where its row is.
-        kv_head, num_kv_heads: this head's number, and how many there are.
+            is the cache's numbers times its token's scale. Multiply the scores by it, and for values the probabilities
+            before the product; row_sum sums the unscaled probabilities. Load a scale under the same mask as its token.
+        kv_head, num_kv_heads: this head's index, and the number of heads.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.
-        stride_*: in elements, of the block, the slot in the block and the dimension. Block ids and slots are multiplied
-            in int64.
+        stride_*: in elements, of the block, the slot in the block and the dimension. Multiply block ids and slots in
+            int64.
 
     Args that change scores:
-        scale: fp32, what the scores are multiplied by.
+        scale: fp32, the factor of the scores.
         sliding_window: W or None. A row sees its own position and the W − 1 before it.
         softcap: c or None. score = c · tanh(score / c).
 
     Constants:
         HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
-        TILE: tokens of a tile, a power of two from 16 on. It has nothing to do with BLOCK_SIZE.
+        TILE: tokens per tile, a power of two of at least 16, independent of BLOCK_SIZE.
 
     Result:
         row_max `[ROWS]`, the largest score m; row_sum `[ROWS]`, the sum of exp(score − m); acc
@@ -138,14 +138,14 @@ def decode_kernel(
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """One program attends with all query heads of one group: one key/value head of one sequence.
+    """One program computes attention for all query heads of one group: one key/value head of one sequence.
 
-    Grid (H_kv, B): program (h, i) owns key/value head h of sequence i, and with it the query heads h · GROUP …
-    h · GROUP + GROUP − 1. They are the rows of its matrix product, so that each key and value is loaded once for all of
-    them. The matrix unit takes 16 rows or more: row r ≥ GROUP is padding, loaded as zeros and not stored.
+    Grid (H_kv, B): program (h, i) handles key/value head h of sequence i, and with it the query heads h · GROUP … h ·
+    GROUP + GROUP − 1. They are the rows of its matrix product, so each key and value is loaded once for all of them.
+    Tensor cores take 16 rows or more: row r ≥ GROUP is padding, loaded as zeros and not stored.
 
-    The query stands at position context_len − 1. With a sliding window the range begins at context_len − W, never below
-    0: what lies before is not loaded. A context of 0 is an empty range, and its output is zeros, not 0 / 0.
+    The query is at position context_len − 1. With a sliding window the range begins at context_len − W, never below 0,
+    and nothing before it is loaded. A context of 0 is an empty range, and its output is zeros, not 0 / 0.
 
     Pointers:
         q_ptr: `[B, H, HEAD_DIM]`, H = H_kv · GROUP.
@@ -155,24 +155,24 @@ def decode_kernel(
         context_lens_ptr: `[B]`, contiguous, int32 or int64.
         out_ptr: `[B, H, HEAD_DIM]`, of the dtype `out_ptr.dtype.element_ty`: convert before the store.
         alibi_slopes_ptr: `[H]`, contiguous, or None.
-        k_scale_ptr, v_scale_ptr: `[H_kv]` fp32, contiguous, or None. A key is k_scale times what the cache holds, and
-            the product is linear: scale the scores, not the keys; and the output, not the values.
-        k_token_scale_ptr, v_token_scale_ptr: `[num_blocks, BLOCK_SIZE, H_kv]` fp32, contiguous, or None: a scale for
-            each token, which `attend_range` applies.
+        k_scale_ptr, v_scale_ptr: `[H_kv]` fp32, contiguous, or None. A key is k_scale times the cache's numbers, and
+            the product is linear: multiply the scores, not the keys, and the output, not the values.
+        k_token_scale_ptr, v_token_scale_ptr: `[num_blocks, BLOCK_SIZE, H_kv]` fp32, contiguous, or None: a scale per
+            token, which `attend_range` applies.
 
-    Numbers: scale, sliding_window (or None), softcap (or None). What is None is compiled away.
+    Numbers: scale, sliding_window (or None), softcap (or None). A None is compiled away.
 
     Strides, in elements: q's sequence, head and dimension; the caches' block, slot in the block, head and dimension;
-    the tables' sequence; the output's sequence, head and dimension. Any may come. Sequences, block ids and the
-    caches' head are multiplied in int64.
+    the tables' sequence; the output's sequence, head and dimension. They are arbitrary. Multiply sequences, block ids
+    and the caches' head in int64.
 
     Constants:
-        GROUP: query heads to a key/value head.
+        GROUP: query heads per key/value head.
         ROWS: a power of two, at least 16 and at least GROUP.
         HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
         PADDED_HEAD_DIM: a power of two, at least 16 and at least HEAD_DIM.
-        TILE: tokens of a tile, a power of two from 16 on.
-        DOT_DTYPE: what q is converted to right after its load, and what `tl.dot` multiplies.
+        TILE: tokens per tile, a power of two of at least 16.
+        DOT_DTYPE: the dtype of `tl.dot`'s operands; convert q to it right after its load.
     """
     raise NotImplementedError(
         "phase 4, task 5: Groups of query heads; read docs/en/phase-04-triton-kernels/lab/03-groups.md"
@@ -193,11 +193,11 @@ def paged_decode_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Launch `decode_kernel`: a program a sequence and key/value head. The arguments have been checked.
+    """Launch `decode_kernel`: one program per sequence and key/value head. The arguments have been checked.
 
-    `launch_options`, `new_output`, `per_head`, `per_token` and `rows_contiguous` below do what every launcher needs:
-    constants, an output that is converted to q's dtype at the end, scales as tensors of either kind, tables as the
-    kernel wants them. `scale` is passed as a float, since Triton takes an integer 1 for a constant. An empty batch
+    `launch_options`, `new_output`, `per_head`, `per_token` and `rows_contiguous` below provide what every launcher
+    needs: constants, an output that is converted to q's dtype at the end, scales as tensors of either kind, tables with
+    contiguous rows. Pass `scale` as a float, since Triton specialises an integer 1 as a constant. An empty batch
     launches nothing.
 
     Args:
@@ -206,10 +206,10 @@ def paged_decode_attention(
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64; any strides.
         context_lens: `[B]` int32 or int64, 0 … max_blocks · block_size.
-        scale: what the scores are multiplied by.
+        scale: the factor of the scores.
         alibi_slopes: `[H]`, or None.
         k_scale: a float, `[H_kv]` or contiguous fp32 `[num_blocks, block_size, H_kv]`, or None.
-        v_scale: alike.
+        v_scale: likewise.
         sliding_window: W ≥ 1, or None.
         softcap: c > 0, or None.
 
@@ -221,11 +221,11 @@ def paged_decode_attention(
     )
 
 
-# What the launchers share
+# Shared by the launchers
 
 
 def launch_options(q: Tensor, k_cache: Tensor, kernel: configs.Kernel = "decode") -> dict[str, Any]:
-    """A kernel's constants, and how many warps and pipeline stages it gets: see `minicache.kernels.configs`.
+    """A kernel's constants, warps and pipeline stages, chosen by `minicache.kernels.configs`.
 
     Args:
         q: queries, `[…, H, d]`.
@@ -253,7 +253,7 @@ def launch_options(q: Tensor, k_cache: Tensor, kernel: configs.Kernel = "decode"
 
 
 def dot_dtype(q: Tensor) -> tl.dtype:
-    """What `tl.dot` multiplies: half precision as it is, for the matrix unit; everything else in fp32.
+    """The dtype of `tl.dot`'s operands: half precision unchanged, for the tensor cores; everything else in fp32.
 
     Under the interpreter always fp32: bf16 arithmetic is silently wrong there. An int8 or fp8 number fits into bf16 and
     into fp16 without rounding.
@@ -265,14 +265,14 @@ def dot_dtype(q: Tensor) -> tl.dtype:
 def new_output(q: Tensor) -> Tensor:
     """An uninitialised output like `q`, contiguous, for the kernel to fill and the launcher to convert to q's dtype.
 
-    Under the interpreter it is fp32, because a store to bf16 cuts bits off there instead of rounding. On a GPU it has
-    q's dtype already, and the conversion does nothing.
+    Under the interpreter it is fp32, because a store to bf16 truncates there instead of rounding. On a GPU it already
+    has q's dtype, and the conversion does nothing.
     """
     return torch.empty(q.shape, dtype=torch.float32 if runtime.interpreting() else q.dtype, device=q.device)
 
 
 def per_head(scale: float | Tensor | None, k_cache: Tensor) -> Tensor | None:
-    """A scale for all tokens as `[H_kv]` fp32, contiguous, however it was given; None without one, at no cost."""
+    """A scale for all tokens as `[H_kv]` fp32, contiguous, in whichever form it was given; None without one."""
     if scale is None or per_token(scale) is not None:
         return None
     if isinstance(scale, Tensor):
@@ -281,10 +281,10 @@ def per_head(scale: float | Tensor | None, k_cache: Tensor) -> Tensor | None:
 
 
 def per_token(scale: float | Tensor | None) -> Tensor | None:
-    """A scale for each token, `[num_blocks, block_size, H_kv]`, if that is what was given, else None."""
+    """The scale if it is per token, `[num_blocks, block_size, H_kv]`, else None."""
     return scale if isinstance(scale, Tensor) and scale.ndim == 3 else None
 
 
 def rows_contiguous(block_tables: Tensor) -> Tensor:
-    """Block tables whose rows are contiguous: as they are, cut from a wider tensor too, or else a copy."""
+    """Block tables with contiguous rows: unchanged if they are, even as a slice of a wider tensor, else a copy."""
     return block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()

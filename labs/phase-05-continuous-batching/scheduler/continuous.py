@@ -2,8 +2,8 @@
 # Write what raises NotImplementedError. `minicache grade 5` grades it, `minicache hint 5.K` helps with task K.
 """Continuous batching: requests join and leave the batch at every step.
 
-Phase 5 builds it. Orca (Yu et al., OSDI 2022, §3) called it iteration-level scheduling: the scheduler decides anew
-before each iteration of the model, so a finished request leaves at once and another takes its batch slot.
+Phase 5 builds it. Orca (Yu et al., OSDI 2022, §3) called it iteration-level scheduling: the scheduler decides before
+each iteration of the model, so a finished request leaves at once and another takes its batch slot.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class ContinuousBatchScheduler(StaticBatchScheduler):
     """Admits requests at every step.
 
     Memory is still reserved for the longest answer when a request is admitted, as in Orca's Algorithm 1: a request in
-    the batch can never run short, and most of what it holds is never used.
+    the batch never runs out of memory, and most of what it holds is never used.
     """
 
     def may_admit(self, output: SchedulerOutput) -> bool:
-        """Whether waiting requests may join the batch in this step. What each needs, `schedule_waiting` looks at."""
+        """Whether waiting requests may join the batch in this step: always. `schedule_waiting` checks what fits."""
         raise NotImplementedError(
             "phase 5, task 4: Continuous batching; read docs/en/phase-05-continuous-batching/lab/02-two-stages.md"
         )

@@ -2,9 +2,9 @@
 # Write what raises NotImplementedError. `minicache grade 10` grades it, `minicache hint 10.K` helps with task K.
 """Many clients, one engine: one thread owns the `LLM`, and the coroutines of an event loop get its tokens.
 
-Phase 10 builds it. A client's call becomes a command, which the thread runs between two steps; the chunks of a step go
-to the event loop in one call, and there to the stream of each client. So only the thread ever uses the `LLM`, no step
-waits for a slow reader, and a request whose client leaves is aborted before the next step.
+Phase 10 builds it. A client's call becomes a command, which the thread runs between two steps. The chunks of a step go
+to the event loop in one call, and there to the stream of each client. So only the thread uses the `LLM`, no step waits
+for a slow reader, and a request whose client disconnects is aborted before the next step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1.0, 60.0
 
 
 class AnswerStream:
-    """The chunks of one request, as they come. Made by `AsyncEngine.add_request`; used by one task at a time.
+    """The chunks of one request, as they are generated. Made by `AsyncEngine.add_request`; used by one task at a time.
 
         with await engine.add_request(prompt, params) as stream:
             async for chunk in stream:
@@ -52,14 +52,14 @@ class AnswerStream:
     however slow the reader is.
 
     Args:
-        request_id: whose chunks they are.
-        num_answers: how many answers the request has, its n: so many chunks will have a finish_reason.
-        leave: is called once, with this stream, if it is closed before all answers are finished.
+        request_id: the request's id.
+        num_answers: the request's n, and the number of chunks that will have a finish_reason.
+        leave: called once, with this stream, if it is closed before all answers are finished.
 
     Attributes:
         request_id: as above.
         num_unfinished: answers that are not finished.
-        num_prompt_tokens: how long the prompt is; 0 until the engine has taken the request.
+        num_prompt_tokens: the length of the prompt; 0 until the engine has taken the request.
     """
 
     def __init__(self, request_id: RequestId, num_answers: int, leave: Callable[[AnswerStream], None]) -> None:
@@ -80,7 +80,7 @@ class AnswerStream:
         self._news.set()
 
     async def accepted(self) -> None:
-        """Wait for that. If the stream is failed before, the error is raised."""
+        """Wait for `accept`. If the stream fails first, raise its error."""
         while not self.num_prompt_tokens:
             if self._error is not None:
                 raise self._error
@@ -94,7 +94,7 @@ class AnswerStream:
         )
 
     def fail(self, error: Exception) -> None:
-        """No more chunks will come: those that are here can be fetched, then `error` is raised. Wakes the reader."""
+        """No more chunks will come: the reader gets those that are here, then `error` is raised. Wakes the reader."""
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
@@ -108,7 +108,7 @@ class AnswerStream:
             One or more chunks, in their order; none if all answers are finished, or the stream is closed.
 
         Raises:
-            StepFailedError, EngineStoppedError: the engine has given the request up (`fail`).
+            StepFailedError, EngineStoppedError: the engine has ended the request (`fail`).
         """
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
@@ -118,16 +118,16 @@ class AnswerStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk. Waits for it, and raises what `take` raises; StopAsyncIteration where that gives none."""
+        """The next chunk. Waits for it. Raises what `take` raises, and StopAsyncIteration where that returns none."""
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
 
     def close(self) -> None:
-        """The client wants no more: drop the chunks that were not fetched, and wake the reader, which gets none.
+        """The client is done: drop the chunks that were not fetched, and wake the reader, which gets none.
 
         If answers are unfinished and the stream was not failed, `leave` is called, which aborts them. A second call
-        does nothing. No coroutine, since a task that is being cancelled must be able to call it.
+        does nothing. This is not a coroutine, since a task that is being cancelled must be able to complete it.
         """
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
@@ -143,11 +143,11 @@ class AnswerStream:
 
 
 class AsyncEngine:
-    """One thread that owns an `LLM`, and what the coroutines of one event loop call to get its answers.
+    """One thread that owns an `LLM`, and the calls by which coroutines of one event loop get its answers.
 
     **Admission slots.** At most max_num_seqs + max_waiting answers are unfinished at any time; a request that finds too
-    few slots is refused at once. A waiting answer costs its prompt and nothing else, so the queue could be longer; but
-    a request that would wait longer than its client is willing to is better refused.
+    few slots is refused at once. A waiting answer costs only its prompt, so the queue could be longer; but a request
+    that would wait longer than its client is willing to is better refused.
 
     **When a step fails**, see `fail_step`. If anything else fails in the thread, the thread ends: every stream is
     failed, and `error` is what was raised.
@@ -157,17 +157,17 @@ class AsyncEngine:
         max_waiting: answers that may wait, beyond the max_num_seqs that the scheduler has batch slots for; ≥ 0.
 
     Attributes:
-        llm: as above. Of the thread.
+        llm: as above. It belongs to the thread.
         max_unfinished: the admission slots, max_num_seqs + max_waiting.
-        num_unfinished: those that are taken: unfinished answers, of all streams. Of the event loop, as are the next
-            five.
+        num_unfinished: the slots taken: unfinished answers, of all streams. It belongs to the event loop, as do the
+            next five.
         streams: request id → stream, of all requests with unfinished answers.
         is_draining: whether new requests are refused because the engine is to stop.
-        error: what ended the thread, if it was not `stop`; else None.
+        error: the exception that ended the thread; None if there was none.
         all_finished: an `asyncio.Event`, set while num_unfinished is 0; what `drain` waits for.
         finished_at: when the last answers finished (time.monotonic()), the newest last; empty when none is unfinished.
-        commands: what the thread is to call, in this order, between two steps; None ends it. The only way from the
-            event loop to the thread.
+        commands: functions for the thread to call, in this order, between two steps; None ends it. The only way from
+            the event loop to the thread.
         last_step: an observer that remembers the step under way.
 
     Raises:
@@ -204,19 +204,18 @@ class AsyncEngine:
         self._thread.start()
 
     async def drain(self, seconds: float) -> bool:
-        """Take no new requests, and wait until those that are here are finished (num_unfinished is 0).
+        """Take no new requests, and wait until all requests are finished (num_unfinished is 0).
 
-        It sleeps meanwhile, until `all_finished` is set: it does not look every so often. If its task is cancelled, it
-        raises the CancelledError, which is no answer to how many are finished.
+        It sleeps until `all_finished` is set, without polling. If its task is cancelled, the CancelledError is raised.
 
         Args:
-            seconds: how long to wait at most.
+            seconds: the longest wait.
 
         Returns:
             Whether all are finished.
         """
         raise NotImplementedError(
-            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     async def stop(self) -> None:
@@ -240,7 +239,7 @@ class AsyncEngine:
     # What clients call, in the event loop
 
     def check_admission(self, num_answers: int) -> None:
-        """Raise unless so many more answers can be taken now. Takes no slot.
+        """Raise unless that many more answers can be admitted now. Takes no slot.
 
         Args:
             num_answers: n of a request, or of several together.
@@ -251,45 +250,45 @@ class AsyncEngine:
             QueueFullError: too many slots are taken now. Its retry_after is `retry_after()`.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     async def add_request(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AnswerStream:
-        """Have a request answered. Returns when the thread has taken it.
+        """Submit a request. Returns when the thread has taken it.
 
         If `check_admission` allows it, n admission slots are taken and the stream is put into `streams` before the
         thread is asked: requests that come at the same time cannot take the same slots. The thread calls
         `llm.add_request` between two steps, as a command. Then it has the event loop call the stream's `accept`, with
         the length of the prompt (`llm.answers[request_id].request.num_prompt_tokens`); or `fail`, with the error that
-        was raised. `accepted` waits for either. If the client leaves meanwhile (this task is cancelled), the stream is
-        closed: its slots are free again, and the request is aborted.
+        was raised. `accepted` waits for either. If the client disconnects meanwhile (this task is cancelled), the
+        stream is closed: its slots are free again, and the request is aborted.
 
         Args:
             prompt: token ids, or a text. A text is tokenised in the thread, and a long one delays the next step: a
                 server tokenises before it calls this.
             params: what to generate; its n answers need n admission slots.
-            options: further arguments of `llm.add_request` (priority, cache_salt), except request_id, which is a number
-                that was never used, and arrival_time, which is now: what a caller gives for these never replaces them.
+            options: further arguments of `llm.add_request` (priority, cache_salt). A caller's request_id and
+                arrival_time are ignored: the id is a number that was never used, the time is now.
 
         Returns:
             The stream of its chunks. The caller closes it.
 
         Raises:
-            Exception: what `check_admission` or `llm.add_request` raises. Nothing was added, and no slot is taken.
+            Exception: raised by `check_admission` or `llm.add_request`. Nothing was added, and no slot is taken.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     def retry_after(self) -> float:
-        """Seconds until the answers that wait now will be finished, at the rate of the last ones.
+        """Seconds until the answers that wait now will be finished, at the current rate.
 
         With t seconds between two of `finished_at` on average, and k unfinished answers beyond the scheduler's
         max_num_seqs, but at least one, that is k · t; no less than MIN_RETRY_AFTER and no more than MAX_RETRY_AFTER. If
         `finished_at` has fewer than two: MIN_RETRY_AFTER.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     def leave(self, stream: AnswerStream) -> None:
@@ -298,7 +297,7 @@ class AsyncEngine:
         It leaves `streams`. If it was not there, nothing is done.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     # The thread
@@ -325,27 +324,27 @@ class AsyncEngine:
         )
 
     def fail_step(self, error: Exception) -> None:
-        """A step has failed: end the requests that may be to blame, so that the next steps can succeed.
+        """A step has failed: end the requests that may be to blame, so the next steps can succeed.
 
         All requests are in the waiting queue again (`LLM.recover`), and the others go on from there. Requests of the
-        step that have no token yet are suspected first: the others have been through steps like this one. If the step
-        had both, only the suspects are ended. All of the step are ended if it had not both, or if the step before
-        failed too (`has_failed`): then suspecting did not help, and might end one newcomer after another for the sake
-        of an old request. If no step was under way (`schedule` itself raised), all requests are ended.
+        step that have no token yet are suspected first: the others have been through steps like this one. In a step
+        with both kinds, only the suspects are ended. All requests of the step are ended if there is only one kind, or
+        if the step before failed too (`has_failed`): suspecting again might end one newcomer after another because of
+        an old request. If no step was in progress (`schedule` itself raised), all requests are ended.
 
-        `last_step` has the requests of the step; it is then made to forget them. A request is ended with all its
-        answers: it is aborted, here in the thread, and its stream is failed in the event loop, with a StepFailedError
-        that has the message of `error`, and `error` as its `__cause__`. One call of `fail` names all of them, each
-        once. `error` is logged, with its traceback.
+        `last_step` has the requests of the step, and is then reset (`forget`). A request is ended with all its answers:
+        it is aborted, here in the thread, and its stream is failed in the event loop, with a StepFailedError that has
+        the message of `error`, and `error` as its `__cause__`. One call of `fail` names all of them, each once. `error`
+        is logged, with its traceback.
 
         Args:
-            error: what the step raised.
+            error: the exception that the step raised.
 
         Raises:
             InvariantError: there was no step and there are no requests, so the next one would fail as well.
         """
         raise NotImplementedError(
-            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 4: A step that fails, and the end; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     def call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
@@ -355,23 +354,23 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def yield_to_loop(self) -> None:
-        """Wait until the event loop has made the calls, and run the tasks that these have woken; MAX_YIELD at most.
+        """Wait until the event loop has made the calls and run the tasks that these wake; at most MAX_YIELD seconds.
 
-        Thread and event loop share the interpreter's lock. If the thread went on at once, every write to a socket would
-        hand the lock to the model, and every operation of the model would hand it back: with 64 clients that costs more
-        than all their writes in one go.
+        Thread and event loop share the GIL. If the thread went on at once, every write to a socket would hand the GIL
+        to the model, and every operation of the model would hand it back: with 64 clients that costs more than doing
+        all their writes at once.
         """
         assert self._loop is not None
         self._loop_is_done.clear()
         with suppress(RuntimeError):
-            # Twice, so that it comes behind the tasks that the call before it wakes.
+            # Twice, to run after the tasks that the earlier call wakes.
             self._loop.call_soon_threadsafe(self._loop.call_soon, self._loop_is_done.set)
             self._loop_is_done.wait(MAX_YIELD)
 
     # What the thread calls, in the event loop
 
     def dispatch(self, chunks: Sequence[Chunk]) -> None:
-        """Give each chunk to the stream of its request; drop it if there is none any more.
+        """Put each chunk into the stream of its request; drop it if there is none any more.
 
         If the chunk finishes an answer (it has a finish_reason), the time is appended to `finished_at`, and a slot is
         free again (`free_slots`). The stream leaves `streams` when all its answers are finished. But a chunk with the
@@ -389,7 +388,7 @@ class AsyncEngine:
         stream are skipped.
         """
         raise NotImplementedError(
-            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
+            "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
         )
 
     def _abort_all(self) -> None:
@@ -398,7 +397,7 @@ class AsyncEngine:
             self.llm.abort_request(request_id)
 
     def free_slots(self, num_answers: int) -> None:
-        """So many answers are no longer unfinished. When none is left, `drain` is over, and `finished_at` is cleared.
+        """That many answers are no longer unfinished. When none is left, `drain` returns, and `finished_at` is cleared.
 
         (Otherwise a pause without requests would look like slow service to `retry_after`.)
         """
@@ -416,7 +415,7 @@ class AsyncEngine:
             self.call_in_loop(self._end, error)
 
     def _end(self, error: BaseException) -> None:
-        """The thread has ended by an error: fail every stream."""
+        """An error has ended the thread: fail every stream."""
         self.error = error
         stopped = EngineStoppedError(f"the engine has ended: {error}")
         stopped.__cause__ = error
@@ -424,7 +423,7 @@ class AsyncEngine:
 
 
 class LastStep(Observer):
-    """Remembers the step under way, whose requests may be to blame if it fails.
+    """Remembers the step in progress, whose requests are suspected if it fails.
 
     Attributes:
         requests: of the last output, in batch order; none if its tokens were recorded, or it was forgotten.
@@ -444,5 +443,5 @@ class LastStep(Observer):
         self.requests, self.has_failed = [], False
 
     def forget(self) -> None:
-        """It has failed, and its requests were dealt with."""
+        """It has failed, and its requests were handled."""
         self.requests, self.has_failed = [], True

@@ -2,10 +2,10 @@
 # Write what raises NotImplementedError. `minicache grade 11` grades it, `minicache hint 11.K` helps with task K.
 """How many replicas there should be (phase 11). Pure standard library.
 
-The load now says how many replicas are wanted now. Acting on each such number would start and stop replicas all day,
-and a start takes a minute in which nothing is gained. So a number is acted on only when it has held for a while: the
-fleet grows to what was wanted at least, and shrinks to what was wanted at most, in a window that ends now (the
-stabilization windows of Kubernetes' Horizontal Pod Autoscaler). Whoever leaves finishes its requests first.
+The current load gives the number of replicas wanted now. Acting on each such number would start and stop replicas all
+day, and a start takes a minute in which nothing is gained. So a number counts only when it has held for a while: the
+fleet grows to the smallest and shrinks to the largest number wanted in a window that ends now (the stabilization
+windows of Kubernetes' Horizontal Pod Autoscaler). A replica that leaves finishes its requests first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from minicache.fleet.views import FleetView, ReplicaId, ReplicaView
 
 
 class Autoscaler:
-    """Decides, each time it is asked, how many replicas there should be.
+    """Decides at each call how many replicas there should be.
 
-    It keeps nothing between two calls: what it has to remember is in the `state` that it returns, and gets back.
+    It keeps nothing between two calls: its memory is the `state` that it returns, and gets back.
 
     Args:
         target_unfinished: unfinished requests a replica should have, > 0.
@@ -55,33 +55,32 @@ class Autoscaler:
         self.upscale_delay, self.downscale_delay = upscale_delay, downscale_delay
 
     def wanted(self, view: FleetView) -> int:
-        """The fewest replicas with which none has more than `target_unfinished` requests, if all share them evenly.
+        """The fewest replicas with which none has more than `target_unfinished` requests, if they are spread evenly.
 
-        Requests that wait for a replica count as those that have one. Never fewer than `min_replicas`, nor more than
-        `max_replicas`.
+        Requests that wait for a replica count too. Never fewer than `min_replicas`, nor more than `max_replicas`.
         """
         raise NotImplementedError(
             "phase 11, task 5: How many replicas; read docs/en/phase-11-scale-out/lab/05-autoscaling.md"
         )
 
     def decide(self, view: FleetView, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """How many replicas there should be, those that start included.
+        """How many replicas there should be, including those that are starting.
 
-        What is `wanted` at one call holds until the next. If at every moment of the last `upscale_delay` seconds more
-        were wanted than there are, there should be as many as were wanted at least. If at every moment of the last
-        `downscale_delay` seconds fewer were wanted than there are, there should be as many as were wanted at most.
-        Else as many as there are. "As there are" means those that take requests and those that start, and the nearer
-        bound where these are fewer than `min_replicas` or more than `max_replicas`: the bounds need no delay.
+        The `wanted` of a call holds until the next. If at every moment of the last `upscale_delay` seconds more were
+        wanted than there are, the result is the smallest number wanted in that time. If at every moment of the last
+        `downscale_delay` seconds fewer were wanted than there are, it is the largest. Otherwise it is the current
+        number: the replicas that take requests or are starting, or the nearer bound if these are fewer than
+        `min_replicas` or more than `max_replicas`, since the bounds need no delay.
 
-        What was wanted before the first call is not known, and reason for nothing. If the clock was set back, what was
-        wanted at moments after `view.now` is forgotten.
+        What was wanted before the first call is unknown and justifies nothing. If the clock was set back, entries of
+        moments after `view.now` are dropped.
 
         Args:
             view: the fleet now.
-            state: what the call before returned; empty at the first. It is not changed.
+            state: returned by the previous call; empty at the first. It is not changed.
 
         Returns:
-            The number, and the new state: what `json.dumps` takes, and no more of the past than the delays need.
+            The number, and the new state, which `json.dumps` accepts and which keeps only what the delays need.
         """
         raise NotImplementedError(
             "phase 11, task 5: How many replicas; read docs/en/phase-11-scale-out/lab/05-autoscaling.md"
@@ -95,7 +94,7 @@ class Autoscaler:
             count: 0 … len(replicas).
 
         Returns:
-            The names of `count` of them: with the fewest unfinished requests; of equals, those whose names come first.
+            `count` names: those with the fewest unfinished requests; of equals, those whose names come first.
         """
         raise NotImplementedError(
             "phase 11, task 5: How many replicas; read docs/en/phase-11-scale-out/lab/05-autoscaling.md"

@@ -1,10 +1,10 @@
 # Phase 11, scale-out: your file. It stands in for minicache.fleet.power_of_two.
 # Write what raises NotImplementedError. `minicache grade 11` grades it, `minicache hint 11.K` helps with task K.
-"""Two choices at random (phase 11). Pure standard library.
+"""The power of two random choices (phase 11). Pure standard library.
 
-Two replicas are drawn at random, and the one with fewer unfinished requests gets the request (Mitzenmacher, 2001). That
-is nearly as even as always taking the least busy of all, and it does not send every request to the one replica that was
-idle when the numbers were last seen.
+Two replicas are drawn at random, and the one with fewer unfinished requests gets the request (Mitzenmacher, 2001). The
+load is almost as even as with the least busy of all, and old numbers do not send every request to the one replica that
+was idle when they were reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PowerOfTwoRouter(Router):
     """The less busy of two replicas.
 
     Args:
-        seed: of what is drawn. Two routers with the same seed choose alike.
+        seed: of the draws. Two routers with the same seed choose alike.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
@@ -33,8 +33,8 @@ class PowerOfTwoRouter(Router):
         is equally likely. A single replica that is not full is chosen. Everything random comes from `self.rng`.
 
         Args:
-            request: not looked at.
-            replicas: those that take requests, in any order. Not to be changed or kept.
+            request: unused.
+            replicas: those that take requests, in any order. Do not change or keep it.
 
         Raises:
             NoReplicaError: there is none, or all are full: `no_replica(replicas)`.

@@ -3,12 +3,12 @@
 """Our scheduler inside an engine that has requests, a KV cache and a loop of its own. Phase 11 builds it.
 
     engine's loop:   schedule ──▶ forward pass, sampling ──▶ its own bookkeeping ──▶ schedule ──▶ …
-    the adapter:     commit the last step, schedule the next, translate both ways
+    the adapter:     commit the last step, schedule the next, translate in both directions
 
 The engine here is `transformers`' continuous batching, and the names are its names (`minicache.plugins.transformers`
-plugs the adapter in); this module imports nothing of it, and runs with anything that has the same attributes. The
-engine stores keys and values in blocks of its own, as many as our pool has: our scheduler decides *how many* blocks a
-request holds, the engine *which*. Pure standard library.
+plugs the adapter in); this module imports nothing of it, and works with any objects that have the same attributes. The
+engine's cache has as many blocks as our pool: our scheduler decides *how many* blocks a request holds, the engine
+*which*. Pure standard library.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class EngineRequest(Protocol):
     """The engine's own record of a request: `transformers`' RequestState, as far as the adapter uses it.
 
     Attributes:
-        request_id: names it, for the engine and for our scheduler.
+        request_id: its id, in the engine and in our scheduler.
         initial_tokens: the prompt.
         max_new_tokens: the most tokens to generate; None: no limit.
-        generated_tokens: what was generated so far. The engine appends to it, after each forward pass.
-        tokens_to_process: the tokens that the next forward pass computes. The scheduler writes it.
-        remaining_prefill_tokens: the tokens known after those, which later steps compute; empty: the forward pass
-            yields a new token. The scheduler writes it.
+        generated_tokens: the tokens generated so far. The engine appends to it after each forward pass.
+        tokens_to_process: the tokens that the next forward pass computes. The adapter writes it.
+        remaining_prefill_tokens: the known tokens after those, which later steps compute; if empty, the forward pass
+            yields a new token. The adapter writes it.
         position_offset: how many of its tokens have keys and values in the engine's cache, so the position of the first
-            of tokens_to_process. The engine moves it on, by the tokens of each step.
+            of tokens_to_process. The engine advances it by the tokens of each step.
     """
 
     request_id: str
@@ -58,17 +58,17 @@ class EngineCache(Protocol):
         ...
 
     def free_blocks(self, request_id: str, /) -> None:
-        """Free all blocks of a request. One that has none is left as it is."""
+        """Free all blocks of a request, if it has any."""
         ...
 
 
 class Batch(NamedTuple):
-    """What `SchedulerAdapter.schedule` decided, in the engine's terms.
+    """The decisions of `SchedulerAdapter.schedule`, in the engine's terms.
 
     Attributes:
-        scheduled: of each request of the step, in the scheduler's order, the engine's record and how many tokens it
+        scheduled: for each request of the step, in the scheduler's order, the engine's record and how many tokens it
             computes.
-        preempted: the engine's records of the requests that lost their batch slot, and all that they had in the cache.
+        preempted: the engine's records of the requests that lost their batch slot and their blocks.
     """
 
     scheduled: list[tuple[EngineRequest, int]]
@@ -78,9 +78,9 @@ class Batch(NamedTuple):
 class SchedulerAdapter:
     """Lets a scheduler of minicache decide for an engine.
 
-    For each request there are two records: the scheduler's `Request`, and the engine's own, its state. The scheduler
-    writes the first, the engine the second, and each learns what it must from the adapter. Between two steps, of every
-    unfinished request, after `commit`:
+    For each request there are two records: the scheduler's `Request`, and the engine's state. The scheduler writes the
+    first, the engine the second, and the adapter carries news between them. Between two steps, for every unfinished
+    request, after `commit`:
 
         request.output_token_ids == state.generated_tokens
         request.num_computed_tokens == state.position_offset
@@ -94,11 +94,10 @@ class SchedulerAdapter:
         scheduler: as given.
         cache: as given.
         states: id → the engine's record, of every request that is unfinished for the scheduler.
-        output: the step that the engine is computing or has just computed; None: there is none to commit.
-        max_tokens_per_request: the most tokens of a request that fit, prompt and output together: no more than the
-            whole pool; and no more than a step computes (max_num_batched_tokens), if the scheduler computes prompts in
-            one step: after a preemption it computes prompt and output in one step too, and the engine's input buffers
-            end there.
+        output: the step that the engine is computing or has just computed; None if there is none to commit.
+        max_tokens_per_request: the most tokens of a request that fit, prompt and output together: the whole pool; and
+            at most what a step computes (max_num_batched_tokens), if the scheduler computes prompts in one step: after
+            a preemption it computes prompt and output in one step too, and the engine's input buffers end there.
     """
 
     def __init__(self, scheduler: Scheduler, cache: EngineCache) -> None:
@@ -111,10 +110,10 @@ class SchedulerAdapter:
             self.max_tokens_per_request = min(self.max_tokens_per_request, scheduler.max_num_batched_tokens)
 
     def add(self, state: EngineRequest, stop_token_ids: Iterable[int] = ()) -> None:
-        """Take on a new request of the engine: make a `Request` of it, and add that to the scheduler.
+        """Add a new request of the engine to the scheduler, as a `Request`.
 
-        It has the engine's id, prompt and limit, and finishes at one of `stop_token_ids`, as it does for the engine. So
-        both find by themselves, after the same token, that a request has finished.
+        It has the engine's id, prompt and limit, and finishes at one of `stop_token_ids`, as it does in the engine. So
+        both detect after the same token that a request has finished.
 
         Args:
             state: a new one, with nothing generated.
@@ -129,28 +128,27 @@ class SchedulerAdapter:
         )
 
     def abort(self, request_id: str) -> None:
-        """Give up a request that has not finished by its own tokens: it failed, or its client has left.
+        """End a request that has not finished by its own tokens: it failed, or its client has disconnected.
 
-        May be called at any time, also between a step's `schedule` and its `commit`. A request that is not here, or
-        not any more, is passed over.
+        May be called at any time, also between a step's `schedule` and its `commit`. An unknown id is ignored.
         """
         if self.states.pop(request_id, None) is not None:
             self.scheduler.abort_request(request_id)
 
     def commit(self) -> list[str]:
-        """Record in the scheduler what the last step gave, if there is a step to commit.
+        """Commit the last step's tokens to the scheduler, if there is a step to commit.
 
-        The engine tells nobody which tokens it sampled: it has appended them to its records. A request of the step
-        that is unfinished (`abort` may have come in between) and whose last known token was computed has one token more
-        there than in the scheduler; one that is still in its prompt, or computes again what it lost, has none. Requests
-        that the scheduler finishes with these tokens leave `states`.
+        The engine does not pass on the tokens that it sampled: it has appended them to its records. A request of the
+        step that is unfinished (`abort` may have come in between) and whose last known token was computed has one token
+        more there than in the scheduler; one that is still in its prompt, or recomputes what it lost, has none.
+        Requests that the scheduler finishes with these tokens leave `states`.
 
         Returns:
             The ids of the requests that have just finished, in batch order. Empty if there was no step.
 
         Raises:
-            PluginError: a token is not there, as the engine schedules a step before it knows the tokens of the last
-                one. Nothing has changed.
+            PluginError: a token is missing, as the engine schedules a step before it knows the tokens of the last one.
+                Nothing has changed.
         """
         raise NotImplementedError(
             "phase 11, task 7: The plug-in; read docs/en/phase-11-scale-out/lab/07-the-plug-in.md"
@@ -159,20 +157,20 @@ class SchedulerAdapter:
     def schedule(self) -> Batch:
         """Let the scheduler decide the next step, and prepare the engine for it.
 
-        The last step is committed first, if the engine has not asked for that yet. Then, of the scheduler's next step:
+        The last step is committed first, if it was not yet. Then, for the scheduler's next step:
 
         1. Each preempted request loses its blocks in the engine's cache, and its position there: it will be computed
            from its first token on.
         2. Each scheduled request, in order, gets the tokens that this step computes (`tokens_to_process`) and those
-           that later steps will (`remaining_prefill_tokens`), and blocks for the former. The scheduler's `Request`
-           knows both, prompt and output alike.
+           that later steps will (`remaining_prefill_tokens`), and blocks for the former. The scheduler's `Request` has
+           both, prompt and output alike.
 
         Returns:
             The step. It is kept in `output`, to be committed once the engine has computed it.
 
         Raises:
             PluginError: the last step cannot be committed, or the engine has no blocks for a request that the
-                scheduler has found blocks for.
+                scheduler has allocated blocks for.
         """
         raise NotImplementedError(
             "phase 11, task 7: The plug-in; read docs/en/phase-11-scale-out/lab/07-the-plug-in.md"

@@ -125,7 +125,7 @@ def pack(requests: Sequence[Request], counts: Sequence[int], block_size: int, si
         size: of the step, at least that of the requests. What is left is padding.
 
     Returns:
-        `[size.buffer_size]` int64; in pinned memory where there is a GPU, so that copying it need not wait.
+        `[size.buffer_size]` int64; in pinned memory where there is a GPU, so copying it need not wait.
     """
     buffer = torch.empty(size.buffer_size, dtype=torch.int64, pin_memory=torch.cuda.is_available())
     tensors = step_tensors(requests, counts, block_size, size.width)

@@ -1,7 +1,7 @@
 """Keys and values in blocks: storage that many sequences share, and two views of it that a model can run on.
 
-Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values for each layer; which
-sequence has which block is decided by `minicache.memory.blocks`. `PagedKVCache` is `KVCache` without the reservation: a
+Phase 3 builds it. `PagedStorage` is the memory, one tensor of blocks for keys and one for values in each layer;
+`minicache.memory.blocks` assigns blocks to sequences. `PagedKVCache` is `KVCache` without the reservation: a
 batch of sequences of one length. `RaggedStep` is one step of a serving engine: sequences of any lengths, each with its
 own number of new tokens.
 """
@@ -24,8 +24,8 @@ from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 class PagedStorage:
     """The memory of a pool's blocks, for every layer: block b of the pool is block b of each tensor here.
 
-    One block id stands for 2 · num_layers blocks of memory: a sequence has one block table, and every layer reads its
-    keys and its values through it (Kwon et al. 2023, §4.2).
+    One block id refers to 2 · num_layers blocks of memory: a sequence has one block table, and every layer reads its
+    keys and values through it (Kwon et al. 2023, §4.2).
 
     Args:
         pool: allocates the blocks; its num_blocks and block_size are the storage's.
@@ -89,11 +89,11 @@ class PagedStorage:
 
 
 class PagedKVCache(KVCache):
-    """`KVCache` over blocks: the same methods and results, and memory that is allocated as tokens come.
+    """`KVCache` over blocks: the same methods and results, and memory that is allocated as tokens arrive.
 
     Each sequence of the batch has a `BlockTable`. Layer 0's `append` allocates the blocks that the forward pass needs,
-    for the whole batch or not at all; every layer writes to the same slots. `reset` gives all blocks back to the pool.
-    A cache that is dropped without `reset` keeps its blocks: there is no finaliser.
+    for the whole batch or not at all; every layer writes to the same slots. `reset` frees all blocks. A cache that
+    is dropped without `reset` keeps its blocks: there is no finaliser.
 
     Args:
         num_layers: attention layers, ≥ 1.
@@ -103,8 +103,8 @@ class PagedKVCache(KVCache):
         head_dim: size of one head (d), ≥ 1.
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
-        block_size: tokens of a block, ≥ 1, in a storage of its own. A given storage has its pool's.
-        storage: blocks to share with other caches. None: a storage of its own, with a new pool of just enough blocks
+        block_size: tokens of a block, ≥ 1, if the cache makes its storage. A given storage has its pool's.
+        storage: blocks to share with other caches. None: the cache makes one, with a new pool of just enough blocks
             for `max_seq_len` tokens of every sequence.
 
     Attributes:
@@ -167,8 +167,8 @@ class PagedKVCache(KVCache):
     def nbytes(self) -> int:
         """Bytes that no other cache can use.
 
-        With a storage of its own: keys and values, all layers, `max_seq_len` rows of every sequence, as in `KVCache`.
-        Over a shared storage nothing is reserved, and it is `nbytes_allocated`.
+        With its own storage: keys and values, all layers, `max_seq_len` tokens of every sequence, as in `KVCache`. Over
+        a shared storage nothing is reserved, and it is `nbytes_allocated`.
         """
         if not self._owns_storage:
             return self.nbytes_allocated
@@ -182,7 +182,7 @@ class PagedKVCache(KVCache):
 
     @property
     def nbytes_used(self) -> int:
-        """The part of `nbytes_allocated` that holds tokens: `num_tokens` rows of every sequence."""
+        """The part of `nbytes_allocated` that holds tokens: `num_tokens` of every sequence."""
         return self.batch_size * self.num_tokens * self.storage.token_nbytes
 
     def positions(self, num_new_tokens: int) -> Tensor:
@@ -208,7 +208,7 @@ class PagedKVCache(KVCache):
         and begun no forward pass. The slots are computed at layer 0, once for all layers.
 
         Args:
-            layer: 0 … num_layers − 1; must be the layer whose turn it is (see `KVCache`).
+            layer: 0 … num_layers − 1; must be the next layer (see `KVCache`).
             k: keys `[batch_size, num_kv_heads, T, head_dim]`, T ≥ 1, in the cache's dtype and on its device.
             v: values, the same shape.
 
@@ -216,10 +216,10 @@ class PagedKVCache(KVCache):
             IndexError: there is no such layer (negative ones included).
             TypeError: `k` or `v` is not a tensor, or has another dtype than the cache.
             ValueError: another shape or device; T = 0; T differs from this pass's earlier layers; or the layer is out
-                of turn.
+                of order.
             CacheOverflowError: num_tokens + T > max_seq_len.
             OutOfBlocksError: the pool has fewer free blocks than the batch needs.
-            SharedBlockError: a sequence's last block is unfinished, and a fork has it too.
+            SharedBlockError: a sequence's last block is unfinished and shared with a fork.
         """
         check_layer(layer, self.num_layers)
         check_rows(k, v, self.batch_size, self.num_kv_heads, self.head_dim, self.dtype, self.device)
@@ -234,7 +234,7 @@ class PagedKVCache(KVCache):
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of every token that `layer` holds, gathered from the blocks.
 
-        Between forward passes S = num_tokens. During one, a layer that has its new rows returns them too.
+        Between forward passes S = num_tokens. During one, a layer that has its new entries returns them too.
 
         Args:
             layer: 0 … num_layers − 1.
@@ -283,7 +283,7 @@ class PagedKVCache(KVCache):
         return out.reshape(self.batch_size, num_new, -1, self.head_dim).transpose(1, 2)
 
     def reset(self) -> None:
-        """Forget every token and give the blocks back to the pool: the next append writes position 0 again.
+        """Drop every token and free the blocks: the next append writes position 0 again.
 
         Also ends an incomplete forward pass, so a cache can be used again after an error in the model.
         """
@@ -293,7 +293,7 @@ class PagedKVCache(KVCache):
         self._follow_tables()
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of every sequence, and give back the blocks that are then empty.
+        """Keep the first `num_tokens` tokens of every sequence, and free the blocks that are then empty.
 
         Ends an incomplete forward pass, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it.
 
@@ -316,7 +316,7 @@ class PagedKVCache(KVCache):
 
         Both read the shared blocks; neither may write to one. So where num_tokens is no multiple of the block size,
         `append` raises SharedBlockError in both, until the other has freed the unfinished block (`reset`, or
-        `truncate`). A fork of a cache with a storage of its own shares that storage: together they have one's blocks.
+        `truncate`). A fork of a cache with its own storage shares that storage: together they have the blocks of one.
 
         Returns:
             A new cache over the same storage.
@@ -341,7 +341,7 @@ class PagedKVCache(KVCache):
         return fork
 
     def _num_rows(self, layer: int) -> int:
-        """Rows that `layer` holds of each sequence, those of a forward pass under way included."""
+        """Tokens of each sequence that `layer` holds, including those of a forward pass under way."""
         check_layer(layer, self.num_layers)
         return self.num_tokens + (self._turns.num_new if self._turns.is_ahead(layer) else 0)
 
@@ -381,10 +381,9 @@ class PagedKVCache(KVCache):
 class RaggedStep:
     """One step of an engine: sequences of any lengths, each with some new tokens, in one forward pass.
 
-    The new tokens of all sequences lie one sequence after the other in a batch of 1, without padding, N in all. So a
-    model that takes `[1, N]` token ids and a cache needs no second forward: `model(token_ids[None], step)`. A sequence
-    in its prompt brings many tokens, a sequence in decode brings one, and both may be in one step (Yu et al. 2022,
-    §3).
+    The N new tokens of all sequences are concatenated in a batch of 1, without padding. So a model that takes `[1, N]`
+    token ids and a cache needs no second forward method: `model(token_ids[None], step)`. A sequence in prefill has many
+    new tokens, a sequence in decode has one, and both may be in one step (Yu et al. 2022, §3).
 
     All blocks are allocated when the step is made, or none. A step serves one forward pass: each layer is appended to
     once, in order. If the pass fails, the tables keep the new tokens' slots until they are truncated.
@@ -392,20 +391,20 @@ class RaggedStep:
     Args:
         storage: where keys and values are.
         tables: a `BlockTable` over the storage's pool for each of B ≥ 1 sequences; they grow.
-        num_new_tokens: how many tokens each sequence brings, ≥ 1 each.
+        num_new_tokens: the number of new tokens of each sequence, ≥ 1 each.
 
     Attributes:
         slot_mapping: `[N]` int64, the slot of each new token.
-        context_lens: `[B]` int64, tokens of each sequence, the new ones too.
+        context_lens: `[B]` int64, tokens of each sequence, including the new ones.
         query_start_loc: `[B + 1]` int64: of the N tokens, query_start_loc[i] : query_start_loc[i + 1] are sequence i's.
         block_tables: `[B, max_blocks]` int64, each sequence's blocks in order, −1 after the last.
 
     Raises:
         TypeError: a count is not an int.
-        ValueError: no sequences, not one count for each table, a count below 1, a table over another pool, or a table
-            given twice.
+        ValueError: no sequences, a different number of counts than tables, a count below 1, a table over another pool,
+            or a table given twice.
         OutOfBlocksError: the pool has fewer free blocks than the step needs. No table has changed.
-        SharedBlockError: a new token's slot would lie in a block that another table has too. No table has changed.
+        SharedBlockError: a new token would go into a shared block. No table has changed.
     """
 
     def __init__(self, storage: PagedStorage, tables: Sequence[BlockTable], num_new_tokens: Sequence[int]) -> None:
@@ -414,9 +413,9 @@ class RaggedStep:
         for count in num_new_tokens:
             require_count("num_new_tokens", count)
         if any(table.pool is not storage.pool for table in tables):
-            raise ValueError("a table's blocks are of another pool than the storage's")
+            raise ValueError("a table is over another pool than the storage's")
         if len(set(map(id, tables))) < len(tables):
-            raise ValueError("a table is given twice: a sequence brings its new tokens together")
+            raise ValueError("a table is given twice: pass each sequence once, with all its new tokens")
         slots = _grow(tables, num_new_tokens)
         device = storage.device
         lens = [table.num_tokens for table in tables]
@@ -454,20 +453,20 @@ class RaggedStep:
         """Store the keys and values of the step's N tokens in `layer`, each sequence's in its own blocks.
 
         Args:
-            layer: 0 … num_layers − 1; must be the layer whose turn it is.
+            layer: 0 … num_layers − 1; must be the next layer.
             k: keys `[1, H_kv, N, d]`, in the storage's dtype and on its device.
             v: values, the same shape.
 
         Raises:
             IndexError: there is no such layer (negative ones included).
             TypeError: `k` or `v` is not a tensor, or has another dtype than the storage.
-            ValueError: another shape, device or number of tokens; the layer is out of turn; or the last layer has had
-                its rows, and the step is over.
+            ValueError: another shape, device or number of tokens; the layer is out of order; or the last layer has its
+                rows, and the step is over.
         """
         check_layer(layer, self.storage.num_layers)
         check_rows(k, v, 1, self.storage.num_kv_heads, self.storage.head_dim, self.storage.dtype, self.storage.device)
         if self._is_over:
-            raise ValueError("every layer has its rows: a step serves one pass, make another for the next")
+            raise ValueError("every layer has its rows: a step serves one forward pass, so make another step")
         self.positions(k.shape[2])  # refuses any other number of tokens
         self._turns.check(layer, k.shape[2])
         k, v = (rows[0].transpose(0, 1) for rows in (k, v))
@@ -504,7 +503,7 @@ class RaggedStep:
             layer: 0 … num_layers − 1; it must have its rows.
 
         Returns:
-            `(k, v)`, each `[1, H_kv, Σ context_lens, d]`, of each sequence the oldest token first. To be read.
+            `(k, v)`, each `[1, H_kv, Σ context_lens, d]`, the oldest token of each sequence first. Read-only.
 
         Raises:
             IndexError: there is no such layer.
@@ -526,9 +525,9 @@ class RaggedStep:
 
 
 def _grow(tables: Sequence[BlockTable], counts: Sequence[int]) -> list[int]:
-    """Append counts[i] tokens to tables[i], to all or to none.
+    """Append counts[i] tokens to tables[i], for all tables or for none.
 
-    Only `BlockTable`s are checked for shared blocks. An engine has other tables: its scheduler copies shared blocks
+    Only `BlockTable`s are checked for shared blocks. An engine uses other tables: its scheduler copies shared blocks
     before they are written, and a request may read a block in the step that fills it (phase 8).
 
     Returns:
@@ -538,10 +537,10 @@ def _grow(tables: Sequence[BlockTable], counts: Sequence[int]) -> list[int]:
     for table in tables:
         is_unfinished = isinstance(table, BlockTable) and table.num_tokens % pool.block_size
         if is_unfinished and pool.ref_count(table.block_ids[-1]) > 1:
-            raise SharedBlockError(f"block {table.block_ids[-1]} is unfinished and another table reads it too")
+            raise SharedBlockError(f"block {table.block_ids[-1]} is unfinished and shared: it cannot be written")
     needed = sum(table.blocks_needed(count) for table, count in zip(tables, counts, strict=True))
     if needed > pool.num_free:
-        raise OutOfBlocksError(f"{sum(counts)} tokens need {needed} blocks more, and {pool.num_free} are free")
+        raise OutOfBlocksError(f"{sum(counts)} tokens need {needed} more blocks, and {pool.num_free} are free")
     return [slot for table, count in zip(tables, counts, strict=True) for slot in table.append(count)]
 
 
@@ -564,12 +563,12 @@ def _check_storage(
     here = (storage.num_layers, storage.num_kv_heads, storage.head_dim)
     if here != (num_layers, num_kv_heads, head_dim):
         raise ValueError(
-            f"layers, kv heads and head_dim are {num_layers, num_kv_heads, head_dim}, the storage's {here}"
+            f"layers, KV heads and head_dim are {num_layers, num_kv_heads, head_dim}; the storage has {here}"
         )
     if storage.dtype != dtype:
-        raise TypeError(f"the cache is to hold {dtype}, the storage holds {storage.dtype}")
+        raise TypeError(f"the cache's dtype is {dtype}, the storage's is {storage.dtype}")
     if storage.device.type != device.type:
-        raise ValueError(f"the cache is to be on {device}, the storage is on {storage.device}")
+        raise ValueError(f"the cache's device is {device}, the storage's is {storage.device}")
 
 
 def _check_queries(q: Tensor, batch_size: int, num_kv_heads: int, head_dim: int) -> None:

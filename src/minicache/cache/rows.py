@@ -1,6 +1,6 @@
-"""What every cache asks of the rows it is given, and whose turn it is.
+"""The checks that all caches share: the rows that they are given, and the order of the layers.
 
-You wrote these checks once, in phase 1, inside `KVCache`. The caches of later phases share them from here. No phase
+You wrote these checks once, in phase 1, inside `KVCache`. The caches of later phases import them from here. No phase
 builds this module.
 """
 
@@ -56,13 +56,13 @@ def check_rows(
 
 
 class LayerTurns:
-    """Layers in step: a forward pass goes through layer 0, 1, … num_layers − 1, with the same T in each.
+    """The order of layers: a forward pass goes through layer 0, 1, … num_layers − 1, with the same T in each.
 
     Args:
         num_layers: attention layers, ≥ 1.
 
     Attributes:
-        num_new: T of the pass under way, or of the one that ended last.
+        num_new: T of the pass under way, or of the previous one.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -72,28 +72,28 @@ class LayerTurns:
 
     @property
     def in_pass(self) -> bool:
-        """Whether some layers have had their turn and others have not."""
+        """Whether a forward pass is under way: some layers have their rows and others do not."""
         return self._next > 0
 
     def check(self, layer: int, num_new: int) -> None:
-        """Raise ValueError unless it is `layer`'s turn and T is that of this pass's earlier layers."""
+        """Raise ValueError unless `layer` is next and T is that of this pass's earlier layers."""
         if layer != self._next:
-            raise ValueError(f"layers out of step: it is layer {self._next}'s turn, not layer {layer}'s")
+            raise ValueError(f"layers out of order: layer {self._next} is next, not layer {layer}")
         if self._next and num_new != self.num_new:
             raise ValueError(
-                f"layers out of step: the earlier layers got {self.num_new} tokens, layer {layer} {num_new}"
+                f"layers disagree: the earlier layers got {self.num_new} tokens, layer {layer} got {num_new}"
             )
 
     def advance(self, num_new: int) -> bool:
-        """Note that the layer whose turn it was has its T rows. True if it was the last: the pass is over."""
+        """Record that the next layer has its T rows. True if it was the last: the pass is over."""
         self.num_new = num_new
         self._next = (self._next + 1) % self.num_layers
         return self._next == 0
 
     def is_ahead(self, layer: int) -> bool:
-        """Whether `layer` already holds the new rows of the pass under way."""
+        """Whether `layer` already has the new rows of the pass under way."""
         return layer < self._next
 
     def reset(self) -> None:
-        """Forget a pass that stopped half-way: it is layer 0's turn."""
+        """Discard an unfinished pass: layer 0 is next."""
         self._next = 0

@@ -1,4 +1,4 @@
-"""What the engine keeps of each request that it serves, from the prompt to the answer. No phase builds this module."""
+"""The engine's state of each request that it serves, from the prompt to the answer. No phase builds this module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TokenLogprobs:
     Attributes:
         token_id: the token that was picked.
         logprob: its log probability.
-        top: the likeliest tokens and their log probabilities, the likeliest first; as many as were asked for.
+        top: the likeliest tokens and their log probabilities, the likeliest first; as many as were requested.
     """
 
     token_id: int
@@ -48,16 +48,16 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(slots=True)  # not frozen, which would make it four times as slow to make, once for each token
+@dataclass(slots=True)  # not frozen: a frozen one takes four times as long to make, once for each token
 class Chunk:
-    """What one step gave one request. It is not changed once it is made.
+    """The output of one step for one request. It is not changed after it is made.
 
     Attributes:
         index: of its answer in the list that `generate` would return. For a request of `add_request`: which of its n
             answers, 0 … n − 1.
         token_id: the token that was generated; None if the request was finished without one (capacity, error).
-        text: what can be shown of the answer now, and could not before. "" without a tokenizer; also while a text
-            may be the beginning of a stop string.
+        text: the part of the answer that can be shown now and could not before. "" without a tokenizer, and while
+            all new text may begin a stop string.
         finish_reason: "stop", "length", "capacity" or "error" in the answer's last chunk; None before.
         request_id: of its request; all n answers have the same.
         logprobs: of the token, if the request asked for them (`minicache.engine.logprobs`).
@@ -76,7 +76,7 @@ class Completion:
     """The whole answer to one prompt.
 
     Attributes:
-        token_ids: what was generated, the token that finished it included.
+        token_ids: the generated tokens, including the one that finished it.
         text: the same as text, cut before a stop string. It continues the prompt: a space that belongs between the two
             is its first letter. "" without a tokenizer.
         finish_reason: "stop", "length", "capacity", "abort" or "error".
@@ -89,17 +89,17 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """A request that the engine serves, and what it needs to serve it.
+    """A request that the engine serves, with the engine's state for it.
 
     Attributes:
-        request: what the scheduler knows of it.
+        request: the scheduler's state of it.
         sampler: picks its tokens.
-        text: its text as it comes; None without a tokenizer.
+        text: its text so far; None without a tokenizer.
         chunks: the list to which its chunks go.
         index: of its chunks.
         first: the request of the first answer to the same prompt, if this is another; else None.
-        num_chunks: how many chunks it has had.
-        num_logprobs: how many log probabilities its chunks are to have (`minicache.engine.logprobs`); None: none.
+        num_chunks: how many chunks were emitted.
+        num_logprobs: how many log probabilities its chunks have (`minicache.engine.logprobs`); None: none.
     """
 
     request: Request

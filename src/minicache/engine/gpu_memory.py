@@ -26,7 +26,7 @@ def cache_nbytes(
     """Bytes for the cache of an engine whose num_blocks is not given.
 
     On a CUDA device: after one forward pass of max_num_batched_tokens tokens, gpu_memory_utilization of the memory that
-    no one has. Elsewhere, where memory is everybody's: DEFAULT_NBYTES.
+    no one has. Elsewhere, where memory is shared with other programs: DEFAULT_NBYTES.
 
     Args:
         model: its weights are on the device.

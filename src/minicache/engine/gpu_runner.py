@@ -92,7 +92,7 @@ class DecodeGraph:
         self._buffer = torch.zeros(size.buffer_size, dtype=torch.int64, device=storage.device)
         tensors = size.views(self._buffer)
         for view, padding in zip(tensors, PADDING, strict=True):
-            view.fill_(padding)  # so that what runs before the first step writes to no slot
+            view.fill_(padding)  # so what runs before the first step writes to no slot
 
         def run() -> Tensor:
             return model.hidden_states(tensors.token_ids[None], PackedStep(storage, tensors))[0]
@@ -121,7 +121,7 @@ class GPUModelRunner:
         memory: where the requests' keys and values are.
         max_num_seqs: the most requests of a batch.
         capture: makes graphs, `CUDACapture` for instance; None: no graphs. A model that is no
-            `minicache.model.minigpt.Transformer` gets none, as nobody knows what it does.
+            `minicache.model.minigpt.Transformer` gets none, as what it does is unknown.
     """
 
     def __init__(self, model: Model, memory: PagedMemory, max_num_seqs: int, capture: Capture | None) -> None:
@@ -168,7 +168,7 @@ class GPUModelRunner:
     def _run(self, requests: list[Request], counts: list[int]) -> Tensor:
         """The logits after the last token of each request and after its draft tokens, by as many calls as it takes.
 
-        In the step decodes stand before chunks, so that attention computes each kind from views of the step's tensors.
+        In the step decodes stand before chunks, so attention computes each kind from views of the step's tensors.
         """
         storage = self._memory.storage
         order = sorted(range(len(requests)), key=lambda i: counts[i] > 1)

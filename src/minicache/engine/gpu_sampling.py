@@ -17,7 +17,7 @@ from torch import Tensor
 from minicache.engine.sampling import SamplingParams, TokenSampler
 
 LEAST_TEMPERATURE = 1e-20
-"""Less is taken for this much: in float32 it would be 0. The likeliest token is drawn all the same."""
+"""Less is taken for this much: in float32 it would be 0. The likeliest token is still drawn."""
 
 
 class GPUSampler:

@@ -75,7 +75,7 @@ class LLM(EngineLoop):
             `minicache.scheduler.create_scheduler`, which documents them. A dense cache neither swaps nor shares.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
         kv_cache_dtype: "int8" or "fp8_e4m3": keys and values in one byte a number, with a scale for each token and head
-            (`minicache.cache.quantized`), so that the same memory holds two to four times as many tokens. Such a cache
+            (`minicache.cache.quantized`): the same memory holds two to four times as many tokens. Such a cache
             is paged. None: in the dtype of the weights.
         dtype: of the weights; None: float32 for a checkpoint, what config.json says for a
             folder, but 16 bits on a GPU (`minicache.engine.runner.load_model`). A model that is given has its own.
@@ -437,7 +437,7 @@ class LLM(EngineLoop):
         for answer in answers:
             name = answer.request.request_id
             if name in self.answers or (answer.first is None and self.answers_of(name)):
-                raise ValueError(f"request {name!r} is here already: give every request an id of its own")
+                raise ValueError(f"request {name!r} is already here: give every request a unique id")
         for answer in answers:
             if answer.first is None or not self.forks:
                 self.scheduler.add_request(answer.request)

@@ -58,7 +58,7 @@ def require_combination(size: int, cache: str) -> None:
 
 
 class ParallelMemory(PagedMemory):
-    """Rank 0's blocks; the other ranks are told to make theirs, and which to move.
+    """Rank 0's blocks; the other ranks make theirs, and move the same ones.
 
     Args:
         model: on several ranks.

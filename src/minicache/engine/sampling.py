@@ -1,7 +1,7 @@
-"""How one token is picked from a row of logits, for each request in its own way.
+"""Sampling: one token from a row of logits, with the parameters of its request.
 
-Phase 5 builds it: temperature, top-k and top-p, with a generator for each request, so what a request draws does not
-depend on the composition of its batch.
+Phase 5 builds it: temperature, top-k and top-p, with a generator for each request, so a request's draws do not depend
+on the batch composition.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from minicache.errors import require_count
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a client wants generated, and how each token is to be picked.
+    """How much to generate for a request, and how to pick each token.
 
     Attributes:
         max_tokens: the most tokens to generate, ≥ 1.
-        temperature: 0 takes the likeliest token; 1 draws from the model's own distribution; more is more random.
+        temperature: 0 takes the likeliest token; 1 draws from the model's distribution; higher is more random.
         top_k: draw from the k likeliest tokens only; 0: from all.
         top_p: draw from the smallest set of likeliest tokens whose probabilities add up to top_p, 0 < top_p ≤ 1, or
             more (nucleus sampling, Holtzman et al. 2020). 1: from all.
-        seed: makes the request's tokens repeatable, whatever else is in the batch; None takes a fresh one.
-        stop: strings that end the text. The text is cut before the first of them; the tokens stay. One string may be
-            given as it is; the attribute is a tuple.
+        seed: makes the request's tokens reproducible in any batch; None takes a random one.
+        stop: strings that end the text. The text is cut before the first of them; the tokens stay. A single string
+            is accepted too; the attribute is a tuple.
         stop_token_ids: tokens that end the request. They stay in the output. The attribute is a tuple.
-        ignore_eos: the tokenizer's end token does not end the request, for benchmarks that want answers of a given
-            length. stop_token_ids and stop strings do, as ever.
+        ignore_eos: the tokenizer's end token does not end the request, for benchmarks with answers of a given length.
+            stop_token_ids and stop strings still do.
         n: answers for each prompt, ≥ 1. They share the prompt's blocks, if the scheduler forks (phase 8). With a seed,
-            the j-th answer, from 0, is what a request with seed + j would get.
+            the j-th answer, from 0, equals that of a request with seed + j.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -64,7 +64,7 @@ class SamplingParams:
                 raise ValueError(f"seed must be below 2 ** 64; got {self.seed}")
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be True or False; got {self.ignore_eos!r}")
-        # Frozen, so that many requests can share one object; these two are put into one form.
+        # Frozen, to let many requests share one object; these two are converted to tuples.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for text in self.stop:
@@ -76,7 +76,7 @@ class SamplingParams:
             require_count("a stop token's id", token_id, at_least=0)
 
     def of_answer(self, turn: int) -> SamplingParams:
-        """What the answer `turn`, 0 … n − 1, is generated with: the same, with n = 1 and a seed of its own."""
+        """The parameters of the answer with index `turn`, 0 … n − 1: the same, with n = 1 and a different seed."""
         return replace(self, n=1, seed=None if self.seed is None else (self.seed + turn) % 2**64)
 
     @property
@@ -86,15 +86,15 @@ class SamplingParams:
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """Leave the k likeliest tokens of each row, and rule the others out.
+    """Keep the k likeliest tokens of each row, and mask the others.
 
     Args:
         logits: `[…, vocab]`. Not changed.
-        top_k: k. 0, or more than there are tokens: all of them.
+        top_k: k. 0, or at least the vocabulary: all of them.
 
     Returns:
-        `[…, vocab]`: the logits of those that are left, −inf for the others. Tokens with the same logit as the k-th
-        are left too.
+        `[…, vocab]`: the logits of the kept tokens, −inf for the others. Tokens with the same logit as the k-th are
+        kept too.
 
     Raises:
         TypeError: `top_k` is not an int.
@@ -108,17 +108,17 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Leave the nucleus of each row: the smallest set of likeliest tokens whose probabilities add up to p or more.
+    """Keep the nucleus of each row: the smallest set of likeliest tokens whose probabilities add up to p or more.
 
-    The probabilities are softmax(logits). Going from the likeliest token down, a token is left as long as those before
-    it add up to less than p. So the one that crosses p is the last that is left, and the likeliest always is.
+    The probabilities are softmax(logits). Going from the likeliest token down, a token is kept while those before it
+    add up to less than p. So the one that crosses p is the last that is kept, and the likeliest always is.
 
     Args:
-        logits: `[…, vocab]`; −inf for tokens that are ruled out already. Not changed.
+        logits: `[…, vocab]`; −inf for tokens that are already masked. Not changed.
         top_p: p, 0 < p ≤ 1. 1: all of them.
 
     Returns:
-        `[…, vocab]`: the logits of those that are left, −inf for the others. Among equals the lower ids are left.
+        `[…, vocab]`: the logits of the kept tokens, −inf for the others. Among equals the lower ids are kept.
 
     Raises:
         ValueError: p is out of its bounds.
@@ -130,21 +130,21 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     probabilities, order = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(dim=-1) - probabilities
     before[..., 0] = 0  # exactly, whatever the rounding
-    ruled_out = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
-    return logits.masked_fill(ruled_out, -torch.inf)
+    masked = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
+    return logits.masked_fill(masked, -torch.inf)
 
 
 class TokenSampler:
-    """Picks the tokens of one request. It has a random generator of its own, on the CPU.
+    """Picks the tokens of one request, with a separate random generator on the CPU.
 
-    So the n-th draw of a request with a seed is always the same, whatever else is in the batch, on any device.
+    So the n-th draw of a request with a seed is always the same, in any batch and on any device.
 
     Args:
         params: of the request.
 
     Attributes:
         params: as given.
-        generator: what it draws with; None if the temperature is 0.
+        generator: the random generator; None if the temperature is 0.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -152,16 +152,16 @@ class TokenSampler:
         self.generator = None if params.is_greedy else new_generator(params.seed)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What the next token is drawn from: temperature first, then top-k, then top-p.
+        """The distribution of the next token: temperature first, then top-k, then top-p.
 
-        Logits are divided by the temperature in float64, and the largest is taken off before: a temperature next to 0
-        then gives no infinity, and the likeliest token.
+        In float64, the largest logit is subtracted before the division by the temperature: a temperature near 0 then
+        gives no infinity, and the likeliest token.
 
         Args:
             logits: `[vocab]`, of a request with temperature > 0.
 
         Returns:
-            `[vocab]` float64 on the CPU; they sum to 1, and are 0 for tokens that top-k or top-p rules out.
+            `[vocab]` float64 on the CPU; they sum to 1, and are 0 for tokens that top-k or top-p masks.
         """
         params, row = self.params, logits.double().cpu()
         row = (row - row.max()) / params.temperature
@@ -179,11 +179,11 @@ class TokenSampler:
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int | None]:
-    """Pick one token from each row of a batch, each for its own request.
+    """Pick one token from each row of a batch, with the sampler of its request.
 
-    The rows of requests with temperature 0 are picked all at once, by `greedy`; only the others are looked at one by
-    one, and only they are copied to the CPU. From a row whose largest logit is NaN or infinite nothing is picked, and
-    its sampler draws nothing.
+    The rows of requests with temperature 0 are picked all at once, by `greedy`; only the others are processed one by
+    one, and only they are copied to the CPU. A row whose largest logit is NaN or infinite gives no token, and its
+    sampler draws nothing.
 
     Args:
         logits: `[B, vocab]`, on any device.
@@ -193,12 +193,12 @@ def pick_tokens(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int | 
         B token ids; None for a row that gives none.
 
     Raises:
-        ValueError: there is not one sampler for each row. Nothing was drawn.
+        ValueError: the number of samplers is not the number of rows. Nothing was drawn.
     """
     if len(samplers) != len(logits):
-        raise ValueError(f"{len(logits)} rows of logits and {len(samplers)} samplers: one for each row")
+        raise ValueError(f"{len(logits)} rows of logits but {len(samplers)} samplers: pass one for each row")
     likeliest = greedy(logits)
-    is_good = logits.gather(-1, likeliest[:, None])[:, 0].isfinite().tolist()  # argmax finds NaN before anything else
+    is_good = logits.gather(-1, likeliest[:, None])[:, 0].isfinite().tolist()  # argmax treats NaN as the largest
     token_ids = [token_id if good else None for token_id, good in zip(likeliest.tolist(), is_good, strict=True)]
     drawn = [row for row, sampler in enumerate(samplers) if is_good[row] and not sampler.params.is_greedy]
     if drawn:

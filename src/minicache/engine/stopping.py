@@ -1,8 +1,8 @@
-"""From tokens to text, while they come: what can be shown already, and where the text ends.
+"""From tokens to text while they are generated: which text can be shown, and where it ends.
 
-The engine keeps a `TextStream` for each request. Two things make it more than `decode(token_ids)`: a token's text may
-depend on its neighbours (the space between two words; a letter whose bytes are spread over two tokens), and a text that
-may be the beginning of a stop string must not be shown before it is known to be none. No phase builds this module.
+The engine keeps a `TextStream` for each request. It does more than `decode(token_ids)` for two reasons: a token's text
+may depend on its neighbours (the space between two words; a letter whose bytes are spread over two tokens), and text
+that may begin a stop string must not be shown until it is known not to. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer. `minicache.grammar.Tokenizer` is one.
+    """The interface of a tokenizer that the engine uses. `minicache.grammar.Tokenizer` implements it.
 
     It may have `max_token_chars` too, the most characters of a text that one token stands for: texts that are too long
     are then refused before they are tokenised (`minicache.engine.answers.check_prompt_length`).
@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_token_id(self) -> int:
-        """The token by which the model says that its text is over; −1 if there is none.
+        """The token that the model generates at the end of its text; −1 if there is none.
 
         If there are several, the tokenizer has `end_token_ids` too.
         """
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
 
 def end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens by which the model says that its text is over: one, or several, or none."""
+    """The tokens that the model generates at the end of its text: one, several, or none."""
     several: tuple[int, ...] | None = getattr(tokenizer, "end_token_ids", None)
     if several is not None:
         return tuple(several)
@@ -41,7 +41,7 @@ def end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class TextStream:
-    """The text of one request's answer, as its tokens come.
+    """The text of one request's answer, as its tokens are generated.
 
     A token's text is what it adds to the text of the tokens before it; the last of the prompt's count as such. So the
     pieces put together are the text that the tokens have when they follow the prompt. A token costs a `decode` of a few

@@ -2,12 +2,12 @@
 
 | module | owns | built in |
 |---|---|---|
-| `views` | what a router and an autoscaler are shown: `RoutedRequest`, `ReplicaView`, `FleetView` | – |
+| `views` | what a router and an autoscaler see: `RoutedRequest`, `ReplicaView`, `FleetView` | – |
 | `router` | what all routers have in common; `RoundRobinRouter` | – |
-| `power_of_two` | the less loaded of two replicas drawn at random | phase 11 |
+| `power_of_two` | the less busy of two replicas drawn at random | phase 11 |
 | `affinity` | the replica that has most of the prompt in its cache, unless it is too busy | phase 11 |
-| `membership` | which replicas are in the fleet, and what is known of each | phase 11 |
-| `failover` | a stream goes on elsewhere when its replica dies | phase 11 |
+| `membership` | which replicas are in the fleet, and the state of each | phase 11 |
+| `failover` | a stream continues elsewhere when its replica dies | phase 11 |
 | `autoscaling` | how many replicas there should be | phase 11 |
 | `disaggregation` | whether a prompt is computed on another replica and its KV cache moved | phase 11 |
 
@@ -54,10 +54,10 @@ def create_router(name: str, *, seed: int = 0, max_imbalance: int = 8, capacity_
 
     Args:
         name: "round_robin", "power_of_two" or "prefix_affinity".
-        seed: of what is drawn at random.
+        seed: of the random draws.
         max_imbalance: how many unfinished requests more than the least busy replica a replica may have and still be
             chosen for its cache, ≥ 0. For "prefix_affinity"; checked, and otherwise ignored by the others.
-        capacity_blocks: how many blocks the router remembers of each replica, ≥ 1. For "prefix_affinity", as above.
+        capacity_blocks: how many blocks the router remembers for each replica, ≥ 1. For "prefix_affinity", as above.
 
     Raises:
         TypeError: an option has the wrong type.

@@ -1,8 +1,8 @@
 """Prefill and decode on separate replicas (phase 11): when does moving the KV cache pay? Pure standard library.
 
-Whoever decodes on a replica waits while a long prompt is computed there. The prompt can be computed elsewhere, and its
-keys and values moved (DistServe: Zhong et al. 2024; Splitwise: Patel et al. 2024). That takes a link, and time on it.
-Here is what both ways cost, and the choice between them, prompt by prompt.
+Requests that decode on a replica wait while a long prompt is computed there. The prompt can be computed elsewhere, and
+its keys and values moved (DistServe: Zhong et al. 2024; Splitwise: Patel et al. 2024), which takes time on a link. This
+module computes the cost of both, and chooses prompt by prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Place:
         wait_seconds: until it can begin with the prompt.
         num_cached_tokens: of the prompt, the tokens from its beginning on that its prefix cache has.
         num_decoding: requests that decode there, and wait while it computes the prompt.
-        link_wait_seconds: until its link has sent all prompts before this one, also those that it has yet to compute.
+        link_wait_seconds: until its link has sent all earlier prompts, including those that it has yet to compute.
     """
 
     replica_id: ReplicaId
@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class MovingCosts:
-    """What a token of a prompt costs where it is computed, and on the link.
+    """The cost of a prompt's token where it is computed, and on the link.
 
     Attributes:
         model: the model; its cache has `cache_bytes_per_token(model, dtype)` bytes a token.
@@ -79,9 +79,9 @@ class MovingCosts:
     def remote_seconds(self, num_computed: int, num_moved: int) -> float:
         """From the beginning of a prefill elsewhere until all of its keys and values are here.
 
-        Each layer is sent as soon as it is computed, while the next one is: both take the same time for every layer.
-        What the replica there had in its cache is sent with the layer too. A layer is sent when the one before has
-        been. Nothing to move takes the prefill's time.
+        Each layer is sent as soon as it is computed, while the next one is computed. Every layer takes the same time to
+        compute, and the same time to send; cached tokens are sent with their layer. The link sends one layer at a time.
+        With nothing to move, it is the prefill's time.
 
         Args:
             num_computed: tokens that are computed there, ≥ 0.
@@ -91,18 +91,18 @@ class MovingCosts:
         if not num_moved:
             return computing
         num_layers = self.model.num_layers
-        # The slower of the two never waits; of the faster, one layer is left before the first or after the last.
+        # The slower of the two never waits; one layer of the faster precedes it, or follows it.
         return max(computing + sending / num_layers, computing / num_layers + sending) + self.latency
 
     def choose(self, num_prompt_tokens: int, here: Place, others: Sequence[Place]) -> ReplicaId:
         """Where to compute a prompt that will be decoded on `here`.
 
-        The cost of a place is in request-seconds. The request itself waits until it has its prompt's keys and values
+        The cost of a place is in request-seconds. The request itself waits until its prompt's keys and values are
         `here`: the place's `wait_seconds`, and the time to compute what the place has not cached, and, elsewhere, to
         move what `here` has not cached (`remote_seconds`). Elsewhere it may take longer: the link carries one prompt at
         a time, so the earlier ones come first (`link_wait_seconds`, from now), then this one (`link_seconds`, and the
-        latency), while the replica computes. And each of the place's `num_decoding` requests waits for as long as the
-        prompt is computed there. The last token of a prompt is always computed, whatever is cached.
+        latency), while the replica computes. Each of the place's `num_decoding` requests waits for as long as the
+        prompt is computed there. The last token of a prompt is always computed, even if all are cached.
 
         Args:
             num_prompt_tokens: tokens of the prompt, ≥ 1.
@@ -110,8 +110,7 @@ class MovingCosts:
             others: those that could compute the prompt for it.
 
         Returns:
-            The name of the place with the lowest cost; of equals, `here` before the others, and an earlier one of these
-            before a later.
+            The name of the place with the lowest cost; of equals, `here` first, then the others in order.
 
         Raises:
             TypeError: `num_prompt_tokens` is not an int.

@@ -1,12 +1,11 @@
-"""Failover (phase 11): a stream goes on elsewhere when its replica dies. Pure standard library.
+"""Failover (phase 11): a stream continues elsewhere when its replica dies. Pure standard library.
 
-A replica that dies takes the KV cache of its requests with it, but not their tokens: whoever passes them on to the
-client has them. So another replica is asked to continue the prompt *and the tokens received*, for the rest of
-`max_tokens`. It computes the KV cache of both again, in one prefill, and goes on as the first one would have: with
-greedy sampling, by the same tokens.
+A replica that dies takes the KV cache of its requests with it, but not their tokens, which went through the router. So
+another replica continues the prompt *and the tokens received*, for the rest of `max_tokens`. It recomputes the KV cache
+of both in one prefill. With greedy sampling it then generates the same tokens as the first one would have.
 
-One `FailoverStream` belongs to one stream. It knows of no connection and no clock: its owner tells it what has happened
-and does what it says. `minicache route`, the fleet on Ray Serve and the simulated fleet are such owners.
+One `FailoverStream` belongs to one stream. It has no connection and no clock: its caller reports events to it
+and acts on its answers: `minicache route`, the fleet on Ray Serve, or the simulated fleet.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from minicache.fleet.views import ReplicaId, ReplicaView
 from minicache.request import RequestId
 
 MAX_SEED: Final = 2**63
-"""Seeds are below it: what every server takes."""
+"""Seeds are below it, as all servers require."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,11 +28,11 @@ class Attempt:
 
     Attributes:
         number: 1 for the first of the stream.
-        replica_id: who was asked.
-        prompt_token_ids: what the replica continues: the stream's prompt and all tokens received before this attempt.
+        replica_id: the replica of the attempt.
+        prompt_token_ids: its prompt: the stream's prompt and all tokens received before this attempt.
         max_tokens: how many tokens it may generate, ≥ 1: the stream's, less those received before.
         num_received: tokens of the stream that were received before this attempt.
-        seed: what it samples with; None if the stream has none.
+        seed: the seed to sample with; None if the stream has none.
     """
 
     number: int
@@ -49,21 +48,20 @@ class FailoverStream:
 
     Args:
         request_id: its name.
-        prompt_token_ids: what the client has asked to continue; empty if the owner keeps it, and puts it before every
-            attempt's itself.
+        prompt_token_ids: the client's prompt; empty if the caller keeps it and prepends it to every attempt's prompt.
         max_tokens: the most tokens that the client gets, ≥ 1.
         stop_token_ids: each ends the stream, as its last token.
-        seed: what the client wants to sample with, 0 … 2⁶³ − 1; None: nothing, or greedily.
-        max_attempts: so many replicas at most are asked, one after the other, ≥ 1. A request that kills whoever serves
-            it must not kill the whole fleet.
+        seed: the client's seed, 0 … 2⁶³ − 1; None: not given, or greedy sampling.
+        max_attempts: the most replicas to try, one after the other, ≥ 1. A request that crashes its replica must not
+            crash the whole fleet.
 
     Attributes:
-        token_ids: what the client has been given, in order. Read it, do not change it.
-        attempt: the one under way; None: none is.
-        num_attempts: how many have begun, without those that were refused.
+        token_ids: the tokens passed on to the client, in order. Read it, do not change it.
+        attempt: the one in progress, or None.
+        num_attempts: how many have begun, not counting refused ones.
         failed: the replicas on which an attempt has failed.
-        finish_reason: "stop", "length", or what else a replica has said; "error": given up; "abort": the client left.
-            None while it is not finished.
+        finish_reason: "stop", "length" or another reason that a replica reported; "error": no attempts left; "abort":
+            the client disconnected. None while it is not finished.
 
     Raises:
         TypeError: a count or the seed is not an int.
@@ -99,12 +97,12 @@ class FailoverStream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is over, in any way: nothing more is asked of a replica, and the client gets no more tokens."""
+        """Whether it is over, for whatever reason: no more attempts, and no more tokens for the client."""
         return self.finish_reason is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the client has all tokens: `max_tokens` of them, or a stop token. The end need not have come."""
+        """Whether the client has all tokens: `max_tokens` of them, or a stop token. It may not be finished yet."""
         return len(self.token_ids) >= self.max_tokens or self._has_stopped
 
     @property
@@ -115,7 +113,7 @@ class FailoverStream:
         """Those of `replicas` among which a router should choose for the next attempt, in the same order.
 
         They are the replicas on which no attempt has failed, as long as one of them is not full; else all: one that
-        has failed may have been started again, and is better than none.
+        has failed may have been restarted, and is better than none.
         """
         others = [each for each in replicas if each.replica_id not in self.failed]
         return others if any(not each.is_full for each in others) else list(replicas)
@@ -127,10 +125,10 @@ class FailoverStream:
         same seed again would draw the same random numbers for other positions.
 
         Returns:
-            What to ask of the replica. It is also `attempt` from now on.
+            The attempt: what to request from the replica. It is also `attempt` from now on.
 
         Raises:
-            ValueError: the stream is finished or complete, another attempt is under way, or all `max_attempts` have
+            ValueError: the stream is finished or complete, another attempt is in progress, or all `max_attempts` have
                 begun. Nothing has changed.
         """
         if self.is_finished or self.is_complete or self.attempt is not None or self.num_attempts >= self.max_attempts:
@@ -148,15 +146,15 @@ class FailoverStream:
         return self.attempt
 
     def receive(self, attempt: Attempt, start: int, token_ids: Sequence[int]) -> list[int]:
-        """Take a piece of an attempt, and say what of it the client has not got yet.
+        """Take a piece of an attempt, and return the tokens in it that the client does not have yet.
 
-        A piece of an attempt that is not under way any more is dropped: it may come late, from a replica that was only
-        slow. Of a piece that repeats tokens of its attempt, the rest is new. What follows the token that makes the
-        stream complete is dropped. So is any piece that comes when the stream is complete, whatever is in it. New
-        tokens are added to `token_ids`.
+        A piece of an attempt that is no longer in progress is dropped: it may come late, from a replica that was only
+        slow. Of a piece that repeats tokens of its attempt, the rest is new. Tokens after the one that makes the stream
+        complete are dropped, as is any piece that arrives when the stream is complete. New tokens are added to
+        `token_ids`.
 
         Args:
-            attempt: whose piece it is.
+            attempt: the attempt that the piece belongs to.
             start: how many tokens of this attempt, not of the stream, come before the piece, ≥ 0.
             token_ids: the piece.
 
@@ -165,8 +163,8 @@ class FailoverStream:
 
         Raises:
             BrokenStreamError: the stream is not complete, and tokens between the last received and the piece are
-                missing, or a token that it repeats is another one than before. Nothing has changed; the attempt is of
-                no use any more, so tell `fail`.
+                missing, or a repeated token differs from the one received. Nothing has changed; the attempt cannot
+                continue, so call `fail`.
             TypeError: `start` is not an int, whichever attempt's the piece is: the caller has made a mistake.
             ValueError: `start` is below 0; likewise.
         """
@@ -188,18 +186,18 @@ class FailoverStream:
         return self.token_ids[num_before:]
 
     def finish(self, attempt: Attempt, reason: str, num_tokens: int) -> None:
-        """The replica says that its attempt is over. If it is the one under way, the stream is finished.
+        """The replica reports that its attempt is over. If it is the one in progress, the stream is finished.
 
-        The end of an attempt that is not under way any more is ignored.
+        The end of an attempt that is no longer in progress is ignored.
 
         Args:
-            attempt: which.
-            reason: why, in the replica's words; `finish_reason` from now on.
+            attempt: the attempt that is over.
+            reason: the replica's reason; `finish_reason` from now on.
             num_tokens: how many tokens this attempt has generated, by the replica's count.
 
         Raises:
             BrokenStreamError: that is more than were received of it, and the stream is not complete: tokens are
-                missing. Nothing has changed; tell `fail`.
+                missing. Nothing has changed; call `fail`.
             TypeError: `num_tokens` is not an int, whichever attempt's end it is.
             ValueError: `num_tokens` is below 0; likewise.
         """
@@ -212,17 +210,17 @@ class FailoverStream:
         self.attempt, self.finish_reason = None, reason
 
     def refuse(self, attempt: Attempt) -> None:
-        """The replica has not taken the attempt, as it is full or stopping: it is over and was none. Given."""
+        """The replica has not taken the attempt, as it is full or stopping: it does not count. Given."""
         if attempt is self.attempt:
             self.attempt = None
             self.num_attempts -= 1
 
     def fail(self, attempt: Attempt) -> bool:
-        """An attempt has failed: its replica died, cannot be reached, or sends what makes no sense.
+        """An attempt has failed: its replica died, cannot be reached, or sends inconsistent pieces.
 
         If the client has all tokens already, only the end was lost: the stream is finished, with "stop" if the last is
-        a stop token, else with "length". If no attempt is left, it is given up: "error". Failures of attempts that are
-        not under way any more are ignored.
+        a stop token, else with "length". If no attempt is left, it is finished with "error". Failures of attempts that
+        are no longer in progress are ignored.
 
         Returns:
             Whether another attempt should begin, on one of the `candidates`.
@@ -238,10 +236,10 @@ class FailoverStream:
         return not self.is_finished
 
     def abort(self) -> Attempt | None:
-        """The client has left. A stream that is not finished is, with "abort"; one that is stays as it is.
+        """The client has disconnected. An unfinished stream is finished with "abort"; a finished one is unchanged.
 
         Returns:
-            The attempt that was under way, whose replica is to be told that nobody waits for it; None: there is none.
+            The attempt that was in progress, to be cancelled at its replica; None if there was none.
         """
         attempt, self.attempt = self.attempt, None
         if not self.is_finished:

@@ -1,8 +1,8 @@
-"""Which replicas are in the fleet, and what is known of each (phase 11). Pure standard library.
+"""Which replicas are in the fleet, and the state of each (phase 11). Pure standard library.
 
-Replicas join, drain, leave and crash. Their reports arrive late, in the wrong order, or not at all. One `Membership`
-keeps the account from which a router gets its views: it knows exactly which requests were sent from here and are
-unfinished, and adds those that came from elsewhere, according to the last report.
+Replicas join, drain, leave and crash. Their reports arrive late, out of order, or not at all. One `Membership` holds
+the state behind a router's views: it knows exactly which requests were sent from here and are unfinished, and adds
+those from elsewhere, according to the last report.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Probe:
     """A request for a replica's report, while the answer is on its way.
 
     Attributes:
-        replica_id: the replica that was asked.
+        replica_id: the replica that was probed.
         number: a later probe has a larger number. A probe of a member also has a larger number than its `joined`.
-        num_sent: unfinished requests that the replica had from here when it was asked.
+        num_sent: unfinished requests that the replica had from here when it was probed.
     """
 
     replica_id: ReplicaId
@@ -36,18 +36,18 @@ class Probe:
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one replica, from when it joins to when it leaves.
+    """The state of one replica, from when it joins to when it leaves.
 
     Attributes:
         replica_id: its name.
-        max_unfinished: how many unfinished requests it takes.
+        max_unfinished: the most unfinished requests that it takes.
         joined: the number that was drawn when it joined; see `Probe`.
         attempts: unfinished attempts that were sent to it from here, in the order in which they were sent; with their
             requests.
         num_elsewhere: unfinished requests that it has from other routers, as of its last report.
         stats: its last report.
         last_probe: the number of the newest probe that was answered or failed; 0: none.
-        num_failures: probes that failed since one was answered.
+        num_failures: failed probes since the last answered one.
         is_healthy: fewer probes in a row have failed than `unhealthy_after`.
         is_draining: it gets no new requests, and finishes those that it has.
     """
@@ -78,7 +78,7 @@ class Membership:
     """The replicas of a fleet.
 
     Args:
-        unhealthy_after: so many failed probes in a row take a replica out of the views, ≥ 1.
+        unhealthy_after: the number of failed probes in a row that take a replica out of the views, ≥ 1.
 
     Attributes:
         members: those in the fleet: healthy, unhealthy and draining.
@@ -102,13 +102,13 @@ class Membership:
     def views(self) -> Sequence[ReplicaView]:
         """The replicas that take requests, as routers see them, in no particular order.
 
-        It is one list, which `refresh` keeps up to date: the views of a thousand replicas are not made anew for each
+        It is one list, which `refresh` keeps up to date: the views of a thousand replicas are not rebuilt for each
         request. Read it before the next call, and do not change it.
         """
         return self._views
 
     def refresh(self, replica_id: ReplicaId) -> None:
-        """Bring `views()` up to date with `members[replica_id]`, or with its absence. Call it after each change."""
+        """Update `views()` from `members[replica_id]`, or its absence. Call it after each change."""
         member, position = self.members.get(replica_id), self._positions.get(replica_id)
         if member is not None and member.takes_requests:
             view = ReplicaView(replica_id, member.num_unfinished, member.max_unfinished, member.stats)
@@ -131,11 +131,11 @@ class Membership:
     def join(self, replica_id: ReplicaId, *, max_unfinished: int) -> None:
         """A replica takes requests from now on. It is healthy until probes fail, and has no report yet.
 
-        A replica that had the name before is another member: none of its attempts and probes counts for this one.
+        An earlier replica of this name is another member: its attempts and probes do not count for this one.
 
         Args:
             replica_id: its name.
-            max_unfinished: how many unfinished requests it takes, ≥ 1.
+            max_unfinished: the most unfinished requests that it takes, ≥ 1.
 
         Raises:
             TypeError: `max_unfinished` is not an int.
@@ -150,8 +150,8 @@ class Membership:
     def leave(self, replica_id: ReplicaId) -> list[RequestId]:
         """The replica is gone, stopped or dead. Returns the unfinished requests that it had from here: they are lost.
 
-        They are in the order in which they were sent, and their attempts are over. A replica that is not in the fleet
-        has none, and nothing happens.
+        They are in the order in which they were sent, and their attempts are over. If the replica is not in the fleet,
+        nothing happens, and the list is empty.
         """
         member = self.members.pop(replica_id, None)
         if member is None:
@@ -162,7 +162,7 @@ class Membership:
         return list(member.attempts.values())
 
     def drain(self, replica_id: ReplicaId) -> None:
-        """The replica gets no new requests, and finishes those that it has. If it is not in the fleet: nothing."""
+        """The replica gets no new requests, and finishes those that it has. Ignored if it is not in the fleet."""
         if replica_id in self.members:
             self.members[replica_id].is_draining = True
             self.refresh(replica_id)
@@ -182,9 +182,9 @@ class Membership:
         return attempt
 
     def on_finished(self, attempt: Attempt) -> None:
-        """The attempt is over: with an answer, an error, or because the client left.
+        """The attempt is over: with an answer, an error, or because the client disconnected.
 
-        An attempt that is over already, or was lost with its replica, is ignored: its request may be elsewhere by now.
+        An attempt that is over already, or was lost with its replica, is ignored: its request may be elsewhere.
         """
         replica_id = self.replica_of.pop(attempt, None)
         if replica_id is not None:
@@ -192,7 +192,7 @@ class Membership:
             self.refresh(replica_id)
 
     def on_probed(self, replica_id: ReplicaId) -> Probe:
-        """The replica is asked for a report now. Its answer, or that it failed, goes to `on_report` or `on_failed`.
+        """The replica is probed now. Its answer goes to `on_report`, a failure to `on_failed`.
 
         Raises:
             ValueError: the replica is not in the fleet.
@@ -204,9 +204,9 @@ class Membership:
     def on_report(self, probe: Probe, stats: Mapping[str, float]) -> None:
         """The replica has answered the probe: it is healthy, and `stats`, copied, is its last report.
 
-        `stats["num_unfinished"]`, if it is there, is the number of unfinished requests that the replica has from all
-        routers. Those that it did not have from here when it was asked, at least 0, are `num_elsewhere` until the next
-        report. If it is not there, `num_elsewhere` is 0.
+        `stats["num_unfinished"]`, if present, is the number of unfinished requests that the replica has from all
+        routers. Less those that it had from here when it was probed, and at least 0, it is `num_elsewhere` until the
+        next report. If it is absent, `num_elsewhere` is 0.
 
         Ignored if this or a later probe of the member has been answered or has failed, or if the probe was sent before
         the member joined.
@@ -230,7 +230,7 @@ class Membership:
         self.refresh(probe.replica_id)
 
     def _asked(self, probe: Probe) -> Member | None:
-        """The member that the probe was sent to, if nothing newer is known of it; the probe is noted as its newest."""
+        """The member that the probe was sent to, unless something newer is known; records the probe as its newest."""
         member = self.members.get(probe.replica_id)
         if member is None or probe.number <= max(member.joined, member.last_probe):
             return None

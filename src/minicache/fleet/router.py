@@ -13,9 +13,9 @@ from minicache.request import RequestId
 class Router(ABC):
     """Chooses a replica for each request.
 
-    Its owner calls `choose`, then `on_sent` when the request has been sent there, and `on_finished` when it has
-    finished there in any way. `on_left` means that a replica is gone, with all that it had in its cache; a replica that
-    comes back under the same name begins anew. A router is used by one thread.
+    Its caller calls `choose`, then `on_sent` when the request has been sent there, and `on_finished` when it has
+    finished there in any way. `on_left` means that a replica is gone, and its cache with it; a replica that comes back
+    under the same name has an empty cache. A router is used by one thread.
     """
 
     @abstractmethod
@@ -23,8 +23,8 @@ class Router(ABC):
         """The replica that should get `request`; never a full one.
 
         Args:
-            request: what is known of it.
-            replicas: those that take requests, in any order, each once. Not to be changed or kept: the owner may change
+            request: the prompt's block hashes and length.
+            replicas: those that take requests, in any order, each once. Do not change or keep it: the caller may change
                 it after the call.
 
         Raises:
@@ -35,7 +35,7 @@ class Router(ABC):
         """`request` was sent to `replica_id`."""
 
     def on_finished(self, request_id: RequestId, replica_id: ReplicaId) -> None:  # noqa: B027
-        """The request has finished at `replica_id`: with an answer, an error, or because its client left."""
+        """The request has finished at `replica_id`: with an answer, an error, or because its client disconnected."""
 
     def on_left(self, replica_id: ReplicaId) -> None:  # noqa: B027
         """The replica is gone."""

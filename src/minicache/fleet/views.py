@@ -1,4 +1,4 @@
-"""What the fleet's decisions are made from. Given, not built. Pure standard library."""
+"""The inputs of the fleet's decisions. Given, not built. Pure standard library."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class ReplicaView:
 
     Attributes:
         replica_id: its name.
-        num_unfinished: requests that were sent to it and have not ended, as far as is known here.
-        max_unfinished: how many of them it takes.
-        stats: what the replica said last, by name. It may be old.
+        num_unfinished: requests that were sent to it and are not finished, as far as is known here.
+        max_unfinished: the most that it takes.
+        stats: the replica's last report, by name. It may be old.
     """
 
     replica_id: ReplicaId
@@ -59,10 +59,10 @@ class FleetView:
     """What an autoscaler sees.
 
     Attributes:
-        now: the time, in seconds from any moment on.
+        now: the time in seconds, from an arbitrary origin.
         num_ready: replicas that take requests.
-        num_starting: replicas that were asked for and do not take requests yet.
-        num_unfinished: requests that replicas have and that have not ended.
+        num_starting: replicas that were requested and do not take requests yet.
+        num_unfinished: unfinished requests that replicas have.
         num_waiting: requests that no replica has yet, as all are full.
     """
 
@@ -85,7 +85,7 @@ def route_tokens(
         cache_salt: requests with different salts have no block in common.
 
     Returns:
-        With the hashes under which a replica of minicache caches these blocks, if no adapter computes them.
+        The request, with the hashes under which a minicache replica caches these blocks (without a LoRA adapter).
 
     Raises:
         TypeError: `block_size` is not an int.

@@ -1,17 +1,17 @@
 """Store, gather and attend through block tables: four functions, three backends.
 
 The functions here check their arguments once, for all backends, and pass them on: CUDA tensors to Triton (`store`,
-`gather`, `decode`, `split_kv`, `prefill`, phase 4), CPU tensors to numba (`cpu`) or PyTorch. numba attends where it is
-installed, queries are float32 and no gradient is wanted, over a float32 cache or a quantized one. In PyTorch attention
-goes through `tiles`, which cuts long prompts into tiles and leaves the rest to `plain`, phase 3's; `oracle` has the
-options that models seldom ask for. A backend is imported when it is first needed, so the package works where Triton and
-numba do not. No phase builds this module.
+`gather`, `decode`, `split_kv`, `prefill`, phase 4), CPU tensors to numba (`cpu`) or PyTorch. numba computes attention
+where it is installed, for float32 queries without gradients, over a float32 or a quantized cache. In PyTorch attention
+uses `tiles`, which cuts long prompts into tiles and leaves the rest to `plain`, phase 3's; `oracle` has the options
+that few models need. A backend is imported on first use, so the package works without Triton and numba. No phase builds
+this module.
 
-The names in shapes: N rows or tokens, B sequences, H query heads, H_kv key/value heads, d the size of a head. A cache
-is `[num_blocks, block_size, H_kv, d]`, and slot s of it is row s % block_size of block s // block_size (Kwon et al.
-2023, §4.2).
+Names in shapes: N tokens or query rows, B sequences, H query heads, H_kv key/value heads, d the head size. A cache is
+`[num_blocks, block_size, H_kv, d]`, and its slot s is offset s % block_size of block s // block_size (Kwon et al. 2023,
+§4.2).
 
-No check reads the values of a GPU tensor: that would wait for the device. Slots, lengths and block ids are checked for
+No check reads the values of a GPU tensor, which would wait for the device. Slots, lengths and block ids are checked for
 CPU tensors only.
 """
 
@@ -31,7 +31,7 @@ from minicache.errors import KernelUnavailableError, require_count
 Backend = Literal["torch", "triton", "numba"]
 
 _STORABLE = (torch.int8, torch.float8_e4m3fn)
-"""What a cache may hold instead of the dtype of the queries: numbers that a scale turns into keys and values."""
+"""Cache dtypes that may differ from the queries': quantized numbers, which a scale converts to keys and values."""
 
 
 def store_kv(
@@ -45,27 +45,27 @@ def store_kv(
     v_scale: Tensor | None = None,
     backend: Backend | None = None,
 ) -> None:
-    """Write one row of keys and one of values to each slot, in place.
+    """Write the keys and values of each token to its slot, in place.
 
-    With scales the cache is quantized: each row is rounded as `minicache.kernels.quantize.quantize_rows` does it, and
-    its scale is written too. No gradient flows through a cache. If two rows have one slot, it is undefined which is
-    kept.
+    With scales the cache is quantized: each row (one token's key or value of one head) is rounded as in
+    `minicache.kernels.quantize.quantize_rows`, and its scale is written too. No gradient flows through a cache. If two
+    tokens have the same slot, it is undefined which is kept.
 
     Args:
         k: keys `[N, H_kv, d]`, in the cache's dtype, or any floating-point one with scales; any strides.
         v: values, the same shape and dtype.
         k_cache: `[num_blocks, block_size, H_kv, d]`; any strides on a GPU, contiguous on a CPU.
         v_cache: the same shape and dtype.
-        slot_mapping: `[N]` int32 or int64, where each row goes: a slot 0 … num_blocks · block_size − 1, or −1 to skip
-            the row (a batch's padding).
-        k_scale: `[num_blocks, block_size, H_kv]` float32, contiguous: the scale of each row of keys, which is written,
-            for caches that are int8 or float8_e4m3fn. None: rows are stored as they are.
-        v_scale: alike for the values; given if `k_scale` is.
+        slot_mapping: `[N]` int32 or int64, the slot of each token, 0 … num_blocks · block_size − 1, or −1 to skip it (a
+            batch's padding).
+        k_scale: `[num_blocks, block_size, H_kv]` float32, contiguous, written in place: the scales of the keys, for
+            int8 and float8_e4m3fn caches. None: keys and values are stored unchanged.
+        v_scale: likewise for the values; required with `k_scale`.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run, which
-            took as long as PyTorch for a few rows and half as long for those of prompts.
+            takes as long as PyTorch for a few tokens and half as long for prompts.
 
     Raises:
-        TypeError: something is no tensor, or has the wrong dtype.
+        TypeError: an argument is not a tensor, or has the wrong dtype.
         ValueError: shapes do not fit, tensors are on different devices, the backend is unknown, or a cache on a CPU is
             not contiguous.
         IndexError: a slot lies outside the cache (CPU tensors). Nothing was written.
@@ -83,17 +83,17 @@ def store_kv(
         _check_tensor(name, rows, k_cache.device)
         if rows.shape != (slot_mapping.shape[0], *k_cache.shape[2:]):
             wanted = [slot_mapping.shape[0], *k_cache.shape[2:]]
-            raise ValueError(f"{name} must be {wanted}, a row for every slot; got {list(rows.shape)}")
+            raise ValueError(f"{name} must be {wanted}, one row per slot; got {list(rows.shape)}")
         if not scales and rows.dtype != k_cache.dtype:
             raise TypeError(f"{name} is {rows.dtype}, the cache stores {k_cache.dtype}: convert it first")
         if scales and not rows.dtype.is_floating_point:
-            raise TypeError(f"{name} is {rows.dtype}: what is quantized is floating point")
+            raise TypeError(f"{name} is {rows.dtype}: rows to quantize must be floating point")
     if k_cache.is_meta:
-        return  # a tensor on "meta" has a shape and no values
+        return  # a tensor on "meta" has a shape but no values
     chosen = _choose(backend, k_cache, v_cache, dtype=k.dtype, by_row=bool(scales))
     if chosen != "triton":
         if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-            raise ValueError("a CPU stores into contiguous caches only: it takes a slot for a row's number in memory")
+            raise ValueError("on a CPU the caches must be contiguous: slots are used as row indices into their memory")
         if chosen == "numba":
             from minicache.kernels.cpu import steps
 
@@ -117,22 +117,22 @@ def store_kv(
 
 
 def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: Backend | None = None) -> Tensor:
-    """Copy the rows of one sequence out of its blocks, in the order of its tokens.
+    """Copy the KV entries of one sequence out of its blocks, in token order.
 
     Args:
         cache: keys or values, `[num_blocks, block_size, H_kv, d]`; any strides.
         block_table: `[max_blocks]` int32 or int64, the sequence's blocks in order. Entries past the last block in use
             may be anything.
-        num_tokens: how many rows, 0 … max_blocks · block_size.
-        backend: "torch", "triton", or None to go by the device; numba has none.
+        num_tokens: how many entries, 0 … max_blocks · block_size.
+        backend: "torch", "triton", or None to choose by device; numba has no gather.
 
     Returns:
-        `[num_tokens, H_kv, d]`, the cache's dtype. To be read: it may be a view of the cache.
+        `[num_tokens, H_kv, d]`, the cache's dtype. Read-only: it may be a view of the cache.
 
     Raises:
-        TypeError: something is no tensor, has the wrong dtype, or `num_tokens` is no int.
-        ValueError: shapes do not fit, tensors are on different devices, `num_tokens` is negative or more than the table
-            has room for, or the backend is unknown.
+        TypeError: an argument is not a tensor or has the wrong dtype, or `num_tokens` is not an int.
+        ValueError: shapes do not fit, tensors are on different devices, `num_tokens` is negative or more than the
+            table's blocks hold, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
         KernelUnavailableError: Triton or numba cannot run here, or not on a cache of this dtype.
     """
@@ -147,7 +147,9 @@ def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int, *, backend: B
     if cache.is_meta:
         return cache.new_empty(num_tokens, *cache.shape[2:])
     if backend == "numba":
-        raise KernelUnavailableError('numba gathers nothing, its kernels read blocks in place: ask for "torch" or None')
+        raise KernelUnavailableError(
+            'numba has no gather: its kernels read blocks in place. Use backend "torch" or None'
+        )
     if _choose(backend, cache, dtype=cache.dtype, numba_can=False) == "torch":
         from minicache.kernels import plain
 
@@ -175,40 +177,40 @@ def paged_decode_attention(
     num_splits: int | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Attention of one query token per sequence over that sequence's rows, read where they lie.
+    """Attention of one query token per sequence over that sequence's KV entries, read in place.
 
-    Sequence i's query stands at position context_lens[i] − 1 and sees the rows 0 … context_lens[i] − 1 of its blocks.
-    Query head h reads key/value head h // (H / H_kv). A row at or after context_lens[i] and an entry of a block table
-    past the last block in use are never read: they may hold anything, NaN included. Follows PagedAttention (Kwon et al.
-    2023, §4.1); `num_splits` > 1 follows Flash-Decoding (Dao et al. 2023).
+    Sequence i's query is at position context_lens[i] − 1 and sees the tokens 0 … context_lens[i] − 1. Query head h
+    reads key/value head h // (H / H_kv). Slots at or after context_lens[i] and block table entries past the last block
+    in use are never read: they may hold anything, NaN included. Follows PagedAttention (Kwon et al. 2023, §4.1);
+    `num_splits` > 1 follows Flash-Decoding (Dao et al. 2023).
 
     Args:
         q: queries `[B, H, d]`, floating point; H is a multiple of H_kv.
         k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`, or int8 or float8_e4m3fn.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, B ≥ 1, each sequence's blocks in order, the tail undefined.
-        context_lens: `[B]` int32 or int64, rows of each sequence, 0 … max_blocks · block_size. 0 is padding.
-        scale: what the scores are multiplied by; None is 1 / √d.
+        context_lens: `[B]` int32 or int64, tokens of each sequence, 0 … max_blocks · block_size. 0 is padding.
+        scale: the factor of the scores; None is 1 / √d.
         alibi_slopes: `[H]` floating point: score += slope · (key position − query position) (Press et al. 2022).
-        k_scale: a float, a tensor of one number or `[H_kv]`: the keys are the cache's numbers times this. None is 1.
-            Or `[num_blocks, block_size, H_kv]` float32, contiguous: a scale for each row, as `store_kv` writes them,
-            of a cache that is int8 or float8_e4m3fn; then `v_scale` is too.
-        v_scale: alike for the values.
+        k_scale: a float, a tensor of one number or `[H_kv]`: the keys are the cache's numbers times this. None is 1. Or
+            `[num_blocks, block_size, H_kv]` float32, contiguous: a scale per row, as `store_kv` writes them, for int8
+            and float8_e4m3fn caches; `v_scale` must then have them too.
+        v_scale: likewise for the values.
         sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
         softcap: c > 0: score = c · tanh(score / c), after the scale, before ALiBi and the mask. None is no cap.
-        num_splits: into how many parts a Triton kernel cuts each sequence, 1 … 64; None chooses by how large the batch
-            and the block tables are. PyTorch does not split.
+        num_splits: how many splits the Triton kernel cuts each sequence into, 1 … 64; None chooses by the sizes of the
+            batch and the block tables. PyTorch does not split.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
-            these caches and options (float32 queries, no option but `scale`, `sliding_window` and scales by row, no
-            gradient wanted).
+            these caches and options (float32 queries without gradients, no options but `scale`, `sliding_window` and
+            per-row scales).
 
     Returns:
         `[B, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
 
     Raises:
-        TypeError: something is no tensor, or has the wrong dtype or type.
-        ValueError: shapes do not fit, tensors are on different devices, a length is more than its table has room for
-            (CPU tensors), an option has an impossible value, or the backend is unknown.
+        TypeError: an argument is not a tensor, or has the wrong dtype or type.
+        ValueError: shapes do not fit, tensors are on different devices, a length is more than its table's blocks hold
+            (CPU tensors), an option has an invalid value, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors).
         KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
@@ -238,38 +240,38 @@ def paged_prefill_attention(
     softcap: float | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's newest tokens over all its rows, read where they lie.
+    """Causal attention of each sequence's newest tokens over all its KV entries, read in place.
 
-    Sequence i has the query rows query_start_loc[i] : query_start_loc[i + 1]; call their number n. They are its last n
-    tokens, and context_lens[i] counts them too: query t of them is at position context_lens[i] − n + t and sees the
-    rows 0 … context_lens[i] − n + t. Sequences with n = 1 (decode) or n = 0 (no query) may stand between others. Heads,
-    rows that are never read, and options are as in `paged_decode_attention`.
+    Sequence i has the n query rows query_start_loc[i] : query_start_loc[i + 1]. They are its last n tokens, and
+    context_lens[i] includes them: query t is at position context_lens[i] − n + t and sees the tokens 0 …
+    context_lens[i] − n + t. Sequences with n = 1 (decode) or n = 0 (no query) may be mixed in. Heads, slots that are
+    never read, and options are as in `paged_decode_attention`.
 
     Args:
         q: queries `[N, H, d]` of all sequences, one sequence after the other; floating point, H a multiple of H_kv.
         k_cache: keys `[num_blocks, block_size, H_kv, d]`, any strides, in the dtype of `q`, or int8 or float8_e4m3fn.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64, B ≥ 1, each sequence's blocks in order, the tail undefined.
-        context_lens: `[B]` int32 or int64, rows of each sequence with the new ones, at least n.
-        query_start_loc: `[B + 1]` int32 or int64, from 0 to N, never falling.
-        scale: what the scores are multiplied by; None is 1 / √d.
+        context_lens: `[B]` int32 or int64, tokens of each sequence including the new ones, at least n.
+        query_start_loc: `[B + 1]` int32 or int64, from 0 to N, non-decreasing.
+        scale: the factor of the scores; None is 1 / √d.
         alibi_slopes: `[H]` floating point, as in `paged_decode_attention`.
         k_scale: a float, a tensor of one number, `[H_kv]` or `[num_blocks, block_size, H_kv]`, as there.
-        v_scale: alike for the values.
+        v_scale: likewise for the values.
         sliding_window: W ≥ 1, as there.
         softcap: c > 0, as there.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
-            these caches and options (float32 queries, no option but `scale`, `sliding_window` and scales by row, no
-            gradient wanted).
+            these caches and options (float32 queries without gradients, no options but `scale`, `sliding_window` and
+            per-row scales).
 
     Returns:
         `[N, H, d]`, the dtype of `q`.
 
     Raises:
-        TypeError: something is no tensor, or has the wrong dtype or type.
-        ValueError: shapes do not fit, tensors are on different devices, an option has an impossible value, or the
-            backend is unknown. For CPU tensors also: a length is more than its table has room
-            for or less than its queries, or query_start_loc does not go from 0 to N without falling.
+        TypeError: an argument is not a tensor, or has the wrong dtype or type.
+        ValueError: shapes do not fit, tensors are on different devices, an option has an invalid value, or the backend
+            is unknown. For CPU tensors also: a length is more than its table's blocks hold or less than its number of
+            queries, or query_start_loc does not rise from 0 to N.
         IndexError: a block in use lies outside the cache (CPU tensors).
         KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
     """
@@ -281,28 +283,28 @@ def paged_prefill_attention(
 
 
 class AttentionMetadata:
-    """Which tokens attend to which in one step of a model: the same for all its layers.
+    """Which tokens attend to which in one step of a model, shared by all its layers.
 
-    A backend keeps here what it derives from it (which sequences attend together, how a prompt is cut into tiles), so
-    that is computed once a step and not once a layer. The tensors must not change afterwards.
+    A backend caches in it what it derives from it (which sequences attend together, how a prompt is cut into tiles),
+    once per step instead of once per layer. The tensors must not change afterwards.
 
-    On a GPU give `lengths` and `num_new_tokens` too. Whoever makes a step knows them; without them the first layer of
-    a step that is no decode step waits for the device, to read them there.
+    On a GPU pass `lengths` and `num_new_tokens` too. The host knows them when it builds a step; without them the first
+    layer of any step but a decode step waits for the device to read them.
 
     Args:
         block_tables: `[B, max_blocks]` int32 or int64, as in `paged_decode_attention`.
         context_lens: `[B]` int32 or int64, likewise.
         query_start_loc: `[B + 1]` int32 or int64, as in `paged_prefill_attention`. None: a decode step, in which each
             sequence has one query.
-        lengths: the numbers in `context_lens`. None: read them there when they are needed.
-        num_new_tokens: how many queries each sequence has. None: read it in `query_start_loc`.
+        lengths: the values of `context_lens`. None: read them from it when needed.
+        num_new_tokens: the number of queries of each sequence. None: read it from `query_start_loc`.
 
     Attributes:
         block_tables: as given.
         context_lens: as given.
         query_start_loc: as given.
         known_lengths: `lengths` as given.
-        plans: what a backend has derived, by the other things that it depends on.
+        plans: what backends have derived, keyed by what else it depends on.
     """
 
     def __init__(
@@ -337,7 +339,7 @@ class AttentionMetadata:
 
     @cached_property
     def max_context_len(self) -> int | None:
-        """The longest of the lengths if they were given, else None: asking for it never waits for the device."""
+        """The longest of the lengths if they were given, else None: never waits for the device."""
         return None if self.known_lengths is None else max(self.known_lengths)
 
 
@@ -352,10 +354,10 @@ def paged_attention(
     sliding_window: int | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Decode or prefill attention of one layer, in a step whose metadata is made once for all layers.
+    """Decode or prefill attention of one layer, with metadata shared by all layers of the step.
 
-    The result is that of `paged_decode_attention` or `paged_prefill_attention` for the same tensors. Unlike those, it
-    does not check tables and lengths.
+    The result is the same as of `paged_decode_attention` or `paged_prefill_attention`. Unlike those, it does not check
+    tables and lengths.
 
     Args:
         q: queries `[N, H, d]` of all sequences, one sequence after the other, in the dtype of a float cache.
@@ -363,17 +365,18 @@ def paged_attention(
         v_cache: values, the same shape and dtype.
         metadata: of the step.
         k_scale: as in `paged_decode_attention`.
-        v_scale: alike for the values.
+        v_scale: likewise for the values.
         sliding_window: W ≥ 1: a query sees itself and the W − 1 tokens before it. None is no limit.
         backend: "torch", "triton", "numba", or None to choose: Triton on a GPU; on a CPU numba where it can run on
-            these caches and options (float32 queries, no option but `scale`, `sliding_window` and scales by row, no
-            gradient wanted).
+            these caches and options (float32 queries without gradients, no options but `scale`, `sliding_window` and
+            per-row scales).
 
     Returns:
         `[N, H, d]`, the dtype of `q`.
 
     Raises:
-        TypeError: `q` has another dtype than the cache, `sliding_window` is no int, or scales have the wrong type.
+        TypeError: the dtypes of `q` and the cache differ, `sliding_window` is not an int, or scales have the wrong
+            type.
         ValueError: `q` or scales do not fit the cache, `sliding_window` is below 1, or the backend is unknown.
         IndexError: a block in use lies outside the cache (CPU tensors, PyTorch).
         KernelUnavailableError: Triton or numba cannot run here, or not with these dtypes, head size and heads.
@@ -411,7 +414,7 @@ def _attend(
     by_row = {name: options[name] for name in ("k_scale", "v_scale") if _is_by_row(options[name])}
     extra = [name for name in options if options[name] is not None and name not in ("sliding_window", *by_row)]
     if backend == "numba" and extra:
-        raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: ask for backend "torch" or None')
+        raise KernelUnavailableError(f'numba\'s attention has no {extra[0]}: use backend "torch" or None')
     wants_gradient = q.requires_grad and torch.is_grad_enabled()
     numba_can = not extra and not wants_gradient
     chosen = _choose(backend, k_cache, v_cache, dtype=q.dtype, by_row=bool(by_row), numba_can=numba_can)
@@ -442,7 +445,7 @@ def _attend(
     from minicache.kernels import split_kv
 
     if num_splits is None:
-        longest = metadata.max_context_len or metadata.block_tables.shape[1] * k_cache.shape[1]  # what tables can hold
+        longest = metadata.max_context_len or metadata.block_tables.shape[1] * k_cache.shape[1]  # what the tables hold
         if options["sliding_window"] is not None:
             longest = min(longest, options["sliding_window"])
         num_splits = split_kv.choose_num_splits(q.shape[0], k_cache.shape[2], longest, _num_processors(q.device))
@@ -461,10 +464,10 @@ def _attend(
 def _choose(
     backend: Backend | None, *caches: Tensor, dtype: torch.dtype, by_row: bool = False, numba_can: bool = True
 ) -> Backend:
-    """The backend to use: the given one, or the caches' device's. Raise if it cannot run on them.
+    """The backend to use: the given one, or the default of the caches' device. Raise if it cannot run on them.
 
-    Unless it is asked for by name, numba runs only where it can: `numba_can`, these caches, with scales `by_row` or
-    without, and queries or rows of `dtype`.
+    Unless requested by name, numba runs only where it can: `numba_can`, these caches, with or without scales `by_row`,
+    and queries or rows of `dtype`.
     """
     if backend not in (None, "torch", "triton", "numba"):
         raise ValueError(f'backend must be "torch", "triton", "numba" or None; got {backend!r}')
@@ -488,14 +491,14 @@ def _choose(
 
 
 def is_plain_replaced() -> bool:
-    """Whether a learner's file stands in for `minicache.kernels.plain`: then a CPU runs that file, and not numba."""
+    """Whether a learner's file replaces `minicache.kernels.plain`: a CPU then runs that file instead of numba."""
     from minicache.kernels import plain
 
     return dirname(str(plain.__file__)) != dirname(__file__)
 
 
 def _num_processors(device: torch.device) -> int:
-    """How many programs of a kernel run at the same time: a GPU's multiprocessors; 1 under the interpreter."""
+    """A GPU's multiprocessors; 1 under the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -539,7 +542,7 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
-    """Raise unless `q` `[…, H, d]` can attend to the cache through the tables; on a CPU, look at the lengths too."""
+    """Raise unless `q` `[…, H, d]` can attend to the cache through the tables; on a CPU, check the lengths too."""
     _check_caches(k_cache, v_cache)
     for name, value in (("q", q), ("block_tables", block_tables), ("context_lens", context_lens)):
         _check_tensor(name, value, k_cache.device)
@@ -547,7 +550,7 @@ def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: 
     _check_ints("context_lens", context_lens, ndim=1)
     _check_queries(q, k_cache)
     if context_lens.shape[0] != block_tables.shape[0] or not context_lens.shape[0]:
-        raise ValueError(f"one length for each table, B ≥ 1; got {context_lens.shape[0]} and {block_tables.shape[0]}")
+        raise ValueError(f"one length per table, B ≥ 1; got {context_lens.shape[0]} and {block_tables.shape[0]}")
     room = block_tables.shape[1] * k_cache.shape[1]
     if context_lens.device.type == "cpu":
         shortest, longest = (int(bound) for bound in context_lens.aminmax())
@@ -569,7 +572,7 @@ def _check_queries(q: Tensor, k_cache: Tensor) -> None:
 
 
 def _check_query_start_loc(q: Tensor, context_lens: Tensor, query_start_loc: Tensor) -> None:
-    """Raise unless the queries are cut into the newest tokens of each sequence; the values on a CPU only."""
+    """Raise unless the queries can be the newest tokens of each sequence; checks the values on a CPU only."""
     _check_tensor("query_start_loc", query_start_loc, q.device)
     _check_ints("query_start_loc", query_start_loc, ndim=1)
     if query_start_loc.shape[0] != context_lens.shape[0] + 1:
@@ -581,12 +584,10 @@ def _check_query_start_loc(q: Tensor, context_lens: Tensor, query_start_loc: Ten
         return
     starts = query_start_loc.tolist()
     if starts[0] != 0 or starts[-1] != q.shape[0] or starts != sorted(starts):
-        raise ValueError(f"query_start_loc must go from 0 to {q.shape[0]} without falling; got {starts}")
+        raise ValueError(f"query_start_loc must rise from 0 to {q.shape[0]}; got {starts}")
     for sequence, (start, end, num_tokens) in enumerate(zip(starts, starts[1:], context_lens.tolist(), strict=False)):
         if num_tokens < end - start:
-            raise ValueError(
-                f"sequence {sequence} has {num_tokens} tokens, its {end - start} newest cannot be among them"
-            )
+            raise ValueError(f"sequence {sequence} has {num_tokens} tokens, fewer than its {end - start} queries")
 
 
 def _check_blocks_in_use(k_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
@@ -606,7 +607,7 @@ def _options(
     sliding_window: int | None,
     softcap: float | None,
 ) -> dict[str, Any]:
-    """The options but the scale, checked, by name."""
+    """The checked options by name, without the scale."""
     if scale is not None and not isinstance(scale, float | int):
         raise TypeError(f"scale must be a float; got {type(scale).__name__}")
     if softcap is not None and not softcap > 0:
@@ -624,7 +625,7 @@ def _options(
         elif value is not None and not isinstance(value, float | int):
             raise TypeError(f"{name} must be a float or a tensor [{k_cache.shape[2]}]; got {type(value).__name__}")
     if _is_by_row(k_scale) != _is_by_row(v_scale):
-        raise ValueError("k_scale and v_scale: a scale for each row of both, or of neither")
+        raise ValueError("k_scale and v_scale: both must have a scale per row, or neither")
     return {
         "alibi_slopes": alibi_slopes,
         "k_scale": k_scale,
@@ -635,21 +636,21 @@ def _options(
 
 
 def _is_by_row(scale: object) -> bool:
-    """Whether these are scales of each row, and not one number or one a head."""
+    """Whether these are per-row scales, not one number or one per head."""
     return isinstance(scale, Tensor) and scale.ndim == 3
 
 
 def _check_row_scales(name: str, scale: object, k_cache: Tensor) -> None:
-    """Raise unless these are the scales of each row of a quantized cache."""
+    """Raise unless these are the per-row scales of a quantized cache."""
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
         kind = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
         raise TypeError(f"{name} must be a float32 tensor, for keys and for values; got {kind}")
     _check_tensor(name, scale, k_cache.device)
     if k_cache.dtype not in _STORABLE:
-        raise TypeError(f"{name}: rows are scaled in an int8 or float8_e4m3fn cache; this one holds {k_cache.dtype}")
+        raise TypeError(f"{name}: row scales need an int8 or float8_e4m3fn cache; this one holds {k_cache.dtype}")
     if scale.shape != k_cache.shape[:3] or not scale.is_contiguous():
         raise ValueError(
-            f"{name} must be {list(k_cache.shape[:3])}, a scale for each row, contiguous; got {list(scale.shape)}"
+            f"{name} must be {list(k_cache.shape[:3])}, a scale per row, contiguous; got {list(scale.shape)}"
         )
 
 
@@ -658,4 +659,4 @@ def _check_per_head(name: str, value: Tensor, num_heads: int, device: torch.devi
     if not value.dtype.is_floating_point:
         raise TypeError(f"{name} must be floating point; got {value.dtype}")
     if value.shape != (num_heads,) and not (num_heads == 1 and value.ndim == 0):
-        raise ValueError(f"{name} must be [{num_heads}], one for each head; got {list(value.shape)}")
+        raise ValueError(f"{name} must be [{num_heads}], one per head; got {list(value.shape)}")

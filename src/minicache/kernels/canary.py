@@ -1,6 +1,6 @@
-"""A kernel that sings if Triton's interpreter computes rightly; `runtime.canary` listens.
+"""The canary: a small kernel that shows whether Triton's interpreter computes correctly, for `runtime.canary`.
 
-Its own file, because importing it imports Triton. No phase builds this module.
+A separate file, because importing it imports Triton. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def canary_kernel(x_ptr, wide_ptr, copy_ptr, dot_ptr, sum_ptr, length, num_round
 
 
 def sing() -> str:
-    """Run the kernel, and say which of its results is wrong, or "".
+    """Run the kernel and return which of its results are wrong, or "".
 
-    The input is followed by NaN: a mask that is not kept shows.
+    The input is followed by NaN, which reveals an ignored mask.
     """
     x = torch.full((_TILE,), float("nan"), dtype=torch.bfloat16)
     x[:_LENGTH] = torch.tensor([0.5, -1.25, 3.0, 100.0, -0.015625])
@@ -41,7 +41,7 @@ def sing() -> str:
     product = torch.zeros(_TILE, _TILE)
     try:
         canary_kernel[(1,)](x, wide, copy, product, total, _LENGTH, 4, TILE=_TILE)
-    except Exception as error:  # whatever it is, this interpreter cannot be used
+    except Exception as error:  # whatever the error, this interpreter cannot be used
         return f"it raised {type(error).__name__}: {error}"
     square = filled.float()[:, None] + torch.arange(_TILE)
     expected: dict[str, tuple[Tensor, Tensor]] = {

@@ -1,28 +1,28 @@
-"""Launch configurations of the attention kernels: rows, tokens to a tile, warps and pipeline stages, by architecture.
+"""Launch configurations of the attention kernels: rows, tokens per tile, warps and pipeline stages, by architecture.
 
-The launchers ask `choose`; `benchmarks/compiled.py` and the tests compile exactly what it answers, for each
-architecture, dtype and head size, and find that nothing spills. What has no configuration is refused by name, before
-Triton's compiler or a GPU without that much memory would refuse it. No phase builds this module.
+The launchers call `choose`; `benchmarks/compiled.py` and the tests compile exactly what it returns, for each
+architecture, dtype and head size, and check that nothing spills. A launch without a configuration is refused with a
+clear message, before Triton's compiler or the GPU fails. No phase builds this module.
 
-**Decode** waits for memory, so what counts is bytes under way. A tile of keys and one of values take 32 KB together, 64
-tokens of 128 half-precision numbers, and `num_stages` 5 gives two buffers for such tiles and not five: the compiler
-spends one stage on computing, and two for each tile ahead, one of which waits for the block table. With 3 there is a
-single buffer, and nothing is read while it is computed on. Two buffers are 72 KB of shared memory, so a processor of a
-Hopper GPU, which has 228 KB, holds three programs; with one tile each under way that is 96 KB in flight. By Little's
-law 4.8 TB/s at a latency of 0.7 µs ask for 3.4 MB, 26 KB on each of 132 processors. Numbers of one byte pass through
-registers to become two, so their tiles have as many tokens and half the bytes; where there are registers for it, there
-are three buffers. A desktop's GPU has 100 KB a processor: half the tile.
+**Decode** is memory-bound, so what counts is bytes in flight. A tile of keys and one of values take 32 KB together, 64
+tokens of 128 half-precision numbers, and `num_stages` 5 gives two buffers for such tiles, not five: the compiler uses
+one stage for computing, and two for each tile ahead, one of which waits for the block table. With 3 there is a single
+buffer, and nothing is loaded while it is computed on. Two buffers are 72 KB of shared memory, so a multiprocessor of a
+Hopper GPU, with 228 KB, holds three programs; with one tile each in flight that is 96 KB. By Little's law 4.8 TB/s at a
+latency of 0.7 µs needs 3.4 MB, 26 KB on each of 132 multiprocessors. One-byte numbers are widened in registers, so
+their tiles have as many tokens and half the bytes; where registers allow, there are three buffers. A desktop GPU has
+100 KB per multiprocessor: half the tile.
 
-**Prefill** waits for arithmetic: 128 rows give each loaded key 2 · 128 FLOPs a number, and 8 warps hold their scores
+**Prefill** is compute-bound: 128 rows give each loaded key 2 · 128 FLOPs per number, and 8 warps hold their scores
 `[128, TILE]` and accumulators `[128, d]` in fp32. On Hopper and datacentre Blackwell the queries are read from shared
-memory; on Ampere they stay in registers, and a tile has to be half as long. There is no exact matrix unit in fp32: its
-operands take registers too, so there are fewer rows. Nor does Triton use the matrix unit of a Turing GPU (sm_75), or
-load ahead there.
+memory; on Ampere they stay in registers, and a tile has to be half as long. Tensor cores have no exact fp32: its
+operands take registers too, so there are fewer rows. On a Turing GPU (sm_75) Triton neither uses tensor cores nor loads
+ahead.
 
-Over one byte a number every thread also holds the scales of the tokens whose scores it computes. On datacentre
-Blackwell a thread has whole rows of scores, and so the scales of a whole tile: its tiles of prefill are shorter.
+Over one byte per number every thread also holds the scales of the tokens whose scores it computes. On datacentre
+Blackwell a thread has whole rows of scores, and so the scales of a whole tile: its prefill tiles are shorter.
 
-The numbers were chosen without a GPU, by these sums and by what the compiler says; how fast they run is not measured.
+The numbers were chosen without a GPU, by this arithmetic and the compiler's output; their speed is not measured.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from minicache.errors import KernelUnavailableError
 Kernel = Literal["decode", "prefill"]
 
 SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Architecture → shared memory that a program can have. Any other GPU takes the next older one's configurations."""
+"""Architecture → shared memory available to a program. Other GPUs use the next older one's configurations."""
 
 FP8_FROM = 89
 """The first architecture with instructions for e4m3."""
 
 INTERPRETER = 0
-"""Stands for an architecture where there is no GPU, and no limit."""
+"""The architecture used without a GPU, which has no limits."""
 
 MIN_ROWS = 16
-"""The matrix unit multiplies no fewer rows at a time than these."""
+"""The fewest rows that tensor cores multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Config:
 
     Attributes:
         rows: query rows of a program: heads of a group, in prefill times query tokens.
-        tile: tokens of a tile of keys and values.
+        tile: tokens per tile of keys and values.
         num_warps: warps of a program.
         num_stages: pipeline stages of its loop.
     """
@@ -68,11 +68,11 @@ class Config:
 
 
 _Row = dict[int, Config]
-"""The largest head size that a configuration is for → the configuration, in rising order."""
+"""The largest head size of a configuration → the configuration, in increasing order."""
 
 
 def _row(*columns: tuple[int, int, int, int, int]) -> _Row:
-    """A row of the tables below: (head size at most, rows, tile, warps, stages) for each configuration."""
+    """A row of the tables below: (largest head size, rows, tile, warps, stages) for each configuration."""
     return {head_dim: Config(*numbers) for head_dim, *numbers in columns}
 
 
@@ -137,7 +137,7 @@ _TABLE: dict[int, dict[str, _Row]] = {
 
 
 def architecture(device: torch.device) -> int:
-    """The architecture whose configurations a device takes: its own, or the next older one of the table.
+    """The architecture whose configurations a device uses: its own, or the next older one of the table.
 
     Raises:
         KernelUnavailableError: the GPU is older than all of them.
@@ -173,7 +173,7 @@ def choose(
 ) -> Config:
     """The configuration of a launch.
 
-    In decode too, a group of more than 16 query heads is a matrix like prefill's, and takes prefill's configuration.
+    In decode, a group of more than 16 query heads uses prefill's configuration.
 
     Args:
         kernel: "decode", which `decode_kernel` and `split_kernel` share, or "prefill".
@@ -181,10 +181,10 @@ def choose(
         q_dtype: of the queries.
         cache_dtype: of the cache: the same, int8 or float8_e4m3fn.
         head_dim: d.
-        group: query heads to a key/value head.
+        group: query heads per key/value head.
 
     Raises:
-        KernelUnavailableError: no configuration is known that fits; the message says what the limit is.
+        KernelUnavailableError: no configuration fits; the message names the limit.
     """
     heads = max(MIN_ROWS, _power_of_2(group))
     if arch == INTERPRETER:
@@ -215,14 +215,14 @@ def choose(
     config = row[min(most for most in row if head_dim <= most)]
     if heads > config.rows:
         raise KernelUnavailableError(
-            f"{launch}, head_dim {head_dim}: {group} query heads to a key/value head are too many, {config.rows} at "
+            f"{launch}, head_dim {head_dim}: {group} query heads per key/value head are too many, {config.rows} at "
             'most: take backend="torch"'
         )
     return config
 
 
 def merge_warps(padded_splits: int, padded_head_dim: int) -> int:
-    """Warps of `merge_kernel`: a program holds its splits' accumulators at once, 128 numbers a thread at most."""
+    """Warps of `merge_kernel`: a program holds all its splits' accumulators, at most 128 numbers per thread."""
     return max(4, padded_splits * padded_head_dim // (32 * 128))
 
 

@@ -1,7 +1,7 @@
-"""Gather: one sequence's rows out of its blocks, in the order of its tokens. Phase 4 builds it.
+"""Gather: one sequence's KV entries, copied out of its blocks in token order. Phase 4 builds it.
 
-What `PagedKVCache.read` runs on a GPU. Its heart is the load of a tile of tokens through a block table; decode
-attention does the same load and then computes instead of writing.
+`PagedKVCache.read` runs it on a GPU. Its core is the load of a tile of tokens through a block table; decode attention
+does the same load and then computes instead of storing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64
-"""Tokens that one program copies: 64 rows of 128 half-precision numbers are 16 KB, 128 bytes in flight per thread."""
+"""Tokens that one program copies: 64 vectors of 128 half-precision numbers are 16 KB, 128 bytes per thread."""
 
 
 @triton.jit
@@ -34,12 +34,12 @@ def gather_kernel(
 ):
     """One program copies one head of TILE consecutive tokens: a tile `[TILE, PADDED_HEAD_DIM]`.
 
-    Grid (H_kv, ⌈num_tokens / TILE⌉): program (h, t) owns head h of the tokens t · TILE, t · TILE + 1, … Programs that
-    differ in the first index only run side by side, and their rows are neighbours in memory.
+    Grid (H_kv, ⌈num_tokens / TILE⌉): program (h, t) copies head h of the tokens t · TILE, t · TILE + 1, … Programs that
+    differ only in the first index run at the same time, and their heads are adjacent in memory.
 
-    A tile has nothing to do with a block: it may be part of one or span many, so each of its tokens looks up its own
-    block. The last tile reaches past num_tokens. There three things are masked: the entry of the block table, which
-    lies past the blocks in use or past the table; the cache's row; and the row of the output.
+    Tiles are independent of blocks: a tile may cover part of a block or span many, so each token's block is looked up
+    separately. The last tile may reach past num_tokens. Three accesses are masked there: the block table entry, which
+    lies past the blocks in use or past the table; the cache's slot; and the row of the output.
 
     Pointers:
         cache_ptr: keys or values, `[num_blocks, BLOCK_SIZE, H_kv, HEAD_DIM]`.
@@ -47,7 +47,7 @@ def gather_kernel(
         out_ptr: `[num_tokens, H_kv, HEAD_DIM]`, in the dtype of the cache.
 
     Strides, in elements: of the cache's block, slot in the block, head and dimension, and of the output's token, head
-    and dimension. Any may come. Block ids, heads and tokens are multiplied in int64.
+    and dimension. They are arbitrary. Multiply block ids, heads and tokens in int64.
 
     Constants:
         HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
@@ -68,14 +68,14 @@ def gather_kernel(
 
 
 def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int) -> Tensor:
-    """Launch `gather_kernel`: a program a head and tile. `minicache.kernels.gather_kv` has checked the arguments.
+    """Launch `gather_kernel`: one program per head and tile. `minicache.kernels.gather_kv` checked the arguments.
 
     Without tokens nothing is launched.
 
     Args:
         cache: keys or values, `[num_blocks, block_size, H_kv, d]`; any strides.
         block_table: `[max_blocks]` int32 or int64, the tail undefined; any stride.
-        num_tokens: rows to copy.
+        num_tokens: entries to copy.
 
     Returns:
         `[num_tokens, H_kv, d]`, new, in the cache's dtype.

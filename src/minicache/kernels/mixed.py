@@ -1,9 +1,9 @@
 """A mixed step on a GPU: its decodes run through the decode kernel, its chunks through the prefill kernel.
 
-The prefill kernel computes any step, but a sequence with a single query takes a whole tile of its query rows, and one
-program walks through all of its context. The decode kernel has a tile of the size of one query's heads, and split-KV
-gives a long context to several programs. So `minicache.kernels.paged_attention` divides a step's sequences, once for
-all layers, from lengths that the host has: nothing here waits for the device if the metadata was given them.
+The prefill kernel could compute any step, but a sequence with a single query would take a whole tile of query rows,
+with one program for all of its context. The decode kernel's tile has the size of one query's heads, and split-KV
+divides a long context among several programs. So `minicache.kernels.paged_attention` divides a step's sequences, once
+for all layers, by the lengths on the host: nothing waits for the device if the metadata has them.
 
 No phase builds this module.
 """
@@ -25,7 +25,7 @@ class Part:
     """Some sequences of a step, computed by one kernel.
 
     Attributes:
-        rows: which of the step's queries they have: a slice where these are neighbours, else `[n]` int64.
+        rows: the step's queries that belong to them: a slice where these are consecutive, else `[n]` int64.
         metadata: of these sequences; without `query_start_loc` if each has one query.
     """
 
@@ -36,7 +36,7 @@ class Part:
 def parts(metadata: AttentionMetadata) -> list[Part]:
     """Divide a step into its decodes and its chunks, at the first call; later calls return the same list.
 
-    A sequence without queries is in neither. A step without decodes is one part, as it was given.
+    A sequence without queries is in neither. A step without decodes is one part, unchanged.
     """
     found: list[Part] | None = metadata.plans.get("parts")
     if found is None:
@@ -60,7 +60,7 @@ def _divide(metadata: AttentionMetadata) -> list[Part]:
 
 
 def _part(metadata: AttentionMetadata, group: list[int], counts: list[int], indices: Iterator[Tensor]) -> Part:
-    """The part of some sequences: views where they are neighbours, else copies by the next three `indices`."""
+    """The part of some sequences: views where they are consecutive, else copies by the next three `indices`."""
     first, end = group[0], group[-1] + 1
     starts: Tensor
     sequences: slice | Tensor
@@ -82,19 +82,19 @@ def _part(metadata: AttentionMetadata, group: list[int], counts: list[int], indi
 
 
 def _are_neighbours(group: list[int]) -> bool:
-    """Whether rising numbers follow each other without a gap."""
+    """Whether increasing numbers are consecutive."""
     return group[-1] - group[0] == len(group) - 1
 
 
 def _indices(metadata: AttentionMetadata, group: list[int]) -> list[list[int]]:
-    """The numbers of some sequences and of their queries, and where the queries of each begin among these."""
+    """The indices of some sequences and of their queries, and the start of each sequence among these."""
     starts = metadata.starts
     rows = [row for i in group for row in range(starts[i], starts[i + 1])]
     return [group, rows, [0, *accumulate(starts[i + 1] - starts[i] for i in group)]]
 
 
 def _copied(lists: list[list[int]], metadata: AttentionMetadata) -> Sequence[Tensor]:
-    """Lists of int64 on the step's device, in one copy. From pinned memory it is queued there, and the host goes on."""
+    """Lists as int64 tensors on the step's device, in one copy; asynchronous, because the memory is pinned."""
     if not lists:
         return ()
     pinned = torch.tensor([number for numbers in lists for number in numbers], pin_memory=torch.cuda.is_available())

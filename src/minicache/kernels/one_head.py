@@ -1,7 +1,7 @@
-"""`attend_range` on its own: some queries of one head, over a range of one sequence's rows. No phase builds this.
+"""`attend_range` by itself: queries of one head, over a range of one sequence's tokens. No phase builds this.
 
-Kernels call `minicache.kernels.decode.attend_range` and divide what it returns. Here a kernel stores what it returns,
-so phase 4 can look at it, and grade it, before there is a kernel that attends for a whole batch.
+Kernels call `minicache.kernels.decode.attend_range` and divide its results. This kernel stores them undivided, so phase
+4 can inspect and grade them before there is a kernel for a whole batch.
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ def attend_one_head(
 
     Args:
         q: queries `[N, d]`, in fp32 or fp16; contiguous.
-        query_positions: `[N]` int32, where each query's token stands in its sequence; contiguous.
+        query_positions: `[N]` int32, the position of each query's token in its sequence; contiguous.
         k_cache: keys `[num_blocks, block_size, d]`, of one head; any strides.
         v_cache: values, the same shape.
         block_table: `[max_blocks]` int32 or int64, contiguous.
         start: the range's first token.
         end: the token after its last one.
-        scale: what the scores are multiplied by; 1 / √d by default.
-        slopes: `[N]` fp32, ALiBi's slope for each query, contiguous, or None.
+        scale: the factor of the scores; 1 / √d by default.
+        slopes: `[N]` fp32, ALiBi's slope per query, contiguous, or None.
         sliding_window: W ≥ 1, or None.
         softcap: c > 0, or None.
-        tile: tokens of a tile, a power of two: 16 or more on a GPU, any in the interpreter.
+        tile: tokens per tile, a power of two: 16 or more on a GPU, any in the interpreter.
 
     Returns:
         row_max `[N]`, row_sum `[N]` and acc `[N, d]`, fp32. Attention over the range is acc / row_sum[:, None].

@@ -1,7 +1,7 @@
 """The online softmax: attention of one head's queries to its keys, a tile at a time, no cache. Phase 4 builds it.
 
-A step of the course. `minicache.kernels.decode.attend_range` is this loop over rows that lie in blocks, and the only
-one that the engine runs.
+A step of the course. `minicache.kernels.decode.attend_range` is this loop over KV entries in blocks, the one that the
+engine runs.
 
 Follows Milakov and Gimelshein 2018.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Queries of a program: the fewest rows that a GPU's matrix unit multiplies."""
+"""Queries per program: the fewest rows that a GPU's tensor cores multiply."""
 
 
 @triton.jit
@@ -33,11 +33,11 @@ def online_softmax_kernel(
 ):
     """One program attends with ROWS queries to all keys, TILE keys at a time.
 
-    Grid (⌈num_queries / ROWS⌉,): program t owns the queries t · ROWS, t · ROWS + 1, … Every query sees every key. For
-    each tile: load its keys and values, score the keys against the program's queries, and fold the tile into three
-    running results, one for each query: row_max, the largest score so far; row_sum, the sum of exp(score − row_max);
-    acc, the sum of exp(score − row_max) · value. When a tile brings a new maximum, what was summed under the old one is
-    multiplied by exp(old − new). At the end the output is acc / row_sum.
+    Grid (⌈num_queries / ROWS⌉,): program t computes the queries t · ROWS, t · ROWS + 1, … Every query sees every key.
+    For each tile: load its keys and values, score the keys against the program's queries, and fold the tile into three
+    running values per query: row_max, the largest score so far; row_sum, the sum of exp(score − row_max); acc, the sum
+    of exp(score − row_max) · value. When a tile raises the maximum, the running sums are multiplied by exp(old − new).
+    At the end the output is acc / row_sum.
 
     The last tile may reach past num_keys: those keys and values are not loaded, and their scores are −inf before the
     maximum is taken. Queries past num_queries are loaded as zeros and not stored.
@@ -48,7 +48,7 @@ def online_softmax_kernel(
 
     Numbers:
         num_queries, num_keys: any ≥ 1.
-        scale: what the scores are multiplied by.
+        scale: the factor of the scores.
 
     Constants:
         HEAD_DIM: any number ≥ 1.
@@ -88,8 +88,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, ti
         q: queries `[N, d]` fp32, N ≥ 1; any strides.
         k: keys `[S, d]` fp32, S ≥ 1; any strides.
         v: values `[S, d]` fp32; any strides.
-        scale: what the scores are multiplied by; 1 / √d by default.
-        tile: keys of a tile, a power of two: 16 or more on a GPU, any in the interpreter.
+        scale: the factor of the scores; 1 / √d by default.
+        tile: keys per tile, a power of two: 16 or more on a GPU, any in the interpreter.
 
     Returns:
         `[N, d]` fp32.

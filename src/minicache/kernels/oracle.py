@@ -1,10 +1,9 @@
-"""Attention through block tables with every option, in PyTorch and fp32: slow, plain to read, and right.
+"""Attention through block tables with every option, in PyTorch and fp32: the slow, readable reference.
 
-It is what phase 4's Triton kernels are compared with, and what a CPU runs for an option that `cpu` lacks (ALiBi, a soft
-cap, scaled keys and values). Each sequence's scores are one matrix, and each option one line on it. No phase
-builds this module.
+Phase 4's Triton kernels are compared with it, and a CPU uses it for options that `cpu` lacks (ALiBi, a soft cap, scaled
+keys and values). Each sequence's scores are one matrix, and each option is one line on it. No phase builds this module.
 
-What the arguments are is said once, in `minicache.kernels`, which has checked them.
+`minicache.kernels` documents the arguments, and has checked them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def paged_decode_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`minicache.kernels.paged_decode_attention` in PyTorch: one query per sequence, a sequence of length 0 has none.
+    """`minicache.kernels.paged_decode_attention` in PyTorch: one query per sequence.
 
     Returns:
         `[B, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
@@ -77,14 +76,14 @@ def paged_prefill_attention(
         start, end = starts[i : i + 2]
         if start == end:
             continue
-        # Positions before the first that any query's window reaches are masked anyway: they are read all the same.
+        # Positions before every query's window are read too, and masked below.
         k = _rows(k_cache, block_tables[i], num_tokens, k_scale, q.shape[1])
         v = _rows(v_cache, block_tables[i], num_tokens, v_scale, q.shape[1])
         scores = q[start:end].float().transpose(0, 1) @ k.transpose(1, 2)
         scores = scores * (q.shape[2] ** -0.5 if scale is None else scale)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        # How far a key stands behind its query: 0 is the query's own position, negative is the future.
+        # How far a key is behind its query: 0 is the query's position, negative is the future.
         behind = torch.arange(num_tokens - (end - start), num_tokens, device=q.device)[:, None]
         behind = behind - torch.arange(num_tokens, device=q.device)
         if alibi_slopes is not None:
@@ -101,7 +100,7 @@ def _rows(cache: Tensor, block_table: Tensor, num_tokens: int, scale: float | Te
     """One sequence's keys or values in fp32, scaled, a copy for each query head: `[H, num_tokens, d]`."""
     blocks = block_table[: -(-num_tokens // cache.shape[1])]
     rows = cache.index_select(0, blocks).flatten(0, 1)[:num_tokens].float().transpose(0, 1)
-    if isinstance(scale, Tensor) and scale.ndim == 3:  # of each row
+    if isinstance(scale, Tensor) and scale.ndim == 3:  # one per row
         rows = rows * scale.index_select(0, blocks).flatten(0, 1)[:num_tokens].t()[..., None]
     elif scale is not None:
         rows = rows * torch.as_tensor(scale, dtype=torch.float32, device=rows.device).reshape(-1, 1, 1)

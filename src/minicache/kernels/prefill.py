@@ -1,8 +1,8 @@
-"""Paged prefill attention: many query tokens per sequence, ragged and causal, over rows in blocks. Phase 4 builds it.
+"""Paged prefill attention: many query tokens per sequence, ragged and causal, over KV blocks. Phase 4 builds it.
 
-The queries of all sequences lie one after the other, `query_start_loc` says where each begins, and they are the newest
-tokens of their sequences: a whole prompt, a chunk after a cached beginning, or a single token. A key that was loaded
-serves a tile of query tokens here and not only one, so prefill is bound by arithmetic where decode is bound by memory.
+The queries of all sequences are concatenated, `query_start_loc` holds the start of each, and they are the newest tokens
+of their sequences: a whole prompt, a chunk after cached context, or a single token. A loaded key serves a tile of query
+tokens instead of one, so prefill is compute-bound where decode is memory-bound.
 """
 
 from __future__ import annotations
@@ -56,33 +56,33 @@ def prefill_kernel(
     DOT_DTYPE: tl.constexpr,
     PADDED_SEQS: tl.constexpr,
 ):
-    """One program attends with a tile of one sequence's query tokens, all heads of one group, to one key/value head.
+    """One program computes attention for a tile of one sequence's query tokens and all heads of one group.
 
-    The rows are packed as in `decode_kernel`, with tokens beside heads: QUERIES = ROWS // GROUP tokens make a tile, and
-    row r is query head h · GROUP + r % GROUP of the tile's token r // GROUP. If GROUP does not divide ROWS, the last
-    rows are padding.
+    The rows are packed as in `decode_kernel`, with tokens as well as heads: QUERIES = ROWS // GROUP tokens make a tile,
+    and row r is query head h · GROUP + r % GROUP of the tile's token r // GROUP. If GROUP does not divide ROWS, the
+    last rows are padding.
 
-    Grid (H_kv, N // QUERIES + B). Which tile of which sequence is a program's cannot be known when it is launched: that
-    would need the lengths, and they are on the GPU. So the tiles are numbered with gaps: sequence i's are the numbers
-    from query_start_loc[i] // QUERIES + i on. The next sequence's first number is never smaller than that plus
-    ⌈its queries / QUERIES⌉, so each tile has a number, and N // QUERIES + B of them are enough. A program finds
-    its sequence by counting how many first numbers are at most its own; if its tile begins at or after the sequence's
-    last query, it has nothing to do and returns. (vLLM's unified attention numbers its tiles in this way.)
+    Grid (H_kv, N // QUERIES + B). The tile of a program is not known at launch, because the lengths are on the GPU. So
+    the tiles are numbered with gaps: sequence i's begin at query_start_loc[i] // QUERIES + i. The next sequence's first
+    number is never smaller than that plus ⌈its queries / QUERIES⌉, so each tile has a unique number, and N // QUERIES +
+    B of them are enough. A program finds its sequence by counting the first numbers that are at most its tile number;
+    if its tile begins past the sequence's last query, it returns. (vLLM's unified attention numbers its tiles in this
+    way.)
 
-    Of n queries of a sequence, query t stands at position context_len − n + t. The tile's range ends after the position
-    of its last query; with a sliding window W it begins W − 1 before the position of its first, never below 0.
-    `attend_range` masks what single rows do not see.
+    Of n queries of a sequence, query t is at position context_len − n + t. The tile's range ends after the position of
+    its last query; with a sliding window W it begins W − 1 before the position of its first, never below 0.
+    `attend_range` masks what individual rows do not see.
 
     Pointers:
         q_ptr: `[N, H, HEAD_DIM]`, H = H_kv · GROUP.
-        query_start_loc_ptr: `[B + 1]`, contiguous, int32 or int64, from 0 to N and never falling.
-        out_ptr: `[N, H, HEAD_DIM]`. Every row of a query is written by one program.
-        all others: as in `decode_kernel`, like the numbers.
+        query_start_loc_ptr: `[B + 1]`, contiguous, int32 or int64, from 0 to N, non-decreasing.
+        out_ptr: `[N, H, HEAD_DIM]`. Each query's row is written by exactly one program. all others: as in
+            `decode_kernel`, like the numbers.
 
     Numbers: num_seqs is B.
 
-    Strides, in elements: of q's and the output's token, head and dimension; the others as in `decode_kernel`. Tokens,
-    sequences, block ids and the caches' head are multiplied in int64.
+    Strides, in elements: of q's and the output's token, head and dimension; the others as in `decode_kernel`. Multiply
+    tokens, sequences, block ids and the caches' head in int64.
 
     Constants:
         ROWS: a power of two, at least 16 and at least GROUP.
@@ -172,22 +172,23 @@ def paged_prefill_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Launch `prefill_kernel`: N // QUERIES + B programs a key/value head. The arguments have been checked.
+    """Launch `prefill_kernel`: N // QUERIES + B programs per key/value head. The arguments have been checked.
 
-    `launch_options` gives constants and warps; QUERIES is its ROWS // GROUP. `minicache.kernels.decode` has what every
-    launcher needs. The lengths stay on the GPU: nothing here may read them. Without queries nothing is launched.
+    `launch_options` gives constants and warps; QUERIES is its ROWS // GROUP. `minicache.kernels.decode` has the
+    functions that launchers share. The lengths stay on the GPU, and the launcher must not read them. Without queries
+    nothing is launched.
 
     Args:
-        q: queries `[N, H, d]` of all sequences, one sequence after the other; any strides.
+        q: queries `[N, H, d]` of all sequences, concatenated; any strides.
         k_cache: keys `[num_blocks, block_size, H_kv, d]`, in q's dtype, int8 or float8_e4m3fn; any strides.
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64; any strides.
         context_lens: `[B]` int32 or int64, at least each sequence's queries.
-        query_start_loc: `[B + 1]` int32 or int64, from 0 to N and never falling.
-        scale: what the scores are multiplied by.
+        query_start_loc: `[B + 1]` int32 or int64, from 0 to N, non-decreasing.
+        scale: the factor of the scores.
         alibi_slopes: `[H]`, or None.
         k_scale: a float, `[H_kv]` or contiguous fp32 `[num_blocks, block_size, H_kv]`, or None.
-        v_scale: alike.
+        v_scale: likewise.
         sliding_window: W ≥ 1, or None.
         softcap: c > 0, or None.
 

@@ -1,11 +1,11 @@
-"""Keys and values in one byte a number: int8 or fp8, with a scale. No phase builds this module.
+"""Keys and values in one byte per number: int8 or fp8, with a scale. No phase builds this module.
 
-A quantized KV cache has a scale for each token and head, which lies in the token's slot as its numbers do
-(`quantize_rows`). A block fills token by token, so a scale for a whole block would have to grow, and what is in the
-block would be rounded again: then what a request reads would depend on how its prompt was cut. With a scale a row,
-what is stored of a token depends on that token alone.
+A quantized KV cache has a scale per token and head, stored in the token's slot next to its numbers (`quantize_rows`). A
+block fills token by token, so a scale per block would have to grow and its contents be rounded again, and what a
+request reads would depend on how its prompt was chunked. With a scale per row, what is stored for a token depends on
+that token alone.
 
-`scales` and `quantize` are for caches whose scales do not change: one a head, or one for all.
+`scales` and `quantize` are for caches with fixed scales: one per head, or one for all.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from minicache.kernels import plain
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest number that each dtype is used for. int8 leaves −128 out, so that the range is symmetric."""
+"""The largest number used of each dtype. int8 leaves −128 out, which makes the range symmetric."""
 
 
 def scales(rows: Tensor, dtype: torch.dtype, *, per_head: bool = False) -> Tensor:
-    """The scale at which the largest of `rows` becomes the largest number of `dtype`.
+    """The scale that maps the largest of `rows` to the largest number of `dtype`.
 
     Args:
         rows: keys or values `[…, H_kv, d]`, floating point.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        per_head: a scale for each of the H_kv heads instead of one for all.
+        per_head: a scale per head instead of one for all.
 
     Returns:
-        fp32 `[H_kv]`; without `per_head` the same number H_kv times. 1 where all rows are (next to) zero. It is what
-        `minicache.kernels` takes as `k_scale` and `v_scale`.
+        fp32 `[H_kv]`; without `per_head` the same number H_kv times. 1 where all rows are (almost) zero. Pass it to
+        `minicache.kernels` as `k_scale` and `v_scale`.
 
     Raises:
         ValueError: another dtype, or `rows` has fewer than two dimensions.
@@ -43,7 +43,7 @@ def scales(rows: Tensor, dtype: torch.dtype, *, per_head: bool = False) -> Tenso
 
 
 def quantize(rows: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide `rows` by their scale and round to the nearest number of `dtype`; what is too large becomes the largest.
+    """Divide `rows` by their scale and round to the nearest number of `dtype`, saturating at the largest.
 
     Args:
         rows: keys or values `[…, H_kv, d]`, floating point.
@@ -62,9 +62,9 @@ def quantize(rows: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round each row to numbers of `dtype`, with a scale of its own: max |row| becomes the largest number.
+    """Round each row to numbers of `dtype`, with a scale per row: max |row| becomes the largest number.
 
-    A row that holds infinity or NaN gets the scale NaN, and so reads as NaN. A row of zeros gets the scale 0.
+    A row with infinity or NaN gets the scale NaN, and so reads as NaN. A row of zeros gets the scale 0.
 
     Args:
         rows: keys or values `[…, H_kv, d]`, floating point.
@@ -85,28 +85,28 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(numbers: Tensor, scale: Tensor) -> Tensor:
-    """The rows that `quantize_rows` has rounded: numbers `[…, H_kv, d]` times scales `[…, H_kv]`, in fp32."""
+    """The rows that `quantize_rows` rounded: numbers `[…, H_kv, d]` times scales `[…, H_kv]`, in fp32."""
     return numbers.float() * scale[..., None]
 
 
 def store_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, k_scale: Tensor, v_scale: Tensor
 ) -> None:
-    """`minicache.kernels.store_kv` into a quantized cache, in PyTorch: rows are rounded, scales go to the slots too.
+    """`minicache.kernels.store_kv` into a quantized cache, in PyTorch: rounds the rows and stores the scales too.
 
     Raises:
         IndexError: a slot lies outside the cache. Nothing was written.
     """
     (k, k_rows), (v, v_rows) = (quantize_rows(rows, k_cache.dtype) for rows in (k, v))
     plain.store_kv(k, v, k_cache, v_cache, slot_mapping)
-    # A scale is a row of one number.
+    # A scale is stored as a row of one number.
     plain.store_kv(k_rows[..., None], v_rows[..., None], k_scale[..., None], v_scale[..., None], slot_mapping)
 
 
 def _nearest(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest numbers of `dtype`; what is too large becomes the largest."""
+    """The nearest numbers of `dtype`, saturating at the largest."""
     numbers = numbers.clamp(-LARGEST[dtype], LARGEST[dtype])
-    # A cast to an integer cuts off; a cast to fp8 rounds to the nearest.
+    # A cast to an integer truncates; a cast to fp8 rounds to nearest.
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
 
 

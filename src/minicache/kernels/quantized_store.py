@@ -1,12 +1,11 @@
-"""Store in one byte a number: each row gets a scale of its own, and is rounded to int8 or e4m3. Phase 4 builds it.
+"""8-bit store: each row gets a scale and is rounded to int8 or e4m3. Phase 4 builds it.
 
-A block fills token by token. Under one scale for a whole block a later, larger row would force those before it to be
-rounded again, and what a request reads would depend on how its prompt was cut into chunks. So there is a scale for each
-token and key/value head, and a row's numbers depend on that row alone (vLLM's `int8_per_token_head` and
-`fp8_per_token_head`).
+A block fills token by token. With one scale per block a later, larger row would force earlier ones to be rounded again,
+and what a request reads would depend on how its prompt was chunked. So there is a scale per token and key/value head,
+and a row's numbers depend on that row alone (vLLM's `int8_per_token_head` and `fp8_per_token_head`).
 
-A cast to an integer cuts off, and so does Triton's interpreter when it casts to fp8. So rows are rounded before they
-are cast, in arithmetic that a GPU and the interpreter do alike: the cast has nothing left to round.
+A cast to an integer truncates, and so does Triton's interpreter when it casts to fp8. So rows are rounded before the
+cast, in arithmetic that is the same on a GPU and in the interpreter; the cast itself is then exact.
 """
 
 from __future__ import annotations
@@ -21,28 +20,27 @@ from minicache.kernels.quantize import LARGEST as LARGEST_NUMBER
 
 @triton.jit
 def quantize_rows(rows, LARGEST: tl.constexpr, E4M3: tl.constexpr):
-    """Divide each row by its scale, largest |number| / LARGEST, and round to what one byte can hold, half to even.
+    """Divide each row by its scale, largest |number| / LARGEST, and round to the target type, half to even.
 
     Not a kernel but a function that kernels call. Both divisions are `tl.div_rn`, which rounds correctly; a plain `/`
     on a GPU may be off in the last bit.
 
-    int8 holds the integers: neighbours are 1 apart. e4m3 has three bits after the leading one: between 2ᵉ and 2ᵉ⁺¹
-    neighbours are 2ᵉ / 8 apart, and below 2⁻⁶ they are 2⁻⁹ apart. A number's 2ᵉ is what is left of its fp32 bits when
-    only the exponent, `0x7F800000`, is kept. Adding 1.5 · 2²³ · step and subtracting it again rounds to a multiple of
-    step: fp32 has no digits for less in a sum of that size.
+    int8 values are 1 apart. e4m3 has three mantissa bits: between 2ᵉ and 2ᵉ⁺¹ its values are 2ᵉ / 8 apart, and below
+    2⁻⁶ they are 2⁻⁹ apart. A number's fp32 bits masked to the exponent, `0x7F800000`, are its 2ᵉ. Adding 1.5 · 2²³ ·
+    step and subtracting it again rounds to a multiple of step, the precision of fp32 at that magnitude.
 
-    A row of zeros has scale 0 and numbers 0: do not divide 0 by 0. A row that holds NaN or ±inf has scale NaN and
-    numbers 0, and is read as NaN. A GPU's `tl.max` passes over a NaN; a sum does not.
+    A row of zeros has scale 0 and numbers 0: do not divide 0 by 0. A row with NaN or ±inf has scale NaN and numbers 0,
+    and reads as NaN. A GPU's `tl.max` ignores NaN; a sum does not.
 
     Argument:
         rows: `[HEADS, DIMS]` fp32, zero where the tile is padded.
 
     Constants:
         LARGEST: the largest number used, 127 or 448.
-        E4M3: whether numbers are e4m3, else they are integers.
+        E4M3: whether the target type is e4m3; otherwise int8.
 
     Result:
-        numbers `[HEADS, DIMS]` fp32, each of them exactly a number of the target type; scales `[HEADS]` fp32.
+        numbers `[HEADS, DIMS]` fp32, each exactly representable in the target type; scales `[HEADS]` fp32.
     """
     not_finite = tl.where(tl.abs(rows) < float("inf"), 0.0, float("nan"))
     scales = tl.div_rn(tl.max(tl.abs(rows), 1), LARGEST) + tl.sum(not_finite, 1)
@@ -88,17 +86,17 @@ def quantized_store_kernel(
     LARGEST: tl.constexpr,
     E4M3: tl.constexpr,
 ):
-    """One program quantises one token's keys and values, all heads at once, into the token's slot, scales included.
+    """One program quantizes one token's keys and values, all heads at once, into the token's slot, with their scales.
 
-    Grid, tile, strides and sizes are those of `store_kernel`. Convert what is loaded to fp32 before any arithmetic, and
+    Grid, tile, strides and sizes are those of `store_kernel`. Convert loaded values to fp32 before any arithmetic, and
     numbers to `k_cache_ptr.dtype.element_ty` when they are stored.
 
     Pointers:
         k_ptr, v_ptr: `[N, NUM_KV_HEADS, HEAD_DIM]`, fp32, fp16 or bf16.
         k_cache_ptr, v_cache_ptr: `[num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]` int8 or e4m3, written in place.
-        k_scale_ptr, v_scale_ptr: `[num_blocks, BLOCK_SIZE, NUM_KV_HEADS]` fp32, contiguous, written in place: what the
-            scale of head h in slot s is.
-        slot_mapping_ptr: `[N]`, contiguous, int32 or int64; negative is padding: nothing of that token is read or
+        k_scale_ptr, v_scale_ptr: `[num_blocks, BLOCK_SIZE, NUM_KV_HEADS]` fp32, contiguous, written in place: the scale
+            of each slot and head.
+        slot_mapping_ptr: `[N]`, contiguous, int32 or int64; negative is padding: that token is neither read nor
             written.
 
     Constants:
@@ -138,7 +136,7 @@ def store_kv(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Launch `quantized_store_kernel`: one program a token. `minicache.kernels.store_kv` has checked the arguments.
+    """Launch `quantized_store_kernel`: one program per token. `minicache.kernels.store_kv` checked the arguments.
 
     Without tokens nothing is launched. `LARGEST_NUMBER` has the largest number of the cache's dtype.
 

@@ -1,9 +1,9 @@
-"""Where Triton can run: is it installed, is there a GPU, was its interpreter asked for, and does it compute rightly.
+"""Where Triton can run: whether it is installed, there is a GPU, its interpreter is on, and it computes correctly.
 
-Without a GPU, Triton runs kernels on the CPU in its interpreter, one program after the other. Whether it does is
-decided when `triton` is imported: part of `triton.language` consists of kernels itself (`tl.sum`, `tl.zeros`), and each
-is built for the GPU or for the interpreter there and then. So `TRITON_INTERPRET=1` has to be set before that. Nothing
-here imports Triton before it is needed. No phase builds this module.
+Without a GPU, Triton runs kernels on the CPU in its interpreter, one program after the other. This is decided when
+`triton` is imported: parts of `triton.language` are kernels themselves (`tl.sum`, `tl.zeros`), built for the GPU or the
+interpreter at import. So `TRITON_INTERPRET=1` has to be set before that, and this module imports Triton only when it is
+needed. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from minicache.errors import KernelUnavailableError
 
 INTERPRET = "TRITON_INTERPRET"
-"""The environment variable that asks for the interpreter."""
+"""The environment variable that enables the interpreter."""
 
 
 def has_gpu() -> bool:
-    """Whether there is a CUDA device. Asking does not initialise CUDA, so that the process can still fork."""
+    """Whether there is a CUDA device. Does not initialise CUDA, so the process can still fork."""
     return torch.cuda.device_count() > 0
 
 
 def interpret_without_gpu() -> None:
-    """Ask for the interpreter if there is no GPU: for tests, grading, notebooks and `minicache python`.
+    """Enable the interpreter if there is no GPU: for tests, grading, notebooks and `minicache python`.
 
-    It has to be called before anything imports Triton. A library does not decide this for its user's process; so
-    nothing calls it but those four.
+    Call it before anything imports Triton. A library must not decide this for its user's process, so only those four
+    call it.
     """
     if "triton" not in sys.modules and not has_gpu():
         os.environ.setdefault(INTERPRET, "1")
@@ -47,19 +47,19 @@ def require_triton(device: torch.device) -> None:
     Under the interpreter the canary runs first, once per process.
 
     Raises:
-        KernelUnavailableError: there is no Triton, or it cannot run there; the message says what to do.
+        KernelUnavailableError: there is no Triton, or it cannot run there; the message gives the remedy.
     """
     _import_triton()
     if device.type not in ("cuda", "cpu"):
         raise KernelUnavailableError(
-            f"Triton runs on CUDA devices and interpreted on CPUs; these tensors are on {device}"
+            f"Triton runs on CUDA devices, and in its interpreter on CPUs; these tensors are on {device}"
         )
     if interpreting():
         canary()
     elif device.type == "cpu":
         raise KernelUnavailableError(
-            "on CPU tensors Triton runs only in its interpreter, and that was not asked for: "
-            f"set {INTERPRET}=1 before the first import of triton, or leave out backend= and take PyTorch"
+            "on CPU tensors Triton runs only in its interpreter, which is not enabled: "
+            f"set {INTERPRET}=1 before the first import of triton, or leave out backend= to use PyTorch"
         )
 
 
@@ -67,7 +67,8 @@ def interpreting() -> bool:
     """Whether Triton was imported with its interpreter on.
 
     Raises:
-        KernelUnavailableError: the environment variable has changed since: kernels and `triton.language` would differ.
+        KernelUnavailableError: the environment variable has changed since: kernels and `triton.language` would
+            disagree.
     """
     if "triton" not in sys.modules:
         return os.environ.get(INTERPRET, "").lower() in ("1", "true", "yes", "on", "y")
@@ -85,10 +86,10 @@ def interpreting() -> bool:
 
 
 def canary() -> None:
-    """Run one small kernel and compare: an interpreter that computes wrongly is refused before anyone trusts it.
+    """Run one small kernel and compare: an interpreter that computes wrongly is refused before it is used.
 
-    Covers what the course's kernels rest on: a masked load with `other`, bfloat16 copied and widened, float32 `tl.dot`,
-    `tl.sum`, a loop whose length is known at run time. The first verdict holds for the process.
+    Covers what the course's kernels depend on: a masked load with `other`, bfloat16 copied and widened, float32
+    `tl.dot`, `tl.sum`, a loop with a run-time length. The result is cached for the process.
 
     Raises:
         KernelUnavailableError: a result is wrong, or the interpreter raised.
@@ -101,7 +102,7 @@ def canary() -> None:
 
 
 def describe() -> str:
-    """Which Triton there is and where it runs, in a line: `3.9.0 (interpreter, canary passed)`.
+    """The version of Triton and where it runs, in one line: `3.9.0 (interpreter, canary passed)`.
 
     Raises:
         KernelUnavailableError: as `require_triton` on this machine's usual device.
@@ -112,19 +113,19 @@ def describe() -> str:
 
 @functools.cache
 def _canary() -> str:
-    """What the interpreter gets wrong, or ""."""
+    """What the interpreter computes wrongly, or ""."""
     from minicache.kernels import canary
 
     return canary.sing()
 
 
 def _import_triton() -> None:
-    """Import Triton, or say how to get it."""
+    """Import Triton, or raise with instructions."""
     try:
         import triton  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != "triton":
-            raise KernelUnavailableError(f"Triton is installed and cannot be imported: {error}") from error
+            raise KernelUnavailableError(f"Triton is installed but cannot be imported: {error}") from error
         remedy = "pip install triton"
         if sys.platform != "linux":
             remedy = f"it exists for Linux only, and this is {sys.platform}: use WSL, a container or a hosted notebook"

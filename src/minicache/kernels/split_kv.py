@@ -1,7 +1,7 @@
-"""Split-KV: decode attention with each context cut into splits that are attended to side by side. Phase 4 builds it.
+"""Split-KV: decode attention with each context cut into splits that are computed in parallel. Phase 4 builds it.
 
 Decode attention starts B · H_kv programs. A GPU runs hundreds at a time: one sequence with one key/value head would
-keep a single processor busy. So a context is cut into splits; each split's program writes down its running softmax, and
+keep a single multiprocessor busy. So a context is cut into splits; each split's program stores its running softmax, and
 a second kernel merges them. Follows Flash-Decoding (Dao et al. 2023).
 """
 
@@ -18,21 +18,21 @@ from minicache.kernels import configs
 from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs of `split_kernel` that a processor holds and needs: see `minicache.kernels.configs`."""
+"""Programs of `split_kernel` that a multiprocessor holds and needs: see `minicache.kernels.configs`."""
 
 MIN_SPLIT_TOKENS = 256
-"""A shorter split is not worth its merge: 8 query heads of 128 write and read 8 KB a split, against 128 KB of rows."""
+"""A shorter split is not worth its merge: 8 query heads of 128 write and read 8 KB per split, against 128 KB of KV."""
 
 MAX_SPLITS = 64
-"""The merge holds a row of every split at once."""
+"""The merge holds one row of every split at once."""
 
 
 def choose_num_splits(batch_size: int, num_kv_heads: int, max_context_len: int, num_processors: int) -> int:
-    """Into how many splits to cut each context, from sizes that are known without asking the GPU.
+    """The number of splits per context, from sizes that are known without a GPU synchronisation.
 
-    If the programs without a split fill 80 % of the places on the processors, 1. Else the smallest number that uses the
-    places nearly as well as the best does: programs run in waves, and a last wave of a few programs leaves the other
-    places empty. FlashAttention's rule (`num_splits_heuristic`).
+    1 if the programs without splits fill 80 % of the places on the multiprocessors. Otherwise the smallest number that
+    fills the places nearly as well as the best one: programs run in waves, and a last wave of a few programs leaves the
+    other places empty. FlashAttention's rule (`num_splits_heuristic`).
 
     Args:
         batch_size: sequences.
@@ -41,7 +41,7 @@ def choose_num_splits(batch_size: int, num_kv_heads: int, max_context_len: int, 
         num_processors: multiprocessors of the GPU.
 
     Returns:
-        1 … MAX_SPLITS, never so many that a split of the longest context has fewer than MIN_SPLIT_TOKENS tokens.
+        1 … MAX_SPLITS, with at least MIN_SPLIT_TOKENS tokens in each split of the longest context.
     """
     places = PROGRAMS_PER_PROCESSOR * num_processors
     programs = batch_size * num_kv_heads
@@ -53,7 +53,7 @@ def choose_num_splits(batch_size: int, num_kv_heads: int, max_context_len: int, 
 
 
 def _share_of_places_used(programs: int, places: int) -> float:
-    """Over all waves that the programs need, the share of places that have a program."""
+    """The share of places that have a program, over all waves."""
     return programs / (math.ceil(programs / places) * places)
 
 
@@ -95,16 +95,15 @@ def split_kernel(
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """One program attends with one group's query heads to one split, and writes its running softmax down.
+    """One program computes one group's attention over one split, and stores its running softmax.
 
-    Grid (H_kv, B, S): program (h, i, s) owns key/value head h of sequence i, as in `decode_kernel`, and split s of S.
-    The visible tokens, context_len − W … context_len − 1 with a sliding window, else 0 … context_len − 1, are cut into
-    splits of ⌈⌈visible / TILE⌉ / S⌉ whole tiles each; the last one that has tokens may be shorter, and splits after it
-    are empty. They write −inf, 0 and zeros all the same: the buffers come uninitialised, and the merge reads every
-    split.
+    Grid (H_kv, B, S): program (h, i, s) handles key/value head h of sequence i, as in `decode_kernel`, and split s of
+    S. The visible tokens, context_len − W … context_len − 1 with a sliding window, else 0 … context_len − 1, are cut
+    into splits of ⌈⌈visible / TILE⌉ / S⌉ whole tiles each; the last one with tokens may be shorter, and splits after it
+    are empty. Empty splits write −inf, 0 and zeros: the buffers are uninitialised, and the merge reads every split.
 
     For query head j of sequence i a split's results are row (i · H + j) · S + s of three contiguous fp32 buffers, H
-    being the grid's first size times GROUP. Only rows of the own group are written, and only HEAD_DIM dimensions.
+    being the grid's first size times GROUP. Only rows of this group are written, and only HEAD_DIM dimensions.
 
     Pointers:
         max_ptr: `[B, H, S]`, the largest score.
@@ -185,12 +184,12 @@ def merge_kernel(
 ):
     """One program merges the splits of one query head of one sequence.
 
-    Grid (H, B): program (j, i) owns query head j of sequence i. Each split summed under a maximum of its own. The
-    largest of them, M, is the maximum of all; a split's sum and accumulator, times exp(its maximum − M), are what they
-    would be under M, and then they add up. The output is the sum of the accumulators over the sum of the sums.
+    Grid (H, B): program (j, i) handles query head j of sequence i. Each split's sums are relative to its maximum. With
+    M, the largest maximum, a split's sum and accumulator times exp(its maximum − M) are relative to M and can be added.
+    The output is the sum of the accumulators over the sum of the sums.
 
-    An empty split has maximum −inf and weighs exp(−inf − M) = 0. Where all are empty, M itself is −inf, and
-    −inf − (−inf) is NaN: such a sequence gets zeros.
+    An empty split has maximum −inf and weight exp(−inf − M) = 0. If all are empty, M is −inf, and −inf − (−inf) is NaN:
+    such a sequence gets zeros.
 
     Pointers:
         max_ptr, sum_ptr: `[B, H, num_splits]` fp32, contiguous.
@@ -201,7 +200,7 @@ def merge_kernel(
 
     Constants:
         HEAD_DIM, PADDED_HEAD_DIM: as in `decode_kernel`.
-        PADDED_SPLITS: the power of two that num_splits is padded to. Padding counts as empty.
+        PADDED_SPLITS: the power of two that num_splits is padded to. Padding is treated as empty.
     """
     head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, PADDED_SPLITS)
@@ -239,8 +238,8 @@ def paged_decode_attention(
 ) -> Tensor:
     """Launch `split_kernel` into three new fp32 buffers, then `merge_kernel`. The arguments have been checked.
 
-    The buffers are as the kernels say: two of `[B, H, num_splits]` and one of `[B, H, num_splits, d]`, not filled. An
-    empty batch launches nothing. `minicache.kernels.decode` has what every launcher needs.
+    The buffers are uninitialised: two of `[B, H, num_splits]` and one of `[B, H, num_splits, d]`. An empty batch
+    launches nothing. `minicache.kernels.decode` has the functions that launchers share.
 
     Args:
         q: queries `[B, H, d]`; any strides.
@@ -248,10 +247,10 @@ def paged_decode_attention(
         v_cache: values, the same shape and dtype.
         block_tables: `[B, max_blocks]` int32 or int64; any strides.
         context_lens: `[B]` int32 or int64, 0 … max_blocks · block_size.
-        scale: what the scores are multiplied by.
+        scale: the factor of the scores.
         alibi_slopes: `[H]`, or None.
         k_scale: a float, `[H_kv]` or contiguous fp32 `[num_blocks, block_size, H_kv]`, or None.
-        v_scale: alike.
+        v_scale: likewise.
         sliding_window: W ≥ 1, or None.
         softcap: c > 0, or None.
         num_splits: splits of every context, ≥ 1; more than a context has tiles is allowed.

@@ -1,7 +1,7 @@
-"""Store: the keys and values of new tokens, each row into its slot of the cache. Phase 4 builds it.
+"""Store: the keys and values of new tokens, written to their cache slots. Phase 4 builds it.
 
-The slot mapping says, token by token, where a row goes: slot s is row s % block_size of block s // block_size. This is
-the only kernel that writes to a cache, and the simplest there is: one program a token, one tile, no loop.
+The slot mapping gives each token's slot: slot s is offset s % block_size of block s // block_size. This is the simplest
+kernel: one program per token, one tile, no loop.
 """
 
 from __future__ import annotations
@@ -40,20 +40,19 @@ def store_kernel(
 ):
     """One program copies one token's keys and values, all heads at once, into the token's slot.
 
-    Grid (N,): program n owns token n. Its tile is `[PADDED_HEADS, PADDED_HEAD_DIM]`, an element per head and dimension.
-    `tl.arange` makes only powers of two, so the tile is larger than `[NUM_KV_HEADS, HEAD_DIM]` where these are none,
-    and a mask keeps every load and store inside.
+    Grid (N,): program n handles token n. Its tile is `[PADDED_HEADS, PADDED_HEAD_DIM]`, one element per head and
+    dimension. `tl.arange` takes only powers of two, so the tile may be larger than `[NUM_KV_HEADS, HEAD_DIM]`, and a
+    mask keeps every load and store inside.
 
     Pointers:
         k_ptr, v_ptr: `[N, NUM_KV_HEADS, HEAD_DIM]`, in the dtype of the cache.
         k_cache_ptr, v_cache_ptr: `[num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]`, written in place.
-        slot_mapping_ptr: `[N]`, contiguous, int32 or int64. A negative slot marks padding: the program returns, and
-            nothing of that token is read or written.
+        slot_mapping_ptr: `[N]`, contiguous, int32 or int64. A negative slot marks padding: the program returns without
+            reading or writing that token.
 
     Strides, in elements: (n, h, i) of k is at `k_ptr + n * stride_k_token + h * stride_k_head + i * stride_k_dim`; `kc`
-    and `vc` are the caches, whose rows are found by block and by slot in the block. Any strides may come. Tokens,
-    heads, slots and block ids are multiplied in int64: in a cache of more than 2³¹ elements a block id times its stride
-    passes 2³¹.
+    and `vc` are the caches, addressed by block and by slot in the block. Strides are arbitrary. Multiply tokens, heads,
+    slots and block ids in int64: in a cache of more than 2³¹ elements a block id times its stride exceeds 2³¹.
 
     Constants:
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
@@ -61,7 +60,7 @@ def store_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    if slot < 0:  # padding of the batch; slot // BLOCK_SIZE would name a block all the same
+    if slot < 0:  # padding of the batch; its address would lie before the cache
         return
     heads = tl.arange(0, PADDED_HEADS).to(tl.int64)[:, None]
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
@@ -77,9 +76,9 @@ def store_kernel(
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Launch `store_kernel`: one program a token. `minicache.kernels.store_kv` has checked the arguments.
+    """Launch `store_kernel`: one program per token. `minicache.kernels.store_kv` has checked the arguments.
 
-    Without tokens nothing is launched: a grid of no programs is an error on a GPU.
+    Without tokens nothing is launched: an empty grid is an error on a GPU.
 
     Args:
         k: keys `[N, H_kv, d]`, in the cache's dtype; any strides.

@@ -1,10 +1,10 @@
-"""Paged attention on a CPU in PyTorch: long prompts in tiles, through windows too, as planned once a step.
+"""Paged attention on a CPU in PyTorch: long prompts in tiles, with sliding windows, planned once per step.
 
-`plain` attends one sequence at a time, all of its new tokens at once: the mask of a long chunk is a large square. Here
-the queries of a long chunk are cut into tiles first, each a short sequence of its own over the same blocks, and the
-rest is `plain`'s. A layer with a sliding window attends in this module's `_attend_window`: a tile gathers only the
-blocks that its window reaches. The cost of a window therefore follows the window, and a window that no context exceeds
-costs nothing. A quantized cache is read in the same way, window or none: what a tile gathers becomes fp32.
+`plain` computes one sequence at a time with all of its new tokens, so the mask of a long chunk is a large matrix. This
+module first cuts the queries of a long chunk into tiles, each a short sequence over the same blocks, and leaves the
+rest to `plain`. A layer with a sliding window uses `_attend_window`: a tile gathers only the blocks that its window
+reaches. The cost therefore follows the window, and a window that no context exceeds costs nothing. A quantized cache is
+read in the same way, with or without a window, and the gathered blocks become fp32.
 
 No phase builds this module.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from minicache.kernels import AttentionMetadata, plain, quantize
 
 QUERY_TILE = 256
-"""The most queries of a prompt that attend at a time, where they need a mask."""
+"""The most queries of a prompt per tile, where they need a mask."""
 
 
 def paged_attention(
@@ -34,7 +34,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """`minicache.kernels.paged_attention` in PyTorch, with a scale. It runs on any device, and is made for a CPU.
+    """`minicache.kernels.paged_attention` in PyTorch, with a scale. It runs on any device, and is meant for a CPU.
 
     `k_scale` and `v_scale` are `[num_blocks, block_size, H_kv]` of a quantized cache, else None.
 
@@ -57,9 +57,9 @@ def paged_attention(
 
 
 def _tiles(metadata: AttentionMetadata, needs_mask: bool) -> AttentionMetadata:
-    """Metadata of the same queries, those of long chunks cut into tiles: sequences over the same blocks.
+    """Metadata of the same queries, with long chunks cut into tiles: sequences over the same blocks.
 
-    A whole prompt that needs no mask is not cut: PyTorch has a causal triangle of its own.
+    A whole prompt that needs no mask is not cut: PyTorch handles the causal triangle itself.
     """
     if metadata.query_start_loc is None:
         return metadata
@@ -88,14 +88,16 @@ def _one_by_one(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of one sequence after the other; `caches` are of keys and of values, with their scales."""
+    """Attention, one sequence after the other; `caches` are those of keys and values, with their scales."""
     out = torch.zeros_like(q)
     block_size = caches[0][0].shape[1]
     sequences = zip(metadata.block_tables, metadata.lengths, pairwise(metadata.starts), strict=True)
     for block_table, end, (first_row, last_row) in sequences:
         if first_row == last_row or not end:
             continue
-        start = 0 if window is None else max(0, end - (last_row - first_row) - window + 1)  # what the first one reaches
+        start = (
+            0 if window is None else max(0, end - (last_row - first_row) - window + 1)
+        )  # what the first query reaches
         blocks = block_table[start // block_size : -(-end // block_size)]
         skipped = start // block_size * block_size
         k, v = (
@@ -106,13 +108,13 @@ def _one_by_one(
 
 
 def _gather(cache: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
-    """The rows of some blocks, one after the other, `[S, H_kv, d]`: in the cache's dtype; fp32 of a quantized one."""
+    """The KV entries of some blocks, concatenated, `[S, H_kv, d]`: in the cache's dtype, or fp32 if quantized."""
     rows = cache.index_select(0, blocks)
     return (rows if scale is None else quantize.dequantize_rows(rows, scale.index_select(0, blocks))).flatten(0, 1)
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:
-    """One sequence's last n tokens `q` `[n, H, d]` over what their windows reach, `k` and `v` `[H_kv, S, d]`."""
+    """One sequence's last n tokens `q` `[n, H, d]` over the `k` and `v` `[H_kv, S, d]` that their windows reach."""
     num_new, (num_kv_heads, num_tokens, head_dim) = q.shape[0], k.shape
     heads = q.reshape(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [H_kv, group, n, d]
     if num_new == 1:  # one token sees all of them, and its group's query heads can be one head's query rows

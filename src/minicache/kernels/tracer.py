@@ -4,14 +4,14 @@
         paged_decode_attention(q, k_cache, …, backend="triton")
     print(log.draw("k_cache"))
 
-An access outside the tensor that its pointer began in raises `MemoryAccessError`, which names kernel, program, tensor,
-index and statement. On a GPU it would read somebody else's numbers; in the bare interpreter it may end the process. A
-masked load without `other` gives NaN (−1 in integers) in the lanes that are off: on a GPU they are undefined. What a
-GPU would refuse is refused here too: a launch of no programs with `ValueError`, a kernel that reads a variable of its
-module with `NameError`. No phase builds this module; it is phase 4's debugger, and draws its pictures.
+An access outside the tensor of its pointer raises `MemoryAccessError`, which names kernel, program, tensor, index and
+statement. On a GPU it would read another tensor's numbers; in the plain interpreter it may kill the process. A masked
+load without `other` gives NaN (−1 in integers) in the masked lanes, which are undefined on a GPU. What a GPU refuses is
+refused here too: an empty grid with `ValueError`, a kernel that reads a module-level variable with `NameError`. No
+phase builds this module; it is phase 4's debugger, and the source of its figures.
 
-How it works: a kernel gets, instead of each tensor's address, a made-up one. These lie 2**52 bytes apart. So whatever a
-kernel adds to a pointer, the sum still tells which tensor it began with and how far it has gone.
+How it works: a kernel gets a made-up address for each tensor. These lie 2**52 bytes apart, so after any pointer
+arithmetic the address still identifies the tensor and the offset.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from minicache.errors import KernelUnavailableError, MemoryAccessError
 from minicache.kernels import runtime
 
 Program = tuple[int, int, int]
-"""A program's place in the grid: `tl.program_id(0)`, `(1)`, `(2)`."""
+"""A program's index in the grid: `tl.program_id(0)`, `(1)`, `(2)`."""
 
 Row = tuple[int, ...]
-"""A row's place in its tensor: the index without the last two dimensions (heads and numbers), where there are more."""
+"""A row's index in its tensor: without the last two dimensions (heads and numbers) if there are more than two."""
 
 Offsets = npt.NDArray[np.int64]
 Lanes = npt.NDArray[np.bool_]
@@ -52,7 +52,7 @@ _SPACING = 52  # log2 of the bytes between two made-up addresses
 _NAN_BITS = {"bf16": 0x7FC0, "fp8e4nv": 0x7F, "fp8e5": 0x7F}  # of the dtypes that NumPy lacks
 _WIDTH = 100  # characters of a drawn line
 _NO_KERNEL = re.compile(rf"triton(\.|$)|{re.escape(__name__)}$")  # modules between a kernel and the tracer
-_PYTHONS = (bool, int, float, str, tuple, list, dict, Tensor)  # what a compiled kernel may not read of its module's
+_PYTHONS = (bool, int, float, str, tuple, list, dict, Tensor)  # module-level values that a compiled kernel cannot read
 _LOCK = threading.Lock()  # the interpreter is one object for the whole process
 
 
@@ -65,9 +65,9 @@ class Access:
         program: which program of the grid.
         kind: "load", "store" or "atomic".
         tensor: the name that `trace` was given, else the kernel's argument without `_ptr`.
-        indices: `[lanes, ndim]` int64, the element that each lane's pointer points to; −1 where that is none.
-        masked: `[lanes]` bool, the lanes that the mask switches off: they touch nothing.
-        line: the line of the kernel's file.
+        indices: `[lanes, ndim]` int64, the element that each lane points to; −1 if outside the tensor.
+        masked: `[lanes]` bool, the masked lanes, which access nothing.
+        line: the line in the kernel's file.
     """
 
     kernel: str
@@ -81,11 +81,11 @@ class Access:
 
 @dataclass(frozen=True)
 class Forbidden:
-    """Elements of a tensor that a kernel has no business with.
+    """Elements of a tensor that a kernel must not access.
 
     Attributes:
         where: bool, over the tensor's first dimensions: True is forbidden.
-        because: what they are: "a row that no sequence uses".
+        because: what they are: "a slot that no sequence uses".
     """
 
     where: Tensor
@@ -93,7 +93,7 @@ class Forbidden:
 
 
 def unused_rows(cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> Forbidden:
-    """The rows of `cache` that no sequence uses: they are in no table, or at or after their sequence's `context_lens`.
+    """The slots of `cache` that no sequence uses: in no table, or at or after their sequence's `context_lens`.
 
     Args:
         cache: `[num_blocks, block_size, …]`, keys or values.
@@ -105,7 +105,7 @@ def unused_rows(cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> Fo
     for table, length in zip(block_tables.tolist(), context_lens.tolist(), strict=True):
         for position in range(length):
             where[table[position // block_size], position % block_size] = False
-    return Forbidden(where, "a row that no sequence uses")
+    return Forbidden(where, "a slot that no sequence uses")
 
 
 def unused_entries(block_tables: Tensor, context_lens: Tensor, block_size: int) -> Forbidden:
@@ -117,11 +117,11 @@ def unused_entries(block_tables: Tensor, context_lens: Tensor, block_size: int) 
 
 @dataclass
 class Log:
-    """What was accessed, in order.
+    """The accesses, in order.
 
     Attributes:
         accesses: every access, masked ones too.
-        shapes: name → shape, of every tensor that `trace` was given or a kernel had.
+        shapes: name → shape of every tensor that was passed to `trace` or to a kernel.
     """
 
     accesses: list[Access] = field(default_factory=list)
@@ -142,9 +142,9 @@ class Log:
     def draw(self, tensor: str, kind: str | None = None) -> str:
         """The tensor's rows as characters, a line for each program: █ touched, ░ pointed to but masked, · neither.
 
-        Where a row's place has two numbers, bars part the rows of one block from those of the next. A lane is masked
-        because its token is not there, and then points to wherever `other` has put it; or because the tile is wider
-        than the row, and then points into the next row.
+        Where a row's index has two numbers, bars separate the blocks. A lane is masked because its token does not
+        exist, and then points where `other` has put it; or because the tile is wider than the row, and then points into
+        the next row.
 
         Args:
             tensor: its name.
@@ -196,18 +196,18 @@ class Log:
 def trace(
     *, forbid: Mapping[str, Forbidden] | None = None, only: Sequence[Program] = (), **tensors: Tensor
 ) -> Iterator[Log]:
-    """Watch every kernel that the interpreter runs inside the `with`.
+    """Trace every kernel that the interpreter runs inside the `with` block.
 
     Args:
-        forbid: name → elements of that tensor that no program may touch.
-        only: of a large grid, the programs that run: those of these that a launch has. All by default.
-        tensors: name → CPU tensor; what is None or a number is passed over. A kernel's argument that lies in one of
-            them goes by its name and indices, any other by the argument's own. All arguments are watched.
+        forbid: name → elements of that tensor that no program may access.
+        only: the programs to run of a large grid, if the launch has them. All by default.
+        tensors: name → CPU tensor; None and numbers are ignored. A kernel argument inside one of them is recorded under
+            that name and its indices, any other under the argument's name. All arguments are traced.
 
-    Inside, a launch of no programs raises `ValueError`, and a kernel that reads a variable of its module `NameError`.
+    Inside, an empty grid raises `ValueError`, and a kernel that reads a module-level variable `NameError`.
 
     Raises:
-        KernelUnavailableError: the interpreter is not on, or cannot be trusted.
+        KernelUnavailableError: the interpreter is off, or computes wrongly.
         RuntimeError: another `trace` is active.
     """
     runtime.require_triton(torch.device("cpu"))
@@ -226,13 +226,13 @@ def trace(
 
 @dataclass(frozen=True)
 class _Region:
-    """What one argument of a kernel points to.
+    """The memory that one kernel argument points to.
 
     Attributes:
-        name: as told to a person.
-        tensor: what indices are indices of.
+        name: as displayed.
+        tensor: the tensor that indices refer to.
         start: bytes from the tensor's first element to the argument's.
-        forbidden: elements that are not to be touched.
+        forbidden: elements that must not be accessed.
     """
 
     name: str
@@ -241,7 +241,7 @@ class _Region:
     forbidden: Forbidden | None
 
     def locate(self, offsets: Offsets) -> tuple[Offsets, Lanes]:
-        """Byte offsets from the argument's pointer → indices `[lanes, ndim]`, and which of them are no element's."""
+        """Byte offsets from the argument's pointer → indices `[lanes, ndim]`, and which of them are no element."""
         elements, rest = np.divmod(offsets + self.start, self.tensor.element_size())
         shape, strides = self.tensor.shape, self.tensor.stride()
         indices = np.zeros((offsets.size, self.tensor.ndim), dtype=np.int64)
@@ -253,16 +253,16 @@ class _Region:
         return indices, outside
 
     def told(self, index: Offsets) -> str:
-        """An index, which may be out of bounds, as a person writes it."""
+        """An index, which may be out of bounds, in Python's notation."""
         return f"{self.name}[{', '.join(map(str, index.tolist()))}]"
 
 
 class _Watch:
-    """One active trace: what it knows of the kernel that runs, and what it hooks into the interpreter."""
+    """One active trace: its state for the running kernel, and its hooks in the interpreter."""
 
     def __init__(self, named: Mapping[str, Tensor], forbid: Mapping[str, Forbidden], only: Sequence[Program]) -> None:
         if unknown := sorted(set(forbid) - set(named)):
-            raise ValueError(f"forbid names {', '.join(unknown)}, which trace was not given")
+            raise ValueError(f"forbid names {', '.join(unknown)}, which is not among the traced tensors")
         self.named, self.forbid, self.only = named, forbid, only
         self.log = Log(shapes={name: tuple(tensor.shape) for name, tensor in named.items()})
         self.kernel = ""
@@ -296,7 +296,7 @@ class _Watch:
 
         def patch_once(function: Any) -> Any:
             _check_globals(function)
-            # Each function that a kernel calls would have the whole language looked through again: a fifth of the time.
+            # Otherwise each function that a kernel calls would patch the whole language again: a fifth of the time.
             used = {id(value) for value in function.__globals__.values() if any(value is each for each in language)}
             if not used <= self.patched:
                 self.patched |= used
@@ -331,7 +331,7 @@ class _Watch:
                 pointers = handles[ptr]
                 off = np.zeros(pointers.data.shape, bool) if mask is None else ~handles[mask].data.astype(bool)
                 handles[ptr] = interpreter.TensorHandle(self.visit(kind, pointers.data, off), pointers.dtype)
-                # Of a single element the interpreter drops an `other` of 0 itself.
+                # For a single element the interpreter itself drops an `other` of 0.
                 if kind == "load" and handles[2] is None and pointers.data.size > 1:
                     handles[2] = poison(pointers)
                 return original(*handles, **kwargs)
@@ -339,7 +339,7 @@ class _Watch:
             return accessing
 
         def poison(pointers: Any) -> Any:
-            """What a load gets in its masked lanes if it does not say `other`: on a GPU that is undefined."""
+            """What a load without `other` gives in its masked lanes, which are undefined on a GPU."""
             element = pointers.get_element_ty()
             dtype = interpreter._get_np_dtype(element)
             worst = np.array(np.nan if dtype.kind == "f" else _NAN_BITS.get(element.name, -1)).astype(dtype)
@@ -350,7 +350,7 @@ class _Watch:
             (launcher, "__call__", launch),
             (builder, "set_grid_dim", set_grid),
             (builder, "set_grid_idx", set_program),
-            # Looked for at each operation on integers and told to nobody; visit() sees what an overflow leads to.
+            # Checked at each integer operation and never reported; visit() catches the resulting bad address.
             (builder, "options", replace(builder.options, sanitize_overflow=False)),
             (interpreter, "_implicit_cvt", implicit_cvt),
             (interpreter, "_patch_lang", patch_once),
@@ -399,7 +399,7 @@ class _Watch:
         return real.reshape(pointers.shape)
 
     def _check(self, region: _Region, kind: str, indices: Offsets, outside: Lanes, masked: Lanes) -> None:
-        """Raise if a lane that is on touches what it may not."""
+        """Raise if an unmasked lane accesses what it must not."""
         if (wrong := outside & ~masked).any():
             where = region.told(indices[np.argmax(wrong)])
             lanes = f"{wrong.sum()} of {wrong.size} lanes are outside, and no lane is masked"
@@ -424,22 +424,22 @@ class _Watch:
 
 @functools.cache
 def _check_globals(fn: Callable[..., Any]) -> None:
-    """Raise if a kernel, or a function that it calls, reads a variable of Python's."""
+    """Raise if a kernel, or a function that it calls, reads a module-level Python variable."""
     for each in dis.get_instructions(fn):
         if each.opname == "LOAD_GLOBAL" and isinstance(fn.__globals__.get(each.argval), _PYTHONS):
             told = f"{fn.__name__} reads {each.argval}, a variable of its module"
-            raise NameError(f"{told}: the interpreter can see it, a GPU's compiler cannot. Pass it as an argument")
+            raise NameError(f"{told}: the interpreter can read it, a GPU's compiler cannot. Pass it as an argument")
 
 
 def _row_dims(ndim: int) -> int:
-    """How many of a tensor's dimensions make a row's index."""
+    """The number of dimensions in a row's index."""
     return ndim if ndim <= 2 else ndim - 2
 
 
 def _rows(indices: npt.NDArray[np.int64], dims: int) -> list[Row]:
     """The rows that elements lie in, each once, in order of appearance."""
     rows = indices[:, :dims]
-    new = np.ones(len(rows), dtype=bool)  # most lanes lie in the row of the lane before
+    new = np.ones(len(rows), dtype=bool)  # most lanes are in the same row as the lane before
     new[1:] = (rows[1:] != rows[:-1]).any(axis=1)
     return list(dict.fromkeys(map(tuple, rows[new].tolist())))
 
@@ -452,14 +452,14 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _wrapped(error: BaseException, wrapper: type[BaseException]) -> BaseException:
-    """What the interpreter wrapped, once for every function that it passed through."""
+    """The original error, which the interpreter wraps once per function that it passes through."""
     while isinstance(error, wrapper) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _program() -> Program:
-    """The program that runs."""
+    """The index of the running program."""
     from triton.runtime.interpreter import interpreter_builder
 
     x, y, z = interpreter_builder.grid_idx
@@ -478,7 +478,7 @@ def _lines_of_kernel() -> list[tuple[str, int]]:
 
 
 def _statement(file: str, line: int) -> str:
-    """The line's source; of a statement over several lines, all of it in one."""
+    """The line's source; a statement over several lines is joined into one."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # the file has changed since
@@ -492,5 +492,5 @@ def _statement(file: str, line: int) -> str:
 
 
 def _shown(file: str) -> str:
-    """A path from the working directory, if it lies there."""
+    """A path relative to the working directory, if it is inside."""
     return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file

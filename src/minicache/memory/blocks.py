@@ -1,9 +1,9 @@
-"""Who owns which block: a pool of equal blocks, and one table per sequence.
+"""Blocks and who references them: a pool of equal blocks, and one block table per sequence.
 
-Phase 3 builds it. A cache's memory is cut into blocks of `block_size` tokens. `BlockPool` hands them out and counts
-their owners; `BlockTable` maps the positions of one sequence to slots of its blocks. Both are bookkeeping in integers:
-no tensor, no model, pure standard library. `minicache.cache.paged` puts the keys and values where the slots say, and a
-scheduler decides by `num_free` whom it can serve.
+Phase 3 builds it. A cache's memory is divided into blocks of `block_size` tokens. `BlockPool` allocates them and counts
+their references; `BlockTable` maps the positions of one sequence to slots of its blocks. Both are integer bookkeeping
+with the standard library only: no tensor, no model. `minicache.cache.paged` stores keys and values in the slots, and a
+scheduler decides by `num_free` which requests fit.
 
 The names and the block table are PagedAttention's (Kwon et al., SOSP 2023, section 4). A slot is one token's place in
 the cache: block · block_size + offset.
@@ -34,18 +34,18 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks − 1, each either free or used by one or more owners.
+    """Blocks 0 … num_blocks − 1, each either free or used, with one or more references.
 
-    Free blocks wait in a line, first in, first out: a new pool hands out 0, 1, 2, …, and a block that becomes free goes
-    to the end of the line. So what a freed block holds survives as long as it can. `share` gives used blocks one
-    more owner each; `free` takes one away, and a block without owners is free again.
+    The free list is a FIFO queue: a new pool hands out 0, 1, 2, …, and a block that becomes free goes to the end of the
+    list. So the contents of a freed block survive as long as possible. `share` adds one reference to each of the given
+    blocks; `free` drops one, and a block without references is free again.
 
-    `allocate`, `share` and `free` are all or nothing: a call that raises has changed nothing, not even for the good
-    part of its ids. True, which Python takes for 1, is no int here: neither as a count nor as an id.
+    `allocate`, `share` and `free` are all or nothing: a call that raises has changed nothing, not even for the valid
+    part of its ids. True, which Python takes for 1, is not accepted as an int, neither as a count nor as an id.
 
     Args:
-        num_blocks: how many blocks there are, ≥ 1.
-        block_size: tokens that one block holds, ≥ 1. The pool itself does not need it; its tables do.
+        num_blocks: the number of blocks, ≥ 1.
+        block_size: tokens that one block holds, ≥ 1. The pool does not use it; its tables do.
 
     Attributes:
         num_blocks: as given.
@@ -61,21 +61,21 @@ class BlockPool:
         require_count("block_size", block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._line = deque(range(num_blocks))  # the free blocks; the left end is next
-        self._owners = [0] * num_blocks  # of each block; 0 for the free ones
+        self._free_ids = deque(range(num_blocks))  # the free blocks; the left end is next
+        self._refs = [0] * num_blocks  # references to each block; 0 if it is free
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._line)
+        return len(self._free_ids)
 
     @property
     def num_used(self) -> int:
-        """Blocks that have an owner. A shared block counts once."""
-        return self.num_blocks - len(self._line)
+        """Blocks with a reference. A shared block counts once."""
+        return self.num_blocks - len(self._free_ids)
 
     def ref_count(self, block_id: int) -> int:
-        """How many owners a block has: 0 if it is free, 1 once it is allocated, one more each time it is shared.
+        """References to a block: 0 if it is free, 1 once it is allocated, one more each time it is shared.
 
         Raises:
             TypeError: `block_id` is not an int.
@@ -83,10 +83,10 @@ class BlockPool:
         """
         if type(block_id) is not int or not 0 <= block_id < self.num_blocks:
             self._check_id(block_id)
-        return self._owners[block_id]
+        return self._refs[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each for one owner.
+        """Take `count` free blocks; each gets one reference.
 
         Args:
             count: ≥ 0.
@@ -99,82 +99,82 @@ class BlockPool:
             ValueError: `count` is negative.
             OutOfBlocksError: fewer than `count` blocks are free. None was taken.
         """
-        if type(count) is not int or count < 0:  # one look at the type is all that a good call pays
+        if type(count) is not int or count < 0:  # a valid call pays for one comparison of types only
             require_count("count", count, at_least=0)
-        line, owners = self._line, self._owners
-        if count > len(line):
-            raise OutOfBlocksError(f"{count} blocks asked for, {len(line)} of {self.num_blocks} are free")
+        free, refs = self._free_ids, self._refs
+        if count > len(free):
+            raise OutOfBlocksError(f"cannot allocate {count} blocks: {len(free)} of {self.num_blocks} are free")
         block_ids = []
         for _ in range(count):
-            block_id = line.popleft()
-            owners[block_id] = 1
+            block_id = free.popleft()
+            refs[block_id] = 1
             block_ids.append(block_id)
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Give each of these used blocks one more owner. An id that is given twice gets two more.
+        """Add one reference to each of these used blocks. An id that is given twice gets two.
 
         Raises:
             TypeError: an id is not an int.
             IndexError: an id is outside the pool. Negative ids do not count from the end.
-            ValueError: a block is free: nobody owns what it holds.
+            ValueError: a block is free, so its contents belong to no sequence.
         """
-        owners = self._owners
+        refs = self._refs
         for block_id in self._used(block_ids):
-            owners[block_id] += 1
+            refs[block_id] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Take one owner away from each of these blocks.
+        """Drop one reference to each of these blocks.
 
-        A block that loses its last owner goes to the end of the line of free blocks; several that do in one call go
-        there in the order in which they lose it. An id that is given twice loses two owners.
+        A block that loses its last reference goes to the end of the free list; several that do in one call go there in
+        the order in which they lose it. An id that is given twice loses two references.
 
         Raises:
             TypeError: an id is not an int.
             IndexError: an id is outside the pool. Negative ids do not count from the end.
-            ValueError: a block is free already, or is given more often than it has owners.
+            ValueError: a block is already free, or is given more often than it has references.
         """
         block_ids = self._used(block_ids)
-        owners, line = self._owners, self._line
+        refs, free = self._refs, self._free_ids
         if len(block_ids) > 1 and len(set(block_ids)) < len(block_ids):
-            self._check_owners_suffice(block_ids)
+            self._check_refs_suffice(block_ids)
         for block_id in block_ids:
-            owners[block_id] -= 1
-            if not owners[block_id]:
-                line.append(block_id)
+            refs[block_id] -= 1
+            if not refs[block_id]:
+                free.append(block_id)
 
     def check(self) -> None:
-        """Raise unless the pool's books agree with themselves.
+        """Raise unless the pool's state is consistent.
 
-        By `ref_count`, no block has fewer than 0 owners; each that has none stands in the line of free blocks exactly
-        once, and nothing else stands there. `num_free` is how many have none, and `num_used` all the others. These
-        three are asked, rather than what they are computed from: so what they say is checked too. Takes time in
-        proportion to the pool: it is for tests, not for every step.
+        By `ref_count`, no block has fewer than 0 references; each block with none is in the free list exactly once, and
+        nothing else is in it. `num_free` counts the blocks without a reference, and `num_used` all the others. The
+        check reads these three public members, not the attributes behind them, so it checks them too. It takes time
+        proportional to the pool: it is for tests, not for every step.
 
         Raises:
-            InvariantError: the books do not agree.
+            InvariantError: the state is inconsistent.
         """
-        in_line, num_unowned = Counter(self._line), 0
+        listed, num_free = Counter(self._free_ids), 0
         for block_id in range(self.num_blocks):
-            owners, times = self.ref_count(block_id), in_line.pop(block_id, 0)
-            if owners < 0 or times != (owners == 0):
-                raise InvariantError(f"block {block_id} has {owners} owners and is {times} times among the free ones")
-            num_unowned += times
-        if in_line:
-            raise InvariantError(f"{next(iter(in_line))!r} is among the free blocks, and no block of this pool")
-        if (self.num_free, self.num_used) != (num_unowned, self.num_blocks - num_unowned):
-            counts = f"{self.num_free} free and {self.num_used} used blocks"
-            raise InvariantError(f"{counts} are told, and {num_unowned} of {self.num_blocks} have no owner")
+            refs, times = self.ref_count(block_id), listed.pop(block_id, 0)
+            if refs < 0 or times != (refs == 0):
+                raise InvariantError(f"block {block_id} has {refs} references and is in the free list {times} times")
+            num_free += times
+        if listed:
+            raise InvariantError(f"{next(iter(listed))!r} is in the free list and is not a block of this pool")
+        if (self.num_free, self.num_used) != (num_free, self.num_blocks - num_free):
+            counts = f"num_free is {self.num_free} and num_used is {self.num_used}"
+            raise InvariantError(f"{counts}, but {num_free} of {self.num_blocks} blocks have no reference")
 
     def _used(self, block_ids: Iterable[int]) -> list[int]:
-        """`block_ids` as a list of its own, if each is the id of a used block; else the error that fits."""
-        block_ids, owners, num_blocks = list(block_ids), self._owners, self.num_blocks
+        """`block_ids` as a new list. Raises unless each is the id of a used block."""
+        block_ids, refs, num_blocks = list(block_ids), self._refs, self.num_blocks
         for block_id in block_ids:
-            # A negative id would count from the end of `owners`, and True would pass for 1.
+            # A negative id would count from the end of `refs`, and True would pass for 1.
             if type(block_id) is not int or not 0 <= block_id < num_blocks:
                 self._check_id(block_id)
-            if not owners[block_id]:
-                raise ValueError(f"block {block_id} is free: it has no owner")
+            if not refs[block_id]:
+                raise ValueError(f"block {block_id} is free: it has no references")
         return block_ids
 
     def _check_id(self, block_id: int) -> None:
@@ -183,24 +183,23 @@ class BlockPool:
         if not 0 <= block_id < self.num_blocks:
             raise IndexError(f"no block {block_id}: this pool has blocks 0 … {self.num_blocks - 1}")
 
-    def _check_owners_suffice(self, block_ids: list[int]) -> None:
+    def _check_refs_suffice(self, block_ids: list[int]) -> None:
         for block_id, times in Counter(block_ids).items():
-            if times > self._owners[block_id]:
-                raise ValueError(f"block {block_id} is given {times} times and has {self._owners[block_id]} owners")
+            if times > self._refs[block_id]:
+                raise ValueError(f"block {block_id} is given {times} times and has {self._refs[block_id]} references")
 
 
 class BlockTable:
-    """The blocks of one sequence: position p lies in block `block_ids[p // block_size]`, at offset p % block_size.
+    """The blocks of one sequence: position p is in block `block_ids[p // block_size]`, at offset p % block_size.
 
-    All blocks but the last are full, so a table holds at most block_size − 1 slots without a token. A new table is
-    empty and owns nothing.
+    All blocks but the last are full, so a table has at most block_size − 1 empty slots. A new table is empty.
 
     Args:
-        pool: where the blocks come from and go back to.
+        pool: allocates the blocks and takes them back.
 
     Attributes:
         pool: as given.
-        block_ids: the blocks, in the order of the positions. The table's own list: read it, do not write to it.
+        block_ids: the blocks, in the order of the positions. This is the table's list: read it, do not change it.
         num_tokens: tokens that have a slot.
     """
 
@@ -210,7 +209,7 @@ class BlockTable:
         self.num_tokens = 0
 
     def blocks_needed(self, num_new_tokens: int) -> int:
-        """Blocks that `append(num_new_tokens)` would take from the pool, 0 while the last block has room.
+        """Blocks that `append(num_new_tokens)` would allocate, 0 while the last block has space.
 
         Args:
             num_new_tokens: ≥ 0.
@@ -224,27 +223,27 @@ class BlockTable:
         return -(-(self.num_tokens + num_new_tokens) // self.pool.block_size) - len(self.block_ids)
 
     def append(self, num_new_tokens: int) -> list[int]:
-        """Give the next tokens their slots, and take blocks from the pool when the last one is full.
+        """Assign slots to the next tokens, and allocate blocks when the last one is full.
 
         Args:
             num_new_tokens: ≥ 0.
 
         Returns:
-            One slot a token, in the order of the positions: block · block_size + offset. Slots run on inside a
-            block; from one block to the next they may jump.
+            One slot a token, in the order of the positions: block · block_size + offset. Slots are consecutive within
+            a block; from one block to the next they may jump.
 
         Raises:
             TypeError: `num_new_tokens` is not an int.
             ValueError: it is negative.
-            SharedBlockError: the last block is unfinished and has another owner, who would read what is written into
-                it. Table and pool are as they were. A shared block that is full is no obstacle, nor are 0 tokens.
-            OutOfBlocksError: the pool has too few free blocks. Table and pool are as they were.
+            SharedBlockError: the last block is unfinished and shared, so another table would read what is written.
+                Table and pool are unchanged. A full shared block is allowed, and so is appending 0 tokens.
+            OutOfBlocksError: the pool has too few free blocks. Table and pool are unchanged.
         """
         num_blocks = self.blocks_needed(num_new_tokens)
         block_size, block_ids = self.pool.block_size, self.block_ids
         position, end = self.num_tokens, self.num_tokens + num_new_tokens
         if num_new_tokens and position % block_size and self.pool.ref_count(block_ids[-1]) > 1:
-            raise SharedBlockError(f"block {block_ids[-1]} is unfinished and has another owner: it cannot be written")
+            raise SharedBlockError(f"block {block_ids[-1]} is unfinished and shared: it cannot be written")
         if num_blocks:
             block_ids += self.pool.allocate(num_blocks)
         slots: list[int] = []
@@ -265,7 +264,7 @@ class BlockTable:
 
         Raises:
             TypeError: `position` is not an int.
-            IndexError: no token stands there. Negative positions do not count from the end.
+            IndexError: no token has that position. Negative positions do not count from the end.
         """
         if not isinstance(position, int) or isinstance(position, bool):
             raise TypeError(f"a position must be an int; got {position!r}")
@@ -275,14 +274,14 @@ class BlockTable:
         return self.block_ids[position // block_size] * block_size + position % block_size
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens, and free the blocks that none of them lies in, the last block first.
+        """Keep the first `num_tokens` tokens, and free the blocks that hold none of them, the last block first.
 
         Args:
-            num_tokens: 0 … the tokens that there are.
+            num_tokens: 0 … the table's num_tokens.
 
         Raises:
             TypeError: `num_tokens` is not an int.
-            ValueError: it is negative, or there are fewer tokens.
+            ValueError: it is negative, or more than the table has.
         """
         num_blocks = blocks_for(num_tokens, self.pool.block_size)
         if num_tokens > self.num_tokens:
@@ -292,10 +291,10 @@ class BlockTable:
         self.num_tokens = num_tokens
 
     def fork(self) -> BlockTable:
-        """A second table over the same blocks, the unfinished last one too. No block is copied or taken.
+        """A second table over the same blocks, including an unfinished last one. No block is copied or allocated.
 
-        From here on each table grows, shrinks and is released on its own. A block goes back to the pool when all the
-        tables that share it have let it go.
+        The two tables grow, shrink and are released independently. A block goes back to the pool when no table
+        references it any more.
         """
         child = BlockTable(self.pool)
         self.pool.share(self.block_ids)
@@ -304,5 +303,5 @@ class BlockTable:
         return child
 
     def release(self) -> None:
-        """Let all blocks go, the last one first. What is left is an empty table, which may be used again."""
+        """Free all blocks, the last one first. The table is then empty and may be used again."""
         self.truncate(0)

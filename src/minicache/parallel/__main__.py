@@ -1,6 +1,6 @@
 """The process of a rank: `python -m minicache.parallel DESCRIPTOR`, started by rank 0 with one end of a socket pair.
 
-It ends when the other end is closed, which the end of rank 0's process does too. Signals are not for it: Ctrl-C in a
+It exits when the other end is closed, which also happens when rank 0's process exits. It ignores signals: Ctrl-C in a
 terminal goes to all processes, and rank 0 may still have requests to finish.
 """
 
@@ -27,7 +27,7 @@ from minicache.parallel.sharding import empty_shard
 
 
 def main(connection: Connection) -> int:
-    """Load the shard, and do what rank 0 says until it closes its end; the exit status."""
+    """Load the shard, and execute rank 0's messages until it closes its end; return the exit status."""
     start: Start = connection.recv()
     try:
         rank = load(start, connection)
@@ -54,14 +54,14 @@ def main(connection: Connection) -> int:
             if rank.group.is_lost:
                 return LOST
             try:
-                connection.send(_failed(error))  # before the all-reduces: rank 0 looks for it after them
+                connection.send(_failed(error))  # before the all-reduces: rank 0 checks for it after them
                 rank.group.finish()
             except (OSError, RuntimeError):
                 return LOST
 
 
 def load(start: Start, connection: Connection) -> Rank:
-    """The rank's shard, from the bytes that come, and the group that it joins."""
+    """The rank's shard, from the bytes that rank 0 sends, and its group."""
     torch.set_num_threads(start.num_threads)
     if start.device.type == "cuda":
         torch.cuda.set_device(start.device)
@@ -78,7 +78,7 @@ def load(start: Start, connection: Connection) -> Rank:
         from minicache.model.fused import fuse
 
         if fuse(shard, in_place=True) is None:
-            raise ValueError("rank 0 computes with numba's kernels, and this rank cannot")
+            raise ValueError("rank 0 computes with the numba kernels, and this rank cannot")
         warm_up()
     connection.send(Ready())
     group = Group(start.store, start.rank, start.size, shard.embed_tokens.weight, start.timeout_seconds)
@@ -86,7 +86,7 @@ def load(start: Start, connection: Connection) -> Rank:
 
 
 class Server:
-    """What a rank holds of an engine, beside its shard: the storages.
+    """A rank's storages for an engine.
 
     Args:
         rank: the shard, and the group.
@@ -130,4 +130,4 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_IGN)
     status = main(Connection(int(sys.argv[1])))
     sys.stderr.flush()
-    os._exit(status)  # what Python tidies up at its end takes seconds, and rank 0 waits for it
+    os._exit(status)  # Python's cleanup takes seconds, and rank 0 waits for the exit

@@ -1,7 +1,7 @@
-"""What rank 0 and the other ranks say to each other, over a socket pair: these tuples, pickled.
+"""The messages between rank 0 and the other ranks, pickled over a socket pair.
 
-A step is one message to each rank: its integers, in one buffer (`minicache.cache.packed.pack`). Nobody answers it but
-with what went wrong; the ranks meet in the all-reduces of the step. When the pair is closed, the rank ends.
+A step is one message to each rank: its integers, in one buffer (`minicache.cache.packed.pack`). A rank answers it only
+with an error; otherwise the ranks synchronise in the step's all-reduces. When the pair is closed, the rank exits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minicache.parallel.sharding import Config
 
 
 class Start(NamedTuple):
-    """The first message. The shard's parameters follow, one after the other as bytes.
+    """The first message. The shard's parameters follow as bytes, one after the other.
 
     Attributes:
         rank: 1 … size − 1.
@@ -25,7 +25,7 @@ class Start(NamedTuple):
         kind: "MiniGPT" or "Decoder".
         config: of the rank's shard.
         dtype: of its weights.
-        device: where they go.
+        device: of its weights.
         is_fused: whether the ranks compute with `minicache.model.fused`.
         num_threads: of PyTorch.
         store: the path of the file through which the ranks find each other.
@@ -45,7 +45,7 @@ class Start(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """A new engine: make its storages. What older ones held is dropped. It is answered.
+    """A new engine: allocate its storages and drop older ones. The rank answers.
 
     Attributes:
         num_blocks: of the cache.
@@ -69,18 +69,18 @@ class Move(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Run a step. `numbers` are its integers, an int64 array that `size.views` takes apart."""
+    """Run a step. `numbers` are its integers, an int64 array that `size.views` unpacks."""
 
     size: StepSize
     numbers: Any
 
 
 class Ready(NamedTuple):
-    """The answer to `Start`, before the ranks look for each other, and to `Begin`."""
+    """The answer to `Start`, before the ranks connect to each other, and to `Begin`."""
 
 
 class Failed(NamedTuple):
-    """Something was asked for, and an error was raised."""
+    """The answer to any message that raised an error."""
 
     message: str
 

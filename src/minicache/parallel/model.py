@@ -1,4 +1,4 @@
-"""A model on several ranks, as the process of rank 0 sees it: it starts the others, tells them each step, ends them."""
+"""A model on several ranks, seen from rank 0, which starts the others, sends them each step, and stops them."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ from minicache.parallel.sharding import Config, empty_shard, require_shardable, 
 logger = logging.getLogger("minicache")
 
 TIMEOUT_SECONDS: Final = 120.0
-"""How long the ranks wait for each other, when they start and in an all-reduce."""
+"""How long the ranks wait for each other, at start-up and in an all-reduce."""
 
 END_SECONDS: Final = 5.0
-"""How long a rank that was told to end may take."""
+"""How long a rank may take to exit before it is killed."""
 
 LOST: Final = 3
-"""The exit status of a rank that has lost another: it is not the one to blame."""
+"""The exit status of a rank that lost another rank: it is not the cause of the failure."""
 
 
 class ParallelModel:
     """A model whose heads and columns are divided among processes. An `LLM` runs it like any other model.
 
-    It serves one engine at a time: the one that has begun last.
+    It serves one engine at a time: the last one that called `begin`.
 
-    When a rank raises an error, the step fails in rank 0 with that error, the ranks are in step again, and the engine
-    goes on. When a rank's process ends or hangs, nothing can be computed any more; every call raises RankDiedError, and
-    the other processes are ended. They end too when this object is dropped, and when this process ends, however.
+    When a rank raises an error, the step fails in rank 0 with that error, the ranks are synchronised again, and the
+    engine continues. When a rank's process exits or hangs, nothing more can be computed: every call raises
+    RankDiedError, and the other processes are stopped. They also stop when this object is dropped, and when this
+    process exits for any reason.
 
-    All ranks share the processor, this one too: PyTorch gets 1 / size of the cores here and there (`set_num_threads`),
-    or fewer, if it had fewer.
+    All ranks share the processor: in each of them, this one included, PyTorch uses 1 / size of the cores
+    (`set_num_threads`), or fewer if it had fewer.
 
     Args:
-        model: the whole model. Rank 0 slices it and sends each rank its part, a parameter at a time. It is not changed,
-            and not needed any more then.
+        model: the whole model. Rank 0 slices it and sends each rank its part, one parameter at a time. It is not
+            changed, and not needed afterwards.
         size: the number of ranks, this process included, ≥ 2.
-        device: "cpu", or "cuda": rank r takes the r-th GPU. None: where the model is.
+        device: "cpu", or "cuda": rank r takes the r-th GPU. None: the model's device.
         dtype: of the weights; None: the model's.
         timeout_seconds: how long a rank waits for another.
 
@@ -66,13 +67,13 @@ class ParallelModel:
         config: of rank 0's shard.
         size: as given.
         shard: rank 0's part of the model.
-        pids: the numbers of the other ranks' processes, by rank.
+        pids: the process ids of the other ranks, by rank.
 
     Raises:
-        TypeError: the model is not one that can be divided, or size is not an int.
-        ValueError: it cannot be divided among so many, there are fewer GPUs than ranks, or size is below 2.
-        RankFailedError: a rank has raised an error when it started.
-        RankDiedError: a rank has ended when it started, or does not answer.
+        TypeError: the model cannot be sharded, or size is not an int.
+        ValueError: it cannot be divided among `size` ranks, there are fewer GPUs than ranks, or size is below 2.
+        RankFailedError: a rank raised an error at start-up.
+        RankDiedError: a rank exited at start-up, or does not answer.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class ParallelModel:
         place, dtype = weights.device if device is None else torch.device(device), dtype or weights.dtype
         if place.type == "cuda" and torch.cuda.device_count() < size:
             raise ValueError(
-                f"tensor_parallel_size {size} takes a GPU for each rank, and here are {torch.cuda.device_count()}"
+                f"tensor_parallel_size {size} needs {size} GPUs; this machine has {torch.cuda.device_count()}"
             )
         places = [torch.device("cuda", rank) if place.type == "cuda" else place for rank in range(size)]
-        # This process is a rank too: all of them share the processor's cores.
+        # This process is a rank too: all ranks share the processor's cores.
         num_threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // size))
         torch.set_num_threads(num_threads)
         self.size = size
@@ -114,7 +115,7 @@ class ParallelModel:
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes of the other ranks."""
+        """The process ids of the other ranks."""
         return {each.rank: each.process.pid for each in self._ranks}
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -122,7 +123,7 @@ class ParallelModel:
         return self.shard.parameters()
 
     def __call__(self, token_ids: Tensor, cache: Any, /) -> Tensor:
-        """Refused: the ranks run together, in an engine's steps.
+        """Not supported: the ranks run together, in an engine's steps.
 
         Raises:
             InvariantError: always.
@@ -133,7 +134,7 @@ class ParallelModel:
         )
 
     def begin(self, storage: PagedStorage, num_host_blocks: int, kv_cache_dtype: str | None) -> None:
-        """Have all ranks make their storages for a new engine.
+        """Make all ranks allocate their storages for a new engine.
 
         Args:
             storage: rank 0's.
@@ -141,8 +142,8 @@ class ParallelModel:
             kv_cache_dtype: of the storage, if it is quantized.
 
         Raises:
-            RankFailedError: a rank has no memory for it.
-            RankDiedError: a rank has ended.
+            RankFailedError: a rank has not enough memory.
+            RankDiedError: a rank has exited.
         """
         self._require_alive()
         self._send(Begin(storage.pool.num_blocks, storage.pool.block_size, num_host_blocks, kv_cache_dtype))
@@ -150,11 +151,11 @@ class ParallelModel:
         self._rank.begin(storage)
 
     def move(self, storage: PagedStorage, swapped_out: Sequence[Pairs], swapped_in: Pairs, copied: Pairs) -> None:
-        """Have the other ranks move blocks, before the next step; rank 0's are moved by whoever calls this.
+        """Make the other ranks move blocks before the next step; the caller moves rank 0's.
 
         Raises:
-            ValueError: another engine has begun since with these ranks.
-            RankDiedError: a rank has ended.
+            ValueError: another engine has since begun with these ranks.
+            RankDiedError: a rank has exited.
         """
         self._require_begun(storage)
         self._send(Move(swapped_out, swapped_in, copied))
@@ -163,7 +164,7 @@ class ParallelModel:
         """Run a step on all ranks.
 
         Args:
-            storage: of the engine that asks.
+            storage: of the calling engine.
             size: of the step; without padding.
             numbers: its integers, on the CPU.
 
@@ -171,10 +172,10 @@ class ParallelModel:
             Logits `[R, vocab_size]` of each sequence's last token, and of its draft tokens.
 
         Raises:
-            RankFailedError: another rank has raised an error, in this step or when it moved blocks for it.
-            RankDiedError: a rank has ended, or does not answer.
-            ValueError: another engine has begun since with these ranks.
-            Exception: what the model raises in rank 0. But for RankDiedError, the ranks are in step again.
+            RankFailedError: another rank raised an error, in this step or when it moved blocks for it.
+            RankDiedError: a rank has exited, or does not answer.
+            ValueError: another engine has since begun with these ranks.
+            Exception: what the model raises in rank 0. Except after RankDiedError, the ranks are synchronised again.
         """
         self._require_begun(storage)
         group = self._rank.group
@@ -186,7 +187,7 @@ class ParallelModel:
             try:
                 if not group.is_lost:
                     group.finish()
-                    self._reports()  # the step has failed anyhow
+                    self._reports()  # discarded: the step has failed already
             except RuntimeError as lost:
                 self._die(str(lost), lost)
             if group.is_lost:
@@ -198,8 +199,8 @@ class ParallelModel:
             return self._logits(hidden)
 
     def close(self) -> None:
-        """End the other ranks. The model cannot be run any more."""
-        self._why_dead = self._why_dead or "its ranks were ended"
+        """Stop the other ranks. The model cannot run afterwards."""
+        self._why_dead = self._why_dead or "its ranks were stopped"
         self._end()
 
     def _start(
@@ -209,7 +210,7 @@ class ParallelModel:
         dtype: torch.dtype,
         num_threads: int,
     ) -> Rank:
-        """Start the other ranks, send them their shards, and meet them."""
+        """Start the other ranks, send them their shards, and connect to them."""
         with tempfile.TemporaryDirectory(prefix="minicache-") as folder:
             store, kind, size = str(Path(folder, "store")), type(model).__name__, self.size
             for rank in range(1, size):  # all of them import PyTorch at the same time
@@ -241,7 +242,9 @@ class ParallelModel:
     def _require_begun(self, storage: PagedStorage) -> None:
         self._require_alive()
         if self._rank.storage is not storage:
-            raise ValueError("another engine has begun with this model's ranks: they serve one at a time, the last")
+            raise ValueError(
+                "another engine has begun with this model's ranks: they serve one engine at a time, the last"
+            )
 
     def _send(self, message: ToRank) -> None:
         for each in self._ranks:
@@ -256,7 +259,7 @@ class ParallelModel:
             self._die(str(error), error)
 
     def _wait_for_ready(self) -> None:
-        """Until each rank has answered."""
+        """Wait until each rank has answered."""
         failures = []
         for each in self._ranks:
             try:
@@ -271,7 +274,7 @@ class ParallelModel:
             raise RankFailedError("; ".join(failures))
 
     def _reports(self) -> list[str]:
-        """What other ranks say went wrong."""
+        """The errors that other ranks have sent."""
         failures = []
         while self._poll.poll(0):
             for each in self._ranks:
@@ -284,7 +287,7 @@ class ParallelModel:
         return failures
 
     def _die(self, what: str, error: BaseException) -> NoReturn:
-        """Give up: a rank has ended, or does not answer."""
+        """Stop all ranks and raise: a rank has exited, or does not answer."""
         reasons = _reasons(self._ranks)
         if not reasons:
             reasons = [f"a rank does not answer ({what})" if isinstance(error, Exception) else "rank 0 was interrupted"]
@@ -292,14 +295,14 @@ class ParallelModel:
         logger.error("tensor parallelism: %s", self._why_dead)
         self._end()
         if not isinstance(error, Exception):
-            raise error  # an interrupt, which is nobody's to handle
+            raise error  # an interrupt, which must propagate
         raise RankDiedError(self._why_dead) from error
 
 
 class _OtherRank:
     """The process of another rank, and the socket to it.
 
-    Its end of the pair is the only one: when this process ends, however that comes, the rank reads the end of the file.
+    No other process holds this end of the pair: when this process exits for any reason, the rank reads end of file.
     """
 
     def __init__(self, rank: int) -> None:
@@ -312,11 +315,11 @@ class _OtherRank:
 
 
 def _reasons(ranks: Sequence[_OtherRank]) -> list[str]:
-    """How ranks have ended, those that were the first to."""
+    """How ranks have exited, without those that exited because of another."""
     reasons = []
     for each in ranks:
         try:
-            status = each.process.wait(1.0)  # its connections are closed a little earlier
+            status = each.process.wait(1.0)  # connections close slightly before the process exits
         except subprocess.TimeoutExpired:
             continue
         if status != LOST:
@@ -326,7 +329,7 @@ def _reasons(ranks: Sequence[_OtherRank]) -> list[str]:
 
 
 def _end(ranks: Sequence[_OtherRank]) -> None:
-    """End processes, and wait until they have."""
+    """Stop processes, and wait for them."""
     for each in ranks:
         each.connection.close()
     for each in ranks:
@@ -365,7 +368,7 @@ def _shard(
 
 
 def _fuse(shard: MiniGPT | Decoder) -> bool:
-    """Join a shard's weights if it can be run that way; whether it can."""
+    """Join a shard's weights if it can run fused; return whether it can."""
     if shard.embed_tokens.weight.device.type != "cpu" or not cpu.is_available() or is_plain_replaced():
         return False
     from minicache.model.fused import fuse  # imports numba

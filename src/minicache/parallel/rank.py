@@ -13,12 +13,12 @@ from minicache.parallel.group import Group
 
 
 class Rank:
-    """A shard, and the group of ranks to which it belongs.
+    """A shard and its group.
 
     Args:
         model: the shard.
         group: of all ranks.
-        is_fused: the shard went through `minicache.model.fused.fuse`, as those of all ranks did.
+        is_fused: the shard went through `minicache.model.fused.fuse`, as on all ranks.
     """
 
     def __init__(self, model: MiniGPT | Decoder, group: Group, is_fused: bool) -> None:
@@ -33,7 +33,7 @@ class Rank:
                     module.register_forward_hook(self._sum)
 
     def begin(self, storage: PagedStorage) -> None:
-        """Steps to come read and write this storage."""
+        """Use this storage in the following steps."""
         self.storage = storage
         if self.is_fused:
             from minicache.model.fused import layer_caches  # imports numba
@@ -41,14 +41,14 @@ class Rank:
             self._caches = layer_caches(storage)
 
     def expect(self, size: StepSize) -> None:
-        """A step of this size is to be run next: say which all-reduces it makes."""
+        """Announce the all-reduces of the next step, which has this size."""
         num_layers = self.model.config.num_layers
-        # Fused, the last layer is computed for the rows that are read only.
+        # In the fused pass, the last layer is computed only for the rows that are read.
         num_last = size.num_seqs + size.num_drafts if self.is_fused else size.num_tokens
         self.group.begin([size.num_tokens] * 2 * (num_layers - 1) + [num_last] * 2)
 
     def run(self, size: StepSize, numbers: Tensor) -> Tensor:
-        """Run the shard over a step's tokens, and meet the other ranks after each half of a layer.
+        """Run the shard over a step's tokens, with an all-reduce after each half of a layer.
 
         Args:
             size: of `expect`; without padding.
@@ -58,8 +58,8 @@ class Rank:
             Hidden states `[R, hidden_size]` of the rows that are read (`StepTensors.last`), the same on all ranks.
 
         Raises:
-            Exception: what the model raises. All-reduces of the step may be left (`Group.finish`).
-            RuntimeError: another rank has ended or does not answer.
+            Exception: what the model raises. The step may have all-reduces left (`Group.finish`).
+            RuntimeError: another rank has exited or does not answer.
         """
         assert self.storage is not None
         with torch.inference_mode():
@@ -78,8 +78,8 @@ class Rank:
                 self._is_running = False
 
     def _sum(self, module: nn.Module, args: object, out: Tensor) -> Tensor:
-        """After a row-parallel layer: the sum over the ranks.
+        """Sum a row-parallel layer's output over the ranks.
 
-        Not outside a step, when a shard is run alone to see how much memory that takes (`minicache.engine.gpu_memory`).
+        Skipped outside a step, when a shard runs alone to measure its memory (`minicache.engine.gpu_memory`).
         """
         return self.group.all_reduce(out) if self._is_running else out

@@ -1,9 +1,9 @@
 """Which part of each weight a rank holds.
 
-Queries, keys, values, gate and up are *column parallel*: a rank computes some of their outputs, whole heads of the
+Queries, keys, values, gate and up are *column parallel*: a rank computes some of their outputs, in whole heads for the
 first three. The output projection of attention and `down_proj` are *row parallel*: a rank multiplies the inputs that it
-has, and the sum over the ranks is the layer's output. So nothing has to be exchanged between the two products of a
-half, and one all-reduce ends it. Embedding and norms are on every rank; the output layer on rank 0, which samples.
+has, and the sum over the ranks is the layer's output. So nothing is exchanged between the two products of a half, which
+ends with one all-reduce. Embedding and norms are on every rank; the output layer is on rank 0, which samples.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Config = MiniGPTConfig | DecoderConfig
 
 
 def require_shardable(model: object, size: int) -> None:
-    """Refuse a model that cannot be divided among so many ranks.
+    """Refuse a model that cannot be divided among `size` ranks.
 
     Raises:
-        TypeError: it is neither a `MiniGPT` nor a `Decoder`: nobody knows which of its weights go together.
-        ValueError: its heads or the columns of its feed-forward block are no multiple of the ranks; or neither are its
-            KV heads a multiple of the ranks, nor the ranks of its KV heads.
+        TypeError: it is neither a `MiniGPT` nor a `Decoder`, so how to shard its weights is unknown.
+        ValueError: its heads or the columns of its feed-forward block are not a multiple of the ranks; or neither of
+            the numbers of KV heads and ranks is a multiple of the other.
     """
     if type(model) not in (MiniGPT, Decoder):
         raise TypeError(
@@ -38,21 +38,21 @@ def require_shardable(model: object, size: int) -> None:
         if getattr(config, name) % size:
             raise ValueError(
                 f"tensor_parallel_size {size} does not divide the model's {name}, {getattr(config, name)}: "
-                "take a size that does"
+                "use a size that does"
             )
     num_kv_heads = config.num_kv_heads
     if num_kv_heads % size and size % num_kv_heads:
         raise ValueError(
             f"{num_kv_heads} KV heads cannot be divided among {size} ranks, nor {size} ranks share {num_kv_heads} KV "
-            f"heads evenly: take a tensor_parallel_size that divides {num_kv_heads}, or a multiple of it"
+            f"heads evenly: use a tensor_parallel_size that divides {num_kv_heads}, or a multiple of it"
         )
 
 
 def shard_config(config: Config, rank: int, size: int) -> Config:
-    """The shape of a rank's shard, which is a model like the whole one with fewer heads and columns.
+    """The configuration of a rank's shard: the same model with fewer heads and columns.
 
-    With more ranks than KV heads, each rank has one, and ranks next to each other have the same one. All ranks but the
-    first do without an output layer of their own: it is not they who sample.
+    With more ranks than KV heads, each rank has one, shared by adjacent ranks. Only the first rank, which samples, has
+    an output layer.
     """
     shard = replace(
         config,
@@ -76,7 +76,7 @@ def shard_of(name: str, weight: Tensor, config: Config, rank: int, size: int) ->
         size: the number of ranks.
 
     Returns:
-        A view; of a row-parallel layer's bias, which is added once, zeros on all ranks but the first.
+        A view; for a row-parallel layer's bias, which is added once, zeros on all ranks but the first.
     """
     layer, _, kind = name.rpartition(".")
     match layer.rpartition(".")[2]:
@@ -102,12 +102,12 @@ def empty_shard(kind: str, config: Config, dtype: torch.dtype) -> MiniGPT | Deco
     """
     with torch.device("meta"):
         shard = MiniGPT(cast(MiniGPTConfig, config)) if kind == "MiniGPT" else Decoder(cast(DecoderConfig, config))
-    if isinstance(shard, MiniGPT):  # its tables are in no state_dict
+    if isinstance(shard, MiniGPT):  # its tables are not in the state_dict
         shard.cos, shard.sin = (table.to(dtype) for table in rotary_tables(shard.config))
     return shard.eval()
 
 
 def _part(weight: Tensor, axis: int, rank: int, size: int) -> Tensor:
-    """Of `size` equal parts along an axis, one."""
+    """One of `size` equal parts along an axis."""
     length = weight.shape[axis] // size
     return weight.narrow(axis, rank * length, length)

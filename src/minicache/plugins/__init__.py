@@ -1,4 +1,4 @@
-"""The course's decisions inside engines that people use in production. A module is imported when it is asked for.
+"""The course's schedulers, routers and autoscaler inside production engines. Modules are imported on demand.
 
 | module | what runs inside what |
 |---|---|

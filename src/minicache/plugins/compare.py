@@ -1,4 +1,4 @@
-"""The same prompts on our engine and on another that our scheduler runs: are the answers the same? No phase builds it.
+"""Compares the answers of our engine and of another engine that our scheduler drives. No phase builds it.
 
     minicache python -m minicache.plugins.compare transformers              with your files, as far as they are written
     .venv-vllm/bin/python -m minicache.plugins.compare vllm fair chunked    in vLLM's own environment
@@ -38,17 +38,17 @@ class Counter(Observer):
         self.num_preempted = 0
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """One step more, if there is anything in it."""
+        """Count a step, if it is not empty."""
         self.num_steps += bool(output.scheduled)
         self.num_preempted += len(output.preempted)
 
 
 class Run(NamedTuple):
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         scheduler: the stage.
-        answers: the generated tokens, of each prompt.
+        answers: the generated tokens of each prompt.
         num_steps: steps that were scheduled.
         num_preempted: preemptions in them.
     """
@@ -114,7 +114,7 @@ def answer_in_transformers(folder: Path, prompts: list[list[int]], scheduler: st
 
 
 def answer_in_vllm(folder: Path, prompts: list[list[int]], scheduler: str, counter: Counter) -> list[list[int]]:
-    """The answers of vLLM, with our scheduler. Its core runs in this process, so that it can be watched."""
+    """The answers of vLLM, with our scheduler. Its core runs in this process, where it can be observed."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -1,4 +1,4 @@
-"""MiniGPT as a Hugging Face folder, which engines of production load as a Llama. No phase builds this.
+"""MiniGPT as a Hugging Face folder, which production engines load as a Llama. No phase builds this.
 
 MiniGPT has Llama's layers under Llama's names; only the file's prefix and its config.json are missing.
 """
@@ -15,16 +15,16 @@ from minicache.model.folder import WEIGHTS
 
 
 def export_minigpt(folder: str | Path) -> Path:
-    """Write MiniGPT into a folder: config.json and weights in float32, 3 MB. There is no tokenizer in it.
+    """Write MiniGPT into a folder: config.json and weights in float32, 3 MB. It contains no tokenizer.
 
     Args:
-        folder: made if it is not there; files of these names are replaced.
+        folder: created if it does not exist; files of these names are replaced.
 
     Returns:
         The folder.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Ray on this machine alone: started for as long as it is needed, and gone without a trace. No phase builds this."""
+"""Ray on this machine alone, started on demand and removed completely afterwards. No phase builds this."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Final
 from minicache.errors import EngineDiedError, MissingExtraError, WorkerDiedError
 from minicache.simulator.sweep import Point, Result
 
-# Ray's own ports are open to the network: with a token they do not run what a stranger sends. Given here, it is not
-# written into the home folder. Ray reads this when it is imported, so it is of no use to a process that has done so.
+# Ray's ports are open to the network: with a token they refuse code from strangers. Set here, the token is not written
+# into the home folder. Ray reads it on import, so it has no effect in a process that has imported Ray already.
 if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
@@ -32,11 +32,11 @@ OBJECT_STORE_NBYTES: Final = 80 * 2**20
 
 @contextmanager
 def ray_running(num_cpus: int, *, root: Path | None = None) -> Iterator[None]:
-    """Ray, from here to the end of the block, on this machine alone and in a folder that is removed after it.
+    """Run Ray for the duration of the block, on this machine alone, in a folder that is removed afterwards.
 
     Args:
-        num_cpus: how many tasks may run at a time, if each counts as one; nothing is taken.
-        root: of a course, whose finished lab files stand in for modules in every process; None: the reference runs.
+        num_cpus: how many tasks may run at a time, if each counts as one; no cores are reserved.
+        root: of a course, whose finished lab files replace modules in every process; None: the reference runs.
 
     Raises:
         EngineDiedError: Ray could not be started.
@@ -46,7 +46,7 @@ def ray_running(num_cpus: int, *, root: Path | None = None) -> Iterator[None]:
     if root is not None:
         environment["MINICACHE_ROOT"] = str(root)
         runtime["worker_process_setup_hook"] = "minicache.course.finder.install_finished_labs"
-    # Sockets lie in it, and their paths must be short, as those under TMPDIR need not be.
+    # It contains sockets, whose paths must be short; those under TMPDIR may not be.
     with tempfile.TemporaryDirectory(prefix="mcray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             ray.init(
@@ -60,7 +60,7 @@ def ray_running(num_cpus: int, *, root: Path | None = None) -> Iterator[None]:
                 _temp_dir=folder,
                 _node_ip_address="127.0.0.1",
             )
-        except Exception as error:  # Ray gives itself half a minute
+        except Exception as error:  # Ray's timeout is half a minute
             ray.shutdown()
             raise EngineDiedError(f"Ray could not be started; is the machine too busy? {error}") from error
         try:
@@ -76,7 +76,7 @@ def in_ray(points: Sequence[Point]) -> Iterator[tuple[Point, Result]]:
         Each point with its result, in the order in which they end.
 
     Raises:
-        WorkerDiedError: a process has died again and again.
+        WorkerDiedError: a process has died repeatedly.
     """
     run = ray.remote(num_cpus=1)(Point.run)
     running = {run.remote(point): point for point in points}

@@ -41,7 +41,7 @@ logger = logging.getLogger("minicache")
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """How a fleet is made.
+    """The configuration of a fleet.
 
     Attributes:
         engine: of each replica.
@@ -51,8 +51,8 @@ class FleetOptions:
         target_unfinished: as `minicache.fleet.Autoscaler`.
         downscale_delay: as `minicache.fleet.Autoscaler`, in seconds.
         max_waiting: answers that may wait, beyond those that the replicas have batch slots for, ≥ 0.
-        drain_seconds: how long a replica that is to end may take for the answers that it has.
-        router: another of Ray's routers instead of ours, to compare with.
+        drain_seconds: how long a replica that is to end may take to finish its answers.
+        router: one of Ray's routers instead of ours, for comparison.
 
     Raises:
         TypeError, ValueError: a number has the wrong type or is out of its bounds.
@@ -92,14 +92,14 @@ class FleetOptions:
 # The router
 
 
-class FleetRouter(RequestRouter):  # type: ignore[misc]  # what Ray is, mypy is not told
-    """`minicache.fleet`'s router and membership, in the place of Ray's.
+class FleetRouter(RequestRouter):  # type: ignore[misc]  # mypy has no types of Ray
+    """`minicache.fleet`'s router and membership, in place of Ray's.
 
-    A replica's name is Ray's, which no later replica gets again. A request counts as sent from when it is chosen for,
-    not from when the replica has confirmed it: a burst would otherwise find all counts at zero. Ray retries what a
-    replica refuses, and waits where all are full.
+    A replica's name is Ray's, which no later replica gets again. A request counts as sent from when its replica is
+    chosen, not from when the replica has confirmed it: a burst would otherwise find all counts at zero. Ray retries
+    what a replica refuses, and waits when all are full.
 
-    It is no `FIFOMixin`: that may send another request than the one that was looked at.
+    It is no `FIFOMixin`: that may send another request than the one that `choose` has seen.
     """
 
     def initialize_state(self, policy: str = "prefix_affinity") -> None:
@@ -113,12 +113,12 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # what Ray is, mypy is 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The one replica that our router chooses; none if all are full: then Ray asks again, later and later."""
+        """The one replica that our router chooses; none if all are full: then Ray retries, with backoff."""
         if pending_request is None or not pending_request.args or not isinstance(pending_request.args[0], FleetRequest):
-            return [candidate_replicas]  # no request for tokens: any replica can say what it is like
+            return [candidate_replicas]  # not a request for tokens: any replica can answer it
         pending_request.routing_context.should_backoff = True
         name = pending_request.metadata.internal_request_id
-        self._forget(name)  # it was refused by a replica, and comes again
+        self._forget(name)  # a replica refused it, and it is retried
         routed = pending_request.args[0].routed
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         try:
@@ -133,7 +133,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # what Ray is, mypy is 
             self.policy.on_sent(routed, chosen)
         except NoReplicaError:
             return []
-        except Exception as error:  # a learner's: the request fails, and does not hang
+        except Exception as error:  # in a learner's router: the request fails instead of hanging
             logger.exception("the router has failed")
             pending_request.future.set_exception(RuntimeError(f"the router has failed: {error!r}"))
             return [candidate_replicas]
@@ -141,7 +141,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # what Ray is, mypy is 
         return [[replica]]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Ray calls it when a request has ended, in any way."""
+        """Ray calls it when a request is over, in any way."""
         self._forget(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -163,7 +163,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # what Ray is, mypy is 
             self.membership.join(new, max_unfinished=now[new].max_ongoing_requests)
 
     def _forget(self, name: str) -> None:
-        """A request has ended, or was not taken."""
+        """A request is over, or was not taken."""
         if (sent := self._sent.pop(name, None)) is not None:
             attempt, request_id, replica_id = sent
             self.membership.on_finished(attempt)
@@ -174,9 +174,9 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # what Ray is, mypy is 
 
 
 class ScalingPolicy:
-    """`minicache.fleet`'s autoscaler as Ray's `policy_function`: its controller makes one, and asks it all the time.
+    """`minicache.fleet`'s autoscaler as Ray's `policy_function`: its controller makes one, and calls it periodically.
 
-    Which replicas end when there should be fewer is Ray's choice; they finish their answers.
+    When there should be fewer replicas, Ray chooses which end; they finish their answers.
 
     Args:
         options: of `Autoscaler`.
@@ -188,7 +188,7 @@ class ScalingPolicy:
         self._autoscaler = Autoscaler(**options)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """How many replicas there should be, and what the next call is to be given."""
+        """How many replicas there should be, and the state for the next call."""
         from minicache.fleet import FleetView
 
         num_waiting = round(context.total_queued_requests or 0)
@@ -203,7 +203,7 @@ class ScalingPolicy:
 
 
 def number_of_replicas(options: FleetOptions) -> dict[str, Any]:
-    """The options of Ray's deployment that say how many there are. The delays are our autoscaler's, so Ray's are 0."""
+    """The options of Ray's deployment for the number of replicas. The delays are our autoscaler's, so Ray's are 0."""
     if options.max_replicas is None:
         return {"num_replicas": options.num_replicas}
     scaling = AutoscalingConfig(
@@ -238,18 +238,18 @@ class EngineReplica:
         self._info = info_of(llm)
         self._stats: deque[Update] = deque()  # filled by the engine's thread
         llm.scheduler = observe(llm.scheduler, SchedulerStats(llm.scheduler, self._stats.extend))
-        # Ray sends no more than there are batch slots, but a request that is being aborted may still have one.
+        # Ray sends no more than there are batch slots, but a request that is being aborted may still hold one.
         self._engine = AsyncEngine(llm, max_waiting=llm.scheduler.max_num_seqs)
         self._is_started = False
         self._name = serve.get_replica_context().replica_id.unique_id
 
     async def info(self) -> EngineInfo:
-        """What the engine is like."""
+        """The engine's properties."""
         return self._info
 
     async def generate(self, request: FleetRequest) -> AsyncGenerator[Piece, None]:
         """Answer a request: a piece when the engine has taken it, then one for each step, or for several."""
-        if not self._is_started:  # in the event loop that will use it, which is not the one that made it
+        if not self._is_started:  # here, in the event loop that will use it
             self._engine.start()
             self._is_started = True
         options: dict[str, Any] = {"priority": request.priority, "cache_salt": request.cache_salt}
@@ -262,7 +262,7 @@ class EngineReplica:
                 yield Piece(self._name, tokens, self._updates())
 
     def record_routing_stats(self) -> dict[str, float]:
-        """Ray asks for it every so often; routers see it as `ReplicaView.stats`."""
+        """Ray polls it; routers see it as `ReplicaView.stats`."""
         scheduler = self._engine.llm.scheduler
         return {
             "num_running": scheduler.num_running,
@@ -276,7 +276,7 @@ class EngineReplica:
             raise EngineStoppedError(f"the engine has ended: {self._engine.error}")
 
     def _updates(self) -> list[Update]:
-        """What has changed since it was asked last."""
+        """The changes since the last call."""
         return [self._stats.popleft() for _ in range(len(self._stats))]
 
 
@@ -284,7 +284,7 @@ class EngineReplica:
 
 
 def connect(handle: Any, options: FleetOptions) -> FleetClient:
-    """What the API calls, in the ingress.
+    """The client that the API uses, in the ingress.
 
     Args:
         handle: of the replicas' deployment.
@@ -302,7 +302,7 @@ def connect(handle: Any, options: FleetOptions) -> FleetClient:
         except RayActorError as error:
             raise EngineDiedError("the replica has died") from error
         finally:
-            pieces.cancel()  # it does nothing to an answer that has ended
+            pieces.cancel()  # no effect on a finished answer
 
     async def describe() -> EngineInfo:
         info: EngineInfo = await handle.info.remote()
@@ -313,7 +313,7 @@ def connect(handle: Any, options: FleetOptions) -> FleetClient:
 
 
 MakeApp = Callable[[FleetClient], Any]
-"""Makes the ASGI application of a fleet, in the ingress: a function of a module, for it is sent there by its name."""
+"""Makes the ASGI application of a fleet, in the ingress: a module-level function, since it is sent there by name."""
 
 
 def application(options: FleetOptions, make_app: MakeApp) -> Any:
@@ -337,20 +337,20 @@ def application(options: FleetOptions, make_app: MakeApp) -> Any:
         return make_app(connect(serve.get_deployment_handle(ENGINES, APP), options))
 
     ingress = serve.deployment(serve.ingress(build)(), name="Ingress").options(
-        num_replicas=1,  # one that knows of all requests
-        max_ongoing_requests=2 * options.max_unfinished + 64,  # whoever is refused is refused by the API
+        num_replicas=1,  # one, so its count is complete
+        max_ongoing_requests=2 * options.max_unfinished + 64,  # refusals come from the API
         ray_actor_options={"num_cpus": 0.1},
         graceful_shutdown_timeout_s=options.drain_seconds,
     )
     return ingress.bind(engines.bind(options.engine))
 
 
-# Ray's life
+# Start and stop
 
 
 @contextmanager
 def ray_started(*, host: str = "127.0.0.1", port: int = 8000, root: Path | None = None) -> Iterator[None]:
-    """Ray Serve, from here to the end of the block, as `ray_running` runs Ray.
+    """Run Ray Serve for the duration of the block, as `ray_running` runs Ray.
 
     Args:
         host: where fleets listen.
@@ -368,7 +368,7 @@ def ray_started(*, host: str = "127.0.0.1", port: int = 8000, root: Path | None 
 
 @contextmanager
 def fleet_running(options: FleetOptions, make_app: MakeApp) -> Iterator[None]:
-    """A fleet that serves, from here to the end of the block; then its answers are finished. Ray was started.
+    """Run a fleet for the duration of the block, and finish its answers. Ray must be running.
 
     Args:
         options: of the fleet.

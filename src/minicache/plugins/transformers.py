@@ -3,8 +3,8 @@
     register("minicache", scheduler="fair")
     model.generate_batch(prompts, continuous_batching_config=ContinuousBatchingConfig(scheduler_type="minicache", …))
 
-The model, the KV cache, sampling and the loop are the engine's; which requests compute how many tokens, and which are
-preempted, is decided here, by a learner's scheduler if that stands in. `minicache.plugins.adapter` is phase 11's.
+The model, the KV cache, sampling and the loop are the engine's. Our scheduler, or a learner's, decides which requests
+compute how many tokens and which are preempted. `minicache.plugins.adapter` is built in phase 11.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ except ImportError as missing:
 class MinicacheScheduler(Scheduler):
     """transformers' interface of a scheduler, answered by a `SchedulerAdapter`. `register` makes subclasses of it.
 
-    It decides about requests as they are; what changes them or the memory behind the scheduler's back is refused:
-    several answers of one prompt (num_return_sequences), sliding windows, scheduling ahead of the tokens.
+    Features that change requests or memory without the scheduler are refused: several answers of one prompt
+    (num_return_sequences), sliding windows, scheduling ahead of the tokens.
 
     Raises:
         PluginError: the model's layers do not all keep the whole context.
@@ -44,7 +44,7 @@ class MinicacheScheduler(Scheduler):
         super().__init__(cache, safety_margin or 0.0, max_requests_per_batch)
 
     def reset(self) -> None:
-        """Forget all requests, and make a new scheduler. The base class calls it when it is made."""
+        """Forget all requests, and make a new scheduler. The base class calls it in its constructor."""
         super().reset()
         pages = self.cache.cache_allocators["full_attention"]
         scheduler = create_scheduler(
@@ -60,7 +60,7 @@ class MinicacheScheduler(Scheduler):
         self._finished: list[str] = []  # by the engine, since the last step was scheduled
 
     def add_waiting_request(self, state: RequestState) -> None:
-        """Take on a request. What is raised, the engine delivers as the request's error."""
+        """Add a request. The engine delivers an exception as the request's error."""
         if state.num_children:
             raise PluginError("several answers of one prompt share its blocks: send the prompt several times instead")
         stops = state.eos_token_id if isinstance(state.eos_token_id, list) else [state.eos_token_id]
@@ -68,7 +68,7 @@ class MinicacheScheduler(Scheduler):
         super().add_waiting_request(state)
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[FutureRequestState], bool, int, int]:
-        """Commit the last step, and schedule the next; the budgets are those that the scheduler was made with."""
+        """Commit the last step, and schedule the next; the budgets equal those of the scheduler's constructor."""
         finished = self.adapter.commit()
         if set(finished) != set(self._finished):
             raise PluginError(f"the engine has finished {self._finished}, and the scheduler {finished}")
@@ -76,7 +76,7 @@ class MinicacheScheduler(Scheduler):
         batch = self.adapter.schedule()
         self._file(batch)
         scheduled: list[tuple[Any, int]] = batch.scheduled
-        # No block is offered to other requests: the scheduler would not know which of them have found one.
+        # No block is offered for sharing: the scheduler would not know which requests have found one.
         steps = [
             FutureRequestState(state, not state.remaining_prefill_tokens, {}, num_tokens)
             for state, num_tokens in scheduled
@@ -94,14 +94,14 @@ class MinicacheScheduler(Scheduler):
         super().finish_request(request_id)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
-        """Forget the requests whose clients have left."""
+        """Forget the requests whose clients have disconnected."""
         cancelled = super().clear_cancelled_requests()
         for state in cancelled:
             self.adapter.abort(state.request_id)
         return cancelled
 
     def _file(self, batch: Batch) -> None:
-        """Bring the engine's books up to date: who waits, who is in the batch, and how far each is."""
+        """Update the engine's records: waiting requests, the batch, and the status of each request."""
         state: Any  # a RequestState
         for state in batch.preempted:
             del self.active_requests[state.request_id]
@@ -121,12 +121,12 @@ class MinicacheScheduler(Scheduler):
 def register(
     name: str = "minicache", *, scheduler: str = "chunked", observers: tuple[Observer, ...] = (), **options: Any
 ) -> type[MinicacheScheduler]:
-    """Give transformers one of our schedulers under a name, for `ContinuousBatchingConfig(scheduler_type=name)`.
+    """Register one of our schedulers with transformers, for `ContinuousBatchingConfig(scheduler_type=name)`.
 
     Sizes come from that configuration: page_size, num_blocks, max_batch_tokens and max_requests_per_batch.
 
     Args:
-        name: of the scheduler, for transformers. One that is taken is replaced.
+        name: of the scheduler in transformers. An existing one is replaced.
         scheduler: `minicache.scheduler.create_scheduler`'s name of a stage.
         observers: watch each scheduler that is made (`minicache.scheduler.observe`).
         options: other options of `create_scheduler`, of the stage: `watermark`, `long_prefill_threshold`, ….

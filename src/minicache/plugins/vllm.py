@@ -3,9 +3,9 @@
     LLM(model, scheduler_cls="minicache.plugins.vllm.MinicacheScheduler", async_scheduling=False,
         additional_config={"minicache": {"scheduler": "fair"}})
 
-vLLM asks more of a scheduler than `transformers` does: it allocates blocks (vLLM's workers have the memory and no
-allocator), it tells the workers only what has changed since the last step, and it makes what clients are sent. All
-that is here; which requests compute how many tokens in which blocks, ours decides.
+vLLM requires more of a scheduler than `transformers` does: it allocates blocks (vLLM's workers have the memory and no
+allocator), sends the workers only what has changed since the last step, and makes the clients' outputs. This module
+does that; our scheduler decides which requests compute how many tokens in which blocks.
 
 `"minicache"` holds `create_scheduler`'s "scheduler" (by default "chunked") and the options of the stage: "watermark",
 "reserve_full_prompt". Sizes, prefix caching and long_prefill_token_threshold are vLLM's own options. Written for vLLM
@@ -46,15 +46,15 @@ _STATUS = {
 }
 
 
-class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is no dependency, and so of unknown type
+class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is no dependency, so its types are unknown
     """vLLM's interface of a scheduler, answered by one of ours.
 
     Attributes:
         scheduler: ours.
-        observers: watch it; for a subclass to set.
+        observers: its observers; for a subclass to set.
 
     Raises:
-        PluginError: vLLM is configured for something that no scheduler of ours does; the message names the option.
+        PluginError: vLLM is configured for a feature that no scheduler of ours has; the message names the option.
     """
 
     observers: tuple[Observer, ...] = ()
@@ -94,13 +94,13 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         self._num_sent: dict[str, int] = {}  # blocks of each request that the workers know; 0: they must forget
         self._last_batch: set[str] = set()
         self._finished: set[str] = set()  # the workers must forget these
-        self._refused: list[Any] = []  # clients must be told
+        self._refused: list[Any] = []  # their clients get an error
         self._preempted: set[str] = set()  # since the last step
         self._pause_state = PauseState.UNPAUSED
-        self._held: list[Any] = []  # came while paused
+        self._held: list[Any] = []  # arrived while paused
 
     def add_request(self, request: Any) -> None:
-        """Take on a request. One that cannot be served ends with an error in the next step's outputs."""
+        """Add a request. One that cannot be served ends with an error in the next step's outputs."""
         if self._pause_state is not PauseState.UNPAUSED:
             self._held.append(request)
             return
@@ -126,7 +126,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         self._record(request, EngineCoreEventType.QUEUED)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """Schedule the next step, and say what has changed for the workers since the last one."""
+        """Schedule the next step. The result has the changes for the workers since the last one."""
         output = SchedulerOutput() if self._pause_state is PauseState.PAUSED_ALL else self.scheduler.schedule()
         self._output = None if self._pause_state is PauseState.PAUSED_ALL else output
         for request_id in map(str, output.preempted):
@@ -171,7 +171,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        """Commit the step, and make what its clients are sent: index of a client → its outputs."""
+        """Commit the step, and make its outputs: index of a client → its outputs."""
         outputs: dict[int, list[Any]] = defaultdict(list)
         for request in self._refused:
             request.status = RequestStatus.FINISHED_ERROR
@@ -203,7 +203,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         return made_for
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
-        """Finish requests from outside: their clients have left, or their text has run into a stop string."""
+        """Finish requests from outside: their clients have disconnected, or their text contains a stop string."""
         if request_ids is None:
             request_ids = [*self._requests, *(each.request_id for each in self._held)]
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
@@ -219,12 +219,12 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         return finished
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose clients are still owed something. While all is paused, none of them can make progress."""
+        """Requests whose clients still expect output. While all is paused, none of them can make progress."""
         waiting = 0 if self._pause_state is PauseState.PAUSED_ALL else len(self._requests)
         return waiting + len(self._refused)
 
     def has_finished_requests(self) -> bool:
-        """Whether the workers have yet to be told of finished requests."""
+        """Whether there are finished requests that the workers do not know of yet."""
         return bool(self._finished)
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -236,7 +236,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         return self.scheduler.pool.num_used / self.scheduler.pool.num_blocks
 
     def make_stats(self) -> Any:
-        """What vLLM logs and exports of each step; None if it does not."""
+        """The statistics that vLLM logs and exports for each step; None if it does not."""
         if not self.log_stats:
             return None
         num_running, num_waiting = self.get_request_counts()
@@ -250,7 +250,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         return self._pause_state
 
     def set_pause_state(self, pause_state: Any) -> None:
-        """Hold new requests back, or (PAUSED_ALL) stop scheduling; or let all go on. What was waiting counts as old."""
+        """Hold new requests back, or (PAUSED_ALL) stop scheduling, or resume. Waiting requests are not held back."""
         self._pause_state = pause_state
         if pause_state is PauseState.UNPAUSED:
             held, self._held = self._held, []
@@ -258,7 +258,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
                 self.add_request(request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget what prompts are in the cache; if asked, preempt the batch for it. Whether it was forgotten."""
+        """Clear the prefix cache, if requested by preempting the batch. Returns whether it was cleared."""
         if self.scheduler.num_running and not reset_running_requests:
             return False
         for ours in self.scheduler.running:
@@ -281,16 +281,16 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         raise PluginError("draft tokens: no speculation is scheduled")
 
     def shutdown(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
     def _forget(self, request_id: str) -> None:
-        """A request has finished: so it has for the workers, once they are told."""
+        """A request is finished: the next step tells the workers."""
         del self._requests[request_id]
         if self._num_sent.pop(request_id, None) is not None:
             self._finished.add(request_id)
 
     def _forget_blocks(self, request_id: str) -> None:
-        """A request is preempted: the blocks that it gets next replace those that the workers know."""
+        """A request is preempted: its next blocks replace those that the workers know."""
         self._num_sent[request_id] = 0
         self._preempted.add(request_id)
         self._last_batch.discard(request_id)  # also if it is scheduled again at once, as after reset_prefix_cache
@@ -299,7 +299,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         self._record(request, EngineCoreEventType.PREEMPTED)
 
     def _make_output(self, request: Any, new_tokens: list[int], logprobs: Any = None) -> Any:
-        """What the client of a request is sent of a step."""
+        """A step's output for the client of a request."""
         reason = request.get_finished_reason()
         params = request.sampling_params
         if new_tokens and request.status is RequestStatus.FINISHED_STOPPED and new_tokens[-1] != params.eos_token_id:

@@ -1,9 +1,9 @@
-"""What every scheduler is: a waiting queue, a batch, a pool of blocks, and the life of a request between them.
+"""The base of every scheduler: a waiting queue, a batch, a pool of blocks, and the life cycle of a request.
 
 Phase 5 builds it. An engine calls `schedule()`, runs the model on the scheduled tokens, and passes the generated tokens
-to `update_from_output()`; between steps, requests come (`add_request`) and go (`abort_request`). The stages differ in
-which requests of the batch compute, which waiting ones join it, and what happens when memory runs out: the hooks at the
-end of the class. Pure standard library.
+to `update_from_output()`; between steps, requests arrive (`add_request`) and are aborted (`abort_request`). The stages
+differ in which tokens of the batch are scheduled, which waiting requests join it, and what happens when memory runs
+out: the hooks at the end of the class. Pure standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SchedulerOptions(TypedDict, total=False):
 
 
 class Scheduler(ABC):
-    """Decides, step by step, which requests compute which tokens, and which request holds which block.
+    """Decides at every step which tokens of which requests are computed, and which request holds which block.
 
     A step is `schedule()`, the model, `update_from_output()`. If the step fails before its tokens are recorded, call
     `recover()`.
@@ -49,7 +49,7 @@ class Scheduler(ABC):
         waiting: the `RequestQueue` of requests without a batch slot: a mapping id → request, the next one first.
         running: the batch, in the order of `priority_key`.
         token_budget: tokens that the step being scheduled may still compute.
-        outstanding: the last step, while its tokens are awaited; else None.
+        outstanding: the last step, until it is committed; else None.
         max_num_seqs: as given.
         max_num_batched_tokens: as given.
         max_model_len: as given.
@@ -105,7 +105,7 @@ class Scheduler(ABC):
         return len(self.running)
 
     def add_request(self, request: Request) -> None:
-        """Take on a new request (`register`), and put it into the waiting queue.
+        """Register a new request (`register`), and add it to the waiting queue.
 
         Args:
             request: a new one: WAITING, without a number (`arrival_index` −1), nothing computed, nothing generated.
@@ -117,23 +117,23 @@ class Scheduler(ABC):
         self.waiting.add(request)
 
     def register(self, request: Request) -> None:
-        """Take on a new request and number it (`arrival_index`: 0, 1, 2, …), without queueing it.
+        """Check a new request and number it (`arrival_index`: 0, 1, 2, …), without queueing it.
 
-        From here on it is unfinished and its id is in use. Once it has finished, another request may have the id.
+        It is then unfinished and its id is in use. Once it has finished, another request may have the id.
 
         Args:
             request: as for `add_request`.
 
         Raises:
-            TypeError: it is no Request.
+            TypeError: it is not a Request.
             ValueError: an unfinished request has the same id, or this one is not new. Nothing has changed.
-            RequestTooLargeError: it can never be served (`check_size`). Nothing has changed, no number was used up, and
+            RequestTooLargeError: it can never be served (`check_size`). Nothing has changed, no number was used, and
                 the request may be given to another scheduler.
         """
         if not isinstance(request, Request):
             raise TypeError(f"a scheduler serves a Request(request_id, prompt_token_ids, max_tokens); got {request!r}")
         if request.request_id in self._requests:
-            raise ValueError(f"request {request.request_id!r} is here already: give every request an id of its own")
+            raise ValueError(f"request {request.request_id!r} is already here: give every request a unique id")
         new = request.status is RequestStatus.WAITING and request.arrival_index < 0
         if not new or request.num_computed_tokens or request.output_token_ids:
             raise ValueError(f"{request!r} has been given to a scheduler before: make a new Request")
@@ -143,11 +143,11 @@ class Scheduler(ABC):
         self._requests[request.request_id] = request
 
     def check_size(self, request: Request) -> None:
-        """Raise unless the request can be served once it has the server to itself. Changes nothing.
+        """Raise unless the request can be served when it is alone on the server. Changes nothing.
 
-        Its prompt must leave room for one more token within max_model_len, if there is one; it must fit into one step
+        Its prompt must leave space for one more token within max_model_len, if there is one; it must fit into one step
         (max_num_batched_tokens), unless the stage computes prompts in chunks (`chunks_prompts`); and `blocks_to_admit`
-        must not be more than the whole pool, used or free.
+        must not exceed the whole pool, used or free.
 
         Raises:
             RequestTooLargeError: the message names the limit, and what to change.
@@ -155,7 +155,7 @@ class Scheduler(ABC):
         name, num_prompt = f"request {request.request_id!r}", request.num_prompt_tokens
         if self.max_model_len is not None and num_prompt >= self.max_model_len:
             raise RequestTooLargeError(
-                f"{name}: a prompt of {num_prompt} tokens leaves no room for an answer within max_model_len "
+                f"{name}: a prompt of {num_prompt} tokens leaves no space for an answer within max_model_len "
                 f"{self.max_model_len}: shorten the prompt"
             )
         if num_prompt > self.max_num_batched_tokens and not self.chunks_prompts:
@@ -170,11 +170,11 @@ class Scheduler(ABC):
             )
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: which requests compute, and how many tokens each.
+        """Decide the next step: which requests are computed, and how many tokens of each.
 
         The step begins with the whole token budget. Requests of the batch come first (`schedule_running`), then, if
-        the stage admits any in this step (`may_admit`), waiting ones (`schedule_waiting`). If the step before had work
-        and was never committed, it has failed, and is given up first (`recover`).
+        the stage admits any in this step (`may_admit`), waiting ones (`schedule_waiting`). If the previous step had
+        work and was never committed, it has failed and is given up first (`recover`).
 
         Returns:
             The step's work. Pass it to `update_from_output` with the generated tokens.
@@ -192,16 +192,16 @@ class Scheduler(ABC):
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
         """Commit a step: record what it computed, and finish the requests that are done.
 
-        For each request of the step that is still RUNNING, in batch order: as many of its tokens are computed now as
-        the step scheduled. If any are left to compute, it is still in its prompt, and a token for it is ignored.
-        Otherwise the token generated for it goes to the end of output_token_ids. Then it is finished
+        For each request of the step that is still RUNNING, in batch order: num_computed_tokens grows by the number that
+        the step scheduled. If tokens are left to compute, it is still in prefill, and a token for it is ignored.
+        Otherwise the token generated for it is appended to output_token_ids. Then it is finished
 
-        - as FINISHED_STOPPED, if that is one of its stop_token_ids (and it does not ignore them: ignore_eos);
+        - as FINISHED_STOPPED, if the token is one of its stop_token_ids and ignore_eos is false;
         - else as FINISHED_LENGTH, if it has max_tokens of output, or max_model_len of prompt and output together.
 
-        Finished requests leave the batch and give all blocks back (`release`); the others keep their order. Requests
-        that were finished from outside since `schedule()` are passed over, and need no token. Takes time in proportion
-        to the batch, however many finish.
+        Finished requests leave the batch and their blocks are freed (`release`); the others keep their order. Requests
+        that were finished from outside since `schedule()` are skipped, and need no token. The time is proportional to
+        the batch, however many finish.
 
         Args:
             output: what the last `schedule()` returned.
@@ -212,7 +212,7 @@ class Scheduler(ABC):
 
         Raises:
             ValueError: `output` is not the last one, or was committed before; a token is missing, is negative, or is
-                for a request that the step did not have. Nothing has changed: the call may be repeated, corrected.
+                for a request that the step did not have. Nothing has changed: correct the tokens and call again.
             TypeError: a token is not an int. Nothing has changed.
         """
         self._check_tokens(output, token_ids)
@@ -222,11 +222,11 @@ class Scheduler(ABC):
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
             if request.status is not running:  # finished from outside
                 continue
-            # This loop and `schedule_tokens` are what a token costs: no properties, and nothing is looked up twice.
+            # This loop and `schedule_tokens` are the cost of a token: no properties, and nothing is looked up twice.
             request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
             outputs = request.output_token_ids
             num_tokens = request.num_prompt_tokens + len(outputs)
-            if num_computed < num_tokens:  # still in its prompt
+            if num_computed < num_tokens:  # still in prefill
                 continue
             token = token_ids[request.request_id]
             outputs.append(token)
@@ -244,11 +244,11 @@ class Scheduler(ABC):
         return finished
 
     def recover(self) -> None:
-        """Give up what is computed: a step failed, and its copies and KV entries may or may not have been written.
+        """Discard what is computed: a step failed, and its copies and KV entries may or may not have been written.
 
         Every request of the batch goes back to the waiting queue, counted as preempted. Then every request of the queue
         starts over (`restart`), swapped-out ones too. Tokens already generated stay. No step is outstanding any more.
-        Steps fail rarely, so recovery may be slow; it must be right.
+        Steps fail rarely, so recovery need not be fast; it must be right.
         """
         self.outstanding = None
         for request in self.running:
@@ -267,15 +267,15 @@ class Scheduler(ABC):
         return self.finish_request(request_id, RequestStatus.FINISHED_ABORTED)
 
     def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
-        """Finish a request from outside, waiting, running or swapped out: a stop string was found, its client has left.
+        """Finish a request from outside, waiting, running or swapped out: a stop string was found, or its client left.
 
-        It leaves the queue or the batch, in which the others keep their order, gives back all that it holds
-        (`release`), and keeps the tokens that it has. May be called at any time. Between `schedule()` and the model,
-        the step must still be computed as it was scheduled: another request may have found a block that it fills.
+        It leaves the queue or the batch, in which the others keep their order; its blocks are freed (`release`), and it
+        keeps its tokens. May be called at any time. Between `schedule()` and the model, the step must still be computed
+        as scheduled: another request may share a block that this one fills.
 
         Args:
-            request_id: which.
-            status: how it finishes, one of the FINISHED ones.
+            request_id: the request's id.
+            status: its final status, one of the FINISHED ones.
 
         Returns:
             Whether there was such a request: False, and nothing has changed, if no unfinished one has this id.
@@ -284,7 +284,7 @@ class Scheduler(ABC):
             ValueError: `status` is not a FINISHED one. Nothing has changed.
         """
         if not status.is_finished:
-            raise ValueError(f"{status.name} is not the end of a request")
+            raise ValueError(f"{status.name} is not a FINISHED status")
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -296,23 +296,23 @@ class Scheduler(ABC):
         self._forget(request)
         return True
 
-    # The hooks that stages are made of: for subclasses, not for servers.
+    # The hooks that stages override: for subclasses, not for servers.
 
     def priority_key(self, request: Request) -> PriorityKey:
-        """The key by which `waiting` and `running` are ordered, the lowest first: arrival. Each request has its own."""
+        """The key by which `waiting` and `running` are ordered, the lowest first: arrival. Keys are unique."""
         return request.arrival_index, request.fork_index
 
     def head(self) -> Request | None:
-        """The waiting request that may be admitted next, which stays in the queue; None if there is none."""
+        """The next waiting request to be admitted, which stays in the queue; None if there is none."""
         return self.waiting.first()
 
     @abstractmethod
     def blocks_to_admit(self, request: Request) -> int:
-        """Blocks for all that must be stored before the request can generate its next token. Changes nothing."""
+        """Blocks for all tokens that must be stored before the request can generate its next one. Changes nothing."""
 
     @abstractmethod
     def schedule_running(self, output: SchedulerOutput) -> None:
-        """Add to the step what requests of the batch compute."""
+        """Schedule tokens of the requests in the batch."""
 
     @abstractmethod
     def may_admit(self, output: SchedulerOutput) -> bool:
@@ -320,24 +320,24 @@ class Scheduler(ABC):
 
     @abstractmethod
     def schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit waiting requests, from the `head` on, while there is room for them."""
+        """Admit waiting requests, from the `head` on, while they fit."""
 
     def blocks_missing(self, request: Request) -> int:
-        """Blocks that the request must still get before its next tokens are computed."""
+        """Blocks that the request still needs before its next tokens are computed."""
         return self.blocks_to_admit(request) - len(request.block_ids)
 
     def largest_chunk(self, num_tokens: int) -> int:
-        """The most that one step may compute of a request's `num_tokens` uncomputed tokens: here all of them.
+        """The most of a request's `num_tokens` uncomputed tokens that one step may compute: here all of them.
 
-        If the budget suffices, the step computes exactly so many. Phase 9 sets a limit of its own.
+        If the budget suffices, the step computes exactly this many. Phase 9 sets a limit.
         """
         return num_tokens
 
     def admit(self, request: Request, output: SchedulerOutput) -> None:
-        """Move a request from the waiting queue into the batch, where `priority_key` puts it.
+        """Move a request from the waiting queue into the batch, at its `priority_key`.
 
-        It gets its `blocks_missing`, behind those that it has, is RUNNING, and computes tokens in this step
-        (`schedule_tokens`).
+        Its `blocks_missing` are allocated and appended to its blocks, it is RUNNING, and its tokens are scheduled in
+        this step (`schedule_tokens`).
 
         Args:
             request: in `waiting`. Its blocks are free.
@@ -350,11 +350,11 @@ class Scheduler(ABC):
         self.schedule_tokens(request, output)
 
     def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
-        """Have the step compute all tokens of the request that are not computed yet, and charge the `token_budget`.
+        """Schedule all uncomputed tokens of the request, and subtract them from the `token_budget`.
 
         Args:
             request: of the batch, and not in the step yet.
-            output: the step so far: the request joins `scheduled`, and its number of tokens `num_scheduled_tokens`.
+            output: the step so far; the request and its number of tokens are added.
         """
         # The formula of `num_tokens`: the property's call would cost as much as all of this.
         num_new = request.num_prompt_tokens + len(request.output_token_ids) - request.num_computed_tokens
@@ -363,36 +363,36 @@ class Scheduler(ABC):
         self.token_budget -= num_new
 
     def restart(self, request: Request) -> None:
-        """Have a request outside the batch start over: it holds nothing, nothing is computed, and it is WAITING."""
+        """Reset a request outside the batch: it holds no blocks, nothing is computed, and it is WAITING."""
         self.release(request)
         request.num_computed_tokens = 0
         request.status = RequestStatus.WAITING
 
     def release(self, request: Request) -> None:
-        """Give the request's blocks back to the pool in one call, the last one first, and leave it without any.
+        """Free the request's blocks in one call, the last one first, and clear its `block_ids`.
 
-        A request that holds none is left as it is.
+        Does nothing for a request without blocks.
         """
         if request.block_ids:
             self.pool.free(request.block_ids[::-1])
             request.block_ids = []
 
     def check(self) -> None:
-        """Raise unless the scheduler's books agree. Takes time in proportion to the pool: it is for tests.
+        """Raise unless the scheduler's state is consistent. Takes time proportional to the pool: it is for tests.
 
         Blocks: free + used = all, and each has as many references as there are requests that list it. Requests: each
         is either in the batch and RUNNING, or in the queue and WAITING or SWAPPED; a waiting one holds no block; a
         running one has blocks for what it has computed.
 
         Raises:
-            InvariantError: they do not. The message names a request or a block.
+            InvariantError: it is not. The message names a request or a block.
         """
         self.pool.check()
         in_batch = {id(request) for request in self.running}
         in_queue = {id(request) for request in self.waiting.values()}
         if len(in_batch) < len(self.running) or len(self.running) + len(self.waiting) != len(self._requests):
             raise InvariantError(
-                f"{len(self._requests)} requests are unfinished, and {len(self.running)} in the batch, "
+                f"{len(self._requests)} requests are unfinished, but {len(self.running)} are in the batch and "
                 f"{len(self.waiting)} waiting"
             )
         for request in self._requests.values():
@@ -400,28 +400,30 @@ class Scheduler(ABC):
             if places != (request.status is RequestStatus.RUNNING, request.status in _IN_QUEUE):
                 raise InvariantError(f"{request!r} is in the batch: {places[0]}, in the queue: {places[1]}")
             if request.status is not RequestStatus.RUNNING and request.block_ids:
-                raise InvariantError(f"{request!r} waits and holds blocks {request.block_ids}")
+                raise InvariantError(f"{request!r} is waiting and holds blocks {request.block_ids}")
             if request.num_computed_tokens > len(request.block_ids) * self.pool.block_size and places[0]:
-                raise InvariantError(f"{request!r} has {len(request.block_ids)} blocks: too few for that")
+                raise InvariantError(
+                    f"{request!r} has {len(request.block_ids)} blocks: too few for its computed tokens"
+                )
         references = Counter(block_id for request in self._requests.values() for block_id in request.block_ids)
         for block_id in range(self.pool.num_blocks):
             if references[block_id] != self.pool.ref_count(block_id):
                 counted, listed = self.pool.ref_count(block_id), references[block_id]
-                raise InvariantError(f"block {block_id} has {counted} references, and {listed} requests list it")
+                raise InvariantError(f"block {block_id} has {counted} references, but {listed} requests list it")
 
     def _check_tokens(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> None:
         """Raise unless `token_ids` are the tokens that the outstanding step needs."""
         if output is not self.outstanding:
-            raise ValueError("this output was committed or given up before, or a later schedule() took its place")
+            raise ValueError("this output was already committed or given up, or a later schedule() replaced it")
         scheduled = output.num_scheduled_tokens
-        if token_ids.keys() != scheduled.keys():  # rare, and slower to look into than all the rest
+        if token_ids.keys() != scheduled.keys():  # rare, and slower to check than all the rest
             if strangers := token_ids.keys() - scheduled.keys():
                 raise ValueError(f"tokens for requests that this step did not have: {sorted(map(repr, strangers))}")
             for request in output.scheduled:
                 request_id = request.request_id
                 awaited = request.num_computed_tokens + scheduled[request_id] == request.num_tokens
                 if awaited and request.status is RequestStatus.RUNNING and request_id not in token_ids:
-                    raise ValueError(f"no token for request {request_id!r}, which has computed its last one")
+                    raise ValueError(f"no token for request {request_id!r}, whose last token was computed")
         for kind in set(map(type, token_ids.values())):
             if kind is not int:
                 raise TypeError(f"a token id must be an int; got {kind.__name__}: .tolist() or int() makes it one")

@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave the batch at every step.
 
-Phase 5 builds it. Orca (Yu et al., OSDI 2022, §3) called it iteration-level scheduling: the scheduler decides anew
-before each iteration of the model, so a finished request leaves at once and another takes its batch slot.
+Phase 5 builds it. Orca (Yu et al., OSDI 2022, §3) called it iteration-level scheduling: the scheduler decides before
+each iteration of the model, so a finished request leaves at once and another takes its batch slot.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class ContinuousBatchScheduler(StaticBatchScheduler):
     """Admits requests at every step.
 
     Memory is still reserved for the longest answer when a request is admitted, as in Orca's Algorithm 1: a request in
-    the batch can never run short, and most of what it holds is never used.
+    the batch never runs out of memory, and most of what it holds is never used.
     """
 
     def may_admit(self, output: SchedulerOutput) -> bool:
-        """Whether waiting requests may join the batch in this step. What each needs, `schedule_waiting` looks at."""
+        """Whether waiting requests may join the batch in this step: always. `schedule_waiting` checks what fits."""
         return True

@@ -1,4 +1,4 @@
-"""Static batching: a batch is filled, runs until its last request has finished, and only then is the next one filled.
+"""Static batching: a batch is filled and runs until its last request has finished; then the next one is filled.
 
 Phase 5 builds it as the baseline: a model without a serving engine takes one rectangle of requests and returns one
 rectangle of tokens. Each request's memory is reserved for the most tokens that it may have.
@@ -13,11 +13,11 @@ from minicache.scheduler.output import SchedulerOutput
 
 
 class StaticBatchScheduler(Scheduler):
-    """Admits a batch when the one before it has drained.
+    """Admits a batch when the previous one has drained.
 
-    Arguments, attributes and errors are `Scheduler`'s. Requests are admitted in the order of their arrival; the one at
-    the head of the queue waits for what it needs, and all behind it wait too. Memory for its longest possible answer is
-    reserved at admission, so no request ever runs short.
+    Arguments, attributes and errors are `Scheduler`'s. Requests are admitted in the order of their arrival; the head
+    of the queue waits until it fits, and all behind it wait too. Memory for the longest possible answer is reserved at
+    admission, so no request in the batch runs out of memory.
     """
 
     def schedule_running(self, output: SchedulerOutput) -> None:
@@ -30,12 +30,12 @@ class StaticBatchScheduler(Scheduler):
         return not self.running
 
     def schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit requests (`admit`), one after the other, while there is room for the one at the `head` of the queue.
+        """Admit requests (`admit`), one after the other, while the `head` of the queue fits.
 
-        Room is three things: one of the max_num_seqs batch slots; `token_budget` for all its uncomputed tokens; and
+        It needs one of the max_num_seqs batch slots, `token_budget` for all its uncomputed tokens, and
         `blocks_to_admit` free blocks. The loop ends at the first head that lacks one of them: no request behind it is
-        admitted before it. In an empty step the budget counts as enough for any request: one that is computed again
-        after a failed step (`recover`) may have outgrown max_num_batched_tokens.
+        admitted before it. In an empty step the budget is ignored: a request that is recomputed after a failed step
+        (`recover`) may have outgrown max_num_batched_tokens.
 
         Args:
             output: the step so far, to which admitted requests are added.

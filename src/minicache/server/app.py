@@ -1,4 +1,4 @@
-"""The HTTP API: routes, errors, and who may come in. No phase builds this module.
+"""The HTTP API: routes, errors, and access. No phase builds this module.
 
 `create_app` puts an engine behind OpenAI's routes. A request is read and checked (`protocol`), becomes one or
 more streams of the engine, and is answered in OpenAI's shape (`shapes`), as one body or as events (`streaming`).
@@ -69,7 +69,7 @@ Conversation = list[dict[str, str]]
 
 MAX_BODY_NBYTES = 4 * 2**20
 BODY_SECONDS = 30.0
-"""So long a body may take to come. Who sends half of one would otherwise hold its connection, and the server's end."""
+"""The longest that a body may take to arrive. Half a body would otherwise hold its connection, and the shutdown."""
 
 WRITE_NOW = "minicache.write_now"
 """An extension in a request's ASGI scope. Its "write" is given a call that makes some bytes of the body; if the
@@ -92,17 +92,17 @@ CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 JSON_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request cannot be served as it is."},
+    400: {"model": ErrorBody, "description": "The request is invalid."},
     401: {"model": ErrorBody, "description": "The API key is missing or wrong."},
     404: {"model": ErrorBody, "description": "No such model."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    415: {"model": ErrorBody, "description": "The body is not sent as application/json in UTF-8."},
+    415: {"model": ErrorBody, "description": "The body is not application/json in UTF-8."},
     429: {
         "model": ErrorBody,
-        "description": "All admission slots are taken, or the key is at a limit. Retry-After says when to come back.",
+        "description": "All admission slots are taken, or the key has reached a limit. Retry-After says when to retry.",
     },
     500: {"model": ErrorBody, "description": "The model failed on this request."},
-    503: {"model": ErrorBody, "description": "The server is stopping, or its engine is starting, or has died."},
+    503: {"model": ErrorBody, "description": "The server is stopping, or its engine is starting or has died."},
 }
 
 
@@ -155,7 +155,7 @@ class Served:
         await self.engine.stop()
 
     def stop(self) -> None:
-        """Refuse new requests from now on, and end what would last for ever. To be called in the event loop."""
+        """Refuse new requests from now on, and end endless streams. Call it in the event loop."""
         self.engine.is_draining = True
         self.stopping.set()
         for limit in self.reading:
@@ -190,7 +190,7 @@ def create_app(
     """
     if api_key is not None:
         if api_keys is not None:
-            raise ValueError("a server has one API key or a file of them: leave out one of the two")
+            raise ValueError("pass either api_key or api_keys, not both")
         api_keys = ApiKeys.of_single(api_key)
     for origin in allow_origins:
         check_origin(origin)
@@ -238,7 +238,7 @@ def check_origin(origin: str) -> None:
     """Raise ValueError for what browsers never send as an origin."""
     if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
         raise ValueError(
-            f'an origin is such as "https://lab.example" or "http://localhost:5173", without a path, or "*"; '
+            f'expected an origin such as "https://lab.example" or "http://localhost:5173", without a path, or "*"; '
             f"got {origin!r}"
         )
 
@@ -258,12 +258,12 @@ def _reading_again(api_keys: ApiKeys | None, metrics: Metrics) -> Iterator[None]
         try:
             api_keys.reload()
         except ValueError as error:
-            logger.error("the API keys remain what they were: %s", error)
+            logger.error("the API keys were not reloaded: %s", error)
             return
         names = [usage.key.name for usage in api_keys]
         for name in names:
             metrics.add_key(name)
-        logger.info("the API keys were read again: %d", len(names))
+        logger.info("the API keys were reloaded: %d", len(names))
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, read_again)
@@ -279,7 +279,7 @@ def _reading_again(api_keys: ApiKeys | None, metrics: Metrics) -> Iterator[None]
 def _server_routes(served: Served) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health", responses={503: {"model": ErrorBody, "description": "It is stopping, or has failed."}})
+    @router.get("/health", responses={503: {"model": ErrorBody, "description": "It is stopping or has failed."}})
     async def health() -> dict[str, str]:
         """Whether the server takes requests."""
         served.engine.check_admission(0)
@@ -345,7 +345,7 @@ def _openai_routes(served: Served) -> APIRouter:
 
 def _check_model(served: Served, model: str | None) -> None:
     if model is not None and model != served.model:
-        message = f"no model {model!r} here: this server has {served.model!r}"
+        message = f"there is no model {model!r} here: this server has {served.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -394,7 +394,7 @@ async def _answer(
     params: SamplingParams,
     num_logprobs: int | None,
 ) -> Response:
-    """Begin a request, and answer it in one body or in events. If the client leaves, it is aborted.
+    """Begin a request, and answer it in one body or in events. If the client disconnects, it is aborted.
 
     `param` is the field that the prompts came in.
     """
@@ -413,7 +413,7 @@ async def _answer(
         try:
             choices = await unless_client_leaves(request.receive, _collect(streams, params.n, log))
         except ClientLeftError:
-            return Response(status_code=499)  # for the log: nobody reads it
+            return Response(status_code=499)  # only for the log: the client is gone
     return _json_response(200, shape.whole(choices, _num_prompt_tokens(streams)))
 
 
@@ -456,10 +456,10 @@ async def _begin(
     log: RequestLog,
     stack: ExitStack,
 ) -> list[AnswerStream]:
-    """Have all prompts answered. They are asked for at once, so that they do not wait one step each to be taken.
+    """Submit all prompts at the same time: one after the other, each would wait a step to be taken.
 
     A request that finds no admission slots, or whose key has too many answers under way, is refused before its prompts
-    are tokenised; one that its key has no tokens for, after.
+    are tokenized; one that its key has no tokens for, after.
     """
     streams: list[AnswerStream] = []
     num_answers = len(prompts) * params.n
@@ -556,7 +556,7 @@ async def _pieces(
     log: RequestLog,
     close: Callable[[], object],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. What goes wrong on the way is an event too: the status was sent long ago.
+    """The events of a stream. An error on the way is an event too, since the status was sent long ago.
 
     `close` is called before the last event: a client that has it may send its next request, and be at its limit.
     """
@@ -589,7 +589,7 @@ async def _collect(streams: Sequence[AnswerStream], num_answers: int, log: Reque
 
 
 async def _merge(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
-    """The chunks of several streams as they come, with the index of their stream."""
+    """The chunks of several streams in order of arrival, with the index of their stream."""
     if len(streams) == 1:
         while chunks := await streams[0].take():
             yield 0, chunks
@@ -646,7 +646,7 @@ def _as_api_error(error: Exception, served: Served) -> ApiError:
             served.metrics.count_failed()
             return ApiError(500, str(error), kind="server_error", code="step_failed")
         case _:
-            return ApiError(500, "the server has failed; its log says how", kind="server_error")
+            return ApiError(500, "the server has failed; see its log", kind="server_error")
 
 
 def _what_is_invalid(error: RequestValidationError) -> ApiError:
@@ -657,7 +657,7 @@ def _what_is_invalid(error: RequestValidationError) -> ApiError:
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         reason = errors[0].get("ctx", {}).get("error", errors[0]["msg"])
-        return ApiError(400, f"the body is no JSON: {reason}")
+        return ApiError(400, f"the body is not valid JSON: {reason}")
     told = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
     place = [str(part) for part in told["loc"] if part != "body" and not _TYPE.search(str(part))]
     param = place[0] if place else None
@@ -676,7 +676,7 @@ def _json_response(status: int, body: dict[str, Any], headers: dict[str, str] | 
     return Response(json.dumps(body), status_code=status, headers=headers, media_type="application/json")
 
 
-# Who may come in
+# Access
 
 
 def _path(scope: Scope) -> str:
@@ -686,11 +686,11 @@ def _path(scope: Scope) -> str:
 
 
 class Gate:
-    """Before all routes: whose API key it is, the type and size of a body, and how long it may take to come.
+    """In front of all routes: checks the API key, and the type, size and time of arrival of a body.
 
     Args:
         app: what is behind it.
-        served: has the limits of bodies that are being read, so that a server that stops need not wait for them.
+        served: has the deadlines of bodies that are being read: a server that stops does not wait for them.
         api_keys: None: none is asked for.
         max_body_nbytes: as said beforehand (Content-Length), and as it comes.
     """
@@ -702,7 +702,7 @@ class Gate:
         self._max_body_nbytes = max_body_nbytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or let in."""
+        """Refuse the request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -719,10 +719,10 @@ class Gate:
             await self._app(scope, self._limited(receive), send)
 
     def _with_key(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> Send:
-        """Note whose key it is, and return a `send` that tells what is left of its tokens.
+        """Find the request's key, and return a `send` that adds its remaining tokens to the headers.
 
         Raises:
-            ApiError: it is nobody's.
+            ApiError: the key is unknown.
         """
         path = _path(scope)
         is_api = path.startswith("/v1/")
@@ -795,8 +795,8 @@ class Gate:
                 return await receive()
         except TimeoutError:
             if self._served.stopping.is_set():
-                raise HTTPException(503, "the server is stopping, and takes no new requests") from None
-            raise HTTPException(408, f"the body has not come within {BODY_SECONDS:.0f} seconds") from None
+                raise HTTPException(503, "the server is stopping and accepts no new requests") from None
+            raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
         finally:
             self._served.reading.discard(limit)
 

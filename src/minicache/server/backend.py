@@ -19,11 +19,11 @@ from minicache.server.metrics import Metrics
 
 
 class Backend(ABC):
-    """An engine, and what a server knows of it besides.
+    """An engine, with its metrics and its tokenizer.
 
     Attributes:
-        engine: answers.
-        metrics: counts.
+        engine: answers requests.
+        metrics: its metrics.
         tokenizer: the engine's, or None.
     """
 
@@ -34,15 +34,15 @@ class Backend(ABC):
     @property
     @abstractmethod
     def info(self) -> EngineInfo:
-        """What the engine is like.
+        """The engine's properties.
 
         Raises:
-            EngineNotReadyError: it is starting, and that is not known yet.
+            EngineNotReadyError: it is starting, and they are not known yet.
         """
 
     @abstractmethod
     async def ready(self) -> None:
-        """Wait until it takes requests for the first time; raises what stands in its way."""
+        """Wait until it takes requests for the first time; raises the error that prevents it."""
 
     @abstractmethod
     async def picture(self) -> Picture:
@@ -116,7 +116,7 @@ class FleetBackend(Backend):
         engine.on_death = lambda replica_id: self.metrics.apply(self._number(replica_id), DEATH)
 
     def _number(self, replica_id: str) -> int:
-        """Of the label `engine`: replicas count from 0 as they are heard of."""
+        """The value of the label `engine`: replicas are numbered from 0 in order of their first message."""
         if replica_id not in self._numbers:
             self._numbers[replica_id] = len(self._numbers)
             self.metrics.add_engine(self._numbers[replica_id], self._client.info.cache)
@@ -131,7 +131,7 @@ class FleetBackend(Backend):
         """It is, as soon as it was started."""
 
     async def picture(self) -> Picture:
-        """As `Backend.picture`. Of each replica what it sent with its last token."""
+        """As `Backend.picture`, from each replica's last message."""
         told = msgspec.json.encode(self._told())
         if told != self._picture.json:
             self._picture = Picture(self._picture.version + 1, told)
@@ -160,7 +160,7 @@ class FleetBackend(Backend):
 
 
 def backend_of(engine: AsyncEngine | EngineClient | FleetClient, model_name: str) -> Backend:
-    """What the routes use; the engine was not started yet."""
+    """The backend of an engine that was not started yet."""
     match engine:
         case EngineClient():
             return ProcessBackend(engine, model_name)

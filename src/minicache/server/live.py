@@ -1,4 +1,4 @@
-"""The live page: what the engine is doing right now, drawn in a browser. No phase builds this module.
+"""The live page: the engine's current state, drawn in a browser. No phase builds this module.
 
 The pictures are made by `minicache.replica.view.LiveView`, where the engine is; `live_routes` hands them to browsers.
 The page itself is in `static/`: HTML, a style sheet and one module of JavaScript, from no other host.
@@ -21,10 +21,10 @@ from minicache.replica.view import PICTURE_SECONDS
 from minicache.server.streaming import EventStream, sse_event
 
 KEEP_ALIVE_SECONDS: Final = 15.0
-"""After so long without a picture, a looker is sent a comment, so that nothing in between takes the stream for dead."""
+"""After this time without a picture, a viewer gets a comment: it keeps proxies from closing the stream as idle."""
 
 AskPicture = Callable[[], Awaitable[Picture]]
-"""Gives the last picture, the same object until there is a new one; to ask is to look (`LiveView.snapshot`)."""
+"""Returns the last picture, the same object until there is a new one; a call counts as viewing (`snapshot`)."""
 
 STATIC: Final = Path(__file__).parent / "static"
 HEADERS: Final = {
@@ -34,15 +34,15 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Of the page and its files: nothing comes from another host, and nothing that is written inside the page runs."""
+"""Of the page and its files: nothing is loaded from another host, and no inline script runs."""
 
 
 def live_routes(ask: AskPicture, stopping: asyncio.Event) -> APIRouter:
     """The page at `/`, its files, and `/live`, the stream of pictures that it draws.
 
     Args:
-        ask: the engine.
-        stopping: is set when the server shuts down; then the streams end.
+        ask: asks the engine for a picture.
+        stopping: set when the server shuts down; then the streams end.
     """
 
     async def page() -> Response:
@@ -68,7 +68,7 @@ async def pictures(ask: AskPicture, stopping: asyncio.Event) -> AsyncGenerator[b
     """Every new picture as a server-sent event, until the server stops.
 
     Yields:
-        At once the last picture; then new ones, at most ten a second; a comment where there was none for 15 s.
+        The last picture at once; then new ones, at most ten a second; a comment after 15 s without any.
     """
     shown: Picture | None = None
     quiet_since = perf_counter()

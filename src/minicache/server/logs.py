@@ -1,4 +1,4 @@
-"""The server's log: one line for each request when it is over, and what server, engines and uvicorn have to tell.
+"""The server's log: one line for each finished request, and the messages of server, engines and uvicorn.
 
 All of it is Python's `logging`, set up in one place (`logging_to_stderr`) and written to stderr: as text, or as JSON,
 one object a line. The log has no prompts, no answers and no API keys.
@@ -33,22 +33,22 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 LogFormat = Literal["text", "json"]
 
 PROBES: Final = ("/health", "/metrics")
-"""Paths that machines ask for every few seconds: their lines are of level debug."""
+"""Paths that machines poll: their lines are of level debug."""
 
 MAX_PATH: Final = 256
-"""So many characters of a path are logged."""
+"""The most characters of a path that are logged."""
 
 access_logger = logging.getLogger("minicache.access")
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _BARE = re.compile(r"[^\s\"'=\x00-\x1f\x7f]+")
-"""What stands in a line of text without quotation marks."""
+"""Values that need no quotation marks in a line of text."""
 _COLORS: Final = {"DEBUG": 2, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
 
 
 @dataclass(slots=True)
 class RequestLog:
-    """What is known of one HTTP request; its line is made of it.
+    """The data of one HTTP request, for its line in the log.
 
     Attributes:
         request_id: the client's X-Request-Id, if it is up to 128 letters, digits and ._:/+=@-; else a new one.
@@ -61,7 +61,7 @@ class RequestLog:
         first_token_at: likewise; None: no token has come.
         status: of the response; 0: it was not begun.
         is_complete: whether all of the response was sent.
-        has_left: whether the client left before.
+        has_left: whether the client disconnected before that.
     """
 
     request_id: str
@@ -94,13 +94,13 @@ class RequestLog:
 
 
 def request_log(scope: Scope) -> RequestLog:
-    """The log of a request; one that nobody reads, if the application runs without `RequestLogs`."""
+    """The log of a request; a dummy if the application runs without `RequestLogs`."""
     log: RequestLog | None = scope.get("state", {}).get("log")
     return RequestLog("") if log is None else log
 
 
 class RequestLogs:
-    """Before everything else of the application: each request gets an id, and a line when it is over.
+    """The outermost layer of the application: each request gets an id, and a line when it is over.
 
     The id is the response's X-Request-Id.
 
@@ -139,7 +139,7 @@ class RequestLogs:
 
         try:
             await self._app(scope, receive_watched, send_watched)
-        except CancelledError:  # the server ends, and waits no longer
+        except CancelledError:  # the server ends without waiting longer
             log.error = log.error or "stopping"
             self.num_cut += log.num_prompt_tokens is not None
             raise
@@ -266,7 +266,7 @@ class _Stderr(logging.Handler):
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Uvicorn reports what the end of the server has cancelled as exceptions of the application: these are no news."""
+    """Drops uvicorn's reports of requests that the end of the server has cancelled."""
     error = record.exc_info and record.exc_info[1]
     return not isinstance(error, CancelledError) and not _message(record).endswith("CancelledError")
 

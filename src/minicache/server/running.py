@@ -35,11 +35,11 @@ HEAD_SECONDS = 10.0
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP by way of httptools, with three things mended.
+    """uvicorn's HTTP with httptools, with three fixes.
 
-    httptools keeps as many headers as a client sends: here, 64 KiB of them. uvicorn waits for ever for the rest of a
-    head: here, HEAD_SECONDS. And if a client leaves that has sent a second request behind its first, uvicorn tells the
-    second only: here, all that are unanswered.
+    httptools keeps all headers that a client sends: here, at most 64 KiB. uvicorn waits forever for the rest of a head:
+    here, HEAD_SECONDS. And when a client with pipelined requests disconnects, uvicorn notifies only the last one: here,
+    all that are unanswered.
     """
 
     _num_head_nbytes = 0
@@ -57,7 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_head_nbytes += len(data)
         super().data_received(data)
         if self._is_in_head and self._num_head_nbytes > _MAX_HEAD_NBYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
+            self.send_400_response("The request's headers are too long.")
         # Empty lines behind a response are no head yet, but they stop uvicorn's timer for idle connections.
         if self._is_in_head or (self.cycle is not None and self.cycle.response_complete):
             self._start_head_timer()
@@ -152,10 +152,10 @@ class TLS:
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 raise ValueError(
-                    f"the private key in {key} is not that of the certificate in {self.certfile}"
+                    f"the private key in {key} does not match the certificate in {self.certfile}"
                 ) from None
             if is_encrypted:
-                what = "its password is wrong" if self.password else "give its password: --ssl-keyfile-password"
+                what = "its password is wrong" if self.password else "set --ssl-keyfile-password"
                 raise ValueError(f"the private key in {key} is encrypted; {what}") from None
             if self.keyfile is None:
                 what = f"{key} must have a certificate and its private key, in PEM; or give --ssl-keyfile"
@@ -194,7 +194,7 @@ class Drained(Protocol):
         """Wait until requests can be served; raises if they never will."""
 
     def stop(self) -> None:
-        """Refuse new requests from now on, and end what would last for ever. Called in the event loop."""
+        """Refuse new requests from now on, and end endless streams. Called in the event loop."""
 
     async def drain(self, seconds: float) -> bool:
         """Wait until all answers have ended, for so long at most; whether they have."""
@@ -286,14 +286,14 @@ class Server(uvicorn.Server):
             self._on_listening(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """Wait for the clients to get what was written for them, and end."""
+        """Wait until the clients have received all written data, and end."""
         hanging_up = asyncio.ensure_future(self._hang_up())
         await super().shutdown(sockets)  # type: ignore[arg-type]
         hanging_up.cancel()
         if num_unfinished := self._served.num_unfinished:
-            self._give_up(num_unfinished, "since a second signal came")
+            self._give_up(num_unfinished, "because of a second signal")
         elif self._logs.num_cut and not self.num_given_up:
-            self._give_up(self._logs.num_cut, "that their clients do not read")
+            self._give_up(self._logs.num_cut, "that their clients did not read")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came, or `stop` was called. (uvicorn's own would raise the signal again after the end.)"""
@@ -304,7 +304,7 @@ class Server(uvicorn.Server):
                 self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     def stop(self) -> None:
-        """What SIGTERM does, for whoever runs the server in a thread."""
+        """The effect of SIGTERM, for a server that runs in a thread."""
         self.handle_exit(signal.SIGTERM, None)
 
     def _begin_to_drain(self) -> None:
@@ -332,7 +332,7 @@ class Server(uvicorn.Server):
 
     def _give_up(self, num_answers: int, why: str) -> None:
         self.num_given_up += num_answers
-        logger.warning("gave up on %s %s", _answers(num_answers), why)
+        logger.warning("abandoned %s %s", _answers(num_answers), why)
 
 
 def _answers(number: int) -> str:

@@ -21,13 +21,13 @@ from minicache.server.protocol import Usage
 from minicache.server.streaming import sse_event
 
 MIN_LOGPROB = -9999.0
-"""What is told of a token that cannot be: JSON has no −∞. The number is vLLM's."""
+"""The log probability of an impossible token: JSON has no −∞. The number is vLLM's."""
 
 DONE = sse_event("[DONE]")
 """The last event of every stream."""
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", None: None}
-"""The engine's words → OpenAI's. An answer that the cache had no room for was cut by a length, too."""
+"""The engine's finish reasons → OpenAI's. "capacity" is a limit on the length, too."""
 
 
 NUM_NEIGHBOURS = 8
@@ -36,7 +36,7 @@ NUM_NEIGHBOURS = 8
 
 @dataclass(slots=True)
 class ToldLogprob:
-    """The log probability of a token, as clients get it.
+    """The log probability of a token, as sent to clients.
 
     Attributes:
         text: what the token adds to the answer.
@@ -53,14 +53,14 @@ class ToldLogprob:
 
 
 class ChoiceLogprobs:
-    """The log probabilities of one choice, each with the text that its token adds, so that these make up the answer.
+    """The log probabilities of one choice, each with the text that its token adds; together these are the answer.
 
-    They are told with the text that they belong to: those of tokens that are held back (half a letter, or what may be
-    the beginning of a stop string) when it is shown. A token that only begins a letter adds nothing, and the one that
-    completes it adds the letter. Of what a stop string cuts off, nothing is in the tokens' texts either.
+    They are sent with their text: those of tokens that are held back (part of a letter, or a possible beginning of a
+    stop string) when it is released. A token that only begins a letter adds nothing, and the one that completes it adds
+    the letter. Text that a stop string cuts off is missing from the tokens' texts too.
 
     Args:
-        tokenizer: None: texts are empty, and tokens are told by their ids.
+        tokenizer: None: texts are empty, and tokens are named by their ids.
         prompt_token_ids: what the choice continues.
     """
 
@@ -72,7 +72,7 @@ class ChoiceLogprobs:
         self._held: list[ToldLogprob] = []
 
     def take(self, chunk: Chunk) -> list[ToldLogprob]:
-        """What is to be told with a chunk."""
+        """The entries to send with a chunk."""
         self._num_shown += len(chunk.text)
         if chunk.logprobs:
             self._add(chunk.logprobs)
@@ -119,14 +119,14 @@ class ChoiceLogprobs:
 
 
 class ChoiceTokens:
-    """The token ids of one choice, told when nothing of their text is held back.
+    """The token ids of one choice, sent when none of their text is held back.
 
-    Each is told with the event that completes the text of all tokens up to it. So whoever has read the events up to one
-    with token ids can have the answer continued from there, and gets the text that would have followed. (vLLM tells
-    them at once; all in all they are the same.)
+    Each is sent with the event that completes the text of all tokens up to it. So a client that has read the events up
+    to one with token ids can continue the answer from there, and gets the text that would have followed. (vLLM sends
+    them at once; in total they are the same.)
 
     Args:
-        tokenizer: None: there are no texts, and every token is told at once.
+        tokenizer: None: there are no texts, and every token is sent at once.
         prompt_token_ids: what the choice continues.
     """
 
@@ -136,7 +136,7 @@ class ChoiceTokens:
         self._held: list[int] = []
 
     def take(self, chunk: Chunk) -> list[int]:
-        """What is to be told with a chunk."""
+        """The entries to send with a chunk."""
         if chunk.token_id is not None:
             self._held.append(chunk.token_id)
         if self._texts is not None and not chunk.finish_reason:
@@ -154,13 +154,13 @@ def _by_id(token_id: int) -> str:
 
 
 class Shape(ABC):
-    """How one HTTP request is answered.
+    """The response format of one HTTP request.
 
     Args:
         model: the served model's name.
         tokenizer: turns token ids into the texts of log probabilities; or None.
         usage: whether a stream ends with a usage event, in which case all others say `"usage": null`.
-        token_ids: whether token ids are told: of each choice `token_ids`, and of its prompt `prompt_token_ids`, where
+        token_ids: whether token ids are sent: of each choice `token_ids`, and of its prompt `prompt_token_ids`, where
             vLLM has them (`return_token_ids`).
 
     Attributes:
@@ -171,7 +171,7 @@ class Shape(ABC):
     kind: ClassVar[str]
     event_kind: ClassVar[str]
     has_prompts: ClassVar[bool]
-    """Whether the ids of the prompt are told in each choice, rather than once beside them."""
+    """Whether the ids of the prompt are in each choice, rather than once next to them."""
 
     def __init__(
         self, model: str, tokenizer: Tokenizer | None, *, usage: bool = False, token_ids: bool = False

@@ -1,7 +1,7 @@
-"""Answers over HTTP while they come: server-sent events, and noticing that a client has left.
+"""Answers streamed over HTTP: server-sent events, and the detection of a disconnect.
 
-Phase 10 builds it, on ASGI itself: `send` writes the head of the response and then piece after piece, `receive` tells
-when the client is gone. Events are split by LF alone, as the HTML standard's event streams and OpenAI's clients do.
+Phase 10 builds it, on ASGI itself: `send` writes the head of the response and then piece after piece, `receive` reports
+that the client is gone. Events are split by LF alone, as the HTML standard's event streams and OpenAI's clients do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Result = TypeVar("Result")
 HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would keep events back until it has 4 KiB of them
+    "x-accel-buffering": "no",  # otherwise nginx buffers events up to 4 KiB
 }
 
 __all__ = ["ClientLeftError", "EventStream", "sse_event", "unless_client_leaves"]
 
 
 class ClientLeftError(Exception):
-    """The client has left before its answer was complete: there is nobody to answer."""
+    """The client has disconnected before its answer was complete."""
 
 
 def sse_event(data: str) -> bytes:
@@ -42,24 +42,23 @@ def sse_event(data: str) -> bytes:
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Do some work for a client; if it leaves meanwhile, cancel the work.
+    """Do some work for a client; if the client disconnects meanwhile, cancel the work.
 
-    The request's body must have been read: what `receive` says after it is that the client is gone
-    (`http.disconnect`), whenever that is; other messages mean nothing. Work that is done when the client leaves counts.
-    Neither the work nor the waiting is left running when this returns or raises, however that comes: both are
-    cancelled, and waited for, however long they take to end. Until one of them is done, it sleeps: it does not look
-    every so often.
+    The request's body must have been read: after it, `receive` returns when the client is gone (`http.disconnect`);
+    other messages are ignored. If the work is done when the client disconnects, its result counts. Neither the work nor
+    the listening is left running when this returns or raises, for whatever reason: both are cancelled and awaited,
+    however long they take to end. Until one of them is done, this sleeps, without polling.
 
     Args:
-        receive: the request's.
-        work: what to do.
+        receive: the request's ASGI channel.
+        work: the work to do.
 
     Returns:
-        What the work gives.
+        The result of the work.
 
     Raises:
-        ClientLeftError: the client has left first, and the work was cancelled, and has ended.
-        Exception: what the work raises.
+        ClientLeftError: the client disconnected first; the work was cancelled, and has ended.
+        Exception: raised by the work.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_client_leaves(receive))
@@ -75,13 +74,13 @@ async def unless_client_leaves(receive: Receive, work: Awaitable[Result]) -> Res
 
 
 class EventStream(Response):
-    """A response that sends pieces as they come. An ASGI application: FastAPI calls it with the request's channels.
+    """A response that sends pieces as they are generated. FastAPI calls it, as an ASGI application, with the channels.
 
     Args:
         pieces: bytes, whole events each: one or several.
-        close: is called once, at the end, however that comes: the pieces are over, the client has left, writing has
-            failed, the server cancels. (A generator's own `finally` would not do: it does not run in a generator that
-            was closed before its first piece.)
+        close: called once, at the end, for whatever reason: the pieces are exhausted, the client has disconnected,
+            writing has failed, the server cancels. (A generator's own `finally` is not enough: it does not run in a
+            generator that was closed before its first piece.)
     """
 
     def __init__(self, pieces: AsyncGenerator[bytes, None], close: Callable[[], object] = lambda: None) -> None:
@@ -90,12 +89,12 @@ class EventStream(Response):
         self.close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the head, the pieces and the end; or as much of it as the client stays for.
+        """Send the head, the pieces and the end, as long as the client stays connected.
 
         The head is status 200 and `HEADERS`. Each piece is a body with `more_body`, sent as soon as it is there; the
         end is an empty body without. `send` returns when the connection has room again, and only then is the next piece
-        taken from the generator: so a slow client slows down its own pieces and nothing else. That a client leaves is
-        no error. At the end, `close` is called, and the generator closed (`aclose`).
+        taken from the generator: a slow client delays only its own pieces. A disconnect is not an error. At the end,
+        `close` is called, and the generator closed (`aclose`).
         """
         head = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
@@ -115,6 +114,6 @@ class EventStream(Response):
 
 
 async def _client_leaves(receive: Receive) -> None:
-    """Wait until the client has left."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

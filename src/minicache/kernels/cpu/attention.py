@@ -1,15 +1,14 @@
 """Paged decode attention on a CPU: the Triton kernel of `minicache.kernels.decode`, eight numbers at a time.
 
-A tile of a sequence's tokens is attended to by all query heads of a group before the next tile is read: the first two
-heads bring the tile's keys and values into the processor's cache, the others find them there. Heads go in pairs: a key
-that is loaded counts twice. The softmax is online, from tile to tile (Milakov and Gimelshein 2018; Dao et al. 2022).
-Nothing is gathered: a tile is a list of where rows begin.
+All query heads of a group attend to a tile of a sequence's tokens before the next tile is read: the first two heads
+load the tile's keys and values into the processor's cache, where the others find them. Heads are processed in pairs,
+which use each loaded key twice. The softmax is online, from tile to tile (Milakov and Gimelshein 2018; Dao et al.
+2022). Nothing is gathered: a tile is a list of row offsets.
 
 Caches are arrays `[num_blocks, block_size, H_kv, d]`, d a multiple of 8, the last axis contiguous, the others of any
-strides: of float32, or of one byte a number (`vectors`) with a scale for each token and head. A key's scale multiplies
-its score and a value's its probability, so no row is ever multiplied. The kernel is compiled for each, and where there
-are no scales, there is no code for them. Nothing here checks a bound: `steps` does, before. No phase builds this
-module.
+strides: float32, or one byte per number (`vectors`) with a scale per token and head. A key's scale multiplies its
+score, and a value's its probability, never a whole row. The kernel is compiled for each dtype; without scales it has no
+code for them. The kernels check no bounds: `steps` does, beforehand. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from minicache.kernels.cpu.vectors import (
     totals,
 )
 
-# vectors.py as compiled code knows it, sha256: 36f51aea4f2cde72
+# vectors.py as compiled code knows it, sha256: 60a8d9aca10b4be7
 
 TILE_NUMBERS = 4096
-"""Tokens of a tile, times d: 16 KiB of keys and as much of values, which stay in a core's first cache (32 or 48 KiB)
+"""Tokens per tile, times d: 16 KiB of keys and as much of values, which stay in a core's L1 cache (32 or 48 KiB)
 while a group's heads read them one after the other. Half and twice as many took the same time, within 10 %."""
 
 _ZERO, _ONE, _MINUS_INFINITY = np.float32(0), np.float32(1), np.float32(-np.inf)
@@ -48,9 +47,9 @@ _ZERO, _ONE, _MINUS_INFINITY = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 @njit(**INLINE)
 def find_rows(cache, block_table, start, count, rows):
-    """Where in the cache's memory the rows of the tokens start … start + count − 1 begin, for key/value head 0.
+    """Offsets in the cache's memory of the tokens start … start + count − 1, for key/value head 0.
 
-    `rows` is filled up to a multiple of four with the first row, which may be read.
+    `rows` is padded to a multiple of four with the first offset, which is safe to read.
     """
     block_stride, slot_stride = cache.strides[0] // cache.itemsize, cache.strides[1] // cache.itemsize
     block, slot = start // cache.shape[1], start % cache.shape[1]
@@ -65,7 +64,7 @@ def find_rows(cache, block_table, start, count, rows):
 
 @njit(**INLINE)
 def new_scales(scale, tile):
-    """Memory for the scales of a tile, `[1, H_kv, tile]`: of the type of `scale`, which is None if there are none."""
+    """Memory for the scales of a tile, `[1, H_kv, tile]`; None if `scale` is None."""
     if scale is None:
         return scale
     return np.empty((1, scale.shape[2], tile), np.float32)
@@ -75,7 +74,7 @@ def new_scales(scale, tile):
 def find_scales(scale, block_table, start, count, scales):
     """The scales of the tokens start … start + count − 1: token t's for key/value head h becomes scales[0, h, t].
 
-    scale: `[num_blocks, block_size, H_kv]`, contiguous; None: there is nothing to do.
+    scale: `[num_blocks, block_size, H_kv]`, contiguous; None: nothing is done.
     """
     if scale is not None:
         block, slot = start // scale.shape[1], start % scale.shape[1]
@@ -91,10 +90,10 @@ def find_scales(scale, block_table, start, count, scales):
 def score(q, a_at, b_at, k_cache, head_at, step, rows, count, head_dim, scale, scales, a_scales, b_scales, scores):
     """Scores of two query heads, a and b, with four keys at a time: a's four, then b's four; −inf past `count`.
 
-    The keys of b are `step` numbers after those of a: with 0 both heads read the same keys, and each is loaded once.
-    The scales of the keys begin at `a_scales` and `b_scales`, unless `scales` is None.
+    The keys of b are `step` numbers after those of a; with 0 both heads read the same keys, loaded once. The scales of
+    the keys begin at `a_scales` and `b_scales`, unless `scales` is None.
 
-    Returns the largest of each lane. NaN is not looked at: it reaches the result by way of exp.
+    Returns the largest of each lane. NaN is ignored here; it reaches the result through exp.
     """
     tops = full(_MINUS_INFINITY)
     for t in range(0, count, 4):
@@ -118,9 +117,9 @@ def score(q, a_at, b_at, k_cache, head_at, step, rows, count, head_dim, scale, s
 
 @njit(**INLINE)
 def exponentiate(scores, count, row_max, scales, a_scales, b_scales):
-    """Each score becomes exp(score − its head's row_max); the sums of each lane are returned.
+    """Replace each score by exp(score − its head's row_max); return the sums of each lane.
 
-    What is left in `scores` is multiplied by the values' scales, unless `scales` is None.
+    The exponentials left in `scores` are multiplied by the values' scales, unless `scales` is None.
     """
     sums = full(_ZERO)
     for t in range(0, count, 4):
@@ -134,7 +133,7 @@ def exponentiate(scores, count, row_max, scales, a_scales, b_scales):
 
 @njit(**INLINE)
 def add_values(p, v_cache, head_at, step, rows, count, head_dim, acc, a_at, b_at):
-    """acc += Σ p[t] · value t for both heads, of four values at a time; `p` as `score` lays it out."""
+    """acc += Σ p[t] · value t for both heads, four values at a time; `p` has the layout of `score`."""
     whole = count // 4 * 4
     for t in range(0, whole, 4):
         r0, r1, r2, r3 = rows[t] + head_at, rows[t + 1] + head_at, rows[t + 2] + head_at, rows[t + 3] + head_at
@@ -175,7 +174,7 @@ def attend_tile(
 ):  # fmt: skip
     """Two query heads attend to a tile: the online softmax.
 
-    `state`, from `state_at` on: the largest score of each head so far, four times each; then the sums of each lane.
+    `state`, from `state_at` on: each head's largest score so far, four times; then the sums of each lane.
     """
     row_max, row_sum = load(state, state_at), load(state, state_at + 8)
     tops = score(q, a_q, b_q, k_cache, k_head, k_step, k_rows, count, head_dim, scale, k_scales, a_scales, b_scales, p)
@@ -191,19 +190,19 @@ def attend_tile(
 
 @njit(**OPTIONS)
 def decode(q, k_cache, v_cache, k_scale, v_scale, block_tables, context_lens, scale, window, out):
-    """One query token per sequence over that sequence's rows, read where they lie.
+    """Attention of one query token per sequence over that sequence's KV entries, read in place.
 
-    The query of sequence i stands at position context_lens[i] − 1. With a window the range begins at context_lens[i] −
-    window, never below 0: what lies before is not read. A context of 0 gives zeros.
+    The query of sequence i is at position context_lens[i] − 1. With a window the range begins at context_lens[i] −
+    window, never below 0, and nothing before it is read. A context of 0 gives zeros.
 
-    - q: `[B, ≥ H, d]` float32, of which the first H heads are read: it may be the rows of q, k and v together.
+    - q: `[B, ≥ H, d]` float32, of which the first H heads are read: it may be the joined q, k and v.
     - k_cache: keys, float32, int8, or float8_e4m3fn as uint8.
     - v_cache: values, the same shape and dtype.
-    - k_scale: `[num_blocks, block_size, H_kv]` float32, contiguous, what the keys are multiplied by; None of float32.
-    - v_scale: alike for the values.
+    - k_scale: `[num_blocks, block_size, H_kv]` float32, contiguous, the keys' scales; None for float32.
+    - v_scale: likewise for the values.
     - block_tables: `[B, max_blocks]` int64, entries past the last block in use are not read.
     - context_lens: `[B]` int64.
-    - scale: float32, what the scores are multiplied by.
+    - scale: float32, the factor of the scores.
     - window: int64, W or 0 for none.
     - out: `[B, H, d]` float32, contiguous, written.
     """
@@ -213,7 +212,7 @@ def decode(q, k_cache, v_cache, k_scale, v_scale, block_tables, context_lens, sc
     k_stride, v_stride = k_cache.strides[2] // k_cache.itemsize, v_cache.strides[2] // v_cache.itemsize
     tile = max(8, TILE_NUMBERS // head_dim // 8 * 8)
     k_rows = v_rows = np.empty(tile, np.int64)
-    are_alike = k_cache.strides == v_cache.strides  # as they are in a `PagedStorage`
+    are_alike = k_cache.strides == v_cache.strides  # as in a `PagedStorage`
     if not are_alike:
         v_rows = np.empty(tile, np.int64)
     k_scales, v_scales = new_scales(k_scale, tile), new_scales(v_scale, tile)
@@ -232,7 +231,7 @@ def decode(q, k_cache, v_cache, k_scale, v_scale, block_tables, context_lens, sc
             find_scales(k_scale, block_tables[i], tile_start, count, k_scales)
             find_scales(v_scale, block_tables[i], tile_start, count, v_scales)
             for a in range(0, num_heads, 2):
-                b = min(a + 1, num_heads - 1)  # of an odd number of heads the last is computed twice
+                b = min(a + 1, num_heads - 1)  # with an odd number of heads the last is computed twice
                 a_q, b_q = (i * q.strides[0] + a * q.strides[1]) // 4, (i * q.strides[0] + b * q.strides[1]) // 4
                 a_at, b_at = (i * num_heads + a) * head_dim, (i * num_heads + b) * head_dim
                 k_head, v_head = a // group * k_stride, a // group * v_stride
@@ -259,11 +258,11 @@ def decode(q, k_cache, v_cache, k_scale, v_scale, block_tables, context_lens, sc
 
 @njit(**OPTIONS)
 def find_fault(block_tables, context_lens, num_blocks, block_size):
-    """The first sequence whose length does not fit its table, or that has a block that is not in the cache.
+    """The first sequence whose length exceeds its table, or that has a block outside the cache.
 
-    `decode` would read whatever lies there. Arguments as there, and of the caches the number and the size of blocks.
+    `decode` would read outside the cache. Arguments as there, and the caches' number of blocks and block size.
 
-    Returns the sequence's index, and the length or the block that is wrong; −1 and 0 if there is none.
+    Returns the sequence's index, and the wrong length or block; −1 and 0 if there is none.
     """
     room = block_tables.shape[1] * block_size
     for i in range(context_lens.size):
@@ -276,7 +275,7 @@ def find_fault(block_tables, context_lens, num_blocks, block_size):
 
 
 def signatures(number: str) -> dict[Any, str]:
-    """What each kernel is compiled for, and takes, by the dtype of caches: "float32", "int8" or "uint8"."""
+    """The signature that each kernel is compiled for, by the caches' dtype: "float32", "int8" or "uint8"."""
     cache, scale = f"{number}[:, :, :, :]", "none" if number == "float32" else "float32[:, :, ::1]"
     return {
         find_fault: "UniTuple(int64, 2)(int64[:, :], int64[:], int64, int64)",

@@ -1,10 +1,10 @@
 """The small kernels of a transformer layer on a CPU: norms, SiLU · up, rotary positions, stores.
 
-In PyTorch each of them is several operations, each with a call's overhead and a result in memory of its own. Here a row
-is read once and written once. Arrays are float32 and contiguous unless it says otherwise; nothing is checked.
+In PyTorch each of them is several operations, each with a call's overhead and an intermediate result in memory. Here a
+row is read once and written once. Arrays are float32 and contiguous unless stated otherwise; nothing is checked.
 
-A KV cache may also hold one byte a number: int8, or float8_e4m3fn as uint8. Then a row is quantized as it is stored,
-as `minicache.kernels.quantize.quantize_rows` does it, to the bit.
+A KV cache may also hold one byte per number: int8, or float8_e4m3fn as uint8. A row is then quantized as it is stored,
+bit for bit as in `minicache.kernels.quantize.quantize_rows`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from minicache.kernels.cpu.vectors import (
     where_at_least,
 )
 
-# vectors.py as compiled code knows it, sha256: 36f51aea4f2cde72
+# vectors.py as compiled code knows it, sha256: 60a8d9aca10b4be7
 
 _ZERO, _ONE, _INFINITY, _NAN = np.float32(0), np.float32(1), np.float32(np.inf), np.float32(np.nan)
 
-# What LLVM may change so that a loop over numbers becomes one over vectors. Not "nnan" or "ninf": NaN must stay NaN.
+# What LLVM may change to vectorize a loop. Not "nnan" or "ninf": NaN must stay NaN.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
@@ -74,7 +74,7 @@ def silu_mul(gate_up, out):
     num_rows, width = out.shape
     for r in range(num_rows):
         for i in range(0, width, 8):
-            at = min(i, width - 8)  # the last eight may overlap those before: out is not gate_up
+            at = min(i, width - 8)  # the last eight may overlap those before, since out is not gate_up
             gate, up = load(gate_up, 2 * r * width + at), load(gate_up, (2 * r + 1) * width + at)
             store(out, r * width + at, div(mul(gate, up), add(full(_ONE), exp(sub(full(_ZERO), gate)))))
 
@@ -107,11 +107,11 @@ def write_row(rows, at, cache, scale, slot, head, head_dim):
 
 @njit(fastmath=_FAST, **OPTIONS)
 def rope_store(qkv, cos, sin, slots, k_cache, v_cache, k_scale, v_scale, num_heads):
-    """Turn queries and keys by their positions' angles, in place, and write keys and values to their slots.
+    """Rotate queries and keys by their positions' angles, in place, and write keys and values to their slots.
 
     qkv `[N, H + 2 · H_kv, d]`; cos, sin `[N, d]`, a row for each row of qkv, as `model.minigpt.turns` gives them: the
     sine's first half is negative; slots `[N]` int64, −1 stores nothing; k_cache, v_cache `[num_slots, H_kv, d]`, d a
-    multiple of 8; k_scale, v_scale `[num_slots, H_kv]` of caches with one byte a number, else None; num_heads H.
+    multiple of 8; k_scale, v_scale `[num_slots, H_kv]` for caches with one byte per number, else None; num_heads H.
     """
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[2]
     half = head_dim // 2
@@ -131,7 +131,7 @@ def rope_store(qkv, cos, sin, slots, k_cache, v_cache, k_scale, v_scale, num_hea
 
 @njit(fastmath=_FAST, **OPTIONS)
 def norm_heads(qkv, q_weight, k_weight, eps, num_heads):
-    """Norm each query head and each key head by itself, in place, before they are turned (Qwen3's qk-norm).
+    """Norm each query head and each key head separately, in place, before rotation (Qwen3's qk-norm).
 
     qkv `[N, H + 2 · H_kv, d]`; q_weight, k_weight `[d]`; eps float32; num_heads H.
     """
@@ -151,7 +151,7 @@ def norm_heads(qkv, q_weight, k_weight, eps, num_heads):
 def store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slots):
     """Write rows k, v `[N, H_kv, d]` to their slots `[N]` int64 of caches `[num_slots, H_kv, d]`; −1 skips a row.
 
-    Of k and v the last axis is contiguous, and d a multiple of 8. k_scale, v_scale as for `rope_store`.
+    k and v have a contiguous last axis and d a multiple of 8. k_scale, v_scale as in `rope_store`.
     """
     num_kv_heads, head_dim = k.shape[1], k.shape[2]
     for r in range(slots.size):
@@ -166,7 +166,7 @@ _ROWS, _WEIGHT, _HEADS = "float32[:, ::1]", "float32[::1]", "float32[:, :, ::1]"
 
 
 def signatures(number: str) -> dict[Any, str]:
-    """What each kernel is compiled for, and takes, by the dtype of caches: "float32", "int8" or "uint8".
+    """The signature that each kernel is compiled for, by the caches' dtype: "float32", "int8" or "uint8".
 
     An array of another dtype or layout is a TypeError.
     """

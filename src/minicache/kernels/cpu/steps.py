@@ -1,10 +1,10 @@
-"""What one step's metadata becomes for the kernels: checked once, as numpy arrays, for all layers.
+"""One step's metadata for the kernels: checked once, as numpy arrays, for all layers.
 
-A query of a decode step is a sequence of the decode kernel. So is each query of a short prompt: query t of a sequence
-has the sequence's blocks and a context of its own, the tokens up to t. A long prompt attends in PyTorch (`tiles`),
-where its queries share the reading of a key. Which prompts are long is decided sequence by sequence.
+A query of a decode step is a sequence of the decode kernel. So is each query of a short prompt: query t has the
+sequence's blocks and, as its context, the tokens up to t. A long prompt uses PyTorch (`tiles`), where its queries share
+each key that is read. Which prompts are long is decided per sequence.
 
-The first call for a dtype of caches compiles the kernels, or loads them, unless that has been done (`warming`).
+The first call for a cache dtype compiles or loads the kernels, unless `warming` has done so.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from minicache.kernels.cpu.attention import decode, find_fault
 from minicache.kernels.cpu.warming import require_ready
 
 LONGEST_PROMPT = 96
-"""The most tokens of a whole prompt that attend through the decode kernel, each by itself.
+"""The most tokens of a whole prompt that use the decode kernel, one sequence each.
 
 Measured (`benchmarks/short_prompts.py`): up to here it takes at most a tenth more time than PyTorch, and mostly less.
 """
 
 LONGEST_CHUNK = 8
-"""The same for new tokens that others come before. Each of them reads all of those, which PyTorch reads once."""
+"""The same for new tokens after cached ones. Each of them reads all of those, which PyTorch reads once."""
 
 
 @dataclass(frozen=True)
 class _Queries:
-    """Consecutive query rows `start` … `end` − 1 of a step, each of which is a sequence of the decode kernel.
+    """Consecutive query rows `start` … `end` − 1 of a step, each a sequence of the decode kernel.
 
     Attributes:
         block_tables: `[end − start, max_blocks]` int64.
@@ -70,7 +70,7 @@ def paged_attention(
 ) -> Tensor:
     """`minicache.kernels.paged_attention` with the numba kernels, and with a scale. No gradient flows.
 
-    `k_scale` and `v_scale` are `[num_blocks, block_size, H_kv]`, or None of float32 caches.
+    `k_scale` and `v_scale` are `[num_blocks, block_size, H_kv]`, or None for float32 caches.
 
     Returns:
         `[N, H, d]` float32. Zeros for a sequence with context_lens 0.
@@ -110,13 +110,13 @@ def store_kv(
 
 
 class CacheArrays(NamedTuple):
-    """The keys and values of one layer as kernels see them: `[num_blocks, block_size, …]`, or `[num_slots, …]`.
+    """The keys and values of one layer as the kernels take them: `[num_blocks, block_size, …]`, or `[num_slots, …]`.
 
     Attributes:
         k: `[…, H_kv, d]`: float32, int8, or float8_e4m3fn as uint8.
-        v: alike.
-        k_scale: `[…, H_kv]` float32 of a cache with one byte a number, else None.
-        v_scale: alike.
+        v: likewise.
+        k_scale: `[…, H_kv]` float32 for a cache with one byte per number, else None.
+        v_scale: likewise.
     """
 
     k: NDArray[Any]
@@ -131,7 +131,7 @@ class CacheArrays(NamedTuple):
         """The memory of a layer's tensors, block by block, or slot by slot if these are contiguous.
 
         Raises:
-            RuntimeError: they are not: what is written to a copy would be lost.
+            RuntimeError: they are not contiguous: writes to a copy would be lost.
         """
         tensors = [k, v] if k_scale is None or v_scale is None else [k, v, k_scale, v_scale]
         if by_slot:
@@ -141,7 +141,7 @@ class CacheArrays(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What they were made of."""
+        """The arrays as tensors again."""
         k, v = (torch.from_numpy(each) for each in (self.k, self.v))
         if k.dtype == torch.uint8:
             k, v = k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
@@ -150,7 +150,7 @@ class CacheArrays(NamedTuple):
 
 
 class StepPlan:
-    """How the queries of a step attend: made by `plan_step`, which has checked everything that kernels do not.
+    """How the queries of a step attend: made by `plan_step`, which has checked what the kernels do not.
 
     Attributes:
         num_queries: N, the rows of q.
@@ -171,14 +171,14 @@ class StepPlan:
         """Attention of one layer, written to `out`.
 
         Args:
-            q: `[N, ≥ H, d]`, the first H heads are the queries: it may be the rows of q, k and v together.
-            caches: of the layer, as many blocks of the size that the plan was made for.
-            scale: what the scores are multiplied by.
+            q: `[N, ≥ H, d]`, the first H heads are the queries: it may be the joined q, k and v.
+            caches: of the layer, with the number and size of blocks that the plan was made for.
+            scale: the factor of the scores.
             window: W ≥ 1: a query sees itself and the W − 1 tokens before it. 0 is no limit.
             out: `[N, H, d]`, contiguous.
 
         Raises:
-            ValueError: `q` or `out` has another number of rows than the step.
+            ValueError: `q` or `out` does not have the step's number of rows.
         """
         if len(q) != self.num_queries or len(out) != self.num_queries:
             raise ValueError(f"this step has {self.num_queries} queries; q has {len(q)} rows, out {len(out)}")
@@ -203,7 +203,7 @@ class StepPlan:
 
 
 def plan_step(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> StepPlan:
-    """The plan of a step, made and checked at its first call, and kept in the metadata.
+    """The plan of a step, made and checked at the first call, and cached in the metadata.
 
     Args:
         metadata: of the step; CPU tensors.
@@ -211,7 +211,7 @@ def plan_step(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> 
         block_size: likewise.
 
     Raises:
-        ValueError: a length is negative, more than its table has room for, or less than its sequence's queries.
+        ValueError: a length is negative, more than its table's blocks hold, or less than its number of queries.
         IndexError: a block in use is not in the caches.
     """
     key = (plan_step, num_blocks, block_size)
@@ -231,12 +231,10 @@ def _make_plan(metadata: AttentionMetadata, num_blocks: int, block_size: int) ->
     num_new = np.diff(starts)
     if np.any(num_new > context_lens):
         wrong = int(np.argmax(num_new > context_lens))
-        raise ValueError(
-            f"sequence {wrong} has {context_lens[wrong]} tokens, its {num_new[wrong]} newest cannot be among them"
-        )
+        raise ValueError(f"sequence {wrong} has {context_lens[wrong]} tokens, fewer than its {num_new[wrong]} queries")
     is_long = num_new > np.where(num_new == context_lens, LONGEST_PROMPT, LONGEST_CHUNK)
     parts: list[_Queries | _Prompt] = []
-    # Between one long prompt and the next, consecutive sequences attend in one call of the kernel.
+    # Consecutive sequences between two long prompts share one call of the kernel.
     borders = [-1, *np.flatnonzero(is_long).tolist(), len(num_new)]
     for before, after in pairwise(borders):
         if starts[before + 1] < starts[after]:
@@ -253,10 +251,10 @@ def _queries(
     first: int,
     end: int,
 ) -> _Queries:
-    """The queries of the sequences `first` … `end` − 1, each a sequence of its own."""
+    """The queries of the sequences `first` … `end` − 1, each as a sequence."""
     num_new = np.diff(starts[first : end + 1])
     rows = np.arange(starts[first], starts[end])
-    # Query row r of a sequence stands as far from the sequence's end as r from its last row.
+    # Query row r is as far from its sequence's end as r is from the sequence's last row.
     contexts = np.repeat(context_lens[first:end] - starts[first + 1 : end + 1], num_new) + rows + 1
     return _Queries(int(starts[first]), int(starts[end]), np.repeat(block_tables[first:end], num_new, axis=0), contexts)
 
@@ -279,7 +277,7 @@ def _check(block_tables: NDArray[np.int64], context_lens: NDArray[np.int64], num
 
 
 def check_slots(slot_mapping: Tensor, num_slots: int) -> NDArray[np.int64]:
-    """The slots of a step as `rows.store_kv` and `rows.rope_store` want them.
+    """The checked slots of a step for `rows.store_kv` and `rows.rope_store`.
 
     Args:
         slot_mapping: `[N]` int32 or int64 on the CPU.

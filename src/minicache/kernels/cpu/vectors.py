@@ -1,13 +1,13 @@
 """Eight float32 at a time, in Triton's vocabulary: load, store, full, fma, maximum, exp.
 
-A value of the type `float32x8` is a vector of LLVM's, `<8 x float>`: one register where the processor has AVX, two
-where its registers hold four numbers. Operations are lane by lane, and none of them checks a bound.
+A value of the type `float32x8` is LLVM's vector `<8 x float>`: one register on a processor with AVX, two where
+registers hold four numbers. Operations are lane by lane, without bounds checks.
 
-Memory may also hold one byte a number: int8, or float8_e4m3fn, which numba does not know and which comes as uint8. The
-array's dtype decides when the kernel is compiled: `load` makes float32 of its numbers, and `store` rounds to them.
+Memory may also hold one byte per number: int8, or float8_e4m3fn, which numba lacks and which is passed as uint8. The
+array's dtype decides at compile time: `load` converts its numbers to float32, and `store` rounds to them.
 
-Numba keeps compiled code for as long as the kernel's own file stays the same, and does not look at this one. So a
-kernel's file names the state of this one that it was written for, and a test holds them together.
+Numba caches compiled code until the kernel's own file changes, and ignores changes to this one. So each kernel's file
+contains a hash of this one, and a test compares them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def load(typingctx, array, index):
 def store(typingctx, array, index, vector):
     """Write eight numbers, from element `index` of the memory that an array begins at.
 
-    One byte a number gets the nearest that it has, of two the even one. The vector must be in its range, and not NaN.
+    In one byte per number it stores the nearest value, ties to even. The vector must be in range, and not NaN.
     """
 
     def generate(context, builder, signature, args):
@@ -129,7 +129,7 @@ def _e4m3(builder, vector):
 
 @intrinsic
 def largest_number(typingctx, array):
-    """The largest number that an array of one byte a number is used for: 127 of int8, 448 of float8_e4m3fn."""
+    """The largest number used in an array of one byte per number: 127 for int8, 448 for float8_e4m3fn."""
 
     def generate(context, builder, signature, args):
         return ir.Constant(_FLOAT, 127.0 if signature.args[0].dtype == types.int8 else 448.0)

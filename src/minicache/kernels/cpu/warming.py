@@ -1,4 +1,4 @@
-"""Compiling before the first step: every kernel, made or loaded from the disk."""
+"""Compiling before the first step: every kernel is compiled, or loaded from disk."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ _READY: set[torch.dtype] = set()
 def warm_up(
     progress: Callable[[int, int], None] = lambda done, total: None, *, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Compile every kernel, or load what an earlier process has compiled: seconds the first time, half of one after.
+    """Compile every kernel, or load what an earlier process compiled: seconds the first time, then half a second.
 
-    Each is compiled once for all models, as sizes are arguments and not constants; those that read or write a cache are
-    compiled once for each dtype of caches. Numba keeps the code in the `__pycache__` beside the kernel's module; where
-    that cannot be written, in the user's cache folder; and in NUMBA_CACHE_DIR if that is set. Processes that compile a
-    kernel at the same time each write all of it, and one's file replaces the other's.
+    Each is compiled once for all models, because sizes are arguments and not constants; those that read or write a
+    cache are compiled once per cache dtype. Numba keeps the code in the `__pycache__` next to the kernel's module; if
+    that is not writable, in the user's cache folder; and in NUMBA_CACHE_DIR if that is set. Processes that compile a
+    kernel at the same time each write a complete file, and one replaces the other.
 
     Args:
-        progress: called with how many kernels are ready, and how many there are, from (0, n) to (n, n).
+        progress: called with the numbers of compiled kernels and of all kernels, from (0, n) to (n, n).
         dtype: of the caches, of `NUMBERS`.
 
     Raises:
-        KernelUnavailableError: compiled code cannot be read, for a file is damaged, or not be written, for the disk is
-            full.
+        KernelUnavailableError: compiled code cannot be read (a damaged file) or written (a full disk).
     """
     from minicache.kernels.cpu import attention, rows
 
@@ -48,7 +47,7 @@ def warm_up(
 
 
 def require_ready(dtype: torch.dtype) -> None:
-    """Compile or load the kernels for caches of a dtype, unless that has been done."""
+    """Compile or load the kernels for a cache dtype, once per process."""
     if dtype not in _READY:
         warm_up(dtype=dtype)
 
@@ -56,7 +55,7 @@ def require_ready(dtype: torch.dtype) -> None:
 def _compile(kernel: Any, signature: str) -> None:
     if normalize_signature(signature)[0] in kernel.overloads:
         return
-    # Compiled beside the kernel: while one may be compiled for more, a step of another engine would compile it anew.
+    # Compiled in a copy: while a kernel accepts new types, a concurrent step of another engine would compile it again.
     compiler = jit(cache=True, **kernel.targetoptions)(kernel.py_func)
     try:
         compiler.compile(signature)
@@ -67,4 +66,4 @@ def _compile(kernel: Any, signature: str) -> None:
         ) from error
     (compiled,) = compiler.overloads.values()
     kernel.add_overload(compiled)
-    kernel.disable_compile()  # else another layout of an array would compile another kernel, in a step
+    kernel.disable_compile()  # otherwise an array of another layout would compile a new version in a step

@@ -126,7 +126,7 @@ class Replica(ServingSimulation):
         self._ends = []
 
     def place(self, hashes: Sequence[BlockHash], seconds_per_token: float) -> Place:
-        """What `MovingCosts.choose` is told of it, for a prompt of these blocks; as of the step that is under way."""
+        """What `MovingCosts.choose` gets about it, for a prompt of these blocks, as of the current step."""
         decoding = self._first_token
         num_queued = sum(
             request.num_tokens - request.num_computed_tokens
@@ -150,7 +150,7 @@ class Replica(ServingSimulation):
         cache.free((block_ids + new)[::-1])
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget a request, if it has not ended: nobody waits for it any more."""
+        """Forget a request, if it has not finished: its client has left."""
         if self.scheduler.abort_request(request_id):
             del self._unfinished[request_id]
             self._first_token.pop(request_id, None)

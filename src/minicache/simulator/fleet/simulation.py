@@ -62,7 +62,7 @@ class FleetSimulation:
         max_attempts: so many replicas at most are asked for an answer, one after the other, ≥ 1; as `FailoverStream`.
         crashes: replicas that die.
         scaling: the autoscaler, if there is one.
-        disaggregation: prefill replicas beside the others, if there are any.
+        disaggregation: prefill replicas in addition to the others, if there are any.
         report_interval: seconds between two reports of the replicas, > 0; None: they say nothing of themselves.
 
     Raises:

@@ -76,7 +76,7 @@ def found_by_the_second(first_salt, second_salt, num_tokens=48):
 
 print("no salts:       ", found_by_the_second(None, None))
 print("the same salt:  ", found_by_the_second("red", "red"))
-print("salts of its own:", found_by_the_second("red", "blue"))
+print("different salts:", found_by_the_second("red", "blue"))
 
 # %% [markdown]
 # The first number is a leak. From the time to the first token a client learns which prompts others have sent:

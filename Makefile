@@ -36,12 +36,13 @@ check: lint docs ## everything: lint, starters, tests, author gates, notebooks, 
 	@$(say) "The demo"
 	@$(BIN)/minicache demo
 
-lint: $(SETUP) ## ruff, mypy --strict, import-linter
+lint: $(SETUP) ## ruff, mypy --strict, import-linter, the vocabulary
 	@$(say) "Lint"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m scripts.prose
 
 docs: $(SETUP) ## build the site, both languages at once, into site/
 	@$(BIN)/python -m scripts.docs site

@@ -1,4 +1,4 @@
-"""What a page can call. The delimiters are `{$ … $}`, so that neither code nor math has to be escaped.
+"""What a page can call. The delimiters are `{$ … $}`, so neither code nor math has to be escaped.
 
     {$ source("minicache.cache.dense:KVCache.append") $}    the code of that symbol, taken from its file
     {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes; on a
@@ -8,14 +8,15 @@
     {$ gpus() $}                                      what `make gpu` has found, a table for each GPU
     {$ machine("decode_cost") $}                      where and with what command it was measured
     {$ tasks(0) $}  {$ phases() $}                    tables from labs/course.toml
+    {$ hours() $}  {$ num_hours(0, 1, "3.1") $}       estimated hours: a table; of phases, and of single tasks
     {$ commands() $}                                  every `minicache` command, from its own help
     {$ roles() $}                                     the rows of the colour code's legend
     {$ play("the burst", "workload=burst&a=continuous&b=paged") $}   a link to the playground, as its address bar has it
-    {$ english("course-map.md", "mapa") $}            on a Spanish page: a link to an English one
     {$ spanish("setup.md", "instalación") $}          on an English page: a link to a Spanish one
 
-Inside an indented block (a tab, an admonition) write `{$ source("…") | indent(4) $}`. A call that names something
-that is not there fails the build: a page cannot drift from the code, the measurements or the course.
+On a Spanish page they print Spanish, from docs/es/site.po. Inside an indented block (a tab, an admonition) write
+`{$ source("…") | indent(4) $}`. A call that names something that is not there fails the build: a page cannot drift from
+the code, the measurements or the course.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ import ast
 import importlib
 import json
 import posixpath
+import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 import typer
+from babel.messages import pofile
+from babel.messages.catalog import Catalog
 from mkdocs.structure.files import File
 from mkdocs.utils import get_relative_url
 from typer.testing import CliRunner
 
-from minicache.course.table import Phase, load_course
+from minicache.course.table import Phase, Task, load_course
 from minicache.palette import PALETTE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +63,25 @@ class PageError(Exception):
     """A page asks for a symbol, figure, number or phase that does not exist."""
 
 
+@cache
+def _catalogue() -> Catalog:
+    with (ROOT / "docs" / "es" / "site.po").open("rb") as file:
+        return pofile.read_po(file, locale="es")
+
+
+def in_spanish(text: str) -> str:
+    """What a macro prints, in Spanish."""
+    message = _catalogue().get(text)
+    if message is None or not message.string:
+        raise PageError(f"docs/es/site.po has no Spanish for {text!r}")
+    return str(message.string)
+
+
+Say = Callable[[str], str]
+SAY: dict[str, Say] = {"en": str, "es": in_spanish}
+"""What a macro prints, by the language of the site."""
+
+
 def define_env(env: Any) -> None:
     """Offer the functions of this module to every page (mkdocs-macros calls this)."""
 
@@ -69,26 +93,43 @@ def define_env(env: Any) -> None:
         spanish = env.conf["theme"]["language"] == "es" and (FIGURES / f"{name}.es.light.svg").is_file()
         return figure_block(f"{name}.es" if spanish else name, relative("shared/figures"), alt=alt, caption=caption)
 
+    say = SAY[env.conf["theme"]["language"]]
+
+    def result(name: str, key: str, form: str = "") -> str:
+        return number(name, key, form, say=say)
+
+    def result_table(name: str, key: str, /, **columns: str) -> str:
+        return number_table(name, key, columns, say=say)
+
+    def gpus() -> str:
+        return gpu_tables(say=say)
+
+    def machine(name: str) -> str:
+        return measured_on(name, say=say)
+
     def tasks(phase: int) -> str:
-        return task_table(phase, relative("."))
+        return task_table(phase, relative("."), say=say)
 
     def phases() -> str:
-        return phase_table(relative("."))
+        return phase_table(relative("."), say=say)
+
+    def hours() -> str:
+        return hours_table(relative("."), say=say)
 
     def pure_tasks() -> str:
-        return pure_task_table(relative("."))
+        return pure_task_table(relative("."), say=say)
+
+    def roles() -> str:
+        return role_rows(say=say)
 
     def play(text: str, link: str) -> str:
         return playground_link(text, link, here=env.page.url)
 
-    def english(page: str, text: str) -> str:
-        return other_language("en", page, text, here=f"es/{env.page.url}")
-
     def spanish(page: str, text: str) -> str:
-        return other_language("es", page, text, here=env.page.url)
+        return spanish_link(page, text, here=env.page.url)
 
     results = (result, result_table, gpus, machine)
-    pages = (tasks, phases, pure_tasks, commands, roles, play, english, spanish)
+    pages = (tasks, phases, hours, num_hours, pure_tasks, commands, roles, play, spanish)
     for function in (source, figure, *results, *pages):
         env.macro(function)
 
@@ -189,19 +230,18 @@ def figure_block(name: str, folder: str, *, alt: str, caption: str) -> str:
 # --- the other language ---------------------------------------------------------------------------------------------
 
 
-def other_language(lang: str, page: str, text: str, *, here: str) -> str:
-    """A link to a page of the other language's site, which MkDocs cannot check from this one.
+def spanish_link(page: str, text: str, *, here: str) -> str:
+    """A link to a page of the Spanish site, which MkDocs cannot check from the English one.
 
     Args:
-        lang: "en" or "es", the language of the page that is linked to.
-        page: its path below docs/<lang>.
+        page: its path below docs/es.
         text: the words of the link.
         here: URL of the page that links, from the root of the whole site.
     """
-    if not (ROOT / "docs" / lang / page).is_file():
-        raise PageError(f"no docs/{lang}/{page}")
-    url = ("es/" if lang == "es" else "") + File(page, "", "", use_directory_urls=True).url
-    return f'<a href="{get_relative_url(url, here)}" hreflang="{lang}">{text}</a>'
+    if not (ROOT / "docs" / "es" / page).is_file():
+        raise PageError(f"no docs/es/{page}")
+    url = f"es/{File(page, '', '', use_directory_urls=True).url}"
+    return f'<a href="{get_relative_url(url, here)}" hreflang="es">{text}</a>'
 
 
 # --- the playground -------------------------------------------------------------------------------------------------
@@ -227,23 +267,23 @@ def playground_link(text: str, link: str, *, here: str) -> str:
 # --- measurements ---------------------------------------------------------------------------------------------------
 
 
-def result(name: str, key: str, form: str = "") -> str:
+def number(name: str, key: str, form: str = "", *, say: Say = str) -> str:
     """The value at `key` of benchmarks/results/<name>.json, formatted: dots go deeper, numbers index a list.
 
     null is "not measured": the benchmark could not run that part where it ran.
     """
     value = _value(name, key)
-    return "not measured" if value is None else format(value, form)
+    return say("not measured") if value is None else format(value, form)
 
 
-def result_table(name: str, key: str, /, **columns: str) -> str:
+def number_table(name: str, key: str, columns: Mapping[str, str], *, say: Say = str) -> str:
     """The list at `key` as a table: a row for each entry, a column for each of its fields that is given a heading.
 
     Whole numbers get commas and stand on the right. An empty list is "not measured": the benchmark could not run here.
     """
     entries = _value(name, key)
     if not entries:
-        return "*Not measured.*"
+        return f"*{say('Not measured.')}*"
     if missing := [field for field in columns if any(field not in entry for entry in entries)]:
         raise PageError(f'result_table("{name}", "{key}"): there is no {", ".join(missing)}')
     numbers = {field for field in columns if all(isinstance(entry[field], int) for entry in entries)}
@@ -252,15 +292,16 @@ def result_table(name: str, key: str, /, **columns: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [list(columns.values()), rules, *rows])
 
 
-def gpus() -> str:
+def gpu_tables(*, say: Say = str) -> str:
     """What `make gpu` has found, a table for each GPU: benchmarks/results/gpu-*.json. Without any: "not measured"."""
     tables = []
     for path in sorted(RESULTS.glob("gpu-*.json")):
         about = _results(path.stem)
-        software = f"compute capability {about['capability']}, {about['dtype']}, {about['machine']}, {about['date']}"
-        table = result_table(path.stem, "summary", what="what", found=about["gpu"])
+        capability = say("compute capability {}").format(about["capability"])
+        software = f"{capability}, {about['dtype']}, {about['machine']}, {about['date']}"
+        table = number_table(path.stem, "summary", {"what": say("what"), "found": about["gpu"]}, say=say)
         tables.append(f"**{about['gpu']}** ({software}):\n\n{table}")
-    return "\n\n".join(tables) or "*Not measured.*"
+    return "\n\n".join(tables) or f"*{say('Not measured.')}*"
 
 
 def _value(name: str, key: str) -> Any:
@@ -276,13 +317,13 @@ def _value(name: str, key: str) -> Any:
     return value
 
 
-def machine(name: str) -> str:
+def measured_on(name: str, *, say: Say = str) -> str:
     """One line: on what machine, and with what command, a result was made."""
     results = _results(name)
     for key in ("machine", "command"):
         if not isinstance(results.get(key), str):
             raise PageError(f'benchmarks/results/{name}.json has to say its "{key}", as a string')
-    return f"Measured on {results['machine']}, with `{results['command']}`."
+    return say("Measured on {}, with `{}`.").format(results["machine"], results["command"])
 
 
 def _results(name: str) -> dict[str, Any]:
@@ -296,28 +337,34 @@ def _results(name: str) -> dict[str, Any]:
 # --- the course -----------------------------------------------------------------------------------------------------
 
 
-def task_table(number: int, root: str) -> str:
+def task_table(number: int, root: str, *, say: Say = str) -> str:
     """A phase's tasks: number, title, the learner's file, points, with links to the pages that say what to do."""
     phase = load_course(COURSE).phase(number)
     if not phase.tasks:
         raise PageError(f"tasks({number}): labs/course.toml has no tasks for this phase yet")
     rows = [
-        f"| {task.id} | [{task.title}]({root}/{task.page.removeprefix('docs/en/')}) "
+        f"| {task.id} | [{say(task.title)}]({root}/{task.page.removeprefix('docs/en/')}) "
         f"| {_path(f'labs/{phase.folder}/{task.file}')} | {task.points} |"
         for task in phase.tasks
     ]
-    head = ["| task | what you write | your file | points |", "|---|---|---|--:|"]
+    head = [_row(["task", "what you write", "your file", "points"], say), "|---|---|---|--:|"]
     return "\n".join([*head, *rows, f"| | | | **{phase.points}** |"])
 
 
-def pure_task_table(root: str) -> str:
+def pure_task_table(root: str, *, say: Say = str) -> str:
     """The tasks that open in the browser, a row for each phase that has any: their ids, links to their handouts."""
     rows = []
     for phase, pure in course.pure_tasks().items():
         links = ", ".join(f"[{task.id}]({root}/{task.page.removeprefix('docs/en/')})" for task in pure)
-        share = "all" if len(pure) == len(phase.tasks) else f"{len(pure)} of {len(phase.tasks)}"
-        rows.append(f"| {phase.number}, {phase.title} | {links} | {share} |")
-    return "\n".join(["| phase | tasks | |", "|---|---|---|", *rows])
+        num_tasks = len(phase.tasks)
+        share = say("all") if len(pure) == num_tasks else say("{} of {}").format(len(pure), num_tasks)
+        rows.append(f"| {phase.number}, {say(phase.title)} | {links} | {share} |")
+    return "\n".join([_row(["phase", "tasks", ""], say), "|---|---|---|", *rows])
+
+
+def _row(heads: Sequence[str], say: Say) -> str:
+    """The first row of a table."""
+    return f"| {' | '.join(head and say(head) for head in heads)} |"
 
 
 def _path(path: str) -> str:
@@ -325,28 +372,101 @@ def _path(path: str) -> str:
     return f"<code>{path.replace('/', '/<wbr>')}</code>"
 
 
-def phase_table(root: str) -> str:
+def phase_table(root: str, *, say: Say = str) -> str:
     """All phases: number, title (a link where its pages are written), what the learner builds, the theory."""
     rows = [
-        f"| {phase.number} | {_phase_title(phase, root)} | {phase.builds} | {phase.theory} |"
+        f"| {phase.number} | {_phase_title(phase, root, say)} | {say(phase.builds)} | {say(phase.theory)} |"
         for phase in load_course(COURSE)
     ]
-    return "\n".join(["| phase | | you build | you learn |", "|--:|---|---|---|", *rows])
+    return "\n".join([_row(["phase", "", "you build", "you learn"], say), "|--:|---|---|---|", *rows])
 
 
-def _phase_title(phase: Phase, root: str) -> str:
+WORDS_A_MINUTE = 180
+"""Reading speed for technical text. Code blocks are not counted."""
+MINUTES_A_TASK = 15
+"""To read a task's tests and hints, and to run them."""
+MINUTES_A_LINE = 1
+"""For each line of the reference that a learner has to write: the bodies of the task's functions."""
+
+
+def hours_table(root: str, *, say: Say = str) -> str:
+    """The estimated hours of each phase, reading and writing, in half hours, and their sums."""
+    rows, whole = [], [0.0, 0.0]
+    for phase in load_course(COURSE):
+        reading, writing = _hours(phase)
+        whole = [whole[0] + reading, whole[1] + writing]
+        rows.append(f"| {phase.number} | {_phase_title(phase, root, say)} | {_three(reading, writing)} |")
+    head = [_row(["phase", "", "reading", "writing", "hours"], say), "|--:|---|--:|--:|--:|"]
+    return "\n".join([*head, *rows, f"| | **{say('in all')}** | {_three(*whole)} |"])
+
+
+def num_hours(*which: int | str) -> str:
+    """The table's hours of phases (numbers; by default all), and of writing single tasks ("3.1"), in half hours."""
+    course = load_course(COURSE)
+    hours = writing = 0.0
+    for name in which or tuple(phase.number for phase in course):
+        if isinstance(name, int):
+            hours += sum(_hours(course.phase(name)))
+        else:
+            number, _, task = name.partition(".")
+            writing += writing_hours(course.phase(int(number)).task(int(task)))
+    return f"{hours + _half(writing):g}"
+
+
+def reading_hours(phase: Phase) -> float:
+    """The words of a phase's pages outside code blocks, at WORDS_A_MINUTE."""
+    pages = (ROOT / "docs" / "en" / phase.folder).rglob("*.md")
+    words = sum(
+        len(re.sub(r"^( *)```.*?^\1```", "", page.read_text("utf-8"), flags=re.M | re.S).split()) for page in pages
+    )
+    return words / WORDS_A_MINUTE / 60
+
+
+def writing_hours(task: Task) -> float:
+    """MINUTES_A_TASK, and MINUTES_A_LINE for the lines of the reference that the learner writes."""
+    return (MINUTES_A_TASK + MINUTES_A_LINE * _lines_to_write(task)) / 60
+
+
+def _lines_to_write(task: Task) -> int:
+    """The lines of the bodies of a task's targets in the reference, without docstrings and empty lines."""
+    text = _module_path(task.module).read_text(encoding="utf-8")
+    tree, lines, count = ast.parse(text), text.splitlines(), 0
+    for target in task.targets:
+        node = _find(tree, target.split("."), f"{task.module}:{target}")
+        body = getattr(node, "body", [node])
+        inside = set(range(body[0].lineno, (node.end_lineno or node.lineno) + 1)) - _docstring_lines(node, lines)
+        count += sum(1 for number in inside if lines[number - 1].strip())
+    return count
+
+
+def _hours(phase: Phase) -> tuple[float, float]:
+    """Reading and writing, each in half hours."""
+    return _half(reading_hours(phase)), _half(sum(map(writing_hours, phase.tasks)))
+
+
+def _half(hours: float) -> float:
+    return round(2 * hours) / 2
+
+
+def _three(reading: float, writing: float) -> str:
+    """Three cells: reading, writing, and their sum."""
+    return " | ".join(f"{hours:.1f}" for hours in (reading, writing, reading + writing))
+
+
+def _phase_title(phase: Phase, root: str, say: Say) -> str:
     page = f"{phase.folder}/index.md"
     written = (ROOT / "docs" / "en" / page).is_file()
-    return f"[{phase.title}]({root}/{page})" if written else f"{phase.title} *(planned)*"
+    title = say(phase.title)
+    return f"[{title}]({root}/{page})" if written else f"{title} *({say('planned')})*"
 
 
 # --- generated tables -----------------------------------------------------------------------------------------------
 
 
-def roles() -> str:
+def role_rows(*, say: Say = str) -> str:
     """A table row for each role of the palette: its name in its colour, and what it marks."""
     return "\n".join(
-        f'| <span class="swatch {name}">{name}</span> | {role.meaning} |' for name, role in PALETTE.items()
+        f'| <span class="swatch {name}">{name}</span> | {say(role.meaning)} |' for name, role in PALETTE.items()
     )
 
 

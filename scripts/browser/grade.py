@@ -86,7 +86,7 @@ def grade(asked: Mapping[str, Any], post: Post, root: Path = Path("/course")) ->
         passed = [graded.task.id for graded in result.tasks if graded.outcome is Outcome.PASSED]
         post({"account": asdict(account(result)), "passed": passed})
     elif record.culprit:
-        lost(Outcome.CRASHED, "pytest was made to stop")
+        lost(Outcome.CRASHED, "pytest was stopped")
     else:
         raise RuntimeError(f"pytest could not grade: exit code {code}")
 

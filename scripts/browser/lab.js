@@ -86,9 +86,9 @@ class Lab {
         "div",
         { class: "mc-bar" },
         button("Hint", () => this.#hint()),
-        button("Reset", () => this.#reset(), { title: "Put the starter back" }),
-        button("Download", () => this.#export(), { title: "The file as labs/ expects it" }),
-        button("Import", () => el.upload.click(), { title: "A file that you have" }),
+        button("Reset", () => this.#reset(), { title: "Restore the starter" }),
+        button("Download", () => this.#export(), { title: "Save the file for your labs/ folder" }),
+        button("Import", () => el.upload.click(), { title: "Load a file from your machine" }),
         el.upload,
         make("span", { class: "mc-keys" }, "Esc, then Tab leaves the editor"),
       ),
@@ -151,17 +151,17 @@ class Lab {
   }
 
   #reset() {
-    if (!confirm(`Put the starter back as ${this.#file}? What you wrote there is lost: download it first to keep it.`)) return;
+    if (!confirm(`Restore the starter of ${this.#file}? Your changes are lost: download the file first to keep them.`)) return;
     const path = this.#file;
     this.#replace(path, this.#sheet.starters[path]);
-    this.#say(`${path} is the starter again.`);
+    this.#say(`${path} has been reset to the starter.`);
   }
 
   #export() {
     const url = URL.createObjectURL(new Blob([this.#editor.text], { type: "text/x-python" }));
     make("a", { href: url, download: this.#file.split("/").at(-1) }).click();
     URL.revokeObjectURL(url);
-    this.#say(`Lay it into your clone as ${this.#file}.`);
+    this.#say(`Put it into your course folder as ${this.#file}.`);
   }
 
   async #import() {
@@ -169,9 +169,9 @@ class Lab {
     this.#el.upload.value = "";
     if (!chosen) return;
     const path = this.#paths.find((each) => each.split("/").at(-1) === chosen.name);
-    if (!path) return this.#say(`${chosen.name} is none of this page's files: ${this.#paths.join(", ")}`);
+    if (!path) return this.#say(`${chosen.name} is not one of this page's files: ${this.#paths.join(", ")}`);
     this.#replace(path, await chosen.text());
-    this.#say(`${path} is what you imported.`);
+    this.#say(`${path} has been imported.`);
   }
 
   // Tasks

@@ -15,8 +15,8 @@ COURSE = load_course(Path(__file__).resolve().parents[2] / "labs" / "course.toml
 ROWS = {
     "One sequence": range(0, 2),
     "Memory for many": range(2, 5),
-    "Who runs when": range(5, 10),
-    "Out of the house": range(10, 12),
+    "Scheduling": range(5, 10),
+    "Serving": range(10, 12),
 }
 """What a row of the map is about → its phases."""
 
@@ -46,7 +46,7 @@ def colour_code(figure: Figure, scheme: Scheme) -> None:
         diagram.text(left + 2.4, top + 0.45, role.meaning, fontsize=TYPE_SIZE * 0.92)
     words = ["Yesterday", "I", "worked", "and", "she", "danced", "too", "end", "", "", "", ""]
     cells = ["prompt"] * 4 + ["generated"] * 3 + ["end"] + ["wasted"] * 4
-    diagram.text(0.1, 3.95, "A dense cache of 12 rows", bold=True)
+    diagram.text(0.1, 3.95, "A dense cache of 12 slots", bold=True)
     diagram.row(0, 4.3, words, cells, width=1.5, fontsize=TYPE_SIZE * 0.8)
     diagram.span(0.05, 6, 5.6, "prompt")
     diagram.span(6.05, 12, 5.6, "generated, until the end")

@@ -1,24 +1,24 @@
 """Every error that minicache raises on purpose.
 
 Misuse of a call (a wrong shape, a negative count) raises the built-in `ValueError`, `TypeError` or `IndexError`. What
-can happen to a correct caller (a full cache, an unknown word) has a class here, so that it can be caught by name.
+can happen to a correct caller (a full cache, an unknown word) has a class here, to be caught by name.
 """
 
 
 class MinicacheError(Exception):
-    """The root of all the package's own errors."""
+    """Base class of the package's errors."""
 
 
 class CacheOverflowError(MinicacheError):
-    """An append would pass the cache's `max_seq_len`. Nothing was written."""
+    """An append would exceed the cache's `max_seq_len`. Nothing was written."""
 
 
 class OutOfSlotsError(MinicacheError):
-    """No hole is large enough for a contiguous reservation. Nothing was reserved."""
+    """No free run is large enough for a contiguous reservation. Nothing was reserved."""
 
 
 class OutOfBlocksError(MinicacheError):
-    """The pool has fewer free blocks than were asked for. Nothing was allocated and nothing was written."""
+    """The pool has fewer free blocks than requested. Nothing was allocated and nothing was written."""
 
 
 class SharedBlockError(MinicacheError):
@@ -26,15 +26,15 @@ class SharedBlockError(MinicacheError):
 
 
 class RequestTooLargeError(MinicacheError):
-    """A request can never be served: it is refused before it waits for anything. Nothing has changed."""
+    """A request could never be served, so it is refused before it is queued. Nothing has changed."""
 
 
 class QueueFullError(MinicacheError):
-    """The server has as many requests as it takes. Nothing has changed; come again in `retry_after` seconds.
+    """All admission slots are taken. Nothing has changed; retry after `retry_after` seconds.
 
     Args:
         message: what is full.
-        retry_after: seconds after which there may be a place.
+        retry_after: seconds after which a slot may be free.
     """
 
     def __init__(self, message: str, retry_after: float) -> None:
@@ -43,39 +43,39 @@ class QueueFullError(MinicacheError):
 
 
 class EngineStoppedError(MinicacheError):
-    """The engine takes no requests any more, or has ended before this one was answered."""
+    """The engine accepts no more requests, or stopped before this one was complete."""
 
 
 class EngineNotReadyError(MinicacheError):
-    """The engine's process is starting, for the first time or again: come back in a few seconds."""
+    """The engine's process is starting or restarting: retry in a few seconds."""
 
 
 class EngineDiedError(MinicacheError):
-    """The engine's process has ended by itself while it had this request. Another is started: send it again."""
+    """The engine's process died with this request and is being restarted: send the request again."""
 
 
 class StepFailedError(MinicacheError):
-    """A step of the model failed in which this request took part. Its cause is what the model raised."""
+    """A step of the model with this request failed. The model's error is the cause."""
 
 
 class RankFailedError(MinicacheError):
-    """A rank of a model on several processes has raised an error. The step has failed; the ranks can run the next."""
+    """A rank of a tensor-parallel model raised an error. The step has failed; the ranks can run the next."""
 
 
 class RankDiedError(MinicacheError):
-    """A rank of a model on several processes has ended or does not answer: the engine cannot run any more."""
+    """A rank of a tensor-parallel model died or does not answer: the engine cannot continue."""
 
 
 class NoReplicaError(MinicacheError):
-    """No replica of the fleet can take a request: there is none, or all are full. Nothing has changed."""
+    """No replica of the fleet can accept a request: there is none, or all are full. Nothing has changed."""
 
 
 class BrokenStreamError(MinicacheError):
-    """What a replica sends does not continue what it sent before: tokens are missing, or differ. Nothing changed."""
+    """A replica's tokens do not continue its earlier ones: some are missing or different. Nothing has changed."""
 
 
 class LivelockError(MinicacheError):
-    """A loop that would never end was stopped: every turn of it undoes the turn before."""
+    """An endless loop was stopped: each iteration undoes the one before."""
 
 
 class InvariantError(MinicacheError):
@@ -83,11 +83,11 @@ class InvariantError(MinicacheError):
 
 
 class KernelUnavailableError(MinicacheError):
-    """A kernel was asked for where it cannot run: no Triton, GPU or interpreter, or one that miscomputes; no numba."""
+    """A requested kernel cannot run here: no Triton, GPU or interpreter, or one that miscomputes; no numba."""
 
 
 class MemoryAccessError(MinicacheError):
-    """A kernel under the tracer touched memory that no tensor of its own owns, or that it had no business with."""
+    """A kernel under the tracer accessed memory outside its tensors, or entries that it must not access."""
 
 
 class UnknownWordError(MinicacheError):
@@ -95,7 +95,7 @@ class UnknownWordError(MinicacheError):
 
 
 class UngrammaticalError(MinicacheError):
-    """A text is not in the grammar. The message names the word and what could stand there."""
+    """A text is not in the grammar. The message has the word and the alternatives."""
 
 
 class CheckpointError(MinicacheError):
@@ -103,31 +103,31 @@ class CheckpointError(MinicacheError):
 
 
 class UnsupportedModelError(CheckpointError):
-    """A model's folder asks for something that this package does not compute. The message names field and value."""
+    """A checkpoint requires an unsupported feature. The message has field and value."""
 
 
 class HubError(CheckpointError):
-    """A model was asked for by its hub name; the hub cannot be reached or lacks it, and no copy of it is here."""
+    """A model requested by hub name: the hub cannot be reached or lacks it, and there is no local copy."""
 
 
 class MissingExtraError(MinicacheError):
-    """Something was asked for that needs packages which are not installed. The message says what to install."""
+    """A feature needs packages that are not installed. The message has the command to install them."""
 
 
 class PluginError(MinicacheError):
-    """The engine around a plug-in is set up, or behaves, in a way that the plug-in cannot serve."""
+    """The host engine of a plug-in has an unsupported configuration or behaviour."""
 
 
 class LoadClientError(MinicacheError):
-    """The load client cannot begin: nobody answers at the address that it was given, or not as OpenAI's API does."""
+    """The load client cannot start: no server answers at its address, or not with OpenAI's API."""
 
 
 class ResultsError(MinicacheError):
-    """A file that is to be gone on with holds other results."""
+    """A results file to resume holds other results."""
 
 
 class WorkerDiedError(MinicacheError):
-    """A process that computed results has died; the results that it had told of are kept."""
+    """A worker process died; the results that it had reported are kept."""
 
 
 class CourseError(MinicacheError):
@@ -135,7 +135,7 @@ class CourseError(MinicacheError):
 
 
 class TamperingError(CourseError):
-    """A submission meddles with its grader: what it has earned cannot be known."""
+    """A submission tampers with its grader, so its points are unknown."""
 
 
 def require_count(name: str, value: object, *, at_least: int = 1) -> None:

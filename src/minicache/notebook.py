@@ -80,7 +80,7 @@ def check(answer: Any, right: Any, *, within: float = 0.0) -> None:
 
 
 def fastest(contestants: Mapping[Name, Callable[[], object]], repeats: int) -> dict[Name, float]:
-    """Milliseconds of each function: the minimum of many runs, taken in turns so that a slow moment hits all."""
+    """Milliseconds of each function: the minimum of many runs, taken in turns so a slow moment hits all."""
     best = dict.fromkeys(contestants, float("inf"))
     for _ in range(repeats):
         for name, run in contestants.items():

@@ -40,7 +40,7 @@ PALETTE: dict[str, Role] = {
     "prompt": Role("prompt token", "#F0C808", "#F0E442"),
     "generated": Role("generated token", "#0072B2", "#74BCFF", on_light="#FFFFFF"),
     "end": Role("end of sequence", "#D55E00", "#FF7A33"),
-    "shared": Role("shared by several owners", "#009E73", "#129B74"),
+    "shared": Role("shared by several sequences", "#009E73", "#129B74"),
     "free": Role("free memory", "#D9D9D9", "#4A4F5A", on_dark="#FFFFFF"),
     "wasted": Role("reserved and never used", "#CC79A7", "#E39AC4"),
 }

@@ -148,4 +148,4 @@ def test_demo_looks_at_its_folder_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["--out", str(tmp_path / "file" / "demo")])
     assert result.exit_code == 2
-    assert "cannot be made a folder" in " ".join(result.output.replace("│", " ").split())  # rich wraps and frames it
+    assert "cannot be created" in " ".join(result.output.replace("│", " ").split())  # rich wraps and frames it

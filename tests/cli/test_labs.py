@@ -32,12 +32,12 @@ LABS = [
         (
             LABS,
             LABS,
-            "reference: every file that you have not begun\n"
+            "reference: all files that you have not started\n"
             "yours: labs/one/dense.py\n"
             "reference, not labs/two/base.py: edited since it passed: minicache grade 2\n"
             "reference, not labs/two/llm.py: not passed yet: task 2.3\n",
         ),
-        (LABS[1:], [], "None of your files is finished; `minicache status` says what is left\n"),
+        (LABS[1:], [], "None of your files is finished; `minicache status` lists what is left\n"),
     ],
     ids=["nothing loaded", "all loaded", "nothing finished"],
 )

@@ -27,7 +27,7 @@ def test_without_its_extra_it_says_what_to_install() -> None:
         ([], "--workers"),
         (["--workers", "127.0.0.1:8000"], "127.0.0.1:8000"),
         (["--workers", "ftp://a"], "ftp://a"),
-        (["--workers", "http://a:1", "http://a:1/v1/"], "each URL once"),
+        (["--workers", "http://a:1", "http://a:1/v1/"], "a URL is repeated"),
         (["--workers", "http://a:1", "http://b:port"], "http://b:port"),
     ],
 )

@@ -97,7 +97,7 @@ def made(num_blocks: int = 1024, max_num_seqs: int = 256, max_model_len: int = 5
 @pytest.mark.parametrize(
     ("info", "options", "others", "words"),
     [
-        (made(num_blocks=1), {}, {}, "room for 16 tokens (1 block of 16)"),
+        (made(num_blocks=1), {}, {}, "holds 16 tokens (1 block of 16)"),
         (made(num_blocks=1), {}, {}, "--num-blocks 32 or more, or --max-model-len 16"),
         (made(num_blocks=31), {}, {}, "--num-blocks 32 or more"),
         (made(num_blocks=1, block_size=1), {}, {}, "--max-model-len 2"),
@@ -105,12 +105,12 @@ def made(num_blocks: int = 1024, max_num_seqs: int = 256, max_model_len: int = 5
         (made(num_blocks=255), {}, {}, "256 requests cannot run together in 255 blocks"),
         (made(block_size=1024), {}, {}, "--block-size 16"),
         (made(), {"max_num_batched_tokens": 255}, {}, "--max-num-batched-tokens 256 or more"),
-        (made(), {"scheduler": "paged", "max_num_batched_tokens": 256}, {}, "refuses those of more than 256 tokens"),
+        (made(), {"scheduler": "paged", "max_num_batched_tokens": 256}, {}, "refuses prompts of more than 256 tokens"),
         (made(), {"num_host_blocks": 8}, {}, "--preemption swap too"),
         (made(), {"scheduler": "static", "num_host_blocks": 8, "preemption": "swap"}, {}, "static never preempts"),
-        (made(), {}, {"replicas": 5}, "5 engine processes of 1 thread each share 4 cores"),
+        (made(), {}, {"replicas": 5}, "5 engine processes of 1 thread each compete for 4 cores"),
         (made(), {"num_threads": 8}, {}, "1 engine process of 8 threads each"),
-        (made(), {"enforce_eager": True}, {}, "--enforce-eager changes nothing"),
+        (made(), {"enforce_eager": True}, {}, "--enforce-eager has no effect"),
         (made(), {}, {"drain_seconds": 0.0}, "--drain-seconds 0"),
     ],
 )

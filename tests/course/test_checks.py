@@ -148,7 +148,7 @@ def test_is_near_can_keep_the_answer_to_itself() -> None:
     [
         (8192, 0.01, "the right number, within 1 %", "your answer is 0.5 times the right one"),
         (1, 1e-4, "the right number, within 0.01 %", "your answer is about 16,000 times too small"),
-        (16383, 0, "the right number, exactly", "your answer is close, but not close enough"),
+        (16383, 0, "the right number, exactly", "your answer is close, but not within the tolerance"),
         (0, 0, "the right number, exactly", ""),
     ],
 )
@@ -162,7 +162,7 @@ def test_raises() -> None:
     call(int, "x").raises((TypeError, ValueError))
     assert "no error" in failure(call(int, "3").raises, ValueError).got
     assert "ValueError" in failure(call(int, "x").raises, TypeError).got
-    assert "does not say it" in failure(call(int, "x").raises, ValueError, saying="banana").first_difference
+    assert "does not contain it" in failure(call(int, "x").raises, ValueError, saying="banana").first_difference
 
 
 def test_a_call_that_raised_has_no_value() -> None:
@@ -220,7 +220,7 @@ def test_values_are_told_in_a_line(value: object, text: str) -> None:
 
 
 def test_a_dataclass_is_told_by_its_fields_that_are_not_the_default() -> None:
-    words = "sixty characters, so that the whole takes more than eighty"
+    words = "sixty characters, and so the whole takes more than eighty"
     assert short(Model(32, words)) == f"Model(num_layers=32, vocabulary={words!r})"
     assert short(Model(32, "", 3, torch.ones(17))) == (
         "Model(num_layers=32, vocabulary='', latent=3, scale=tensor[17] float32)"

@@ -71,7 +71,7 @@ def test_from_the_first_look_to_all_points(toys: Toys) -> None:
     output = run("grade", "00")
     assert "100 of 100 points" in output
     assert "jupyter lab notebooks/phase-00-toys.ipynb" in output
-    assert "It is the last phase" in output
+    assert "This was the last phase" in output
     assert "100/100" in run("status")
 
 
@@ -109,20 +109,20 @@ def test_hints_come_one_by_one(toys: Toys) -> None:
 
 def test_reset_keeps_a_copy(toys: Toys) -> None:
     output = run("reset", "0", "--file", "palette.py")
-    assert "labs/phase-00-toys/palette.py is the starter again; yours is kept" in output
-    assert "name it" not in output
+    assert "labs/phase-00-toys/palette.py has been reset to the starter; yours is kept" in output
+    assert "single file" not in output
     (copy,) = toys.workspace.state.glob("backups/toys/*/palette.py")
     assert copy.read_text() == COLOR
     assert "NotImplementedError" in toys.color.read_text()
     assert toys.nbytes.read_text() == NBYTES
     assert "Nothing to do" in run("reset", "0", "--file", "palette.py")
-    (command,) = re.findall("To get it back: (cp .*)", output)
+    (command,) = re.findall("To restore it: (cp .*)", output)
     subprocess.run(command, shell=True, check=True)
     assert toys.color.read_text() == COLOR
 
 
 def test_reset_of_a_phase_says_how_to_reset_one_file(toys: Toys) -> None:
-    assert "To reset one file only, name it: minicache reset 0 --file palette.py" in run("reset", "0")
+    assert "To reset a single file: minicache reset 0 --file palette.py" in run("reset", "0")
 
 
 def test_status_says_what_to_do_about_a_file_that_is_not_there(toys: Toys) -> None:
@@ -136,14 +136,14 @@ def test_status_says_what_to_do_about_a_file_that_is_not_there(toys: Toys) -> No
         (("grade", "9"), "no phase '9': there are 0 (toys), 1 (later)"),
         (("grade", "later"), "phase 1 (later) is planned"),
         (("grade", "0", "--task", "5"), "phase 0 has no task 5: there are 1, 2"),
-        (("hint", "0"), "'0' is no task: write phase and task, such as 1.3"),
+        (("hint", "0"), "'0' is no task: expected phase and task, such as 1.3"),
         (("hint", "1.1"), "phase 1 has no task 1: there are none yet"),
         (
             ("reset", "0", "--file", "cache.py"),
             "phase 0 has no file cache.py: there are palette.py, arithmetic/arithmetic.py",
         ),
         (("grade-class", "nowhere", "--phase", "0"), "nowhere is not a folder"),
-        (("course", "starters", "--check"), "the starters are not current"),
+        (("course", "starters", "--check"), "the starters are out of date"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(toys: Toys, arguments: tuple[str, ...], message: str) -> None:
@@ -170,7 +170,7 @@ def test_doctor_says_what_to_do(toys: Toys) -> None:
     toys.nbytes.unlink()
     output = run("doctor", status=1)
     assert (
-        "no your files labs/phase-00-toys/arithmetic/arithmetic.py is not there"
+        "no your files labs/phase-00-toys/arithmetic/arithmetic.py is missing"
         " → rename it back, or minicache reset 0 --file arithmetic/arithmetic.py"
     ) in output
     for part in ("ok Python", "ok torch", "ok pytest plugin active", "ok progress"):
@@ -179,8 +179,8 @@ def test_doctor_says_what_to_do(toys: Toys) -> None:
 
 def test_starters(toys: Toys) -> None:
     output = run("course", "starters")
-    assert "labs/phase-00-toys/palette.py written; what was there is kept as .minicache/backups/toys/" in output
-    assert "current" in run("course", "starters", "--check")
+    assert "labs/phase-00-toys/palette.py written; the old file is kept as .minicache/backups/toys/" in output
+    assert "up to date" in run("course", "starters", "--check")
 
 
 def test_watch_grades_the_phases_whose_files_changed(toys: Toys) -> None:

@@ -168,7 +168,7 @@ def test_canvas_gets_its_gradebook_back_with_one_column_filled(toys: Toys, tmp_p
         row("lovelaceada", 80, id="1234"),
         row("grace", 100),
         row("leehoon", 100, id="13"),
-        row("nobody", 100, id="7"),
+        row("a stranger", 100, id="7"),
         row("hopeless", 0, id="99", files=""),  # not graded
     ]
     filled = fill_canvas(read_csv(original), grades, toys.phase, "Dense cache")
@@ -176,7 +176,7 @@ def test_canvas_gets_its_gradebook_back_with_one_column_filled(toys: Toys, tmp_p
     expected = CANVAS.replace('early",7.00,,', 'early",7.00,40,').replace("8.00,41.00", "8.00,50")
     assert (tmp_path / "out.csv").read_bytes() == expected.encode("utf-8-sig")
     assert (filled.num_filled, filled.maximum) == (2, 50)
-    assert (filled.left_out, filled.kept) == (["nobody"], ["leehoon"])
+    assert (filled.left_out, filled.kept) == (["a stranger"], ["leehoon"])
 
 
 @pytest.mark.parametrize("assignment", ["Dense cache", "78", "Dense cache (78)"])
@@ -216,7 +216,7 @@ def test_a_name_that_two_rows_have_is_left_out(toys: Toys, tmp_path: Path) -> No
 
 
 def test_another_sheet_is_refused(toys: Toys, tmp_path: Path) -> None:
-    with pytest.raises(CourseError, match="no gradebook of Canvas"):
+    with pytest.raises(CourseError, match="not a Canvas gradebook"):
         fill_canvas(read_csv(sheet(tmp_path, MOODLE)), [], toys.phase, None)
-    with pytest.raises(CourseError, match="no grading worksheet of Moodle"):
+    with pytest.raises(CourseError, match="not a Moodle grading worksheet"):
         fill_moodle(read_csv(sheet(tmp_path, CANVAS)), [], toys.phase)

@@ -110,7 +110,7 @@ def test_a_broken_file_is_blamed_on_itself_not_on_who_imports_it(toys: Toys, gra
     ("body", "outcome", "reason"),
     [
         ("import time; time.sleep(60)", Outcome.STALLED, "endless wait? No answer within 1 s"),
-        ("import os; os._exit(0)", Outcome.CRASHED, "ended (exit code 0)"),
+        ("import os; os._exit(0)", Outcome.CRASHED, "exited (exit code 0)"),
         ("import ctypes; ctypes.string_at(0)", Outcome.CRASHED, "Segmentation fault"),
     ],
     ids=["loop", "exit", "segfault"],
@@ -180,7 +180,7 @@ def test_a_deep_stack_is_shown_in_part(toys: Toys, grade: Grade) -> None:
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [("import time; time.sleep(60)", "endless wait?"), ("import os; os._exit(0)", "ended (exit code 0)")],
+    [("import time; time.sleep(60)", "endless wait?"), ("import os; os._exit(0)", "exited (exit code 0)")],
     ids=["loop", "exit"],
 )
 def test_a_file_that_takes_the_process_down_at_import(toys: Toys, grade: Grade, body: str, reason: str) -> None:

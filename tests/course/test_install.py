@@ -98,7 +98,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_course_is_told_to_update(whole: Path) -> None:
-    with pytest.raises(CourseError, match="is a course already: `minicache update`"):
+    with pytest.raises(CourseError, match="already has the course: run `minicache update`"):
         init(whole)
 
 
@@ -137,7 +137,7 @@ def test_what_was_not_edited_is_replaced(course: dict[str, bytes]) -> None:
     course["tests/new.py"] = b"second"
     said = done()
     assert set(said) == {DENSE, TEST, "labs/course.toml", "tests/new.py"}
-    assert said[DENSE] == "replaced by the new one: you had not edited it"
+    assert said[DENSE] == "replaced: you had not edited it"
     assert {name: content for name, content in tree(Path.cwd()).items() if not name.startswith(".")} == course
     assert done() == {}
 
@@ -147,7 +147,7 @@ def test_what_was_edited_stays_and_the_new_one_is_laid_beside_it(course: dict[st
     Path(name).write_text("edited")
     course[name] = b"second"
     (change,) = update(Path.cwd())
-    assert change.what == "stays as you edited it; the new one is beside it"
+    assert change.what == "kept with your changes; the new version is next to it"
     assert change.beside
     assert Path(change.beside).read_bytes() == b"second"
     assert Path(change.beside).parent == Path(name).parent
@@ -172,7 +172,7 @@ def test_what_the_course_no_longer_has(course: dict[str, bytes]) -> None:
         del course[name]
     said = done()
     assert Path(DENSE).read_text() == "edited"
-    assert said[DENSE] == "stays as you edited it; the course no longer has this file"
+    assert said[DENSE] == "kept with your changes; the course no longer has this file"
     assert not Path(NOTEBOOK).exists()
     assert not Path(TEST).exists()  # or it would be graded
     assert done() == {}
@@ -191,7 +191,7 @@ def test_a_new_starter_where_the_learner_has_a_file(course: dict[str, bytes]) ->
     name = "labs/phase-01-dense-cache/cache/new.py"
     Path(name).write_text("own")
     course[name] = b"second"
-    assert done() == {name: "stays as you edited it; the new one is beside it"}
+    assert done() == {name: "kept with your changes; the new version is next to it"}
     assert Path(name).read_text() == "own"
 
 
@@ -282,9 +282,9 @@ def test_the_command_says_what_it_did_line_by_line(course: dict[str, bytes]) -> 
     Path(DENSE).write_text("edited")
     course |= {DENSE: b"second", TEST: b"second"}
     lines = CliRunner().invoke(app, ["update"]).output.splitlines()
-    assert lines[0] == f"{DENSE}: stays as you edited it; the new one is beside it"
+    assert lines[0] == f"{DENSE}: kept with your changes; the new version is next to it"
     assert lines[1].strip() == f"to see the difference: diff -u {DENSE} {DENSE.removesuffix('.py')}.new.py"
-    assert lines[2] == f"{TEST}: replaced by the new one: you had not edited it"
+    assert lines[2] == f"{TEST}: replaced: you had not edited it"
     assert lines[3].endswith(": 2 files changed.")
 
 
@@ -295,7 +295,7 @@ def test_a_folder_of_another_version_is_told_to_update(
     update(Path.cwd())
     assert "minicache update" not in CliRunner().invoke(app, ["status"]).output
     monkeypatch.setattr(learn, "__version__", "9.9.9")
-    assert "is of minicache" in (output := CliRunner().invoke(app, ["status"]).output)
+    assert "was made by minicache" in (output := CliRunner().invoke(app, ["status"]).output)
     assert "9.9.9 is installed: `minicache update`" in " ".join(output.split())
 
 

@@ -42,7 +42,7 @@ def test_a_starter_leaves_the_reference_and_an_unfinished_file_does_not(toys: To
     toys.nbytes.unlink()
     write_all(toys.workspace)
     assert python("-c", "from minicache.palette import color; print(color('end'))")[1] == [
-        "You have not begun any file: everything is the reference's"
+        "You have not started any file: everything comes from the reference"
     ]
     toys.color.write_text(toys.color.read_text() + "# begun\n")
     _, said = python("-c", "from minicache.palette import color; color('end')", status=1)
@@ -62,9 +62,9 @@ def test_what_cannot_be_imported_is_told_and_the_reference_stands_in(toys: Toys)
 
 
 def test_a_script_and_a_module(toys: Toys, tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("value = 7\n")
+    (tmp_path / "neighbour.py").write_text("value = 7\n")
     script = tmp_path / "script.py"
-    script.write_text(f"import sys, beside\n{FILE}\nprint(sys.argv[1:], beside.value, __name__)\n")
+    script.write_text(f"import sys, neighbour\n{FILE}\nprint(sys.argv[1:], neighbour.value, __name__)\n")
     assert python(str(script), "-c", "x")[0] == [str(toys.color), "['-c', 'x'] 7 __main__"]
     assert "usage" in python("-m", "json.tool", "--help")[0][0]
 
@@ -75,7 +75,7 @@ def test_a_prompt(toys: Toys) -> None:
 
 
 def test_another_option_is_refused(toys: Toys) -> None:
-    assert python("-V", status=1)[1][-1].startswith("minicache: -V is not known here")
+    assert python("-V", status=1)[1][-1].startswith("minicache: -V is unknown")
 
 
 def test_ipython_gets_the_arguments(toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ def test_notes_say_what_is_wrong(told: Told) -> None:
     assert {student for student, note in notes.items() if not note} == {"right", "windows", "tabs"}
     assert [points[each] for each in ("right", "windows", "tabs")] == [100] * 3
     assert notes["nothing"] == "not handed in: palette.py, arithmetic/arithmetic.py"
-    assert "Palette (1).py is perhaps meant: its name has to be palette.py" in notes["capital"]
-    assert "arithmetic.py.txt is perhaps meant: its name has to be arithmetic.py" in notes["capital"]
+    assert "Palette (1).py may be the file: rename it to palette.py" in notes["capital"]
+    assert "arithmetic.py.txt may be the file: rename it to arithmetic.py" in notes["capital"]
     assert "homework.ipynb is a notebook" in notes["notebook"]
     assert "palette.py is not UTF-8: byte 0xE9 in line 2; save it as UTF-8" in notes["latin"]
     assert "arithmetic.py is UTF-16: save it as UTF-8" in notes["latin"]

@@ -1,4 +1,4 @@
-"""Files handed in under another name, or in another encoding: what a teacher and a student are told."""
+"""Files handed in under another name, or in another encoding: what a teacher and a student read then."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ WANTED = PurePosixPath("cache/attention.py")
 )
 def test_a_like_name_is_told_with_the_right_one(other: str) -> None:
     found = meant_for(WANTED, ["README.md", "decoding.py", "dense.py", other, "report.pdf"])
-    assert found == f"{other} is perhaps meant: its name has to be attention.py"
+    assert found == f"{other} may be the file: rename it to attention.py"
 
 
 def test_a_notebook_is_told_to_be_one() -> None:
     assert meant_for(WANTED, ["Attention.ipynb"]) == (
-        "Attention.ipynb is a notebook: its code has to be in a file named attention.py"
+        "Attention.ipynb is a notebook: its code must be in a file named attention.py"
     )
 
 
@@ -50,8 +50,8 @@ def test_another_name_is_not_taken_for_it(others: list[str]) -> None:
         ("x = 1\ny = 2\nz = 'é'\n".encode("latin-1"), "is not UTF-8: byte 0xE9 in line 3; save it as UTF-8"),
         ("x = 1\n".encode("utf-16"), "is UTF-16: save it as UTF-8"),
         ("x = 1\n".encode("utf-32"), "is UTF-32: save it as UTF-8"),
-        ("x = 1\ny\n".encode("utf-16-le"), "has a null byte in line 1, as UTF-16 and files that are no text have"),
-        (b"# coding: klingon\n", "names an encoding that does not exist"),
+        ("x = 1\ny\n".encode("utf-16-le"), "has a null byte in line 1, like UTF-16 or binary files"),
+        (b"# coding: klingon\n", "declares an unknown encoding"),
         (b"# coding: ascii\n\n\xc3\xa9\n", "is not ASCII: byte 0xC3 in line 3"),
         ("# café\n".encode(), ""),
         ("# coding: latin-1\n# café\n".encode("latin-1"), ""),

@@ -53,7 +53,7 @@ def test_the_header_says_whose_code_and_where(toys: Toys) -> None:
     assert "labs/phase-00-toys/palette.py\n" in output
     assert (
         "labs/phase-00-toys/arithmetic/arithmetic.py   "
-        "CANNOT BE IMPORTED: its tasks fail, the reference serves the others" in output
+        "CANNOT BE IMPORTED: its tasks fail; the reference stands in for other tasks" in output
     )
 
 
@@ -135,7 +135,7 @@ def test_mine_without_a_phase_is_refused(toys: Toys) -> None:
     (toys.workspace.root / "other").mkdir()
     status, output = run(toys, "--mine", folder="other")
     assert status == pytest.ExitCode.USAGE_ERROR
-    assert "none of these are the tests of a phase" in output
+    assert "none of these are tests of a phase" in output
 
 
 def test_the_plugin_brings_in_nothing_heavy() -> None:

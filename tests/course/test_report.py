@@ -142,8 +142,8 @@ def test_a_task_that_needs_another_points_to_that_one(result: PhaseResult) -> No
 
 def test_a_file_that_cannot_be_imported_is_told_once(result: PhaseResult) -> None:
     text = shown(replace(result, problems={"minicache.arithmetic.arithmetic": "because of this"}))
-    assert "its tasks fail, the reference serves the others" in text
-    assert text.count("cannot be imported") == 2  # beside the file, and in the table
+    assert "its tasks fail; the reference stands in for other tasks" in text
+    assert text.count("cannot be imported") == 2  # next to the file, and in the table
     assert text.count("because of this") == 1
     assert text.count("hint      minicache hint 0.2") == 1
     assert "got 1 < 2" not in text

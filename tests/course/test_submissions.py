@@ -98,18 +98,18 @@ def test_what_is_another_file_is_not_taken(tmp_path: Path, place: str) -> None:
 def test_a_clone_without_its_lab_file_is_told(tmp_path: Path) -> None:
     write(tmp_path / "ada", "src/minicache/kernels/plain.py")
     (note,) = only(tmp_path).notes
-    assert note == "src/minicache/kernels/plain.py is the engine's own file, and not taken for the lab's"
+    assert note == "src/minicache/kernels/plain.py is the engine's file, and not used as the lab's"
 
 
 @pytest.mark.parametrize(
     ("best", "other", "reason"),
     [
-        (f"{LAB}/kernels/plain.py", "plain.py", "it lies where the course has it"),
-        ("kernels/plain.py", "old/plain.py", "it lies where the course has it"),
-        ("plain-2.py", "plain.py", "it was handed in again, later"),
-        ("plain.py", "old/plain.py", "it lies in fewer folders"),
-        ("plain.py", "handed in.zip/plain.py", "it lies in fewer folders"),
-        ("a/plain.py", "b/plain.py", "its name comes first"),
+        (f"{LAB}/kernels/plain.py", "plain.py", "its path matches the course"),
+        ("kernels/plain.py", "old/plain.py", "its path matches the course"),
+        ("plain-2.py", "plain.py", "it was submitted later"),
+        ("plain.py", "old/plain.py", "it is in fewer folders"),
+        ("plain.py", "handed in.zip/plain.py", "it is in fewer folders"),
+        ("a/plain.py", "b/plain.py", "its name sorts first"),
     ],
 )
 def test_of_two_files_the_note_says_which_was_taken_and_why(tmp_path: Path, best: str, other: str, reason: str) -> None:
@@ -120,7 +120,7 @@ def test_of_two_files_the_note_says_which_was_taken_and_why(tmp_path: Path, best
         write(tmp_path / "ada", other)
     submission = only(tmp_path)
     assert [str(file.path) for file in submission.files.values()] == [best]
-    assert submission.notes == (f"{best} was taken, not {other}: {reason}",)
+    assert submission.notes == (f"{best} was used, not {other}: {reason}",)
 
 
 def test_two_files_with_the_same_content_are_no_choice(tmp_path: Path) -> None:
@@ -256,11 +256,11 @@ def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
     cut = tmp_path / "ada" / "cut.zip"
     cut.write_bytes(cut.read_bytes()[:-40])
     notes = " ".join(only(tmp_path).notes)
-    assert "broken.zip cannot be opened: it is no zip" in notes
+    assert "broken.zip cannot be opened: it is not a zip file" in notes
     assert "cut.zip cannot be opened" in notes
-    assert "outer.zip/inner.zip is not opened" in notes
-    assert "dense.zip cannot be opened: its compression is none" in notes
-    assert "all.rar is not opened: ask for a zip with the files in it" in notes
+    assert "outer.zip/inner.zip was not opened" in notes
+    assert "dense.zip cannot be opened: its compression method is not supported" in notes
+    assert "all.rar was not opened: ask for a zip of the files" in notes
 
 
 def test_the_fingerprint_changes_with_a_lab_file_only(tmp_path: Path) -> None:

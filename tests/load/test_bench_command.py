@@ -111,7 +111,7 @@ def test_the_prediction_beside_it(fake, calibration, tmp_path):
     with fake.run(answer) as server:
         text = run(server, *arguments)
         told = json.loads(run(server, *arguments, "--json", "--num-blocks", "50", "--out", str(tmp_path)))
-    assert "prediction is off by" in text
+    assert "prediction error" in text
     # All come at 0, and one step serves all: 2 ms to the first token, 2 ms more to the second.
     predicted = {(each["metric"], each["statistic"]): each["predicted"] for each in told["comparison"]}
     assert predicted["ttft", "p99"] == pytest.approx(0.002)
@@ -132,11 +132,11 @@ def test_what_went_wrong_is_told(fake, calibration):
 
     with fake.run(answer) as server:
         text = run(server, "--num-requests", "4", "--predict", "--calibration", calibration, "--max-in-flight", "1")
-    assert "2 (Retry-After 7 s in the median)" in text
+    assert "2 (Retry-After 7 s median)" in text
     assert "2 × HTTP 429: no [place]" in text
     assert "2 requests were not answered; the simulator serves them" in text
-    assert "2 answers are shorter than asked for" in text
-    assert "The simulator knows no --max-in-flight" in text
+    assert "2 answers are shorter than requested" in text
+    assert "The simulator ignores --max-in-flight" in text
 
 
 def test_if_nothing_was_answered_the_command_fails(fake):
@@ -152,7 +152,7 @@ def test_if_nothing_was_answered_the_command_fails(fake):
 @pytest.mark.parametrize(
     ("arguments", "saying"),
     [
-        (("--url", "localhost:8000"), "no URL of a server"),
+        (("--url", "localhost:8000"), "is not a server URL"),
         (("--workload", "alpaca", "--num-output-tokens", "3"), "a workload has its own lengths"),
         (("--predict", "--calibration", "nowhere.json"), "nowhere.json"),
     ],
@@ -165,8 +165,8 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(arguments, saying):
     ("arguments", "saying"),
     [
         (("--rate", "0"), "rate"),
-        (("--num-prompt-tokens", "8", "--num-shared-tokens", "8"), "leave nothing of its own"),
-        (("--workload", "alpaca", "--num-shared-tokens", "511"), "leave no room in a context of 512"),
+        (("--num-prompt-tokens", "8", "--num-shared-tokens", "8"), "do not fit into a prompt"),
+        (("--workload", "alpaca", "--num-shared-tokens", "511"), "do not fit into a context of 512"),
         (("--timeout", "0"), "timeout"),
     ],
 )
@@ -179,7 +179,7 @@ def test_what_the_server_cannot_be_asked_is_refused(fake, arguments, saying):
 def test_a_server_that_does_not_say_its_context(fake):
     with fake.run() as server:
         server.models = b'{"data": [{"id": "gpt"}]}'
-        assert "give --max-model-len" in refusal("--url", server.url, "--workload", "alpaca")
+        assert "set --max-model-len" in refusal("--url", server.url, "--workload", "alpaca")
         text = run(server, "--workload", "alpaca", "--max-model-len", "3000", "--num-requests", "2", "--rate", "inf")
     assert "multiplied" not in text
 

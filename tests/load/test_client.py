@@ -158,14 +158,14 @@ def broken(fake):
     return [
         (head + chunk(event()) + chunk(event())[:-9], "closed in the middle", 1),
         (head + chunk(event()), "closed in the middle", 1),
-        (b"", "closed before an answer came", 0),
-        (b"220 mail.example.org ESMTP\r\n\r\n", "no HTTP/1.1 answer", 0),
-        (head + chunk(event() + b"data: {oops\n\n" + event() + done) + b"0\r\n\r\n", "no JSON: '{oops'", 1),
-        (head + chunk(b"data: [1]\n\n" + done) + b"0\r\n\r\n", "no completion", 0),
+        (b"", "closed before a response", 0),
+        (b"220 mail.example.org ESMTP\r\n\r\n", "not an HTTP/1.1 response", 0),
+        (head + chunk(event() + b"data: {oops\n\n" + event() + done) + b"0\r\n\r\n", "not valid JSON: '{oops'", 1),
+        (head + chunk(b"data: [1]\n\n" + done) + b"0\r\n\r\n", "not a completion", 0),
         (head + chunk(event() + b'data: {"error": {"message": "a bug"}}\n\n'), "an error in the stream: a bug", 1),
         (head + chunk(event()) + b"0\r\n\r\n", r"without \[DONE\]", 1),
         (head + chunk(done) + b"0\r\n\r\n", "without a token", 0),
-        (plain("200 OK", b"{}", "Content-Type: application/json"), "no stream of events, but application/json", 0),
+        (plain("200 OK", b"{}", "Content-Type: application/json"), "expected an event stream, got application/json", 0),
         (plain("400 Bad Request", b'{"error": {"message": "no"}}'), "HTTP 400: no$", 0),
         (plain("400 Bad Request", b'{"error": "no"}'), "HTTP 400: no$", 0),
         (plain("422 Unprocessable", b'{"detail": 1}'), 'HTTP 422: {"detail": 1}', 0),
@@ -236,7 +236,7 @@ def test_nobody_there():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))  # bound, and does not listen
         endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-        with pytest.raises(LoadClientError, match="no server answers at 127"):
+        with pytest.raises(LoadClientError, match="no server at 127"):
             asyncio.run(reach(endpoint))
         run = LoadRun(endpoint, make_requests(together(2), model="fake"))
         asyncio.run(run.run())
@@ -252,8 +252,8 @@ def test_the_server_is_asked_for_its_model(fake):
         server.models = b'{"data": [{"id": "gpt"}]}'
         assert asyncio.run(fetch_model(endpoint)) == ("gpt", None)
         for models, saying in (
-            (b'{"data": []}', "names no model"),
-            (b"[]", "names no model"),
+            (b'{"data": []}', "lists no model"),
+            (b"[]", "lists no model"),
             (b"<html>", "/v1/models"),
         ):
             server.models = models
@@ -267,7 +267,7 @@ def test_urls():
     assert Endpoint.parse("https://a") == Endpoint("a", 443, "/v1", is_tls=True)
     assert b"Host: [::1]:8000\r\n" in Endpoint.parse("http://[::1]:8000").request("GET", "/models")
     for url in ("127.0.0.1:8000", "ftp://a", "http://", "http://a:b"):
-        with pytest.raises(ValueError, match=r"no URL|[Pp]ort"):
+        with pytest.raises(ValueError, match=r"not a server URL|[Pp]ort"):
             Endpoint.parse(url)
     with pytest.raises(ValueError, match="API key"):
         Endpoint.parse("http://a", api_key="a\r\nb: c")

@@ -90,7 +90,7 @@ def test_numbers_out_of_bounds():
         with pytest.raises(ValueError, match="must be"):
             fixed_arrivals(*arguments)
     arrivals = fixed_arrivals(2, 1.0, 8, 1)
-    with pytest.raises(ValueError, match="leave nothing of its own to a prompt of 8"):
+    with pytest.raises(ValueError, match="do not fit into a prompt of 8"):
         make_requests(arrivals, model="m", num_shared=8)
     with pytest.raises(ValueError, match="vocab_size"):
         make_requests(arrivals, model="m", vocab_size=1)

@@ -76,11 +76,11 @@ def test_what_one_must_know_is_said():
     uncounted = answered(1.0, 1.5)
     uncounted.num_output_tokens = None
     [said] = report(uncounted, on_time).notes
-    assert said.startswith("In 1 answers the server counted no tokens")
+    assert said.startswith("In 1 answers the server reported no token count")
     other = answered(1.0, 1.5)
     other.num_prompt_tokens = 5
     [said] = report(other).notes
-    assert said.startswith("1 prompts have another number")
+    assert said.startswith("1 prompts have a different token count")
 
 
 def test_json_has_everything_but_the_gaps():

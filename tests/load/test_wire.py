@@ -77,12 +77,12 @@ def test_what_h11_writes_is_read(pieces, cuts):
 @pytest.mark.parametrize(
     ("answer", "saying"),
     [
-        (b"SSH-2.0-OpenSSH\r\n\r\n", "no HTTP/1.1 answer"),
-        (b"HTTP/1.1 ok\r\n\r\n", "no HTTP/1.1 answer"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "not an HTTP/1.1 response"),
+        (b"HTTP/1.1 ok\r\n\r\n", "not an HTTP/1.1 response"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "content-length"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "no size of a chunk"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nhello\r\n", "no size of a chunk"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabc\r\n", "longer than it said"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "invalid chunk size"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nhello\r\n", "invalid chunk size"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabc\r\n", "longer than its size"),
         (b"a" * (MAX_HEAD_NBYTES + 1), "no end of the headers"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * (MAX_HEAD_NBYTES + 1), "no end of a chunk"),
     ],
@@ -94,7 +94,7 @@ def test_what_is_no_answer_is_refused(answer, saying):
 
 @pytest.mark.parametrize(
     ("answer", "saying"),
-    [(b"", "before an answer came"), (PLAIN[:10], "before an"), (PLAIN[:-1], "middle"), (CHUNKED[:-1], "middle")],
+    [(b"", "before a response"), (PLAIN[:10], "before a response"), (PLAIN[:-1], "middle"), (CHUNKED[:-1], "middle")],
 )
 def test_an_answer_that_is_cut_off_is_none(answer, saying):
     with pytest.raises(WireError, match=saying):

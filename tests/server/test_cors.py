@@ -74,7 +74,7 @@ def test_another_origin_is_told_nothing(serve: Any) -> None:
     "origin", ["lab.example", LAB + "/", LAB + "/page", "https://*.example", "", "https://Lab.example"]
 )
 def test_what_is_no_origin(serve: Any, origin: str) -> None:
-    with pytest.raises(ValueError, match="an origin is such as"):
+    with pytest.raises(ValueError, match="expected an origin such as"):
         serve(allow_origins=[origin])
 
 

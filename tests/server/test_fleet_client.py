@@ -153,7 +153,7 @@ def test_a_request_that_kills_every_replica_is_given_up() -> None:
 
     assert asyncio.run(ask()) == (
         greedy(PROMPT, 6),
-        "3 replicas have died over this request",
+        "3 replicas died while serving this request",
         ["replica-0", "replica-1", "replica-2"],
     )
 

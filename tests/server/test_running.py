@@ -120,7 +120,7 @@ def test_out_of_patience_it_ends_streams_with_an_error(
     assert done.startswith(b"[DONE]\n\n")
     server.stop()
     assert server.server.num_given_up == 2
-    assert told(caplog) == ["draining: 2 answers, up to 0.05 s", "gave up on 2 answers after 0.05 s"]
+    assert told(caplog) == ["draining: 2 answers, up to 0.05 s", "abandoned 2 answers after 0.05 s"]
 
 
 def test_told_twice_it_does_not_wait(serve: Any, model: Any, gate: threading.Event) -> None:
@@ -257,8 +257,8 @@ def test_over_https_it_answers_those_who_trust_it_and_whom_it_trusts(
         ({"certfile": "none"}, "must have a certificate and its private key, in PEM; or give --ssl-keyfile"),
         ({"certfile": "certificate"}, "or give --ssl-keyfile"),
         ({"certfile": "certificate", "keyfile": "none"}, "none its private key"),
-        ({"certfile": "certificate", "keyfile": "other"}, "other is not that of the certificate"),
-        ({"certfile": "certificate", "keyfile": "encrypted"}, "give its password: --ssl-keyfile-password"),
+        ({"certfile": "certificate", "keyfile": "other"}, "other does not match the certificate"),
+        ({"certfile": "certificate", "keyfile": "encrypted"}, "set --ssl-keyfile-password"),
         ({"certfile": "certificate", "keyfile": "encrypted", "password": "wrong"}, "its password is wrong"),
         ({"certfile": "both", "ca_certs": "none"}, "none must have certificates"),
         ({"certfile": "both", "ca_certs": "nowhere"}, "nowhere cannot be read"),

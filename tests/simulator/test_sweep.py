@@ -182,8 +182,8 @@ def test_a_sweep_goes_on_where_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--rates", "1,x"], "--rates is a list such as 1,2,4"),
-        (["--sizes", ","], "--sizes is a list such as 1,2,4"),
+        (["--rates", "1,x"], "--rates must be a list such as 1,2,4"),
+        (["--sizes", ","], "--sizes must be a list such as 1,2,4"),
         (["--sizes", "0"], "num_replicas"),
         (["--schedulers", "fastest"], "no scheduler 'fastest'"),
         (["--policies", "fastest"], "fastest"),

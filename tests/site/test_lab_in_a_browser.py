@@ -184,7 +184,7 @@ def test_work_is_kept_exported_imported_and_put_back(lab: Lab) -> None:
     lab.browser.wait_for("document.querySelector('.mc-status').textContent.startsWith('other.py is none of')")
     assert lab.stored(RESERVATION) == "mine = 1\n"
     lab.browser.evaluate(chosen % (json.dumps("theirs = 3\n"), json.dumps("reservation.py")))
-    lab.browser.wait_for("document.querySelector('.mc-status').textContent.endsWith('is what you imported.')")
+    lab.browser.wait_for("document.querySelector('.mc-status').textContent.endsWith('has been imported.')")
     assert lab.stored(RESERVATION) == "theirs = 3\n"
     lab.browser.evaluate("globalThis.confirm = () => true")
     lab.click("Reset")

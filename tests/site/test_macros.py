@@ -49,6 +49,25 @@ class Box:
 '''
 
 
+COURSE_OF_ONE = """
+[[phase]]
+number = 0
+slug = "boxes"
+title = "Boxes"
+builds = "a box"
+theory = "boxes"
+
+[[phase.task]]
+number = 1
+title = "A size"
+module = "minicache.box"
+targets = ["Box.size"]
+points = 100
+page = "docs/en/phase-00-boxes/index.md"
+hints = ["Look.", "Look again."]
+"""
+
+
 @pytest.fixture
 def module(macros: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "boxes.py").write_text(MODULE, encoding="utf-8")
@@ -79,39 +98,39 @@ def test_source_refuses_what_is_not_there(macros: ModuleType, module: str, symbo
 
 def test_result_follows_dots_and_formats(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"cached": {"ms": [1.25, 2.5]}}), encoding="utf-8")
-    assert macros.result("speed", "cached.ms.1", ".2f") == "2.50"
+    assert macros.number("speed", "cached.ms.1", ".2f") == "2.50"
 
 
 def test_result_says_that_null_was_not_measured(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"peer": None}), encoding="utf-8")
-    assert macros.result("speed", "peer", ",.0f") == "not measured"
-    assert macros.result("speed", "peer.ms.0", ",.0f") == "not measured"
+    assert macros.number("speed", "peer", ",.0f") == "not measured"
+    assert macros.number("speed", "peer.ms.0", ",.0f") == "not measured"
 
 
 @pytest.mark.parametrize(("name", "key"), [("speed", "cached.seconds"), ("speed", "cached.ms.7"), ("other", "cached")])
 def test_result_refuses_what_was_not_measured(macros: ModuleType, results: Path, name: str, key: str) -> None:
     (results / "speed.json").write_text(json.dumps({"cached": {"ms": [1.25]}}), encoding="utf-8")
     with pytest.raises(macros.PageError):
-        macros.result(name, key)
+        macros.number(name, key)
 
 
 def test_result_table_has_a_row_for_each_entry(macros: ModuleType, results: Path) -> None:
     rungs = [{"name": "naive", "bytes": 2048, "time": "not measured"}, {"name": "tuned", "bytes": 512, "time": "3 µs"}]
     (results / "speed.json").write_text(json.dumps({"rungs": rungs, "others": []}), encoding="utf-8")
-    assert macros.result_table("speed", "rungs", name="rung", bytes="bytes", time="measured") == (
+    assert macros.number_table("speed", "rungs", {"name": "rung", "bytes": "bytes", "time": "measured"}) == (
         "| rung | bytes | measured |\n| --- | --: | --- |\n| naive | 2,048 | not measured |\n| tuned | 512 | 3 µs |"
     )
-    assert macros.result_table("speed", "others", name="kernel") == "*Not measured.*"
+    assert macros.number_table("speed", "others", {"name": "kernel"}) == "*Not measured.*"
     with pytest.raises(macros.PageError, match="share"):
-        macros.result_table("speed", "rungs", share="share")
+        macros.number_table("speed", "rungs", {"share": "share"})
 
 
 def test_each_gpu_has_a_table(macros: ModuleType, results: Path) -> None:
-    assert macros.gpus() == "*Not measured.*"
+    assert macros.gpu_tables() == "*Not measured.*"
     about = {"gpu": "Tesla T4", "capability": "7.5", "dtype": "float16", "machine": "a notebook", "date": "2027-01-01"}
     rows = [{"what": "copy bandwidth", "found": "240 GB/s"}]
     (results / "gpu-tesla-t4.json").write_text(json.dumps(about | {"summary": rows}), encoding="utf-8")
-    assert macros.gpus() == (
+    assert macros.gpu_tables() == (
         "**Tesla T4** (compute capability 7.5, float16, a notebook, 2027-01-01):\n\n"
         "| what | Tesla T4 |\n| --- | --- |\n| copy bandwidth | 240 GB/s |"
     )
@@ -119,10 +138,10 @@ def test_each_gpu_has_a_table(macros: ModuleType, results: Path) -> None:
 
 def test_machine_needs_machine_and_command(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"machine": "a laptop", "command": "python x.py"}), encoding="utf-8")
-    assert macros.machine("speed") == "Measured on a laptop, with `python x.py`."
+    assert macros.measured_on("speed") == "Measured on a laptop, with `python x.py`."
     (results / "speed.json").write_text(json.dumps({"machine": "a laptop"}), encoding="utf-8")
     with pytest.raises(macros.PageError):
-        macros.machine("speed")
+        macros.measured_on("speed")
 
 
 def test_figure_needs_both_pictures_and_alt_text(
@@ -149,11 +168,46 @@ def test_tables_follow_the_course(macros: ModuleType) -> None:
     assert f"**{phase.points}**" in table
 
 
-def test_a_link_to_the_other_language_needs_the_page(macros: ModuleType) -> None:
-    assert 'href="../es/setup/"' in macros.other_language("es", "setup.md", "instalación", here="setup/")
-    assert 'href="../../course-map/"' in macros.other_language("en", "course-map.md", "map", here="es/setup/")
+def test_hours_follow_the_pages_and_the_reference(
+    macros: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "labs" / "course.toml").write_text(COURSE_OF_ONE, encoding="utf-8")
+    code = tmp_path / "src" / "minicache" / "box.py"
+    code.parent.mkdir(parents=True)
+    code.write_text(MODULE, encoding="utf-8")
+    page = tmp_path / "docs" / "en" / "phase-00-boxes" / "index.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("word " * 3 * 60 * 180 + "\n```python\n" + "code " * 5_000 + "\n```\n", encoding="utf-8")
+    monkeypatch.setattr(macros, "ROOT", tmp_path)
+    monkeypatch.setattr(macros, "COURSE", tmp_path / "labs" / "course.toml")
+    phase = load_course(macros.COURSE).phase(0)
+    assert macros.reading_hours(phase) == 3
+    assert macros.writing_hours(phase.tasks[0]) == pytest.approx(16 / 60)  # one task, one line
+    assert "| 3.0 | 0.5 | 3.5 |" in macros.hours_table(".")
+    assert macros.num_hours() == macros.num_hours(0) == "3.5"
+    assert macros.num_hours("0.1", "0.1", "0.1", "0.1") == "1"
+
+
+def test_a_link_to_the_spanish_site_needs_the_page(macros: ModuleType) -> None:
+    assert 'href="../es/setup/"' in macros.spanish_link("setup.md", "instalación", here="setup/")
     with pytest.raises(macros.PageError):
-        macros.other_language("es", "nothing.md", "nada", here="setup/")
+        macros.spanish_link("nothing.md", "nada", here="setup/")
+
+
+def test_tables_are_printed_in_spanish_too(macros: ModuleType) -> None:
+    say = macros.SAY["es"]
+    assert macros.phase_table("..", say=say).startswith("| fase |  | construyes | aprendes |")
+    assert "**en total**" in macros.hours_table("..", say=say)
+    assert "| todas |" in macros.pure_task_table("..", say=say)
+    assert "token del prompt" in macros.role_rows(say=say)
+    with pytest.raises(macros.PageError, match=r"site\.po has no Spanish for 'a new title'"):
+        say("a new title")
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_all_titles_have_spanish(macros: ModuleType, number: int) -> None:
+    assert macros.task_table(number, "..", say=macros.SAY["es"]).startswith("| tarea | lo que escribes | tu fichero |")
 
 
 def test_a_link_to_the_playground_names_what_there_is(macros: ModuleType) -> None:

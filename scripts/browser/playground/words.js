@@ -58,5 +58,5 @@ function some(names, comma = ", ") {
 /** The legend: role → what it means here. */
 export const LEGEND = [
   ["prompt", "prefill"], ["generated", "decode"], ["end", "last token"], ["wasted", "idle slot, reserved block"],
-  ["shared", "shared block"], ["free", "waits, free block"],
+  ["shared", "shared block"], ["free", "waiting, free block"],
 ];

@@ -29,17 +29,17 @@ def _about_cache(info: EngineInfo) -> list[str]:
     if capacity < longest:
         enough = blocks_for(longest, cache.block_size)
         told.append(
-            f"the cache has room for {capacity} tokens ({_blocks(cache.num_blocks)} of {cache.block_size}), and one "
+            f"the cache holds {capacity} tokens ({_blocks(cache.num_blocks)} of {cache.block_size}), and one "
             f"request may have {longest}: set --num-blocks {enough} or more, or --max-model-len {max(capacity, 2)}"
         )
     elif cache.num_blocks < info.max_num_seqs:
         told.append(
-            f"{info.max_num_seqs} requests cannot run together in {_blocks(cache.num_blocks)}, since each needs one or "
-            f"more: set --num-blocks higher, or --max-num-seqs {cache.num_blocks} or less"
+            f"{info.max_num_seqs} requests cannot run together in {_blocks(cache.num_blocks)}, since each needs at "
+            f"least one: set --num-blocks higher, or --max-num-seqs {cache.num_blocks} or less"
         )
     if cache.block_size > longest:
         told.append(
-            f"a block of {cache.block_size} tokens is never full, since a request has {longest} at most: set "
+            f"a block of {cache.block_size} tokens is never full, since a request has at most {longest}: set "
             "--block-size 16"
         )
     return told
@@ -49,18 +49,18 @@ def _about_steps(info: EngineInfo, options: EngineOptions) -> list[str]:
     told, budget, longest = [], options.max_num_batched_tokens, info.max_model_len
     if budget < info.max_num_seqs:
         told.append(
-            f"a step computes {budget} tokens at most, and {info.max_num_seqs} requests may want one each: set "
+            f"a step computes at most {budget} tokens, and {info.max_num_seqs} running requests need one each: set "
             f"--max-num-batched-tokens {info.max_num_seqs} or more, or --max-num-seqs {budget} or less"
         )
     if options.scheduler != "chunked" and budget < longest - 1:
         told.append(
-            f"the stage {options.scheduler} computes a prompt in one step, so it refuses those of more than {budget} "
-            f"tokens: set --max-num-batched-tokens {longest}, or --scheduler chunked"
+            f"the scheduler {options.scheduler} computes a prompt in one step, so it refuses prompts of more than "
+            f"{budget} tokens: set --max-num-batched-tokens {longest}, or --scheduler chunked"
         )
     if options.num_host_blocks and options.preemption != "swap":
-        told.append("nothing is swapped to --num-host-blocks: set --preemption swap too")
+        told.append("--num-host-blocks has no effect without swapping: set --preemption swap too")
     if options.preemption == "swap" and options.scheduler in ("static", "continuous"):
-        told.append(f"the stage {options.scheduler} never preempts: --preemption swap needs --scheduler chunked")
+        told.append(f"the scheduler {options.scheduler} never preempts: --preemption swap needs --scheduler chunked")
     return told
 
 
@@ -69,13 +69,13 @@ def _about_machine(options: EngineOptions, replicas: int, drain_seconds: float) 
     num_cores, num_processes = os.cpu_count() or 1, replicas * options.tensor_parallel_size
     if not is_on_gpu and num_processes * (options.num_threads or 1) > num_cores:
         told.append(
-            f"{_processes(num_processes)} of {_threads(options.num_threads)} share {num_cores} cores, and slow each "
-            "other down: set --replicas, --tensor-parallel or --num-threads lower"
+            f"{_processes(num_processes)} of {_threads(options.num_threads)} compete for {num_cores} cores: "
+            "lower --replicas, --tensor-parallel or --num-threads"
         )
     if not is_on_gpu and options.enforce_eager:
-        told.append("--enforce-eager changes nothing on a CPU, which has no CUDA graphs: leave it out")
+        told.append("--enforce-eager has no effect on a CPU, which has no CUDA graphs: leave it out")
     if drain_seconds == 0:
-        told.append("--drain-seconds 0: SIGTERM cuts the answers under way: set as many seconds as an answer takes")
+        told.append("--drain-seconds 0 cuts off answers in progress at SIGTERM: set it to the duration of an answer")
     return told
 
 

@@ -27,11 +27,11 @@ def starters(
     workspace = find_workspace()
     if check:
         if found := drifted(workspace):
-            raise CourseError("\n".join(["the starters are not current:", *found]))
-        console.print("The starters are current.")
+            raise CourseError("\n".join(["the starters are out of date:", *found]))
+        console.print("The starters are up to date.")
         return
     for file, copy in write_all(workspace).items():
-        kept = f"; what was there is kept as {show(copy)}" if copy else ""
+        kept = f"; the old file is kept as {show(copy)}" if copy else ""
         console.print(f"{show(file)} written{kept}", soft_wrap=True, highlight=False)
 
 

@@ -52,8 +52,8 @@ def bench() -> None:
 
 @app.command()
 def serve(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Its model; default: the first of /v1/models.")] = None,
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name; default: the first in /v1/models.")] = None,
     num_requests: Annotated[int, typer.Option(min=1, help="Requests.")] = 100,
     rate: Annotated[
         float | None,
@@ -69,66 +69,70 @@ def serve(
         ),
     ] = None,
     num_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Of every prompt; default: {NUM_PROMPT_TOKENS}. Not with a workload.")
+        int | None, typer.Option(min=1, help=f"Tokens per prompt; default: {NUM_PROMPT_TOKENS}. Not with a workload.")
     ] = None,
     num_output_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Of every answer; default: {NUM_OUTPUT_TOKENS}. Not with a workload.")
+        int | None, typer.Option(min=1, help=f"Tokens per answer; default: {NUM_OUTPUT_TOKENS}. Not with a workload.")
     ] = None,
     num_shared_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens that all prompts begin with, for a server with a prefix cache.")
+        int, typer.Option(min=0, help="Length of a prefix that all prompts share, for a server with a prefix cache.")
     ] = 0,
     vocab_size: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Prompts are random token ids below this; default: random words that MiniGPT knows, as text."
+            min=2, help="Send random token ids below this; default: random words of MiniGPT's vocabulary, as text."
         ),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="The model's context; default: what /v1/models says.")
+        int | None, typer.Option(min=2, help="Maximum tokens of a request; default: from /v1/models.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Timeout of a request in seconds.")] = 600.0,
     max_in_flight: Annotated[
-        int | None, typer.Option(min=1, help="The most requests at once; default: no limit, an open loop.")
+        int | None, typer.Option(min=1, help="Maximum concurrent requests; default: no limit (open loop).")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for report.json and the plots.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json and the plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
     with_prediction: Annotated[
         bool,
-        typer.Option("--predict", help="Simulate the same load and show both, for `minicache serve` with MiniGPT."),
+        typer.Option(
+            "--predict", help="Compare with a simulation of the same load, for `minicache serve` with MiniGPT."
+        ),
     ] = False,
     calibration: Annotated[
-        Path, typer.Option(help="A file of `minicache calibrate`.", rich_help_panel=PREDICTION)
+        Path, typer.Option(help="File written by `minicache calibrate`.", rich_help_panel=PREDICTION)
     ] = Path("out/calibration.json"),
     scheduler: Annotated[
         SchedulerName,
         typer.Option(
             metavar="STAGE",
-            help="The server's, as all options here: static, continuous, paged, fair or chunked.",
+            help="The server's scheduler: static, continuous, paged, fair or chunked.",
             rich_help_panel=PREDICTION,
         ),
     ] = "chunked",
     num_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the cache; default: the engine's.", rich_help_panel=PREDICTION)
+        int | None, typer.Option(help="Number of cache blocks; default: the engine's.", rich_help_panel=PREDICTION)
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.", rich_help_panel=PREDICTION)] = 16,
-    max_num_seqs: Annotated[int, typer.Option(help="The most requests in a batch.", rich_help_panel=PREDICTION)] = 256,
+    block_size: Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=PREDICTION)] = 16,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Batch slots: maximum running requests.", rich_help_panel=PREDICTION)
+    ] = 256,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="The most tokens of a step.", rich_help_panel=PREDICTION)
+        int, typer.Option(help="Token budget of a step.", rich_help_panel=PREDICTION)
     ] = 8192,
     no_prefix_caching: Annotated[
         bool,
-        typer.Option(
-            "--no-prefix-caching", help="It does not find beginnings of prompts again.", rich_help_panel=PREDICTION
-        ),
+        typer.Option("--no-prefix-caching", help="The server has no prefix cache.", rich_help_panel=PREDICTION),
     ] = False,
 ) -> None:
-    """Send requests that come whether or not the server keeps up, and report latencies and throughput.
+    """Send requests in an open loop, and report latencies and throughput.
 
-    Every request streams its answer over POST /v1/completions, on a
-    connection of its own, with temperature 0 and ignore_eos. Latencies
-    begin when it is sent; how late that was is reported too. Ctrl-C ends
-    the run and reports what was answered.
+    Each request streams its answer from POST /v1/completions, on a separate
+    connection, with temperature 0 and ignore_eos. Latencies are measured
+    from when it was sent; the delay of sending is reported too. Ctrl-C ends
+    the run and reports the answers so far.
     """
     from minicache.load import Endpoint, LoadReport, LoadRun, fetch_model, make_requests, predict, reach
     from minicache.simulator.costs import HostCost
@@ -170,7 +174,7 @@ def serve(
     report.notes.extend(load.notes)
     predicted = None
     if was_stopped:
-        report.notes.append("The run was stopped: what would have taken longest is missing from all numbers.")
+        report.notes.append("The run was stopped: all numbers lack the requests that would have taken longest.")
     elif cost is not None:
         predicted = predict(requests, chosen, cost)
         report.notes.extend(_differences(report, predicted, max_in_flight))
@@ -229,9 +233,9 @@ def _published(
     from minicache.simulator import workload
 
     if max_model_len is None:
-        raise ValueError("the server does not say how long its model's context is: give --max-model-len")
+        raise ValueError("the server does not report its model's context length: set --max-model-len")
     if num_shared + 2 > max_model_len:
-        raise ValueError(f"{num_shared} shared tokens leave no room in a context of {max_model_len}")
+        raise ValueError(f"{num_shared} shared tokens do not fit into a context of {max_model_len}")
     published: workload.Workload = getattr(workload, name.upper().replace("-", "_"))
     room = max_model_len - num_shared
     fitting = fit_workload(published, room)
@@ -239,7 +243,7 @@ def _published(
     notes = []
     if fitting is not published:
         notes.append(
-            f"{published.name} is made for {published.max_model_len:,} tokens: all lengths are multiplied by "
+            f"{published.name} is for {published.max_model_len:,} tokens: all lengths are multiplied by "
             f"{room / published.max_model_len:.3g}, to fit {room:,}."
         )
     arrivals = workload_arrivals(replace(fitting, max_model_len=limit), count, rate, seed, num_shared)
@@ -254,7 +258,7 @@ def _pace(rate: float) -> str:
 
 
 def _scheduler(name: SchedulerName, *, num_blocks: int | None, max_model_len: int | None, **options: Any) -> Scheduler:
-    """The server's scheduler, with as many blocks as `minicache serve` gives MiniGPT if nobody says."""
+    """The server's scheduler, with as many blocks as `minicache serve` gives MiniGPT by default."""
     from minicache.scheduler import create_scheduler
 
     if num_blocks is None:
@@ -269,7 +273,7 @@ def _scheduler(name: SchedulerName, *, num_blocks: int | None, max_model_len: in
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """What the options lead to that cannot be is told as an error of usage, in one line."""
+    """Report errors caused by the options as usage errors, in one line."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -287,7 +291,7 @@ def _run(run: LoadRun, num_requests: int, console: Console) -> bool:
     """
     _allow_connections(num_requests)
     columns = (TextColumn("Answered"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
-    # Drawn by the loop that reads the tokens: a thread of its own would hold it up at times that nobody chose.
+    # Drawn by the loop that reads the tokens: a separate thread would delay it at arbitrary times.
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, auto_refresh=False) as bar:
         try:
             asyncio.run(_run_and_draw(run, bar, bar.add_task("", total=num_requests, now="")))
@@ -329,11 +333,11 @@ def _differences(report: LoadReport, predicted: ServingReport, max_in_flight: in
     """In what the simulated load was not the one that the server got."""
     notes = []
     if others := report.num_sent - report.num_ok:
-        notes.append(f"{others:,} requests were not answered; the simulator serves them, so its load is heavier.")
+        notes.append(f"{others:,} requests were not answered; the simulator serves them, so its load is higher.")
     if predicted.num_refused or predicted.num_outgrown:
         notes.append(f"The simulator refused {predicted.num_refused + predicted.num_outgrown:,}: {predicted.refusal}")
     if max_in_flight is not None:
-        notes.append("The simulator knows no --max-in-flight: there, requests come when they are due.")
+        notes.append("The simulator ignores --max-in-flight: its requests arrive on schedule.")
     return notes
 
 
@@ -389,7 +393,7 @@ def _totals(report: LoadReport) -> Table:
     table = Table(box=None, show_header=False)
     refused = f"{report.num_refused:,}"
     if report.retry_after.max:
-        refused += f" (Retry-After {report.retry_after.p50:g} s in the median)"
+        refused += f" (Retry-After {report.retry_after.p50:g} s median)"
     sent = f"{report.num_sent:,} of {report.num_requests:,}" + (
         f", {report.num_unfinished:,} cut off" if report.num_unfinished else ""
     )
@@ -421,7 +425,7 @@ def _comparison(report: LoadReport, predicted: ServingReport) -> Table:
         "tokens_per_second": ("tokens/s", 1.0),
     }
     table = Table(title="The simulator's prediction", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-    for heading in ("", " ", "measured", "predicted", "prediction is off by"):
+    for heading in ("", " ", "measured", "predicted", "prediction error"):
         table.add_column(heading, justify="right" if heading.strip() else "left")
     for each in compare(report, predicted):
         name, scale = names[each.metric]

@@ -33,7 +33,7 @@ equal ones are quicker: the engine can put them into one rectangle. Every size i
 NUM_DECODES: Final = 8
 """Decode steps of each burst."""
 MAX_NUM_BATCHED_TOKENS: Final = 1024
-"""Of a step. A larger burst is admitted in several, which also measures prefill and decode in one step."""
+"""Per step. A larger burst is admitted over several steps, so steps with both prefill and decode are measured too."""
 NUM_BLOCKS: Final = 2048
 FEATURES: Final = {
     "per_sequence": "num_sequences",
@@ -56,8 +56,8 @@ class Measurement:
 
 @app.command(rich_help_panel="For teachers and authors")
 def calibrate(
-    out: Annotated[Path, typer.Option(help="Where to write what was measured.")] = Path("out/calibration.json"),
-    rounds: Annotated[int, typer.Option(min=1, help="How often each step is measured; the median counts.")] = 3,
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("out/calibration.json"),
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements per step; the median is used.")] = 3,
     mine: Mine = False,
 ) -> None:
     """Measure the engine's steps with MiniGPT on this machine, on one thread, for `minicache simulate --host`."""
@@ -72,19 +72,19 @@ def calibrate(
     cost = fit(measurements, swap_seconds(rounds))
     cost.save(out)
     shortest = min(each.seconds for each in measurements)
-    console.print(f"{len(measurements)} steps, {1e3 * shortest:.2f} ms the shortest. A step takes", soft_wrap=True)
+    console.print(f"{len(measurements)} steps, {1e3 * shortest:.2f} ms the shortest. Time of a step:", soft_wrap=True)
     for name, seconds in (
-        ("in any case", cost.fixed),
-        ("if there is more than one request", cost.together),
-        ("for each request in the batch", cost.per_sequence),
-        ("for each new token", cost.per_new_token),
-        ("for each cached token that is read", cost.per_cached_token),
-        ("for each request that is in its prompt", cost.per_prefill),
-        ("for each pair of a prompt's tokens of which one attends to the other", cost.per_prefill_pair),
+        ("fixed", cost.fixed),
+        ("with more than one request", cost.together),
+        ("per request in the batch", cost.per_sequence),
+        ("per new token", cost.per_new_token),
+        ("per cached token read", cost.per_cached_token),
+        ("per request in prefill", cost.per_prefill),
+        ("per pair of prompt tokens of which one attends to the other", cost.per_prefill_pair),
     ):
         console.print(f"  {1e6 * seconds:8,.4g} µs {name}")
     errors = [abs(cost.step_seconds(each.load) / each.seconds - 1) for each in measurements]
-    console.print(f"On these steps it is {median(errors):.1%} off in the median.")
+    console.print(f"Median error on these steps: {median(errors):.1%}.")
     console.print(f"{out} written. Use it: minicache simulate --host {out}", soft_wrap=True)
 
 

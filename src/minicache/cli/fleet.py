@@ -22,42 +22,41 @@ Policy = Literal["round_robin", "power_of_two", "prefix_affinity"]
 
 @app.command()
 def fleet(
-    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Engines, each in a process of its own.")] = 2,
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Number of engine processes (the minimum).")] = 2,
     policy: Annotated[
         Policy,
-        typer.Option(
-            metavar="POLICY", help="Which replica gets a request: round_robin, power_of_two or prefix_affinity."
-        ),
+        typer.Option(metavar="POLICY", help="Router: round_robin, power_of_two or prefix_affinity."),
     ] = "prefix_affinity",
     max_replicas: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Scale up to so many; default: the number of replicas does not change."),
+        typer.Option(metavar="N", min=1, help="Maximum number of replicas; default: no scaling."),
     ] = None,
     target_unfinished: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Unfinished requests a replica should have, for scaling.")
+        float, typer.Option(metavar="X", min=0.0, help="Target number of unfinished requests per replica, for scaling.")
     ] = 8.0,
     downscale_delay: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.0, help="How long fewer must have been enough.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.0, help="How long fewer replicas must have been enough before scaling down."
+        ),
     ] = 60.0,
     mine: Mine = False,
     model: Annotated[
         str, typer.Option(metavar="MODEL", help='"minigpt", a checkpoint, a Hugging Face folder, or "org/name".')
     ] = "minigpt",
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines in.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535)] = 8000,
     num_blocks: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Blocks of each replica's cache; default: 64 MiB.")
+        int | None, typer.Option(metavar="N", min=1, help="Cache blocks per replica; default: 64 MiB of them.")
     ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="The most requests in a batch of a replica.")
-    ] = 16,
+    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Batch slots per replica.")] = 16,
     max_waiting: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Answers that may wait for a replica; beyond, 429.")
+        int, typer.Option(metavar="N", min=0, help="Capacity of the waiting queue; above it, 429.")
     ] = 256,
     drain_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.0, help="How long a replica that ends waits for its answers.")
+        float, typer.Option(metavar="SECONDS", min=0.0, help="How long a stopping replica waits for its answers.")
     ] = 30.0,
 ) -> None:
     """Serve a model by several engines on Ray Serve (extra scale), with the router of phase 11.

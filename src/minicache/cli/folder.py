@@ -19,7 +19,7 @@ console = Console()
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="A new folder, such as my-course, or an empty one.")],
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder, such as my-course.")],
 ) -> None:
     """Make a folder with the course: labs, tests and notebooks of this version."""
     install = _course()
@@ -54,7 +54,7 @@ def update() -> None:
 @app.command()
 def docs(
     page: Annotated[
-        str | None, typer.Argument(metavar="[N|N.K]", help="A phase or a task; else the first page.")
+        str | None, typer.Argument(metavar="[N|N.K]", help="A phase or a task; default: the first page.")
     ] = None,
 ) -> None:
     """Show the pages in your browser, from this machine. Stop with Ctrl-C."""
@@ -64,7 +64,7 @@ def docs(
     where = pages.address(page)
     with pages.server(pages.site_folder()) as server:
         url = f"http://127.0.0.1:{server.server_port}/{where}"
-        console.print(f"Open [bold]{url}[/] in your browser. Ctrl-C ends it.", soft_wrap=True, highlight=False)
+        console.print(f"Open [bold]{url}[/] in your browser. Press Ctrl-C to stop.", soft_wrap=True, highlight=False)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

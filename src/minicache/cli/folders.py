@@ -16,4 +16,4 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"{folder} cannot be made a folder: {error.strerror}") from error
+        raise typer.BadParameter(f"{folder} is no folder and cannot be created: {error.strerror}") from error

@@ -11,7 +11,7 @@ from rich.markup import escape
 if TYPE_CHECKING:
     from minicache.course.finder import Lab
 
-Mine = Annotated[bool, typer.Option("--mine", help="Run on the lab files that you have finished.")]
+Mine = Annotated[bool, typer.Option("--mine", help="Use your finished lab files.")]
 """The option, the same for every command that has it."""
 
 
@@ -31,6 +31,6 @@ def use_labs(console: Console) -> None:
 
     labs = install_finished_labs(tell)
     if all(lab.missing for lab in labs):
-        console.print("None of your files is finished; `minicache status` says what is left", style="yellow")
+        console.print("None of your files is finished; `minicache status` lists what is left", style="yellow")
     elif not all(lab.begun for lab in labs):
-        console.print("reference: every file that you have not begun", style="dim")
+        console.print("reference: all files that you have not started", style="dim")

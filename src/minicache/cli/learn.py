@@ -30,8 +30,10 @@ app = typer.Typer(pretty_exceptions_show_locals=False)
 console = Console()
 
 PhaseName = Annotated[str, typer.Argument(metavar="N", help="The phase: 1, 01 or dense-cache.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Draw the random cases of the tests anew.")]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds of computing or sleeping that count as an endless loop.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed for other random test cases.")]
+Timeout = Annotated[
+    float, typer.Option(min=1, help="Seconds of computing or sleeping until a test counts as an endless loop.")
+]
 
 
 def names() -> set[str]:
@@ -108,7 +110,7 @@ def watch(
 
     workspace = find_workspace()
     watched = [workspace.course.phase(phase)] if phase else [each for each in workspace.course if each.tasks]
-    console.print(f"Watching {show(workspace.labs)}. Save a file and it is graded; Ctrl-C ends it.", soft_wrap=True)
+    console.print(f"Watching {show(workspace.labs)}. It is graded on every save; press Ctrl-C to stop.", soft_wrap=True)
     for changed in changes(workspace.labs, watch_filter=PythonFilter(), raise_interrupt=False):
         for each in phases_of(workspace, watched, {Path(path) for _, path in changed}):
             _grade(workspace, each, None, TIMEOUT, save=True)
@@ -135,13 +137,13 @@ def reset(
         raise CourseError(f"phase {found.number} has no file {file or ''}: there are {there}")
     written = restore(workspace, found, modules)
     for path, copy in written.items():
-        kept = f"; yours is kept. To get it back: {_copy_command(copy, path)}" if copy else ""
-        console.print(f"{show(path)} is the starter again{escape(kept)}", soft_wrap=True, highlight=False)
+        kept = f"; yours is kept. To restore it: {_copy_command(copy, path)}" if copy else ""
+        console.print(f"{show(path)} has been reset to the starter{escape(kept)}", soft_wrap=True, highlight=False)
     if len(written) > 1:
         one = found.restoring(modules[0])
-        console.print(f"To reset one file only, name it: {one}", soft_wrap=True, highlight=False)
+        console.print(f"To reset a single file: {one}", soft_wrap=True, highlight=False)
     if not written:
-        console.print("Nothing to do: these are the starters.")
+        console.print("Nothing to do: these files are the starters.")
 
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -217,8 +219,10 @@ def progress_bar(console: Console) -> Progress:
 
 def _load(workspace: Workspace) -> Saved:
     if workspace.version not in ("", __version__):
-        told = f"This folder is of minicache {workspace.version}, and {__version__} is installed: `minicache update`"
-        console.print(f"[yellow]{told} brings new starters and tests, and keeps what you wrote.[/]", soft_wrap=True)
+        told = (
+            f"This folder was made by minicache {workspace.version}, and {__version__} is installed: `minicache update`"
+        )
+        console.print(f"[yellow]{told} installs new starters and tests, and keeps your files.[/]", soft_wrap=True)
     saved = Saved.load(workspace)
     if saved.warning:
         console.print(f"[yellow]{escape(saved.warning)}[/]", soft_wrap=True)
@@ -239,5 +243,5 @@ def _state(saved: Saved, phase: Phase, task: Task, file: Path) -> str:
 def _find_task(workspace: Workspace, name: str) -> Task:
     phase, _, number = name.partition(".")
     if not number.isdecimal():
-        raise CourseError(f"{name!r} is no task: write phase and task, such as 1.3")
+        raise CourseError(f"{name!r} is no task: expected phase and task, such as 1.3")
     return workspace.course.phase(phase).task(int(number))

@@ -29,12 +29,14 @@ CacheKind = Literal["none", "dense", "paged"]
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help='The beginning of a text, such as "Yesterday I".')],
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 48,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest word; 1 samples.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    cache: Annotated[CacheKind, typer.Option(help="Where keys and values are kept; none recomputes all.")] = "dense",
-    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of `minicache train`.")] = None,
+    prompt: Annotated[str, typer.Argument(help='The prompt, such as "Yesterday I".')],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 48,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: greedy decoding; 1: sample from the model's distribution.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed for reproducible sampling.")] = None,
+    cache: Annotated[CacheKind, typer.Option(help="The KV cache; none recomputes everything.")] = "dense",
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint written by `minicache train`.")] = None,
     mine: Mine = False,
 ) -> None:
     """Complete PROMPT with MiniGPT, word by word."""
@@ -68,14 +70,14 @@ def generate(
 
 @app.command(rich_help_panel="For teachers and authors")
 def train(
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write the checkpoint; default: out/, under the shipped one's name.")
-    ] = None,
-    draft: Annotated[bool, typer.Option("--draft", help="The small draft model, for speculation.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Checkpoint file; default: the shipped one's name, in out/.")] = None,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="Train the small draft model for speculative decoding.")
+    ] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; default: the shipped model's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Fixes weights and corpus; default: the shipped model's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for weights and corpus; default: the shipped model's.")] = None,
 ) -> None:
-    """Train MiniGPT from scratch: the same seed makes the shipped checkpoint again."""
+    """Train MiniGPT from scratch: the same seed reproduces the shipped checkpoint."""
     from minicache.model import save_minigpt
     from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
     from minicache.model.training import SEED, STEPS, draft_config, train

@@ -28,9 +28,7 @@ def route(
     ] = None,
     workers: Annotated[
         list[str] | None,
-        typer.Option(
-            "--workers", metavar="URL", help="A server to route to; others may follow it.", show_default=False
-        ),
+        typer.Option("--workers", metavar="URL", help="URLs of the servers to route to.", show_default=False),
     ] = None,
     policy: Annotated[
         Policy,
@@ -38,41 +36,36 @@ def route(
     ] = "prefix_affinity",
     mine: Mine = False,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines in.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0: any that is free.")] = 8100,
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0: any free port.")] = 8100,
     max_unfinished: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Requests that a worker gets at a time, at most.")
+        int, typer.Option(metavar="N", min=1, help="Maximum unfinished requests per worker.")
     ] = 512,
-    block_size: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens of a block of the workers' prefix caches.")
-    ] = 16,
+    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Block size of the workers' prefix caches.")] = 16,
     capacity_blocks: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Blocks that are remembered of each worker.")
+        int, typer.Option(metavar="N", min=1, help="Blocks per worker that affinity remembers.")
     ] = 4096,
     max_imbalance: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Requests more than the least busy a worker may have for its cache.")
+        int, typer.Option(metavar="N", min=0, help="How many more requests than the least loaded a worker may have.")
     ] = 8,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of what is drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of random choices.")] = 0,
     drain_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.0, help="How long SIGTERM waits for answers.")
+        float, typer.Option(metavar="SECONDS", min=0.0, help="How long SIGTERM waits for answers in progress.")
     ] = 30.0,
     log_level: Annotated[
         LogLevel,
-        typer.Option(
-            metavar="LEVEL", help="The lowest that is written: critical, error, warning, info, debug or trace."
-        ),
+        typer.Option(metavar="LEVEL", help="Lowest level: critical, error, warning, info, debug or trace."),
     ] = "info",
     log_format: Annotated[
-        Literal["text", "json"], typer.Option(metavar="FORMAT", help="text, or json: one object a line.")
+        Literal["text", "json"], typer.Option(metavar="FORMAT", help="text, or json: one object per line.")
     ] = "text",
 ) -> None:
     """Route requests to several servers: OpenAI's API in front, the same API behind.
 
     Workers are servers such as `minicache serve` or vLLM, all with the same
-    model. A stream whose worker dies goes on at another, if the workers tell
-    token ids. With --mine the decisions are yours: the router, the
-    membership, the failover.
+    model. A stream whose worker dies continues on another, if the workers
+    send token ids. --mine uses your router, membership and failover.
     """
     has_json = log_format == "json"
     console = Console(highlight=False, quiet=has_json)
@@ -92,7 +85,7 @@ def route(
         if not urls:
             raise ValueError("--workers: name at least one server")
         if len(set(urls)) < len(urls):
-            raise ValueError("--workers: each URL once")
+            raise ValueError("--workers: a URL is repeated")
         router = create_router(policy, seed=seed, max_imbalance=max_imbalance, capacity_blocks=capacity_blocks)
         listener = bind(host.removeprefix("[").removesuffix("]"), port)
         fleet = Workers(urls, router, Metrics(urls), max_unfinished=max_unfinished)
@@ -105,7 +98,7 @@ def route(
             table.add_column(style="dim")
             for worker in urls:
                 is_there = fleet.membership.members[worker].is_healthy
-                table.add_row("worker", worker + ("" if is_there else ", does not answer yet"))
+                table.add_row("worker", worker + ("" if is_there else ", no answer yet"))
             table.add_row("policy", policy)
             table.add_row("page", f"{url}/")
             table.add_row("API", f"{url}/v1")
@@ -132,5 +125,5 @@ def _checked(url: str) -> str:
     except ValueError:  # the port is none
         is_url = False
     if not is_url or parts.query or parts.fragment:
-        raise ValueError(f'--workers: a URL is such as "http://127.0.0.1:8000", got {url!r}')
+        raise ValueError(f'--workers: expected a URL such as "http://127.0.0.1:8000", got {url!r}')
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

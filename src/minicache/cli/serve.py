@@ -48,15 +48,15 @@ def serve(
         str, typer.Option(metavar="MODEL", help='"minigpt", a checkpoint, a Hugging Face folder, or "org/name".')
     ] = "minigpt",
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines in.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0: any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0: any free port.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
             metavar="KEY",
             envvar="MINICACHE_API_KEY",
-            help="What clients and the page have to show.",
+            help="The API key for clients and for the page.",
             show_default=False,
         ),
     ] = None,
@@ -64,7 +64,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Instead: keys with names and limits, TOML; SIGHUP reads it again.",
+            help="TOML file of keys with names and limits; SIGHUP reloads it.",
             rich_help_panel=NETWORK,
         ),
     ] = None,
@@ -72,7 +72,7 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help='Let web pages of this origin ask from browsers; "*": of all. Several times for several.',
+            help='Allow web pages of this origin (CORS); "*": all. May be repeated.',
             show_default=False,
             rich_help_panel=NETWORK,
         ),
@@ -80,13 +80,13 @@ def serve(
     mine: Mine = False,
     served_model_name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What clients call it; default: the model's.", rich_help_panel=MODEL),
+        typer.Option(metavar="NAME", help="Model name in the API; default: the model's.", rich_help_panel=MODEL),
     ] = None,
     dtype: Annotated[
         DType | None,
         typer.Option(
             metavar="DTYPE",
-            help="Of the weights: float32, float16 or bfloat16; default: the model's, 16 bits on a GPU.",
+            help="Weights in float32, float16 or bfloat16; default: the model's, 16 bits on a GPU.",
             rich_help_panel=MODEL,
         ),
     ] = None,
@@ -97,80 +97,81 @@ def serve(
         float,
         typer.Option(
             metavar="X",
-            help="What part of a GPU's free memory the cache takes.",
+            help="Fraction of the GPU's free memory for the cache.",
             rich_help_panel=MODEL,
         ),
     ] = 0.9,
     enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="On a GPU: decode without CUDA graphs.", rich_help_panel=MODEL)
+        bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs (GPU only).", rich_help_panel=MODEL)
     ] = False,
     speculative: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help='Draft tokens: "ngram", "minigpt-draft", or another draft model; default: none.',
+            help='Drafter: "ngram", "minigpt-draft" or another draft model; default: none.',
             rich_help_panel=MODEL,
         ),
     ] = None,
     num_speculative_tokens: Annotated[
         int,
-        typer.Option(metavar="N", min=1, help="The most draft tokens of a request in one step.", rich_help_panel=MODEL),
+        typer.Option(metavar="N", min=1, help="Maximum draft tokens per request and step.", rich_help_panel=MODEL),
     ] = 4,
     scheduler: Annotated[
         Stage,
         typer.Option(
             metavar="STAGE",
-            help="The stage of the course that schedules: static, continuous, paged, fair or chunked.",
+            help="Scheduler: static, continuous, paged, fair or chunked.",
             rich_help_panel=BATCH,
         ),
     ] = "chunked",
     num_blocks: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Blocks of the cache; default: 64 MiB.", rich_help_panel=BATCH),
+        typer.Option(
+            metavar="N", min=1, help="Number of cache blocks; default: 64 MiB of them.", rich_help_panel=BATCH
+        ),
     ] = None,
-    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a block.", rich_help_panel=BATCH)] = 16,
+    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per block.", rich_help_panel=BATCH)] = 16,
     max_num_seqs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="The most requests in a batch.", rich_help_panel=BATCH)
+        int, typer.Option(metavar="N", min=1, help="Batch slots: maximum running requests.", rich_help_panel=BATCH)
     ] = 256,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="The most tokens of a step.", rich_help_panel=BATCH)
+        int, typer.Option(metavar="N", min=1, help="Token budget of a step.", rich_help_panel=BATCH)
     ] = 8192,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=2, help="The most tokens of a request; default: the model's.", rich_help_panel=BATCH
+            metavar="N", min=2, help="Maximum tokens of a request; default: the model's.", rich_help_panel=BATCH
         ),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Answers that may wait; beyond, 429.", rich_help_panel=BATCH)
+        int,
+        typer.Option(metavar="N", min=0, help="Capacity of the waiting queue; above it, 429.", rich_help_panel=BATCH),
     ] = 256,
     no_prefix_caching: Annotated[
         bool,
-        typer.Option(
-            "--no-prefix-caching", help="Compute beginnings of prompts again that are cached.", rich_help_panel=BATCH
-        ),
+        typer.Option("--no-prefix-caching", help="Disable the prefix cache.", rich_help_panel=BATCH),
     ] = False,
     kv_cache_dtype: Annotated[
         KVCacheDType | None,
         typer.Option(
             metavar="DTYPE",
-            help="Keys and values in one byte a number: int8 or fp8_e4m3; default: as the weights.",
+            help="Quantize keys and values to one byte: int8 or fp8_e4m3; default: the weights' type.",
             rich_help_panel=BATCH,
         ),
     ] = None,
     preemption: Annotated[
         Literal["recompute", "swap"],
-        typer.Option(metavar="HOW", help="When blocks run out: recompute or swap.", rich_help_panel=BATCH),
+        typer.Option(metavar="HOW", help="How to preempt: recompute or swap.", rich_help_panel=BATCH),
     ] = "recompute",
     num_host_blocks: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Blocks of the host pool, for swap.", rich_help_panel=BATCH)
+        int, typer.Option(metavar="N", min=0, help="CPU swap space, in blocks.", rich_help_panel=BATCH)
     ] = 0,
     replicas: Annotated[
         int,
         typer.Option(
             metavar="N",
             min=1,
-            help="Engines, each in a process of its own; requests go to the least loaded.",
+            help="Number of engine processes; requests go to the least loaded.",
             rich_help_panel=PROCESSES,
         ),
     ] = 1,
@@ -179,7 +180,7 @@ def serve(
         typer.Option(
             metavar="N",
             min=1,
-            help="Processes over which each engine divides the model; on GPUs, one GPU each.",
+            help="Processes per engine for tensor parallelism; on GPUs, one GPU each.",
             rich_help_panel=PROCESSES,
         ),
     ] = 1,
@@ -187,7 +188,7 @@ def serve(
         bool,
         typer.Option(
             "--in-process",
-            help="The engine in a thread of the server's process, as phase 10 builds it.",
+            help="Run the engine in a thread of the server, as in phase 10.",
             rich_help_panel=PROCESSES,
         ),
     ] = False,
@@ -196,19 +197,24 @@ def serve(
         typer.Option(
             metavar="N",
             min=1,
-            help="Of the CPU, for each engine; default: 1 for a small model, else all.",
+            help="CPU threads per engine; default: 1 for a small model, else all.",
             rich_help_panel=PROCESSES,
         ),
     ] = None,
     drain_seconds: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0.0, help="How long SIGTERM waits for answers.", rich_help_panel=PROCESSES),
+        typer.Option(
+            metavar="SECONDS",
+            min=0.0,
+            help="How long SIGTERM waits for answers in progress.",
+            rich_help_panel=PROCESSES,
+        ),
     ] = 30.0,
     root_path: Annotated[
         str,
         typer.Option(
             metavar="PATH",
-            help='A prefix that a proxy takes from paths before it asks here, such as "/minicache".',
+            help='Path prefix that a proxy strips, such as "/minicache".',
             show_default=False,
             rich_help_panel=NETWORK,
         ),
@@ -217,16 +223,18 @@ def serve(
         str | None,
         typer.Option(
             metavar="ADDRESSES",
-            help="Proxies whose X-Forwarded-For is believed, with commas; default: this machine.",
+            help="Trusted proxies for X-Forwarded-For, comma-separated; default: this machine.",
             rich_help_panel=NETWORK,
         ),
     ] = None,
     ssl_certfile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Serve HTTPS: the certificate, PEM.", rich_help_panel=TLS_FILES)
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate; enables HTTPS.", rich_help_panel=TLS_FILES)
     ] = None,
     ssl_keyfile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Its private key; default: in the same file.", rich_help_panel=TLS_FILES),
+        typer.Option(
+            metavar="FILE", help="Private key; default: in the certificate's file.", rich_help_panel=TLS_FILES
+        ),
     ] = None,
     ssl_keyfile_password: Annotated[
         str | None,
@@ -234,34 +242,33 @@ def serve(
             metavar="TEXT",
             envvar="MINICACHE_SSL_KEYFILE_PASSWORD",
             show_envvar=False,
-            help="Of an encrypted key; or in $MINICACHE_SSL_KEYFILE_PASSWORD.",
+            help="Password of an encrypted key; or in $MINICACHE_SSL_KEYFILE_PASSWORD.",
             rich_help_panel=TLS_FILES,
         ),
     ] = None,
     ssl_ca_certs: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Ask clients for a certificate signed by one of these.", rich_help_panel=TLS_FILES
+            metavar="FILE", help="Require client certificates signed by one of these.", rich_help_panel=TLS_FILES
         ),
     ] = None,
     log_level: Annotated[
         LogLevel,
         typer.Option(
             metavar="LEVEL",
-            help="The lowest that is written: critical, error, warning, info, debug or trace.",
+            help="Lowest level: critical, error, warning, info, debug or trace.",
             rich_help_panel=LOGS,
         ),
     ] = "info",
     log_format: Annotated[
         Literal["text", "json"],
-        typer.Option(metavar="FORMAT", help="text, or json: one object a line.", rich_help_panel=LOGS),
+        typer.Option(metavar="FORMAT", help="text, or json: one object per line.", rich_help_panel=LOGS),
     ] = "text",
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page that shows the engine at work.
 
-    The engine runs in a process of its own, which is started again if it
-    dies. With --mine it runs in a thread of the server's, --in-process:
-    that thread is yours.
+    The engine runs in a child process, which is restarted if it dies. With
+    --mine, your engine runs in a thread of the server (--in-process).
     """
     if api_keys is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, lambda *_: None)  # until the application takes it, it must not end the process
@@ -273,11 +280,9 @@ def serve(
         use_labs(console)
         in_process = True
     if in_process and replicas > 1:
-        raise typer.BadParameter("several --replicas are processes: leave out --in-process and --mine")
+        raise typer.BadParameter("several --replicas need processes: leave out --in-process and --mine")
     if in_process and tensor_parallel > 1:
-        raise typer.BadParameter(
-            "an engine on several processes is started again if one dies: leave out --in-process and --mine"
-        )
+        raise typer.BadParameter("--tensor-parallel needs an engine process: leave out --in-process and --mine")
     try:
         from minicache.engine.async_engine import AsyncEngine
         from minicache.engine.runner import find_model, load_tokenizer
@@ -321,7 +326,7 @@ def serve(
         elif ssl_keyfile is not None or ssl_ca_certs is not None:
             raise ValueError("HTTPS needs a certificate: --ssl-certfile")
         if api_key is not None and api_keys is not None:
-            raise ValueError("--api-key (or MINICACHE_API_KEY) is one key, --api-keys a file of them: leave out one")
+            raise ValueError("--api-key (or MINICACHE_API_KEY) and --api-keys exclude each other: leave out one")
         keys = None if api_keys is None else ApiKeys.of_file(api_keys)
         if api_key is not None:
             keys = ApiKeys.of_single(api_key)
@@ -329,7 +334,9 @@ def serve(
             check_origin(origin)
         listener = bind(host.removeprefix("[").removesuffix("]"), port)
         if keys is None and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
-            logger.warning("whoever reaches %s can use the model: set --api-key, MINICACHE_API_KEY or --api-keys", host)
+            logger.warning(
+                "anyone who can reach %s can use the model: set --api-key, MINICACHE_API_KEY or --api-keys", host
+            )
         with nullcontext() if has_json else Console(stderr=True).status(f"Starting {name}") as status:
 
             def on_progress(doing: str) -> None:
@@ -349,7 +356,7 @@ def serve(
                 for sentence in advice(info, options, replicas=replicas, drain_seconds=drain_seconds):
                     logger.warning(sentence)
                 what = name + (f", {replicas} engines" if replicas > 1 else "")
-                what += f", {tensor_parallel} processes an engine" if tensor_parallel > 1 else ""
+                what += f", {tensor_parallel} processes per engine" if tensor_parallel > 1 else ""
                 _say(console, info, what, url, keys is not None)
 
             tokenizer = load_tokenizer(find_model(model))
@@ -376,7 +383,7 @@ def serve(
             try:
                 server.run(sockets=[listener])
             finally:
-                gc.unfreeze()  # libraries look at the end for objects that nobody has freed
+                gc.unfreeze()  # at exit, libraries look for objects that were not freed
             if server.start_error is not None:
                 raise server.start_error
             if server.num_given_up:
@@ -427,7 +434,7 @@ def _say(console: Console, info: EngineInfo, what: str, url: str, has_key: bool)
         blocks += f" in {info.cache.cache_dtype}"
     table.add_row("cache", f"{blocks}, up to {info.max_num_seqs} requests in a batch")
     table.add_row("page", f"{url}/")
-    table.add_row("API", f"{url}/v1" + (" (asks for the API key)" if has_key else ""))
+    table.add_row("API", f"{url}/v1" + (" (requires the API key)" if has_key else ""))
     table.add_row("metrics", f"{url}/metrics")
-    table.add_row("stop", "Ctrl-C; what is under way is finished first")
+    table.add_row("stop", "Ctrl-C; requests in progress finish first")
     console.print(table)

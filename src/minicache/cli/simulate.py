@@ -52,18 +52,18 @@ def simulate(
         WorkloadName,
         typer.Option(
             metavar="WORKLOAD",
-            help="Lengths of requests, and how they arrive: sharegpt, alpaca, azure-code or azure-conversation; or "
-            "prompts with tokens: chats or system-prompt.",
+            help="Lengths and arrivals: sharegpt, alpaca, azure-code or azure-conversation; or prompts with "
+            "tokens: chats or system-prompt.",
         ),
     ] = "sharegpt",
     rate: Annotated[float | None, typer.Option(help="Requests per second; default: the workload's own.")] = None,
-    count: Annotated[int, typer.Option(metavar="N", min=1, help="Requests.")] = 1000,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of requests.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
     scheduler: Annotated[
         SchedulerName,
         typer.Option(
             metavar="STAGE",
-            help="The stage: static, continuous, paged, fair or chunked; or one that reserves contiguous memory: "
+            help="Scheduler: static, continuous, paged, fair or chunked; or with contiguous memory: "
             "orca-max, orca-pow2 or orca-oracle.",
         ),
     ] = "fair",
@@ -78,56 +78,55 @@ def simulate(
         AcceleratorName | None,
         typer.Option(
             metavar="NAME",
-            help="What runs it: a100-40gb, a100-80gb, h100, h200, l4 or laptop-cpu; default: a100-40gb.",
+            help="Accelerator: a100-40gb, a100-80gb, h100, h200, l4 or laptop-cpu; default: a100-40gb.",
         ),
     ] = None,
     host: Annotated[
-        Path | None, typer.Option(help="A file of `minicache calibrate`: MiniGPT on that machine instead.")
+        Path | None,
+        typer.Option(help="File written by `minicache calibrate`: simulate MiniGPT on that machine instead."),
     ] = None,
     num_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the cache; default: what the weights leave of the accelerator.")
+        int | None, typer.Option(help="Number of cache blocks; default: the memory that the weights leave.")
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     kv_cache_dtype: Annotated[
         KVCacheDType | None,
         typer.Option(
             metavar="DTYPE",
-            help="Keys and values in one byte a number: int8 or fp8_e4m3; default: 16 bits, as the weights.",
+            help="Quantize keys and values to one byte: int8 or fp8_e4m3; default: 16 bits.",
         ),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Batch slots: the most requests in a batch.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option(help="Batch slots: maximum running requests.")] = 256,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="The most tokens of a step; default: 8192, or the longest prompt.")
+        int | None, typer.Option(help="Token budget of a step; default: 8192, or the longest prompt.")
     ] = None,
     preemption: Annotated[
-        PreemptionName, typer.Option(metavar="HOW", help="What happens to a victim's blocks: recompute or swap.")
+        PreemptionName, typer.Option(metavar="HOW", help="How to preempt: recompute or swap.")
     ] = "recompute",
     num_host_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of CPU swap space; default: as many as on the device.")
+        int | None, typer.Option(help="CPU swap space, in blocks; default: as many as on the device.")
     ] = None,
-    watermark: Annotated[float, typer.Option(help="The part of the blocks that an admission must leave free.")] = 0.0,
+    watermark: Annotated[float, typer.Option(help="Fraction of the blocks that an admission must leave free.")] = 0.0,
     no_prefix_caching: Annotated[
         bool,
         typer.Option(
             "--no-prefix-caching",
-            help="Compute every prompt whole. Else, where prompts have tokens, beginnings that are computed are found.",
+            help="Disable the prefix cache (used where prompts have tokens).",
         ),
     ] = False,
     replicas: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="A fleet of N such servers behind a router.")
+        int | None, typer.Option(metavar="N", min=1, help="Simulate a fleet of N such servers behind a router.")
     ] = None,
     policy: Annotated[
         PolicyName | None,
-        typer.Option(
-            metavar="POLICY", help="Of the router: round_robin, power_of_two or prefix_affinity, the default."
-        ),
+        typer.Option(metavar="POLICY", help="Router: round_robin, power_of_two or prefix_affinity (the default)."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for report.json and the plots.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="A file for the trace, JSON lines, a step a line.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json and the plots.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="File for the trace, JSON lines, one per step.")] = None,
     audit: Annotated[bool, typer.Option("--audit", help="Check the scheduler's invariants after every step.")] = False,
     mine: Mine = False,
 ) -> None:
-    """Serve a workload in simulated time: latencies, throughput, batch and memory of a server that you do not have."""
+    """Serve a workload in simulated time: latencies, throughput, batch and memory use of a simulated server."""
     console = Console(highlight=False)
     if mine:
         use_labs(console)
@@ -218,9 +217,9 @@ def _require_one_kind(replicas: int | None, policy: str | None, trace: Path | No
         ValueError: there is one.
     """
     if replicas is None and policy is not None:
-        raise ValueError("--policy is a fleet's: give --replicas too")
+        raise ValueError("--policy needs --replicas")
     if replicas is not None and (trace is not None or audit):
-        raise ValueError("--trace and --audit look at one server: leave out --replicas")
+        raise ValueError("--trace and --audit need a single server: leave out --replicas")
 
 
 def _machine(
@@ -249,9 +248,9 @@ def _machine(
             kv_cache_dtype=kv_cache_dtype,
         )
     if model or accelerator:
-        raise ValueError("--host is a machine and a model already: leave out --model and --accelerator")
+        raise ValueError("--host sets machine and model: leave out --model and --accelerator")
     if kv_cache_dtype is not None:
-        raise ValueError("--host was measured with a cache that is not quantized: leave out --kv-cache-dtype")
+        raise ValueError("--host was measured without quantization: leave out --kv-cache-dtype")
     calibrated = HostCost.load(host)
     num_blocks = HOST_BLOCKS if num_blocks is None else num_blocks
     return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks)
@@ -380,10 +379,10 @@ def _of_server(report: ServingReport) -> tuple[tuple[str, str], ...]:
     throughput = f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"
     return (
         ("throughput", throughput),
-        ("batch size, mean / most", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
-        ("memory in use, mean / most", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
+        ("batch size, mean / max", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
+        ("memory in use, mean / max", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
         ("preemptions", f"{report.num_preemptions:,}"),
-        ("tokens computed again", f"{report.num_recomputed_tokens:,}"),
+        ("tokens recomputed", f"{report.num_recomputed_tokens:,}"),
         ("blocks swapped", f"{report.num_swapped_blocks:,}"),
         ("makespan", f"{report.makespan:,.1f} s in {report.num_steps:,} steps"),
     )
@@ -397,7 +396,7 @@ def _of_fleet(report: FleetReport) -> tuple[tuple[str, str], ...]:
     return (
         ("throughput", rates),
         ("prompt tokens found in a prefix cache", f"{report.hit_rate:.1%}"),
-        ("requests of a replica, least / most", f"{sent[0]:,} / {sent[-1]:,}"),
+        ("requests per replica, min / max", f"{sent[0]:,} / {sent[-1]:,}"),
         ("replicas busy, mean", f"{busy:.1%}"),
         ("makespan", f"{report.makespan:,.1f} s, {report.replica_seconds / 3600:.3g} replica-hours"),
     )
@@ -441,7 +440,7 @@ def _latency(figure: Figure, times: RequestTimes) -> None:
 
 
 def _distributions(figure: Figure, times: RequestTimes) -> None:
-    """The share of the requests that waited no longer, for the first token and for each one after it."""
+    """The fraction of requests that waited no longer, for the first token and for each one after it."""
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, values, label in (
         (left, sorted(times.first_token), "time to first token in s"),
@@ -451,7 +450,7 @@ def _distributions(figure: Figure, times: RequestTimes) -> None:
         shares = [(place + 1) / len(values) for place in range(len(values))]
         axes.step(values[::every] + values[-1:], shares[::every] + shares[-1:], color=color("generated"), where="post")
         axes.set(xlabel=label, ylim=(0, 1.02))
-    left.set_ylabel("share of the requests")
+    left.set_ylabel("fraction of requests")
 
 
 def _over_time(figure: Figure, report: ServingReport) -> None:

@@ -47,20 +47,29 @@ MARKERS = "osD^v"
 @app.command()
 def sweep(
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help=f"Where {RESULTS} and {PLOT} are kept; an old sweep goes on there.")
+        Path,
+        typer.Option(
+            metavar="FOLDER", help=f"Where {RESULTS} and {PLOT} are written; an interrupted sweep resumes there."
+        ),
     ],
-    rates: Annotated[str, typer.Option(metavar="R,R", help="Requests a second, at the whole fleet.")] = "1,2,4,8",
+    rates: Annotated[str, typer.Option(metavar="R,R", help="Requests per second to the whole fleet.")] = "1,2,4,8",
     policies: Annotated[
         str,
         typer.Option(
-            metavar="P,P", help="Of round_robin, power_of_two, prefix_affinity; default: all.", show_default=False
+            metavar="P,P",
+            help="Routers, of round_robin, power_of_two, prefix_affinity; default: all.",
+            show_default=False,
         ),
     ] = "round_robin,power_of_two,prefix_affinity",
     schedulers: Annotated[
-        str, typer.Option(metavar="S,S", help="Of each replica: static, continuous, paged, fair, chunked.")
+        str, typer.Option(metavar="S,S", help="Schedulers, of static, continuous, paged, fair, chunked.")
     ] = "chunked",
-    sizes: Annotated[str, typer.Option(metavar="N,N", help="Replicas; 1 is a server without a router.")] = "2,4",
-    seeds: Annotated[str, typer.Option(metavar="S,S", help="Each is a run; the table has their mean.")] = "0",
+    sizes: Annotated[
+        str, typer.Option(metavar="N,N", help="Numbers of replicas; 1: a server without a router.")
+    ] = "2,4",
+    seeds: Annotated[
+        str, typer.Option(metavar="S,S", help="Seeds; one run each, and the table shows their mean.")
+    ] = "0",
     workload: Annotated[
         WorkloadName,
         typer.Option(
@@ -68,23 +77,25 @@ def sweep(
             help="chats, system-prompt; or lengths alone: sharegpt, alpaca, azure-code, azure-conversation.",
         ),
     ] = "chats",
-    count: Annotated[int, typer.Option(metavar="N", min=1, help="Requests of each run.")] = 1000,
-    model: Annotated[ModelName, typer.Option(metavar="MODEL", help="As for `minicache simulate`.")] = "llama-3-8b",
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Requests per run.")] = 1000,
+    model: Annotated[
+        ModelName, typer.Option(metavar="MODEL", help="The model, as for `minicache simulate`.")
+    ] = "llama-3-8b",
     accelerator: Annotated[
-        AcceleratorName, typer.Option(metavar="NAME", help="Of each replica; as for `minicache simulate`.")
+        AcceleratorName, typer.Option(metavar="NAME", help="Each replica's accelerator, as for `minicache simulate`.")
     ] = "a100-40gb",
     num_blocks: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Blocks of a replica's cache; default: as many as fit.")
+        int | None, typer.Option(metavar="N", min=1, help="Cache blocks per replica; default: as many as fit.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Batch slots of a replica.")] = 64,
+    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Batch slots per replica.")] = 64,
     max_num_batched_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="The most tokens of a step; default: 2048, or the longest whole prompt."),
+        typer.Option(metavar="N", min=1, help="Token budget of a step; default: 2048, or the longest whole prompt."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Processes; default: as many as there are processors.")
+        int | None, typer.Option(metavar="N", min=1, help="Number of processes; default: one per processor.")
     ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Run them on Ray (extra scale), not in a process pool.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Run on Ray (extra scale) instead of a process pool.")] = False,
     mine: Mine = False,
 ) -> None:
     """Simulate a fleet at many rates: policies, schedulers and sizes side by side.
@@ -135,7 +146,7 @@ def sweep(
                     advance()
         except KeyboardInterrupt:
             kept = sum(point in results for point in points)
-            console.print(f"Stopped: {kept} of {len(points)} runs are kept. The same command goes on with the rest.")
+            console.print(f"Stopped: {kept} of {len(points)} runs are kept. Run the same command to resume.")
             raise typer.Exit(130) from None
         found = [(point, results[point]) for point in points]
     console.print(_table(found, f"{count:,} × {workload} · {model} on {accelerator}"))
@@ -160,7 +171,7 @@ def _values(option: str, text: str, kind: Callable[[str], Value]) -> list[Value]
         values = []
     if not values:
         example = "1,2,4" if kind is not str else "this,that"
-        raise ValueError(f"{option} is a list such as {example}; got {text!r}")
+        raise ValueError(f"{option} must be a list such as {example}; got {text!r}")
     return values
 
 

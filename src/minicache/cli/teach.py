@@ -33,26 +33,35 @@ _PANEL = "For teachers and authors"
 
 @app.command(rich_help_panel=_PANEL)
 def grade_class(
-    folder: Annotated[Path, typer.Argument(help="Unpacked: a folder a student, or Canvas's or Moodle's download.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Unpacked submissions: a folder per student, or Canvas's or Moodle's download.")
+    ],
     phase: Annotated[str, typer.Option(help="The phase: 1, 01 or dense-cache.")],
     csv: Annotated[Path, typer.Option(help="Write the grades here, after each submission.")] = Path("grades.csv"),
     jobs: Annotated[int, typer.Option(min=1, help="Submissions graded at the same time.")] = 2,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the CSV: grade who is not in it or whose files have changed.")
+        bool,
+        typer.Option("--resume", help="Resume: grade students who are missing from the CSV or whose files changed."),
     ] = False,
-    only: Annotated[list[str] | None, typer.Option(help="Grade this student again, by name or id; repeatable.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Regrade this student, by name or id; may be repeated.")
+    ] = None,
     reports: Annotated[Path | None, typer.Option(help="Write each student's report into this folder.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here, a suite a student.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here, one suite per student.")] = None,
     late: Annotated[Path | None, typer.Option(help="A CSV: student,days or student,submitted,due.")] = None,
-    late_penalty: Annotated[float, typer.Option(min=0, max=100, help="Percent of the points lost a day late.")] = 0,
-    free_days: Annotated[int, typer.Option(min=0, help="Days late that cost nothing.")] = 0,
-    canvas: Annotated[Path | None, typer.Option(help="Canvas's exported gradebook: fill it in, beside --csv.")] = None,
+    late_penalty: Annotated[float, typer.Option(min=0, max=100, help="Percent of the points lost per day.")] = 0,
+    free_days: Annotated[int, typer.Option(min=0, help="Late days without penalty.")] = 0,
+    canvas: Annotated[
+        Path | None, typer.Option(help="Canvas's exported gradebook; a filled-in copy is written next to --csv.")
+    ] = None,
     assignment: Annotated[str | None, typer.Option(help="The assignment's title or number in that gradebook.")] = None,
-    moodle: Annotated[Path | None, typer.Option(help="Moodle's grading worksheet: fill it in, beside --csv.")] = None,
+    moodle: Annotated[
+        Path | None, typer.Option(help="Moodle's grading worksheet; a filled-in copy is written next to --csv.")
+    ] = None,
     timeout: Timeout = TIMEOUT,
     seed: Seed = None,
 ) -> None:
-    """Grade a class into one CSV. This runs the students' code: use a machine that you can do without."""
+    """Grade a class into one CSV. This runs the students' code: use an expendable machine."""
     from minicache.course.classroom import Class
 
     workspace = find_workspace()
@@ -62,12 +71,12 @@ def grade_class(
     if not folder.is_dir():
         raise CourseError(f"{folder} is not a folder")
     if reports and reports.resolve().is_relative_to(folder.resolve()):
-        raise CourseError(f"--reports {reports} lies among the submissions, where it would be taken for one")
+        raise CourseError(f"--reports {reports} is inside the submissions folder and would be graded as one")
     book = Gradebook(csv, graded_phase)
     if book.rows and not resume and not only:
         raise CourseError(
-            f"{csv} has grades already. `--resume` goes on with it, `--only NAME` grades a student again, "
-            "and `--csv` names another file"
+            f"{csv} already has grades. Use `--resume` to continue, `--only NAME` to regrade a student, "
+            "or `--csv` for another file"
         )
     late_days = read_late_days(late) if late else None
     sheets = _sheets(graded_phase, canvas, assignment, moodle)
@@ -83,11 +92,11 @@ def grade_class(
         todo = _chosen(submissions, book, only or [], resume)
         book.put_all({name: dated(row) for name, row in book.rows.items()})  # a file that cannot be written stops here
         if strays:
-            _warn(f"left out, whose is unknown: {', '.join(strays[:5])}{' …' if strays[5:] else ''}")
+            _warn(f"left out, student unknown: {', '.join(strays[:5])}{' …' if strays[5:] else ''}")
         known = {each for row in book.rows.values() for each in (row.student, row.id)}
         known |= {each for submission in submissions for each in (submission.student, submission.id)}
         if unknown := sorted(set(late_days or {}) - known):
-            _warn(f"{late} names students who handed in nothing: {', '.join(unknown)}")
+            _warn(f"{late} lists students without a submission: {', '.join(unknown)}")
         with (
             Class(workspace, graded_phase, jobs=jobs, timeout=timeout, seed=seed) as graded_class,
             progress_bar(Console(stderr=True)) as progress,
@@ -102,27 +111,27 @@ def grade_class(
                     _report(done, reports)
     except KeyboardInterrupt:
         goes_on = shlex.join(["minicache", *sys.argv[1:]]) + ("" if resume or only else " --resume")
-        _warn(f"interrupted: {num_done} of {len(todo)} graded, and in {csv}. To go on: {goes_on}")
+        _warn(f"interrupted: {num_done} of {len(todo)} graded and saved in {csv}. To resume: {goes_on}")
         raise typer.Exit(130) from None
     if junit:
         write_class_junit(list(book.rows.values()), graded_phase, junit)
     for (platform, sheet), fill in sheets.items():
         _fill_in(fill(book.rows.values()), sheet, csv.with_name(f"{csv.stem}-{platform}.csv"))
     if not_graded := sorted(name for name, row in book.rows.items() if not row.is_graded):
-        _warn(f"not graded: {', '.join(not_graded)}. The note in {csv} says why; `--resume` tries again")
-    kept = f", {len(book.rows) - num_done} of them from before" if len(book.rows) > num_done else ""
+        _warn(f"not graded: {', '.join(not_graded)}. See the notes in {csv}; `--resume` tries again")
+    kept = f", {len(book.rows) - num_done} of them graded earlier" if len(book.rows) > num_done else ""
     console.print(f"{len(book.rows)} submissions in {escape(str(csv))}{kept}", soft_wrap=True, highlight=False)
 
 
 @app.command(rich_help_panel=_PANEL)
 def grade_submission(
-    folder: Annotated[Path, typer.Argument(help="What one student handed in, in any layout.")],
+    folder: Annotated[Path, typer.Argument(help="One student's submission, in any layout.")],
     phase: Annotated[str, typer.Option(help="The phase: 1, 01 or dense-cache.")],
     gradescope: Annotated[Path | None, typer.Option(help="Write Gradescope's results.json here.")] = None,
     timeout: Timeout = TIMEOUT,
     seed: Seed = None,
 ) -> None:
-    """Grade one submission as grade-class does. The exit status is 1 if anything did not pass."""
+    """Grade one submission as grade-class does. The exit status is 1 if any task did not pass."""
     from minicache.course.classroom import Class
 
     workspace = find_workspace()
@@ -151,7 +160,7 @@ def autograder(
     output: Annotated[Path, typer.Option(help="Write the zip here.")] = Path("autograder.zip"),
     seed: Seed = None,
 ) -> None:
-    """Make the zip that Gradescope grades a phase with, to be uploaded as it is."""
+    """Build the zip for Gradescope's autograder."""
     from minicache.course.autograder import write_autograder
 
     workspace = find_workspace()
@@ -163,12 +172,14 @@ def autograder(
 
 @app.command(rich_help_panel=_PANEL)
 def similarity(
-    folder: Annotated[Path, typer.Argument(help="Unpacked: a folder a student, or Canvas's or Moodle's download.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Unpacked submissions: a folder per student, or Canvas's or Moodle's download.")
+    ],
     phase: Annotated[str, typer.Option(help="The phase: 1, 01 or dense-cache.")],
-    html: Annotated[Path | None, typer.Option(help="Write the pairs, side by side, into this page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with the pairs side by side.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write all pairs here, with percentages.")] = None,
 ) -> None:
-    """Compare a class's submissions with each other, the starter left out. Nothing of theirs is run."""
+    """Compare a class's submissions, without the starter code. No submission is run."""
     from minicache.course.similarity import compare, fingerprints, write_csv, write_html
 
     workspace = find_workspace()
@@ -198,7 +209,7 @@ def _warn_if_not_isolated() -> None:
     from minicache.course.sandbox import why_unavailable
 
     if why := why_unavailable():
-        _warn(f"submissions are not isolated here: {why}. They run one at a time, and with your rights")
+        _warn(f"submissions are not isolated here: {why}. They run one at a time, with your permissions")
 
 
 def _chosen(submissions: list[Submission], book: Gradebook, only: list[str], resume: bool) -> list[Submission]:
@@ -254,9 +265,9 @@ def _fill_in(filled: Filled, original: Path, file: Path) -> None:
     scaled = f", scaled to {as_number(filled.maximum)} points" if filled.maximum else ""
     console.print(f"{filled.num_filled} grades in {escape(str(file))}{scaled}", soft_wrap=True, highlight=False)
     if filled.left_out:
-        _warn(f"not in {original}, or more than once: {', '.join(filled.left_out)}")
+        _warn(f"missing from {original}, or ambiguous: {', '.join(filled.left_out)}")
     if filled.kept:
-        _warn(f"left as they are in {original}, excused or not assigned: {', '.join(filled.kept)}")
+        _warn(f"left unchanged in {original}, excused or not assigned: {', '.join(filled.kept)}")
 
 
 def _report(done: Grade, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a learner is told of a grading: whose files, the points of each task, what to do first where one did not pass.
+"""The report of a grading: whose files, the points of each task, and what to do first if one failed.
 
 Plain data, the same wherever it is shown: `report.py` prints it in a terminal, a page shows it in a browser.
 """
@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """All that is told, from top to bottom; `end` after the problems."""
+    """The whole report, from top to bottom; `end` after the problems."""
 
     head: Line
     files: tuple[File, ...]
@@ -81,7 +81,7 @@ def account(result: PhaseResult) -> Account:
     """What to tell of a grading."""
     phase = result.phase
     title = f"Phase {phase.number}, {phase.title}."
-    drawn = "" if result.seed is None else f", with the random cases of seed {result.seed}"
+    drawn = "" if result.seed is None else f", with random cases from seed {result.seed}"
     told = [graded for graded in result.tasks if _is_told(graded) and graded.task.module not in result.problems]
     return Account(
         head=Line(f"{title} Graded: your files{drawn}.", strong=title),
@@ -98,7 +98,7 @@ def account(result: PhaseResult) -> Account:
 def _files(result: PhaseResult) -> Iterator[File]:
     for module, file in result.files.items():
         broken = module in result.problems
-        note = f"{_unusable(result, module)}: its tasks fail, the reference serves the others" if broken else ""
+        note = f"{_unusable(result, module)}: its tasks fail; the reference stands in for other tasks" if broken else ""
         yield File(module, show(file), note)
 
 
@@ -129,9 +129,9 @@ def _is_told(graded: TaskResult) -> bool:
 
 
 def _end(result: PhaseResult, told: list[TaskResult]) -> Iterator[Line]:
-    """What is told last: where to begin, what was not graded, what comes next, the points."""
+    """The end of the report: where to start, what was not graded, what comes next, the points."""
     if len(told) > 1:
-        yield Line(f"Begin with task {told[0].task.id}: what is wrong there may fail the tasks after it.")
+        yield Line(f"Start with task {told[0].task.id}: its mistakes may make later tasks fail.")
     idle = [graded.first_problem for graded in result.tasks if graded.outcome is Outcome.NOT_GRADED]
     for reason in dict.fromkeys(test.message.removeprefix("skipped: ") for test in idle if test):
         yield Line(f"Not graded: {reason}")
@@ -170,7 +170,7 @@ def _problem(graded: TaskResult, goes_on_with: Task, *, in_full: bool) -> Proble
         if left:
             lines.append(Line("… and " + ", ".join(f"{count} more {outcome}" for outcome, count in left.items())))
     if graded.outcome.is_lost:
-        lines.append(Line("The rest of this task's tests were not run.", faint=True))
+        lines.append(Line("This task's remaining tests were not run.", faint=True))
     return Problem(f"{graded.task.id} {graded.task.title}", graded.outcome, tuple(lines))
 
 

@@ -34,7 +34,7 @@ PLACES = ("at ", "called at ")
 """How the tracer's notes on where an error was raised begin."""
 
 _MAX_MESSAGE = 1000  # of an error's message, the characters in which `saying` is looked for
-_MAX_NUMBERS = 16  # of a tensor that is told with its values
+_MAX_NUMBERS = 16  # of a tensor that is shown with its values
 _MIN_SIZE = 100  # of an integer that is an amount: smaller ones are ids, positions, counts
 
 
@@ -45,8 +45,8 @@ class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
         called: the call or the value that was looked at, as text.
         got: what came back.
         expected: what should have come back.
-        first_difference: the first place where the two differ, or "" where `got` and `expected` tell it all.
-        num_done: of the notes of `scenario.done`, those that are told with it.
+        first_difference: the first place where the two differ, or "" where `got` and `expected` show it.
+        num_done: how many notes of `scenario.done` are shown with it.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Outcome:
         if abs(got - expected) <= rel * abs(expected):
             return
         hints = [hint for factor, hint in (factors or {}).items() if isclose(got / expected, factor, rel_tol=rel)]
-        close = "your answer is close, but not close enough" if isclose(got, expected, rel_tol=0.01) else ""
+        close = "your answer is close, but not within the tolerance" if isclose(got, expected, rel_tol=0.01) else ""
         parts = [_ratio(got, expected, "your answer is", "the right one") or close, *hints[:1]]
         raise self._failed(short(got), wanted, ": ".join(filter(None, parts)))
 
@@ -139,14 +139,14 @@ class Outcome:
         if not is_a(self.error, *types):
             raise self._failed(told(self.error), wanted) from self.error
         if saying and saying.lower() not in plain(str(self.error))[:_MAX_MESSAGE].lower():
-            raise self._failed(told(self.error), wanted, "the message does not say it") from self.error
+            raise self._failed(told(self.error), wanted, "the message does not contain it") from self.error
 
     def _result(self, wanted: str) -> Any:
         __tracebackhide__ = True
         if self.error is not None:
             raise self._failed(told(self.error), wanted) from self.error
         if self.overwritten:  # what is expected may be computed from the arguments
-            raise self._failed(f"{short(self.returned)}, and another {self.overwritten}", "arguments left as they are")
+            raise self._failed(f"{short(self.returned)}, and another {self.overwritten}", "arguments unchanged")
         return self.returned
 
 
@@ -161,7 +161,7 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
         if is_not_written(raised):
             raise
         returned, error = None, unwrapped(raised)
-    # What is done inside is told too, but not the call itself: that is the next line.
+    # Calls made inside are shown too, but not the call itself, which is the next line.
     num_done = before if hasattr(fn, "is_followed") else scenario.num_done()
     return Outcome(called, returned, error, num_done, given.overwritten(returned))
 
@@ -290,7 +290,7 @@ def _short_tensor(value: Any) -> str:
 
 
 def _default(field: Field[Any]) -> str:
-    """What a dataclass's field is told as where nothing was given for it; "" where something must be."""
+    """A dataclass field's default as text; "" if it has none."""
     if field.default_factory is not MISSING:
         return short(field.default_factory())
     return "" if field.default is MISSING else short(field.default)

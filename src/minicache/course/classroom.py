@@ -97,7 +97,7 @@ class Class:
         self._pool.shutdown(cancel_futures=True)
 
     def grade(self, submissions: list[Submission]) -> Iterator[Grade]:
-        """Grade all; each grade comes as soon as it is there, and is kept by nobody else.
+        """Grade all; each grade is yielded as soon as it is there, and not kept here.
 
         Raises:
             CourseError: the reference does not pass its tests on this machine.
@@ -125,7 +125,7 @@ class Class:
                 yield future.result()
 
     def _grade_one(self, submission: Submission) -> Grade:
-        """Grade one submission in a folder and a sandbox of its own. Whatever is wrong with it is told in its notes."""
+        """Grade one submission in a folder and a sandbox of its own. Its notes list every problem."""
         phase, unread, notes = self._phase, [], list[str]()
         try:
             notes = submission.remarks(phase)

@@ -1,7 +1,7 @@
 """What notices a submission that makes tests pass: tests that must fail, and the grader's functions, remembered.
 
-A submission runs in one process with its tests, so it can replace what judges it. Before a result is told, the modules
-that judge are compared with what they were before any learner's file was loaded, and those that come later (the
+A submission runs in one process with its tests, so it can replace the grader. Before a result is reported, the grader's
+modules are compared with their state before any learner's file was loaded, and those that come later (the
 reference's other modules, the tests) with what they were when they were loaded; and among the tests of each task is a
 control, a test that fails unless something lets every test pass.
 """

@@ -57,19 +57,19 @@ def examine() -> Iterator[Finding]:
     plugins = {entry.value for entry in entry_points(group="pytest11")}
     active = "minicache.course.plugin" in plugins
     yield Finding("pytest plugin", active, "active" if active else "not found by pytest", f"{_INSTALL} again")
-    yield _tried(trying, "triton", "phase 4 will not be graded; all else works", required=False)
+    yield _tried(trying, "triton", "phase 4 is not graded; everything else works", required=False)
     trying.wait()
     if _IN_A_CLONE:
         browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
-        needed = "only the tests of the site need it: install chromium"
+        needed = "needed only by the site's tests: install chromium"
         yield Finding("browser", browser is not None, browser or "no chromium", needed, required=False)
     try:
         workspace = find_workspace()
     except CourseError as error:
-        yield Finding("course", False, str(error), "go into your course, or make one: minicache init my-course")
+        yield Finding("course", False, str(error), "change into your course, or create one: minicache init my-course")
         return
     old = workspace.version not in ("", minicache.__version__)
-    yield Finding("course", not old, str(workspace.root), f"it is of minicache {workspace.version}: minicache update")
+    yield Finding("course", not old, str(workspace.root), f"made by minicache {workspace.version}: minicache update")
     yield _labs(workspace)
     yield _state(workspace.state)
 
@@ -101,7 +101,7 @@ def _use_torch() -> str:
     import torch
 
     torch.ones(2, 2).sum()  # a torch that does not fit the machine imports, and fails here
-    device = "with a GPU" if torch.cuda.is_available() else "CPU only: all that the course needs"
+    device = "with a GPU" if torch.cuda.is_available() else "CPU only: sufficient for the course"
     return f"{torch.__version__} ({device})"
 
 
@@ -115,7 +115,7 @@ def _use_triton() -> str:
 def _tried(trying: subprocess.Popen[str], name: str, remedy: str, *, required: bool = True) -> Finding:
     """The next line of `try_out`."""
     assert trying.stdout
-    ok, detail = json.loads(trying.stdout.readline() or '[false, "no answer: the process that tried it crashed"]')
+    ok, detail = json.loads(trying.stdout.readline() or '[false, "the process that tried it crashed"]')
     return Finding(name, ok, detail, remedy, required)
 
 
@@ -124,7 +124,7 @@ def _labs(workspace: Workspace) -> Finding:
         for module, file in workspace.lab_files(phase).items():
             if not file.is_file():
                 remedy = f"rename it back, or {phase.restoring(module)}"
-                return Finding("your files", False, f"{file.relative_to(workspace.root)} is not there", remedy)
+                return Finding("your files", False, f"{file.relative_to(workspace.root)} is missing", remedy)
     return Finding("your files", True, str(workspace.labs))
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 _BYTES_AN_INSTRUCTION = 64
-"""Allocating so many bytes counts as one instruction, so that copying a list counts by its length."""
+"""Allocating so many bytes counts as one instruction, so copying a list counts by its length."""
 
 
 def effort(fn: Callable[..., object], *args: object) -> int:

@@ -24,7 +24,7 @@ def encoding_fault(file: Path) -> str:
             return f"is {name}: save it as UTF-8"
     if b"\0" in content:
         line = content.count(b"\n", 0, content.index(b"\0")) + 1
-        return f"has a null byte in line {line}, as UTF-16 and files that are no text have: save it as UTF-8"
+        return f"has a null byte in line {line}, like UTF-16 or binary files: save it as UTF-8"
     try:
         with file.open("rb") as stream:
             encoding, _ = tokenize.detect_encoding(stream.readline)
@@ -38,5 +38,5 @@ def encoding_fault(file: Path) -> str:
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
             return f"is not UTF-8: byte 0x{content[error.start]:02X} in line {line}; save it as UTF-8"
-        return "names an encoding that does not exist in its first lines: take the comment out"
+        return "declares an unknown encoding in its first lines: remove the comment"
     return ""

@@ -1,7 +1,7 @@
 """The import finder: a learner's file, loaded *as* the module of the package that it stands in for.
 
 `install({"minicache.cache.dense": Path("labs/phase-01-dense-cache/cache/dense.py")})` puts a finder before Python's
-own, so that every `import minicache.cache.dense` gets the learner's. The rest of the package stays the reference.
+own, so every `import minicache.cache.dense` gets the learner's. The rest of the package stays the reference.
 Errors show the learner's path and line.
 """
 
@@ -33,7 +33,7 @@ class LabLoader(SourceFileLoader):
 
 
 class LabFinder(MetaPathFinder):
-    """Answers for the modules in `files` and for nothing else.
+    """Answers for the modules in `files` only.
 
     Attributes:
         files: module name → the learner's file.
@@ -59,7 +59,7 @@ def install(files: Mapping[str, Path]) -> LabFinder:
         files: module name → the learner's file.
 
     Raises:
-        CourseError: one of the modules is already imported: whoever holds it would go on with the reference.
+        CourseError: one of the modules is already imported: its importers would keep the reference.
     """
     if early := [name for name in files if name in sys.modules]:
         raise CourseError(f"{', '.join(early)} was imported before the learner's file could take its place")
@@ -85,7 +85,7 @@ def import_labs(
     Args:
         finder: an installed finder. Modules that cannot be imported are taken out of its `files`.
         needs: module name → the names that it has to define.
-        entering: called with the module's name before each import, so that a crash there can be told apart.
+        entering: called with the module's name before each import, to recognise a crash there.
 
     Returns:
         Module name → what its import raised, for those that failed. Whatever a file may raise is here, `SystemExit`
@@ -138,7 +138,7 @@ class _Announcer(MetaPathFinder):
         self._tell = tell
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """None, so that Python looks further."""
+        """None: Python continues with the next finder."""
         if lab := self._labs.pop(name, None):
             self._tell(lab)
 
@@ -235,7 +235,7 @@ def _culprit(error: BaseException, files: Mapping[str, Path]) -> str | None:
 
 
 def _forget(name: str) -> None:
-    """Drop a module, and its parent package's attribute, so that the next import loads it anew."""
+    """Drop a module, and its parent package's attribute, so the next import loads it anew."""
     sys.modules.pop(name, None)
     parent, _, child = name.rpartition(".")
     if parent in sys.modules:

@@ -1,4 +1,4 @@
-"""Following what a test does with the objects it is about, so that its failure can tell the scenario.
+"""Recording what a test does with its objects, for its failure message.
 
 A phase's conftest follows the class that the phase builds, in a fixture that every test uses:
 
@@ -31,7 +31,7 @@ def following(cls: type, *names: str, **tellers: Teller) -> Iterator[None]:
 
     Args:
         cls: the class; objects of its subclasses are followed too, where these inherit or call its method.
-        names: methods whose calls are told with their arguments and result.
+        names: methods whose calls are shown with their arguments and result.
         tellers: method → what to tell of a call of it.
     """
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _brief(value: Any) -> str:
-    """A tensor by its shape: its numbers are told where they turn up in the wrong place."""
+    """A tensor by its shape: its numbers are shown where they turn up in the wrong place."""
     return f"tensor{list(value.shape)}" if is_tensor(value) else short(value)
 
 

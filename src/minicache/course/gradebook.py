@@ -1,7 +1,7 @@
 """The CSV of a class's grades: a line a student, which a spreadsheet opens and a later run goes on with.
 
-It is written anew after each submission, beside the old one and then in its place. So at any moment, and whatever ends
-the command, the file has every grade that there is, sorted and whole.
+It is rewritten after each submission, to a temporary file that then replaces it. So at any moment, and however the
+command ends, the file is complete: every grade so far, sorted.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def read_late_days(file: Path) -> dict[str, int]:
                 late = (submitted - due).total_seconds() / 86_400
             days[unescape(entry["student"])] = max(0, math.ceil(late))
         except (ValueError, OverflowError, KeyError, TypeError) as error:  # TypeError: one has a time zone, one none
-            raise CourseError(f"{file}, row {number}: {error}; a date is written 2026-03-01 23:59") from error
+            raise CourseError(f"{file}, row {number}: {error}; write a date as 2026-03-01 23:59") from error
     return days
 
 
@@ -203,7 +203,7 @@ def separator(text: str) -> str:
 
 
 def replace_file(file: Path, content: bytes) -> None:
-    """Write beside `file`, then put it in its place.
+    """Write a temporary file next to `file`, then rename it.
 
     Raises:
         CourseError: it cannot be written. The old file stays.

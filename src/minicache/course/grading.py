@@ -3,7 +3,7 @@
 A learner's file may end the process, crash it or never return. The child tells what it is about to do, so the parent
 knows which test (or import) it was lost in. That task is failed, and a new child goes on with the others.
 
-Of somebody else's submission nothing is believed that need not be: see `Audit`.
+Another person's submission is not trusted: see `Audit`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def grade(
         seed: draws the random cases of the tests anew; the usual ones by default.
         on_event: called with each event of the run, for showing progress.
         server: starts the runs; by default the user's resident server.
-        audit: of somebody else's submission.
+        audit: for another person's submission.
         until_failure: stop at the first test that fails: whether there is one is all that is asked.
 
     Returns:
@@ -151,7 +151,7 @@ class _Run:
         if record.culprit is None:
             raise CourseError(f"pytest could not grade {record.workspace.labs}:\n{_tail(log)}")
         if self.num_bytes > MAX_MEMORY:
-            outcome, reason = Outcome.CRASHED, f"it used more than {MAX_MEMORY >> 30} GiB of memory, and was stopped"
+            outcome, reason = Outcome.CRASHED, f"it used more than {MAX_MEMORY >> 30} GiB of memory, and was killed"
         elif stalled:
             outcome, reason = Outcome.STALLED, record.no_answer(waiting=self.waiting)
             if self.num_bytes > MAX_MEMORY // 4:
@@ -159,9 +159,9 @@ class _Run:
                 reason = f"No answer within {record.patience:g} s, and by then it used {used}"
         else:
             outcome = Outcome.CRASHED
-            reason = "pytest was made to stop" if record.finished else _how_it_ended(returncode)
+            reason = "pytest was stopped" if record.finished else _how_it_ended(returncode)
         if time.monotonic() > self.deadline:
-            reason = "the time for all of the grading is over"
+            reason = "the time limit for grading is over"
         places = where(stacks(log), record.files.values(), record.tests, waiting=self.waiting)
         self.on_event(record.lose(outcome, "\n".join([reason, *places])))
         return time.monotonic() > self.deadline
@@ -172,7 +172,7 @@ class _Run:
         clock = Stopwatch(child.pid)
         unusable = len(record.unusable)
         while True:
-            ended = child.poll() is not None  # before reading, so that nothing written at the end is missed
+            ended = child.poll() is not None  # before reading, so the last output is not missed
             for event in events.new():
                 record.hear(event)
                 self.on_event(event)
@@ -202,7 +202,7 @@ class _Run:
 def _how_it_ended(returncode: int) -> str:
     if returncode < 0:
         return f"the process crashed ({signal.strsignal(-returncode)})"
-    return f"the process was ended (exit code {returncode})"
+    return f"the process exited (exit code {returncode})"
 
 
 def _tail(log: Path, lines: int = 15) -> str:

@@ -64,7 +64,7 @@ def course_files() -> dict[str, bytes]:
     """
     source = source_folder()
     if not (source / TABLE).is_file():
-        raise CourseError("this installation carries no course: install a wheel of minicache, or clone the repository")
+        raise CourseError("this installation contains no course: install a wheel of minicache, or clone the repository")
     found = {file.relative_to(source).as_posix(): file for pattern in CARRIED for file in sorted(source.glob(pattern))}
     files = {name: file.read_bytes() for name, file in found.items()} | {"pytest.ini": PYTEST_INI.encode()}
     record = []
@@ -87,7 +87,7 @@ def init(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise CourseError(f"{folder} is a file: name a new folder, such as `minicache init my-course`")
     if (folder / INSTALLED).is_file():
-        raise CourseError(f"{folder} is a course already: `minicache update`, typed in it, brings what is new")
+        raise CourseError(f"{folder} already has the course: run `minicache update` in it")
     there = sorted(each.name for each in folder.iterdir() if each.name != _STAGING) if folder.is_dir() else []
     if there:
         names = ", ".join(there[:3]) + (" …" if there[3:] else "")
@@ -109,7 +109,7 @@ def init(folder: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
         with contextlib.suppress(OSError):
             folder.rmdir()  # unless it has something
-        raise CourseError(f"{folder} could not be made: {error}") from error
+        raise CourseError(f"{folder} could not be created: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Change:
     Attributes:
         file: its path in the folder.
         what: what was done, in words.
-        beside: the new version that was laid beside an edited file, or None.
+        beside: the new version placed next to an edited file, or None.
     """
 
     file: str
@@ -130,8 +130,8 @@ class Change:
 def update(root: Path) -> list[Change]:
     """Bring this version's files into a folder that `init` made. Files that the learner edited stay.
 
-    All new files are written beside the old ones before the first takes its place. If it is interrupted, run it again:
-    what is in place already counts as done.
+    All new files are written under temporary names before the first is renamed. If it is interrupted, run it again:
+    files that are in place count as done.
 
     Returns:
         What was done, in the order of the paths; nothing for files that are as they should be.
@@ -142,8 +142,8 @@ def update(root: Path) -> list[Change]:
     old: dict[str, str] = read_record(root).get("files", {})
     if not old:
         raise CourseError(
-            f"`minicache init` did not make {root}, so an update cannot tell what you wrote: in a clone, `git pull` "
-            "brings new starters and tests; elsewhere make a new folder and copy your files of labs/ into it"
+            f"`minicache init` did not create {root}, so an update cannot tell your changes apart: in a clone, use "
+            "`git pull`; elsewhere create a new folder and copy your labs/ into it"
         )
     new = course_files()
     changes, writes, stale, copies = [], {}, [], []
@@ -155,23 +155,23 @@ def update(root: Path) -> list[Change]:
         if not edited:
             if name in new:
                 writes[name] = new[name]
-                changes.append(Change(name, "replaced by the new one: you had not edited it" if now else "new"))
+                changes.append(Change(name, "replaced: you had not edited it" if now else "new"))
             else:
                 stale.append(name)
-                changes.append(Change(name, "removed: the course no longer has it, and you had not edited it"))
+                changes.append(Change(name, "removed: no longer part of the course, and not edited by you"))
         elif name.split("/")[0] in _LEARNERS and name not in (TABLE, _RECORD):
             beside = _beside(name) if name in new else None
             if beside:
                 writes[beside] = new[name]
-            what = "the new one is beside it" if beside else "the course no longer has this file"
-            changes.append(Change(name, f"stays as you edited it; {what}", beside))
+            what = "the new version is next to it" if beside else "the course no longer has this file"
+            changes.append(Change(name, f"kept with your changes; {what}", beside))
         else:
             copies.append(name)
             if name in new:
                 writes[name] = new[name]
             else:
                 stale.append(name)
-            changes.append(Change(name, "is this version's again" if name in new else "removed"))
+            changes.append(Change(name, "restored to this version" if name in new else "removed"))
     kept = _keep(root, copies)
     _write(root, writes, stale, record=_written(new))
     return [
@@ -206,7 +206,7 @@ def _keep(root: Path, names: list[str]) -> str:
 
 
 def _write(root: Path, contents: Mapping[str, bytes], stale: list[str], record: str) -> None:
-    """Write each file beside its place; when all are there, move them, remove what is `stale`, and record it last."""
+    """Write each file under a temporary name, then rename all, remove the `stale` ones, and write the record last."""
     staged = {root / name: (root / name).with_name(f".{PurePosixPath(name).name}.update") for name in contents}
     record_beside = root / f"{INSTALLED}.update"
     try:

@@ -44,7 +44,7 @@ def load_labs(tell: Callable[[str], None]) -> None:
         else:
             tell(f"yours: {show(file)}")
     if not begun:
-        tell("You have not begun any file: everything is the reference's")
+        tell("You have not started any file: everything comes from the reference")
 
 
 def run(arguments: list[str]) -> None:
@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> None:
             sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(script))
             runpy.run_path(script, run_name="__main__")
         case _:
-            raise CourseError(f"{arguments[0]} is not known here: give a script, -c CODE, -m MODULE, or nothing")
+            raise CourseError(f"{arguments[0]} is unknown: give a script, -c CODE, -m MODULE, or nothing")
 
 
 def main() -> None:

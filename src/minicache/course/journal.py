@@ -1,7 +1,7 @@
-"""What a grading run is told, and what it tells: its job, and one pipe of events, one JSON object a line.
+"""A grading run's input and output: its job, and a pipe of events, one JSON object per line.
 
-Whatever is begun is told first. When the run dies or hangs, the last event says what it was doing; its owner notes that
-as lost and starts another run, whose job says what is done already.
+Each action is reported before it begins. If the run dies or hangs, the last event shows what it was doing; the parent
+records that as lost and starts another run, whose job lists what is done.
 
 The pipe is open to the learner's code too. So each line is signed with a key of this run, and numbered.
 """
@@ -55,7 +55,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is told.
+    """A run's input.
 
     Attributes:
         arguments: pytest's.
@@ -87,14 +87,14 @@ class Job:
 
 
 class Journal:
-    """The run's end: what it is told, and how it tells.
+    """The run's side: its job, and its way to report.
 
     Args:
-        job: what the run is told.
+        job: the run's input.
         tell: takes an event, before it returns: the next thing may end the run.
 
     Attributes:
-        job: what the run is told; without its key.
+        job: the run's input, without its key.
         tell: takes an event.
     """
 

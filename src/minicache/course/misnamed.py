@@ -21,8 +21,8 @@ def meant_for(wanted: PurePosixPath, others: Sequence[str]) -> str:
     if not best or likeness[best] < _MIN_LIKENESS:
         return ""
     if best.lower().endswith(".ipynb"):
-        return f"{best} is a notebook: its code has to be in a file named {wanted.name}"
-    return f"{best} is perhaps meant: its name has to be {wanted.name}"
+        return f"{best} is a notebook: its code must be in a file named {wanted.name}"
+    return f"{best} may be the file: rename it to {wanted.name}"
 
 
 def _likeness(wanted: str, other: str) -> float:

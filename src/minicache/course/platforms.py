@@ -1,6 +1,6 @@
 """Grades into the sheets of Canvas and Moodle: the platform's own export in, the same sheet with the grades out.
 
-Everything but the cells of one column stays as it was exported, so that the platform takes the sheet back. A student is
+Everything but the cells of one column stays as it was exported, so the platform accepts the sheet. A student is
 found by the id that the platform put into the names of the downloaded files, else by a name that one row alone has.
 """
 
@@ -23,7 +23,7 @@ _CANVAS_NAMES = ("Student", "ID", "SIS User ID", "SIS Login ID", "Integration ID
 _CANVAS_ASSIGNMENT = re.compile(r"(?P<title>.+) \((?P<id>\d+)\)")
 _KEPT = ("EX", "N/A")
 
-# Moodle's grading worksheet (mod/assign/gradingtable.php), in the language of whoever downloads it: English or Spanish.
+# Moodle's grading worksheet (mod/assign/gradingtable.php), in the downloading user's language: English or Spanish.
 _MOODLE_ID = ("Identifier", "Identificador")
 _MOODLE_GRADE = ("Grade", "Calificación")
 _MOODLE_MAXIMUM = ("Maximum Grade", "Maximum grade", "Calificación máxima")
@@ -63,7 +63,7 @@ def fill_canvas(sheet: list[list[str]], rows: Iterable[Row], phase: Phase, assig
     header = [name.strip() for name in sheet[0]] if sheet else []
     points = [number for number, row in enumerate(sheet[:4]) if row[0].strip() == "Points Possible"]
     if "ID" not in header or not points:
-        raise CourseError("this is no gradebook of Canvas: in the Gradebook, Export, Export Entire Gradebook")
+        raise CourseError("this is not a Canvas gradebook: in the Gradebook, Export, Export Entire Gradebook")
     possible = sheet[points[0]]
     columns = {
         column: match
@@ -75,7 +75,7 @@ def fill_canvas(sheet: list[list[str]], rows: Iterable[Row], phase: Phase, assig
     ]
     if len(wanted) != 1:
         there = ", ".join(header[column] for column in columns) or "none"
-        raise CourseError(f"name the assignment with --assignment; the gradebook has: {there}")
+        raise CourseError(f"choose the assignment with --assignment; the gradebook has: {there}")
     identifying = [header.index("ID")]
     naming = [column for column, name in enumerate(header) if name in _CANVAS_NAMES]
     maximum = _cell(possible, wanted[0])
@@ -100,7 +100,7 @@ def fill_moodle(sheet: list[list[str]], rows: Iterable[Row], phase: Phase) -> Fi
     maxima = [column for column, name in enumerate(header) if name in _MOODLE_MAXIMUM]
     if not identifying or not grades or not maxima:
         raise CourseError(
-            "this is no grading worksheet of Moodle: turn on `Offline grading worksheet` in the assignment's settings, "
+            "this is not a Moodle grading worksheet: turn on `Offline grading worksheet` in the assignment's settings, "
             "then View all submissions, Download grading worksheet, with Moodle in English or Spanish"
         )
     naming = list(range(grades[0]))

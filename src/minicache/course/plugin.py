@@ -15,9 +15,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("minicache", "minicache, the course")
     group.addoption("--mine", action="store_true", help="grade your files in labs/ instead of the reference")
-    group.addoption("--labs", type=Path, metavar="DIR", help="with --mine: your files are in DIR instead of labs/")
-    group.addoption("--task", type=int, metavar="K", help="of each phase, run the tests of task K only")
-    group.addoption("--course-seed", type=int, metavar="N", help="draw the random cases of the tests anew")
+    group.addoption("--labs", type=Path, metavar="DIR", help="with --mine: use the files in DIR instead of labs/")
+    group.addoption("--task", type=int, metavar="K", help="run only the tests of task K in each phase")
+    group.addoption("--course-seed", type=int, metavar="N", help="seed for other random test cases")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -66,7 +66,7 @@ class Progress:
         except (ValueError, KeyError, TypeError, AttributeError):
             aside = file.with_suffix(f".damaged-{datetime.now():%Y%m%d-%H%M%S-%f}.json")
             file.rename(aside)
-            return cls(file, warning=f"{file} was damaged: it is kept as {aside.name}, and progress starts anew")
+            return cls(file, warning=f"{file} was damaged: it is kept as {aside.name}, and progress starts from zero")
         return cls(file, tasks, hints)
 
     def save(self) -> None:

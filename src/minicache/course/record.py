@@ -21,8 +21,8 @@ from minicache.errors import CourseError, TamperingError
 TIMEOUT = 10.0
 """Seconds of computing or sleeping without a sign of life, after which a run is stopped. A test may use all of them.
 
-The reference takes less than one in any test. A function that never returns is called in several tasks. So that nobody
-waits for each as long as for the first, half of it is enough once a run had to be stopped.
+The reference takes less than one in any test. A function that never returns is called in several tasks. To
+shorten the wait, half of it is enough once a run had to be stopped.
 """
 
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # what a terminal would obey, or is no text
@@ -54,7 +54,7 @@ class Record:
         task: one task of it; all of them by default.
         timeout: seconds without progress after which a test counts as an endless loop.
         seed: draws the random cases of the tests anew; the usual ones by default.
-        audit: of somebody else's submission.
+        audit: for another person's submission.
 
     Attributes:
         files: module → the learner's file.
@@ -106,7 +106,7 @@ class Record:
         return arguments + ([f"--course-seed={self.seed}"] if self.seed is not None else [])
 
     def begin(self, job: Job) -> Job:
-        """What the next run is told: `job`, and what the runs before it have done."""
+        """The next run's input: `job`, and what earlier runs have done."""
         self.finished, self._controls = False, {}
         done, lost = list(self._results), list(self._lost_tasks)
         return replace(job, done=done, lost_tasks=lost, unusable=dict(self.unusable))
@@ -198,7 +198,7 @@ class Record:
         if self.audit and not is_file and event.name not in self.audit.tests.get(event.task, ()):
             raise TamperingError(f"there is no test {event.name}")
         texts = [event.message, event.printed]
-        if self.audit:  # somebody else's terminal is to show them
+        if self.audit:  # another person's terminal shows them
             texts = [_COMMANDS.sub("�", text) for text in texts]
         told = (texts[0], texts[1], event.needs, event.distance)
         self._results[event.name] = (event.task, TestResult(event.name, event.title, outcome, *told))

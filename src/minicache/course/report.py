@@ -26,7 +26,7 @@ STYLES = {
     Outcome.NOT_WRITTEN: "yellow",
     Outcome.NOT_GRADED: "yellow",
 }
-"""How each outcome is coloured in the terminal; the word always stands beside the colour."""
+"""How each outcome is coloured in the terminal; the word is always shown, too."""
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -88,8 +88,8 @@ def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
             lines.append(f"Next: [bold]phase {to.number}, {to.title}[/]. Read {to.page}")
             lines.append(f"Its tasks: `minicache grade {to.number}`")
         else:
-            lines.append("It is the last phase. The engine on your own files: `minicache serve --mine`")
-            lines.append("What is left in the others: `minicache status`")
+            lines.append("This was the last phase. Run the engine on your files: `minicache serve --mine`")
+            lines.append("Remaining tasks of other phases: `minicache status`")
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
 
@@ -169,7 +169,7 @@ def write_gradescope(result: PhaseResult | None, file: Path, notes: Sequence[str
         notes: what to tell the student in addition.
     """
     if result is None:
-        told = ["This could not be graded: submit again; if it happens again, ask your teacher.", *notes]
+        told = ["This submission could not be graded: submit again; if it fails again, ask your teacher.", *notes]
         _write_json({"score": 0, "output": "\n".join(told), "visibility": "visible"}, file)
         return
     tests = [

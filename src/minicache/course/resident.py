@@ -167,7 +167,7 @@ def _receive(client: socket.socket, loaded: dict[str, str]) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         client.setblocking(True)
         client.sendall(b"\n")
-        for standard in (0, 1):  # a run puts its own in their place, so that no run holds the connection
+        for standard in (0, 1):  # a run replaces them, so no run holds the connection
             os.dup2(client.fileno(), standard)
         client.close()
         with open(0, encoding="utf-8") as jobs, open(1, "w", encoding="utf-8") as answers:

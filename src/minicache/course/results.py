@@ -22,7 +22,7 @@ class Outcome(StrEnum):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the process was lost, so that the rest of the task's tests did not run."""
+        """Whether the process was lost, so the rest of the task's tests did not run."""
         return self in (Outcome.CRASHED, Outcome.STALLED)
 
 
@@ -44,7 +44,7 @@ class TestResult:
         id: pytest's node id.
         title: what it checks: the first line of its docstring, else its name; then its parameters, if it has any.
         outcome: how it went. A skipped test is not graded.
-        message: what a learner is told; "" if it passed.
+        message: the learner's message; "" if it passed.
         printed: the end of what the learner's code printed.
         needs: of a test that is not written, the id of another task if it is that one's code which is missing.
         distance: of a test that failed, how far what it tells may be from the mistake. 0: a check of what a call gave;

@@ -67,7 +67,7 @@ def run(job: Job) -> NoReturn:
 
         plugins = [sys.modules[name] for name in PLUGINS]
         code = pytest.main(job.arguments, [*plugins, piped(job)] if job.events else plugins)
-    except BaseException:  # for the log: a process that is forked has nobody else to tell
+    except BaseException:  # for the log: a forked process has no other output
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -51,7 +51,7 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 def why_unavailable() -> str:
     """Why submissions cannot be isolated on this machine, and what to do about it; "" if they can."""
     if not sys.platform.startswith("linux"):
-        return "bubblewrap is for Linux: grade in a container or a virtual machine"
+        return "bubblewrap requires Linux: grade in a container or a virtual machine"
     if not shutil.which("bwrap"):
         return "bubblewrap is not installed: apt install bubblewrap"
     tried = subprocess.run(
@@ -61,7 +61,9 @@ def why_unavailable() -> str:
         check=False,
     )
     if tried.returncode:
-        return f"bubblewrap cannot make a sandbox here ({tried.stderr.strip()}): allow user namespaces on this machine"
+        return (
+            f"bubblewrap cannot create a sandbox here ({tried.stderr.strip()}): allow user namespaces on this machine"
+        )
     return ""
 
 
@@ -271,7 +273,7 @@ class _View:
             self.options += ["--perms", "0755", "--tmpfs", str(folder), "--remount-ro", str(folder)]
 
     def _make_way(self, path: Path) -> None:
-        """The folders above, which nobody but root could enter as bubblewrap makes them."""
+        """The folders above, which only root could enter as bubblewrap makes them."""
         for folder in reversed(path.parents):
             if folder not in self._made and not any(folder.is_relative_to(each) for each in self._shown):
                 self.options += ["--perms", "0755", "--dir", str(folder)]
@@ -365,7 +367,7 @@ def _watched(workspace: Workspace, phase: Phase) -> Iterator[None]:
             else:
                 file.unlink()
         if changed:
-            raise TamperingError(f"it changed {', '.join(map(str, changed[:5]))}: put back as before")
+            raise TamperingError(f"it changed {', '.join(map(str, changed[:5]))}: restored")
 
 
 def _contents(workspace: Workspace, phase: Phase) -> dict[Path, bytes]:

@@ -2,8 +2,8 @@
 
 A lab needs torch and its own package. A file that imports `os`, replaces a function of `torch` or reaches for
 `__globals__` may be after the grader, and a table of hundreds of numbers may be the answers. What the reference or the
-starter of the same file does is never noted. Who knows what is looked for can hide it: the isolation of submissions
-does not rest on this.
+starter of the same file does is never noted. Code that knows this list can evade it: the isolation of submissions
+does not depend on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEFINITIONS = frozenset(
     "__torch_function__".split()
 )
 _MAX_CONSTANTS = 100  # in one list, tuple, set or dict
-_MAX_LINES = 3  # of one kind that are told
+_MAX_LINES = 3  # of one kind that are listed
 
 
 def scan(source: bytes, *known: bytes) -> list[str]:
@@ -91,7 +91,7 @@ def _of(node: ast.AST, imported: set[str]) -> Iterator[str]:
                 yield from (f"imports {each}" for each in wholes if _is_suspicious(each) or _last(each) in _ATTRIBUTES)
         case ast.Call(func=ast.Name(id="getattr" | "setattr" | "delattr" | "__import__" as name), args=[*args]):
             if any(_is_built(each) for each in args[:2]):
-                yield f"{name} with a name that is put together"
+                yield f"{name} with a computed name"
             if name in _CALLS:
                 yield f"calls {name}"
             if name == "setattr" and args and _root(args[0]) in imported:
@@ -109,7 +109,7 @@ def _of(node: ast.AST, imported: set[str]) -> Iterator[str]:
         case ast.Assign(targets=[ast.Name(id=name)]) if name in _DEFINITIONS:
             yield f"defines {name}"
         case ast.Constant(value=str(text)) if text in _ATTRIBUTES or text in _CALLS or text.startswith(PACKAGES):
-            yield f"has the text {text!r}"
+            yield f"has the string {text!r}"
         case ast.List() | ast.Tuple() | ast.Set() | ast.Dict():
             if (count := sum(isinstance(each, ast.Constant) for each in ast.iter_child_nodes(node))) >= _MAX_CONSTANTS:
                 yield f"has a table of {count} constants"

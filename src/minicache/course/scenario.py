@@ -36,7 +36,7 @@ def num_done() -> int:
 
 
 def remember(name: str, tensor: Any) -> None:
-    """Keep a copy of a tensor, so that a number of it can be told when it turns up in the wrong place."""
+    """Keep a copy of a tensor, to recognise its numbers in the wrong place."""
     _tensors.append((name, sum(each[0] == name for each in _tensors), tensor.detach().clone()))
 
 

@@ -1,6 +1,6 @@
 """Secret seeds: `minicache grade 3 --seed 42` draws the random cases of the tests anew.
 
-What a test draws is the same in every run, so that the same code gets the same grade. Answers to known cases can be
+What a test draws is the same in every run, so the same code gets the same grade. Answers to known cases can be
 written down, though. Under a secret seed a test draws other cases, and an answer that was written down is wrong:
 
     rng = random.Random(fresh(5))  # 5 in a run without a seed

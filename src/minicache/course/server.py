@@ -32,7 +32,7 @@ _GRACE = 0.5  # seconds that a process has to end its run
 
 
 class Child:
-    """One pytest run. Its process leads a group of its own, so that what it starts can be ended with it."""
+    """One pytest run. Its process leads a group of its own, so its child processes can be ended with it."""
 
     def __init__(self, answers: IO[str], pid: int) -> None:
         self.pid = pid
@@ -120,7 +120,7 @@ class PytestServer:
 
 
 def _answer(answers: IO[str], kind: str) -> int:
-    """The next number of this kind that the server says: a run that nobody waited for may have left its exit code.
+    """The next number of this kind from the server: a run without a waiting caller may have left its exit code.
 
     An exit code taken for a process id would be a signal to process 0 or 1, that is to everything.
     """
@@ -128,7 +128,7 @@ def _answer(answers: IO[str], kind: str) -> int:
         said, number = line.split()
         if said == kind:
             return int(number)
-    raise CourseError("the process that runs pytest has ended: was it killed, or is memory short?")
+    raise CourseError("the process that runs pytest has died: it was killed, or memory is short")
 
 
 def preload_for(phase: Phase) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ def _become(job: Job, environment: dict[str, str]) -> NoReturn:
 
 
 def _end_of(pid: int, owner: select.poll) -> int:
-    """Wait for a run's end, and end it if the owner goes first: a run may loop for ever; its exit status."""
+    """Wait for a run's end, and end it if the owner goes first: a run may loop forever; its exit status."""
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

@@ -1,4 +1,4 @@
-"""One pytest run inside a course: which tests belong to which task, whose code they see, how failures are told."""
+"""One pytest run inside a course: which tests belong to which task, whose code they run, how failures are reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GradingSession:
         root: the course's root.
         options: pytest's options.
         paths: the files and folders that pytest was asked to run.
-        journal: of a run that somebody follows.
+        journal: of a run that is followed.
     """
 
     def __init__(self, root: Path, options: Namespace, paths: Sequence[Path], journal: Journal | None) -> None:
@@ -56,7 +56,7 @@ class GradingSession:
             raise pytest.UsageError(str(error)) from error
         self._phases = [phase for phase in self._workspace.course if phase.tasks and self._asked_for(phase, paths)]
         if self._mine and not self._phases:
-            raise pytest.UsageError("--mine: none of these are the tests of a phase; try tests/phase-01-dense-cache")
+            raise pytest.UsageError("--mine: none of these are tests of a phase; try tests/phase-01-dense-cache")
         seeds.use(options.course_seed)
         self._job = journal.job if journal else Job([], "")
         self._tell: Callable[[Event], None] = journal.tell if journal else lambda event: None
@@ -67,7 +67,7 @@ class GradingSession:
         self._patches = pytest.MonkeyPatch()
         if self._mine:
             if any(map(needs_torch, self._phases)):
-                # Not everybody has numba, and loading its kernels takes longer than a task's tests.
+                # Not every machine has numba, and loading its kernels takes longer than a task's tests.
                 self._patches.setattr("minicache.kernels.cpu.why_unavailable", lambda: "grading runs without numba")
                 checks.tensors()  # torch's own functions, before a learner's file can replace them
             if self._job.has_controls:
@@ -101,13 +101,13 @@ class GradingSession:
         failures = finder.import_labs(self._finder, needs, entering=lambda name: self._tell(Event("import", name)))
         for name, error in failures.items():
             phase = next(phase for phase in self._phases if name in phase.files)
-            # Somebody else's files are graded from a folder of their own, where there is nothing to put back.
+            # Another person's files are graded from a separate folder, where there is nothing to put back.
             restoring = phase.restoring(name) if self._workspace.labs == self._workspace.root / "labs" else ""
             self._unusable[name] = _unusable(files[name], error, restoring)
             self._tell(Event("unimportable", name, message=self._unusable[name]))
 
     def _cannot_run(self, phase: Phase) -> str:
-        """Why no code for this phase can run on this machine, whoever wrote it; "" if it can."""
+        """Why no code for this phase can run on this machine; "" if it can."""
         return self._no_triton if phase_imports(phase, "triton") else ""
 
     def pytest_unconfigure(self) -> None:
@@ -133,14 +133,16 @@ class GradingSession:
             return []
         idle = [phase for phase in self._phases if self._cannot_run(phase)]
         not_graded = [f"  phase {phase.number} is not graded here: {self._cannot_run(phase)}" for phase in idle]
-        drawn = "" if seeds.in_use() is None else f", the random cases of seed {seeds.in_use()}"
+        drawn = "" if seeds.in_use() is None else f", with random cases from seed {seeds.in_use()}"
         if not self._mine:
             return [f"minicache: grading the reference (your own files: --mine){drawn}", *not_graded]
         lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}{drawn}", *not_graded]
         for phase in self._phases:
             for name, file in self._workspace.lab_files(phase).items():
                 broken = name in self._unusable
-                note = "   CANNOT BE IMPORTED: its tasks fail, the reference serves the others" if broken else ""
+                note = (
+                    "   CANNOT BE IMPORTED: its tasks fail; the reference stands in for other tasks" if broken else ""
+                )
                 lines.append(f"  {name:<26} {finder.show(file)}{note}")
         return lines
 
@@ -172,7 +174,7 @@ class GradingSession:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """A test file that the learner's code does not let in fails its task."""
+        """A test file that cannot be imported with the learner's code fails its task."""
         report = yield
         task = self._task_of(collector.path) if isinstance(collector, pytest.Module) else None
         if task and report.failed:
@@ -227,7 +229,7 @@ class GradingSession:
         task = self._task_of(item.path)
         if task:
             self._tell(Event("test", item.nodeid, task.id, _title(item)))
-        with scenario.telling():  # what fixtures note is told of this test only
+        with scenario.telling():  # what fixtures record is shown for this test only
             done = yield
         if task and (result := self._results.get(task.id, {}).get(item.nodeid)):
             self._keep(task, result)
@@ -237,7 +239,7 @@ class GradingSession:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Fail the tasks of a file that cannot be imported, each for that reason and no other.
 
-        Where no file could be, nobody is graded.
+        Where no file could be, nothing is graded.
         """
         task = self._task_of(item.path)
         if task and (reason := self._cannot_run(self._workspace.course.phase(task.phase))):
@@ -269,7 +271,7 @@ class GradingSession:
         if needs:
             lines.append(f"needs     task {needs} first")
         if lines and self._short:
-            # pytest parses a whole file for each frame of a traceback that nobody would see.
+            # pytest parses a whole file for each frame of a traceback that would not be shown.
             vars(item)["repr_failure"] = lambda excinfo: ""
         report = yield
         if not task:
@@ -283,7 +285,7 @@ class GradingSession:
             if lines and self._short:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
                 report.longrepr = "\n".join([head, message, pointers(self._task_by_id(needs) or task)])
-        # Reports carry extra attributes from process to process, so that this works under xdist too.
+        # Reports carry extra attributes from process to process, so this works under xdist too.
         distance = 2 * (not _is_verdict(error)) + _is_hypothesis_test(item)
         told_of = (task.id, _title(item), outcome.value, message, needs, distance)
         report.minicache = told_of  # type: ignore[attr-defined]
@@ -299,7 +301,7 @@ class GradingSession:
         if earlier is None or earlier.outcome is Outcome.PASSED:
             printed = report.capstdout[-_PRINTED_LIMIT:]
             if left_out := len(report.capstdout) - len(printed):
-                printed = f"… ({left_out:,} characters are left out)\n{printed}"
+                printed = f"… ({left_out:,} characters omitted)\n{printed}"
             result = TestResult(report.nodeid, title, Outcome(outcome), message, printed, needs, distance)
             results[report.nodeid] = result
 
@@ -340,7 +342,7 @@ class GradingSession:
         self._results.setdefault(task.id, {})[result.id] = result
         message = result.message[:_MESSAGE_LIMIT]
         if left_out := len(result.message) - len(message):
-            message += f" … ({left_out:,} characters are left out)"
+            message += f" … ({left_out:,} characters omitted)"
         told_of = (result.title, result.outcome, message, result.printed, result.needs, result.distance)
         self._tell(Event("result", result.id, task.id, *told_of))
 

@@ -74,7 +74,7 @@ def fingerprints(phase: Phase, submissions: Iterable[Submission]) -> tuple[Print
             try:
                 text = file.read().decode("utf-8-sig")
             except (CourseError, UnicodeDecodeError) as error:
-                notes.append(f"{submission.student}: {file.path.name} is left out: {error}")
+                notes.append(f"{submission.student}: {file.path.name} is omitted: {error}")
                 continue
             mine[module] = _fingerprint(library, text, templates[module])
     return prints, notes
@@ -100,7 +100,7 @@ def write_html(phase: Phase, prints: Prints, pairs: list[Pair], file: Path) -> N
     """Write one page without links: the most alike pairs in a table, and below it each pair side by side."""
     shown = [pair for pair in pairs if pair.num_shared][:_MAX_SHOWN]
     with file.open("w", encoding="utf-8") as stream:
-        title = f"Phase {phase.number}, {escape(phase.title)}: how alike the submissions are"
+        title = f"Phase {phase.number}, {escape(phase.title)}: similarity of submissions"
         stream.write(
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
@@ -139,7 +139,7 @@ def _copydetect() -> Any:
 
 
 def _fingerprint(library: Any, text: str, without: set[int]) -> Any:
-    """A file's fingerprint: all of its runs, so that it is the same in every process, less those in `without`."""
+    """A file's fingerprint: all of its runs, so it is the same in every process, less those in `without`."""
     text = "\n".join(text.splitlines()).strip("\n") + "\n"  # as the lexer takes it, which positions count on
     found = library.CodeFingerprint("lab.py", _RUN, 1, language="python", fp=StringIO(text))
     # copydetect's own way of leaving runs out expects that no run is in a file twice.

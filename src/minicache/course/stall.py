@@ -62,7 +62,7 @@ class Stopwatch:
 
     @property
     def has_slept(self) -> bool:
-        """Whether it has hardly computed: it waits for something, and perhaps looks again now and then."""
+        """Whether it has barely computed: it waits for something, perhaps polling."""
         return sys.platform == "linux" and self._computing < 0.1 * self._seconds
 
 

@@ -91,7 +91,7 @@ class HandedIn:
         except _ZIP_ERRORS as error:
             raise CourseError(f"{self.path} cannot be read: {error}") from error
         if len(content) > MAX_FILE_NBYTES:
-            raise CourseError(f"{self.path} is larger than {MAX_FILE_NBYTES >> 20} MiB, so it is no lab file")
+            raise CourseError(f"{self.path} is larger than {MAX_FILE_NBYTES >> 20} MiB, so it cannot be a lab file")
         return content
 
 
@@ -121,7 +121,7 @@ class Submission:
             return []
         meant = [note for name in absent if (note := meant_for(name, self.others))]
         if not meant and not self.files and (notebooks := [each for each in self.others if each.endswith(".ipynb")]):
-            meant = [f"{notebooks[0]} is a notebook: its code has to be in files with the names of the course"]
+            meant = [f"{notebooks[0]} is a notebook: its code must be in files with the course's names"]
         return [f"not handed in: {', '.join(map(str, absent))}", *meant]
 
     def remarks(self, phase: Phase) -> list[str]:
@@ -163,7 +163,7 @@ def find_submissions(folder: Path, course: Course, phase: Phase) -> tuple[list[S
     A sub-folder is a student, and so is a zip. Files that Canvas or Moodle named after a student are that student's.
 
     Returns:
-        The submissions, by name, and the names of files in `folder` that belong to nobody.
+        The submissions, by name, and the names of files in `folder` without a student.
 
     Raises:
         CourseError: there is no submission.
@@ -201,7 +201,7 @@ def one_submission(folder: Path, course: Course, phase: Phase) -> Submission:
 
 
 def _owner(entry: Path) -> tuple[str, str, PurePosixPath, str] | None:
-    """Whose an entry of the class's folder is: name, id, its path in the submission, a note. None: nobody's."""
+    """Whose an entry of the class's folder is: name, id, its path in the submission, a note. None: no student's."""
     name = _text(entry.name)
     if entry.is_dir():
         if moodle := _MOODLE.fullmatch(name):
@@ -225,7 +225,7 @@ def _submission(student: _Student, course: Course, phase: Phase) -> Submission:
     handed_in: list[HandedIn] = []
     for file in _everything(student, notes):
         if len(handed_in) == _MAX_FILES:
-            notes.append(f"more than {_MAX_FILES:,} files: the rest was not looked at")
+            notes.append(f"more than {_MAX_FILES:,} files: the rest was skipped")
             break
         handed_in.append(file)
     taken: dict[str, HandedIn] = {}
@@ -245,7 +245,7 @@ def _submission(student: _Student, course: Course, phase: Phase) -> Submission:
             notes.append(note)
     if not taken:
         archives = [each.path for each in handed_in if each.path.suffix.lower() in _ARCHIVES]  # a zip in a zip
-        notes += [f"{path} is not opened: ask for a zip with the files in it" for path in archives[:3]]
+        notes += [f"{path} was not opened: ask for a zip of the files" for path in archives[:3]]
     chosen = set(taken.values())
     others = tuple(str(each.path) for each in handed_in if each not in chosen)[:_MAX_OTHERS]
     return Submission(student.name, taken, student.id, tuple(notes), others)
@@ -276,10 +276,10 @@ def _closeness(path: PurePosixPath, phase: Phase, name: PurePosixPath, package: 
 
 _Rank = tuple[int, int, int, str]
 _REASONS = (
-    "it lies where the course has it",
-    "it was handed in again, later",
-    "it lies in fewer folders",
-    "its name comes first",
+    "its path matches the course",
+    "it was submitted later",
+    "it is in fewer folders",
+    "its name sorts first",
 )
 
 
@@ -289,16 +289,16 @@ def _choice(best: tuple[_Rank, HandedIn], next_best: tuple[_Rank, HandedIn]) -> 
         if best[1].read() == next_best[1].read():
             return ""
     except CourseError:
-        pass  # the taken one's is told when it is graded
+        pass  # the chosen file's problem is reported when it is graded
     told = (why for why, a, b in zip(_REASONS, best[0], next_best[0], strict=True) if a != b)
     reason = next(told, "both have the same name")
-    return f"{best[1].path} was taken, not {next_best[1].path}: {reason}"
+    return f"{best[1].path} was used, not {next_best[1].path}: {reason}"
 
 
 def _engines_own(handed_in: list[HandedIn], name: PurePosixPath) -> list[str]:
     """A note if all that there is of a file is the engine's, as in a clone whose labs/ has lost it."""
     theirs = [each.path for each in handed_in if each.path.parts[-len(name.parts) - 1 :] == ("minicache", *name.parts)]
-    return [f"{theirs[0]} is the engine's own file, and not taken for the lab's"] if theirs else []
+    return [f"{theirs[0]} is the engine's file, and not used as the lab's"] if theirs else []
 
 
 # --- everything that was handed in -----------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def _members(zipped: HandedIn) -> Iterator[HandedIn]:
             raise ValueError("it is encrypted")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             # Others are not read in small parts: a few bytes of one may unpack to gigabytes.
-            raise ValueError("its compression is none that every system opens")
+            raise ValueError("its compression method is not supported everywhere")
         path = zipped.path / PurePosixPath(_text(str(inside)))
         yield HandedIn(path, zipped.file, member.filename)
 
@@ -360,7 +360,7 @@ def _check_directory(file: Path) -> None:
         end = stream.read()
     at = end.rfind(b"PK\5\6")
     if at < 0:
-        raise ValueError("it is no zip")
+        raise ValueError("it is not a zip file")
     (directory_nbytes,) = struct.unpack_from("<I", end, at + 12)
     if directory_nbytes > _MAX_DIRECTORY_NBYTES or b"PK\6\7" in end[max(0, at - 20) : at]:
         raise ValueError("it has too many files")

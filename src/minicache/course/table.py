@@ -189,7 +189,7 @@ def _task(entry: Entry, phase: int) -> Task:
     )
     entry.done()
     if strangers := [name for name, _ in task.starts_from if name not in task.targets]:
-        raise CourseError(f"{entry.where}: starts_from has {', '.join(strangers)}, and targets have not")
+        raise CourseError(f"{entry.where}: starts_from has {', '.join(strangers)}, which targets do not have")
     return task
 
 
@@ -236,7 +236,7 @@ class Entry:
         return [Entry(dict(value), f"{self.where}: {key}") for value in values]
 
     def done(self) -> None:
-        """Refuse what nobody took."""
+        """Refuse unread entries."""
         if self.data:
             raise CourseError(f"{self.where}: unknown {', '.join(sorted(self.data))}")
 
@@ -252,4 +252,4 @@ class Entry:
 def _check_unique(values: list[Any], what: str) -> None:
     for value in values:
         if values.count(value) > 1:
-            raise CourseError(f"{what}: {value!r} is there twice")
+            raise CourseError(f"{what}: {value!r} appears twice")

@@ -57,7 +57,7 @@ def numbers_of(tensor: Any) -> Any:
 
 
 def bytes_of(tensor: Any) -> Any:
-    """A copy of the tensor's bytes, in a uint8 tensor: NaN and NaN, −0 and 0 can be told apart."""
+    """A copy of the tensor's bytes, in a uint8 tensor: different NaNs, and −0 and 0, differ."""
     flat = TensorBase.clone(TensorBase.detach(tensor), memory_format=torch.contiguous_format)
     return TensorBase.view(TensorBase.view(flat, -1), _UINT8)
 
@@ -88,7 +88,7 @@ class Comparison:
         of = TensorBase
         one, other = (of.double(of.cpu(of.detach(each))) for each in (got, expected))
         error = of.abs(of.sub(one, other))
-        # Written so that a NaN, which compares false with everything, counts as a difference; equal infinities do not.
+        # A NaN, which compares false with everything, must count as a difference; equal infinities do not.
         # An infinity that is expected allows nothing else, though a part of it is infinite too.
         near = of.le(error, of.add(of.mul(of.abs(other), rtol), atol))
         near = of.logical_and(near, of.isfinite(other))

@@ -31,7 +31,7 @@ class Workspace:
 
     Attributes:
         root: the folder that has `labs/course.toml`.
-        labs: the learner's files, one folder a phase; `root / "labs"` unless somebody else's are graded.
+        labs: the learner's files, one folder a phase; `root / "labs"` unless another person's are graded.
         course: the table.
     """
 
@@ -90,7 +90,9 @@ def find_workspace(labs: Path | None = None) -> Workspace:
         if (root / TABLE).is_file():
             return open_workspace(root, labs)
     where = f"MINICACHE_ROOT={given} has" if given else "there is"
-    raise CourseError(f"{where} no {TABLE}: go into your course's folder, or make one with `minicache init my-course`")
+    raise CourseError(
+        f"{where} no {TABLE}: change into your course's folder, or create one with `minicache init my-course`"
+    )
 
 
 def read_record(root: Path) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def read_record(root: Path) -> dict[str, Any]:
         return {"version": read["version"], "files": dict(read["files"])}
     except (ValueError, TypeError, KeyError) as error:
         raise CourseError(
-            f"{file} is damaged: make a new folder with `minicache init`, copy your labs/ into it"
+            f"{file} is damaged: create a new folder with `minicache init` and copy your labs/ into it"
         ) from error
 
 

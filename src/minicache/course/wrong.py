@@ -73,7 +73,7 @@ def load_wrong(workspace: Workspace, phase: Phase) -> tuple[Wrong, ...]:
 def grade_wrong(workspace: Workspace, wrong: Wrong, server: PytestServer) -> PhaseResult:
     """Grade the mistake as if a learner had handed it in: only the task that has to catch it.
 
-    The first test that fails ends the run, unless `shows` says what a learner is told: the whole task decides that.
+    The first test that fails ends the run, unless `shows` gives the reported message: that needs the whole task.
     """
     sources, task = {wrong.module: wrong.source()}, wrong.caught_by
     return grade_solution(workspace, wrong.phase, sources, server, task=task, until_failure=not wrong.shows)

@@ -332,13 +332,13 @@ class PagedMemory:
 
     Args:
         model: sizes, dtype and device are its own.
-        scheduler: its pool is the storage's; its host pool, if it has one, counts the host blocks.
+        scheduler: its pool is the storage's; its `host_pool`, if it has one, counts the CPU blocks.
         kv_cache_dtype: "int8" or "fp8_e4m3": a `QuantizedStorage`. None: the weights' dtype.
 
     Attributes:
         storage: the blocks' memory.
         kv_cache_dtype: as given.
-        host_storage: the host blocks' memory; None if the scheduler does not swap. The scales of a quantized storage
+        host_storage: the CPU blocks' memory; None if the scheduler does not swap. The scales of a quantized storage
             have one of their own, which `host_storage.nbytes` counts too.
         num_steps: how many steps were made.
     """

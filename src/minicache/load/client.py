@@ -58,9 +58,9 @@ class Endpoint:
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL of a server; one looks like http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not a server URL such as http://127.0.0.1:8000")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ValueError("the API key has characters that cannot stand in a header")
+            raise ValueError("the API key has characters that are invalid in a header")
         is_tls = parts.scheme == "https"
         port = parts.port or (443 if is_tls else 80)
         base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
@@ -220,9 +220,9 @@ class _Completion(_Exchange):
         try:
             told = json.loads(data)
         except ValueError:
-            raise WireError(f"an event is no JSON: {data[:MOST_QUOTED]!r}") from None
+            raise WireError(f"an event is not valid JSON: {data[:MOST_QUOTED]!r}") from None
         if not isinstance(told, dict):
-            raise WireError(f"an event is no completion: {data[:MOST_QUOTED]!r}")
+            raise WireError(f"an event is not a completion: {data[:MOST_QUOTED]!r}")
         if told.get("choices"):
             self._outcome.token_times.append(now)
         elif "error" in told:
@@ -362,7 +362,7 @@ def _judge(outcome: Outcome, exchange: _Completion) -> None:
     outcome.status = "refused" if status == 429 else "failed"
     if status == 200:
         kind = exchange.response.headers.get("content-type", "without a type")
-        outcome.detail = f"the answer is no stream of events, but {kind}"
+        outcome.detail = f"expected an event stream, got {kind}"
         return
     with suppress(KeyError, ValueError):  # there is none, or it is a date
         outcome.retry_after = float(exchange.response.headers["retry-after"])
@@ -382,18 +382,18 @@ def _error_message(told: Any, otherwise: str) -> str:
 
 
 async def reach(endpoint: Endpoint) -> Endpoint:
-    """See that somebody is there.
+    """Check that a server answers.
 
     Returns:
-        The endpoint with the address under which somebody is.
+        The endpoint with the address that answers.
 
     Raises:
-        LoadClientError: nobody is.
+        LoadClientError: no server answers.
     """
     try:
         _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     except (OSError, UnicodeError) as error:  # a name may be none that could be looked up
-        raise LoadClientError(f"no server answers at {endpoint.host}:{endpoint.port}: {error}") from error
+        raise LoadClientError(f"no server at {endpoint.host}:{endpoint.port}: {error}") from error
     address: str = writer.get_extra_info("peername")[0]
     writer.close()
     return replace(endpoint, address=address)
@@ -424,5 +424,5 @@ async def fetch_model(endpoint: Endpoint, timeout: float = 30.0) -> tuple[str, i
         model = told["data"][0]
         name, longest = model["id"], model.get("max_model_len")
     except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise LoadClientError(f"{endpoint.base}/models names no model; give --model") from error
+        raise LoadClientError(f"{endpoint.base}/models lists no model; set --model") from error
     return str(name), longest if isinstance(longest, int) else None

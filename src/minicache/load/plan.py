@@ -25,8 +25,8 @@ class PlannedRequest:
 
     Attributes:
         arrival: when it is due, in seconds from the start, and its lengths.
-        prompt_token_ids: the prompt for whoever serves tokens, such as the simulator. Of a text prompt they are numbers
-            of words: equal where words are equal, and nobody's vocabulary.
+        prompt_token_ids: the prompt as tokens, for the simulator. For a text prompt they are numbers of words: equal
+            where words are equal, and of no model's vocabulary.
         body: of the HTTP request, JSON.
     """
 
@@ -87,7 +87,7 @@ def workload_arrivals(
 
 
 def fit_workload(workload: Workload, max_model_len: int) -> Workload:
-    """The workload for a model of a smaller context: all lengths smaller by the same factor, so that its shape stays.
+    """The workload for a model of a smaller context: all lengths scaled by one factor, which keeps its shape.
 
     ShareGPT for 512 tokens instead of 2,048 has a quarter of the tokens, in the mean 40 in and 84 out. A workload that
     fits is returned as it is: it is never stretched.
@@ -123,7 +123,7 @@ def make_requests(
     require_count("num_shared", num_shared, at_least=0)
     shortest = min((arrival.num_prompt_tokens for arrival in arrivals), default=num_shared + 1)
     if num_shared >= shortest:
-        raise ValueError(f"{num_shared} shared tokens leave nothing of its own to a prompt of {shortest}")
+        raise ValueError(f"{num_shared} shared tokens do not fit into a prompt of {shortest}")
     if vocab_size is None:
         words = [word for word in Tokenizer().words[1:] if word.isalpha()]
         vocab_size = len(words)

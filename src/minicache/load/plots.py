@@ -21,7 +21,7 @@ NUM_POINTS: Final = 5000
 
 
 def save_plots(report: LoadReport, predicted: ServingReport | None, title: str, out: Path) -> list[Path]:
-    """Draw the report into the folder `out`, the prediction beside it if there is one.
+    """Draw the report into the folder `out`, with the prediction if there is one.
 
     Returns:
         The files.
@@ -42,7 +42,7 @@ def _distributions(figure: Figure, report: LoadReport, predicted: ServingReport 
         _shares(left, list(predicted.times.first_token), 1.0, "end", "--", "predicted")
         _shares(right, list(predicted.times.per_output_token()), 1e3, "end", "--", "")
         left.legend(loc="lower right")
-    left.set(xlabel="time to first token in s", ylabel="share of the requests", ylim=(0, 1.02), xlim=(0, None))
+    left.set(xlabel="time to first token in s", ylabel="fraction of requests", ylim=(0, 1.02), xlim=(0, None))
     right.set(xlabel="time per output token in ms", xlim=(0, None))
 
 

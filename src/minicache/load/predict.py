@@ -1,7 +1,7 @@
 """What the simulator says of the same load: same arrivals, same lengths, same tokens, the server's own scheduler.
 
 The server's steps cost what `minicache calibrate` measured on this machine. HTTP, the event loop and the client cost
-nothing there, and nobody is turned away: the difference to what was measured is, among other things, their price. Part
+nothing there, and no request is refused: this explains part of the difference to the measurement. Part
 of phase 10's load client.
 """
 

@@ -1,4 +1,4 @@
-"""What a run of the load client found, in numbers; and beside them what the simulator had foretold.
+"""The results of a load test, and the simulator's prediction for comparison.
 
 Part of phase 10's load client.
 """
@@ -152,17 +152,17 @@ def _notes(answered: Sequence[Outcome], lag: Summary, cpu_share: float) -> list[
     notes = []
     if lag.p99 > LATE_SECONDS:
         notes.append(
-            f"The client did not keep its plan: of 100 requests one was sent {1e3 * lag.p99:,.0f} ms too late or more. "
-            "So the server saw another load."
+            f"The client fell behind its schedule: of 100 requests one was sent {1e3 * lag.p99:,.0f} ms too late or "
+            "more. So the server's load differs from the plan."
         )
     if cpu_share > BUSY_SHARE:
-        notes.append(f"The client used {cpu_share:.0%} of a core: it may have read tokens later than they came.")
+        notes.append(f"The client used {cpu_share:.0%} of a core: it may have read tokens late.")
     if uncounted := sum(outcome.num_output_tokens is None for outcome in answered):
-        notes.append(f"In {uncounted:,} answers the server counted no tokens: each event is taken for one.")
+        notes.append(f"In {uncounted:,} answers the server reported no token count: each event counts as one token.")
     if short := sum(outcome.num_tokens < outcome.arrival.num_output_tokens for outcome in answered):
-        notes.append(f"{short:,} answers are shorter than asked for: the server does not honour ignore_eos, or cuts.")
+        notes.append(f"{short:,} answers are shorter than requested: the server ignores ignore_eos or truncates.")
     if other := sum(_num_prompt_tokens(outcome) != outcome.arrival.num_prompt_tokens for outcome in answered):
-        notes.append(f"{other:,} prompts have another number of tokens on the server than was planned.")
+        notes.append(f"{other:,} prompts have a different token count on the server than planned.")
     return notes
 
 

@@ -64,9 +64,9 @@ class ResponseReader:
             WireError: the answer has not.
         """
         if not self.status:
-            raise WireError("the connection was closed before an answer came")
+            raise WireError("the connection was closed before a response")
         if (self._is_chunked or self._left is not None) and not self.is_complete:
-            raise WireError("the connection was closed in the middle of the answer")
+            raise WireError("the connection was closed in the middle of the response")
         self.is_complete = True
 
     def _read_head(self) -> bool:
@@ -79,7 +79,7 @@ class ResponseReader:
         status_line, *lines = head.decode("latin-1").split("\r\n")
         version, _, status = status_line.partition(" ")
         if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
-            raise WireError(f"this is no HTTP/1.1 answer: {status_line[:80]!r}")
+            raise WireError(f"not an HTTP/1.1 response: {status_line[:80]!r}")
         self._buffer = rest
         if status.startswith("1"):  # "100 Continue" and its like: the answer is still to come
             return self._read_head()
@@ -91,7 +91,7 @@ class ResponseReader:
         length = self.headers.get("content-length")
         if not self._is_chunked and length is not None:
             if not length.isdecimal():
-                raise WireError(f"content-length is no number: {length!r}")
+                raise WireError(f"content-length is not a number: {length!r}")
             self._left = int(length)
         return True
 
@@ -114,7 +114,7 @@ class ResponseReader:
             if self._left or len(buffer) < at + 2:
                 break
             if buffer[at : at + 2] != b"\r\n":
-                raise WireError("a chunk is longer than it said")
+                raise WireError("a chunk is longer than its size")
             at += 2
             self._left = None
         while self._in_trailer and not self.is_complete and (end := buffer.find(b"\r\n", at)) >= 0:
@@ -134,7 +134,7 @@ def _chunk_size(line: bytes) -> int:
             raise ValueError
         return int(digits, 16)
     except ValueError:
-        raise WireError(f"this is no size of a chunk: {line[:80]!r}") from None
+        raise WireError(f"invalid chunk size: {line[:80]!r}") from None
 
 
 class EventReader:

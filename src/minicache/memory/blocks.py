@@ -61,18 +61,18 @@ class BlockPool:
         require_count("block_size", block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = deque(range(num_blocks))  # the free blocks; the left end is next
+        self._free_ids = deque(range(num_blocks))  # the free blocks; the left end is next
         self._refs = [0] * num_blocks  # references to each block; 0 if it is free
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free)
+        return len(self._free_ids)
 
     @property
     def num_used(self) -> int:
         """Blocks with a reference. A shared block counts once."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free_ids)
 
     def ref_count(self, block_id: int) -> int:
         """References to a block: 0 if it is free, 1 once it is allocated, one more each time it is shared.
@@ -101,7 +101,7 @@ class BlockPool:
         """
         if type(count) is not int or count < 0:  # a valid call pays for one comparison of types only
             require_count("count", count, at_least=0)
-        free, refs = self._free, self._refs
+        free, refs = self._free_ids, self._refs
         if count > len(free):
             raise OutOfBlocksError(f"cannot allocate {count} blocks: {len(free)} of {self.num_blocks} are free")
         block_ids = []
@@ -135,7 +135,7 @@ class BlockPool:
             ValueError: a block is already free, or is given more often than it has references.
         """
         block_ids = self._used(block_ids)
-        refs, free = self._refs, self._free
+        refs, free = self._refs, self._free_ids
         if len(block_ids) > 1 and len(set(block_ids)) < len(block_ids):
             self._check_refs_suffice(block_ids)
         for block_id in block_ids:
@@ -154,7 +154,7 @@ class BlockPool:
         Raises:
             InvariantError: the state is inconsistent.
         """
-        listed, num_free = Counter(self._free), 0
+        listed, num_free = Counter(self._free_ids), 0
         for block_id in range(self.num_blocks):
             refs, times = self.ref_count(block_id), listed.pop(block_id, 0)
             if refs < 0 or times != (refs == 0):

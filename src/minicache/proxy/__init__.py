@@ -7,7 +7,7 @@
 | `events` | server-sent events: where one ends, what it says |
 | `streams` | one client's stream over all attempts: what the client gets of each event, what is asked next |
 | `relay` | one request from its client to its workers and back |
-| `metrics`, `live` | what Prometheus and the page are told |
+| `metrics`, `live` | the numbers for Prometheus and the page |
 | `app` | the routes |
 
 The decisions are `minicache.fleet`'s, and so may be a learner's: the router, the membership, and the failover of a

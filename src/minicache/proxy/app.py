@@ -190,7 +190,7 @@ def create_app(workers: Workers, *, policy: str, block_size: int = 16) -> FastAP
             if proxy.stopping.is_set():
                 raise NoReplicaError("the router is stopping")
             if not workers.membership.views():
-                raise NoReplicaError("no worker takes requests")
+                raise NoReplicaError("no worker accepts requests")
         except NoReplicaError as error:
             return _refused(ApiError(503, str(error), kind="server_error", code="no_worker"))
         return _json(200, {"status": "ok"})
@@ -248,13 +248,13 @@ async def _body(request: Request) -> tuple[bytes, dict[str, Any]]:
             async for piece in request.stream():
                 body += piece
                 if len(body) > MAX_BODY_NBYTES:
-                    raise ApiError(413, f"a body has at most {MAX_BODY_NBYTES} bytes", code="body_too_large")
+                    raise ApiError(413, f"the body may have at most {MAX_BODY_NBYTES} bytes", code="body_too_large")
     except TimeoutError:
-        raise ApiError(408, f"the body has not come within {BODY_SECONDS:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from error
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict) or not fields:
         raise ApiError(400, "the body must be a JSON object")
     return bytes(body), fields

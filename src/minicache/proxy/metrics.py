@@ -24,37 +24,37 @@ class Metrics:
     def __init__(self, urls: Sequence[str]) -> None:
         self.registry = CollectorRegistry()
         self.running = Gauge(
-            "minicache:route_requests_running", "Requests that a worker has.", ["worker"], registry=self.registry
+            "minicache:route_requests_running", "The router's requests at a worker.", ["worker"], registry=self.registry
         )
         self.healthy = Gauge(
-            "minicache:route_worker_healthy", "1: the worker takes requests.", ["worker"], registry=self.registry
+            "minicache:route_worker_healthy", "1 if the worker accepts requests.", ["worker"], registry=self.registry
         )
         self.answered = Counter(
-            "minicache:route_responses", "What workers have answered.", ["worker", "status"], registry=self.registry
+            "minicache:route_responses", "Workers' responses, by status.", ["worker", "status"], registry=self.registry
         )
         self.failed = Counter(
             "minicache:route_attempts_failed",
-            "Requests that a worker has broken off.",
+            "Requests broken off by a worker.",
             ["worker"],
             registry=self.registry,
         )
         self.continued = Counter(
             "minicache:route_streams_continued",
-            "Streams that went on at another worker after their first token.",
+            "Streams continued on another worker after their first token.",
             registry=self.registry,
         )
         self.lost = Counter(
-            "minicache:route_requests_lost", "Requests that ended with an error here.", registry=self.registry
+            "minicache:route_requests_lost", "Requests lost with an error of the router.", registry=self.registry
         )
         self.refused = Counter(
             "minicache:route_requests_refused",
-            "Requests that no worker has taken, by reason.",
+            "Requests that no worker accepted, by reason.",
             ["reason"],
             registry=self.registry,
         )
         self.hit_rate = Gauge(
             "minicache:route_worker_prefix_cache_hit_rate",
-            "Part of the prompt tokens that the worker's prefix cache had, as it says.",
+            "Fraction of prompt tokens found in the worker's prefix cache, by its own metrics.",
             ["worker"],
             registry=self.registry,
         )

@@ -68,9 +68,8 @@ class Relay(Response):
     """The answer to one call: an ASGI application, as responses are.
 
     **Before the first byte** another worker is asked if one refuses (429, 503), cannot be reached or breaks off.
-    **After it** a stream goes on at another worker, if the tokens that the client has are known (`ClientStream`); else
-    it ends with an error event. What is not streamed is read to its end before its first byte is sent, so that it can
-    be asked again.
+    **After it** a stream continues on another worker, if the client's tokens are known (`ClientStream`); else it ends
+    with an error event. A non-streamed answer is read to its end before its first byte is sent, so it can be retried.
 
     Args:
         workers: who is asked.
@@ -86,7 +85,7 @@ class Relay(Response):
         self._open = AsyncExitStack()  # the reply under way, and its place in the counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. If the client leaves, its worker is told, by closing the connection."""
+        """Answer. If the client disconnects, the connection to its worker is closed."""
         try:
             await unless_client_leaves(receive, self._answer(scope, receive, send))
         except (ClientLeftError, OSError):  # OSError: the connection broke while we wrote
@@ -161,7 +160,7 @@ class Relay(Response):
                         raise error
                 if stream.is_done:
                     return
-                error = WorkerError(f"{reply.worker.url} has ended its stream without an end")
+                error = WorkerError(f"{reply.worker.url} ended its stream without [DONE]")
             except EventError as failed:
                 error, told = failed, failed.event
             except (WorkerError, BrokenStreamError) as failed:
@@ -179,10 +178,12 @@ class Relay(Response):
                     error, told = refusal, sse_event(json.dumps(refusal.body))
                 else:
                     if reply.is_stream:
-                        logger.info("a stream goes on at %s after %d tokens", reply.worker.url, attempt.num_received)
+                        logger.info("a stream continues on %s after %d tokens", reply.worker.url, attempt.num_received)
                         self._workers.metrics.continued.inc(attempt.num_received > 0)
                         continue
-                    error = WorkerError(f"{reply.worker.url} answers {reply.response.status_code} instead of going on")
+                    error = WorkerError(
+                        f"{reply.worker.url} answers {reply.response.status_code} instead of continuing"
+                    )
             lost = self._lost(error)
             yield told or sse_event(json.dumps(lost.body))
             yield DONE
@@ -244,11 +245,11 @@ class Relay(Response):
         await self._open.aclose()
         self._stream.failover.fail(attempt)
         self._workers.has_failed(worker)
-        logger.warning("a request was broken off: %s", error)
+        logger.warning("a request was aborted: %s", error)
 
     def _lost(self, error: Exception) -> ApiError:
         self._workers.metrics.lost.inc()
-        return ApiError(502, f"the answer was broken off: {error}", kind="server_error", code="worker_died")
+        return ApiError(502, f"the answer was aborted: {error}", kind="server_error", code="worker_died")
 
 
 async def _refusal(reply: Reply) -> ApiError:
@@ -258,7 +259,7 @@ async def _refusal(reply: Reply) -> ApiError:
     if status == 429:
         message, kind, code = "all workers are full", "rate_limit_error", "queue_full"
     else:
-        status, message, kind, code = 503, "no worker takes requests now", "server_error", "no_worker"
+        status, message, kind, code = 503, "no worker accepts requests at the moment", "server_error", "no_worker"
     return ApiError(status, message, kind=kind, code=code, headers={"Retry-After": retry_after})
 
 

@@ -41,7 +41,7 @@ class EventError(Exception):
     """A worker says in an event that it has failed.
 
     Attributes:
-        event: its own words, for the client, if nobody else can go on.
+        event: its error event, for the client, if no worker can continue.
     """
 
     def __init__(self, event: bytes) -> None:

@@ -96,7 +96,7 @@ class Reply:
                 async with _until_it_is_gone(self.worker):
                     piece = await anext(body, None)
             except (httpx.HTTPError, TimeoutError) as error:
-                raise WorkerError(f"{self.worker.url} has broken off: {_told(error)}") from error
+                raise WorkerError(f"{self.worker.url} broke off: {_told(error)}") from error
             if piece is None:
                 return
             yield piece
@@ -111,7 +111,7 @@ class Reply:
             try:
                 events = splitter.push(piece)
             except BrokenStreamError as error:
-                raise WorkerError(f"{self.worker.url} sends no events: {error}") from error
+                raise WorkerError(f"{self.worker.url} sends no event stream: {error}") from error
             if events:
                 yield events
 
@@ -141,10 +141,10 @@ class Workers:
     Args:
         urls: where they are, each once.
         router: chooses.
-        metrics: are told.
-        max_unfinished: so many requests a worker gets at the same time, at most.
+        metrics: receives the counts.
+        max_unfinished: the most unfinished requests of a worker.
         check_seconds: how often each is probed.
-        check_timeout: how long a probe waits. One that finds nobody there fails at once; two in a row that are not
+        check_timeout: how long a probe waits. A refused connection fails at once; two in a row that are not
             answered at all mean that the machine is gone, and end the streams that wait for it.
     """
 
@@ -209,7 +209,7 @@ class Workers:
         views = [each for each in views if each.replica_id not in without] if without else views
         url = self.router.choose(request, views)
         if url not in {each.replica_id for each in views if not each.is_full}:
-            raise NoReplicaError(f"the router has chosen {url!r}, which is full or was not among its choices")
+            raise NoReplicaError(f"the router has chosen {url!r}, which is full or not a candidate")
         return self.workers[url]
 
     @asynccontextmanager
@@ -242,7 +242,7 @@ class Workers:
             self._is_unreachable(worker)
             raise WorkerError(f"{worker.url} cannot be reached: {_told(error)}", was_sent=False) from error
         except (httpx.HTTPError, TimeoutError) as error:
-            raise WorkerError(f"{worker.url} has broken off: {_told(error)}") from error
+            raise WorkerError(f"{worker.url} broke off: {_told(error)}") from error
         return Reply(worker, response)
 
     def has_answered(self, worker: Worker, status: int) -> None:
@@ -260,7 +260,7 @@ class Workers:
     # Health
 
     def _is_unreachable(self, worker: Worker) -> None:
-        """Nobody listens there: nothing is sent to it before it answers a probe, if the membership sees it so."""
+        """Connection refused: it gets no requests before it answers a probe, if the membership agrees."""
         was_healthy = self._is_healthy(worker)
         for _ in range(self.membership.unhealthy_after):
             self.membership.on_failed(self.membership.on_probed(worker.url))
@@ -325,9 +325,9 @@ class Workers:
         self.metrics.healthy.labels(worker.url).set(is_healthy)
         if was_healthy and not is_healthy:
             self.router.on_left(worker.url)
-            logger.warning("%s takes no requests", worker.url)
+            logger.warning("%s is out of rotation", worker.url)
         elif is_healthy and not was_healthy:
-            logger.info("%s takes requests again", worker.url)
+            logger.info("%s is back in rotation", worker.url)
 
 
 def _kind(metrics: str) -> Kind:
@@ -350,7 +350,7 @@ def _sums(metrics: str) -> dict[str, float]:
 def _log_failure(check: asyncio.Task[None]) -> None:
     """A worker is not probed any more: a mistake, of the membership or here."""
     if not check.cancelled() and (error := check.exception()) is not None:
-        logger.error("a worker is not probed any more", exc_info=error)
+        logger.error("a worker is no longer probed", exc_info=error)
 
 
 def _told(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """An engine's process: `python -m minicache.replica ADDRESS OPTIONS`, started by the server's process.
 
-It ends when it is told to, or when the process that has started it ends. Signals are not for it: Ctrl-C in a terminal
+It exits on a shutdown message, or when its parent process exits. It ignores signals: Ctrl-C in a terminal
 goes to both processes, and so does the SIGTERM of a service manager; the server then drains, for which it needs this.
 """
 
@@ -48,7 +48,7 @@ def main(address: str, options: EngineOptions) -> int:
         except RankDiedError:  # which it has logged
             return 1
         finally:
-            gc.unfreeze()  # libraries look at the end for objects that nobody has freed
+            gc.unfreeze()  # at exit, libraries look for objects that were not freed
     return 0
 
 

@@ -29,7 +29,7 @@ def require_slots(num_answers: int, num_unfinished: int, max_unfinished: int, re
         QueueFullError: too many are taken now.
     """
     if num_answers > max_unfinished:
-        raise ValueError(f"{num_answers} answers asked for: at most {max_unfinished} can be under way")
+        raise ValueError(f"{num_answers} answers requested: at most {max_unfinished} can be in progress")
     if num_unfinished + num_answers > max_unfinished:
         raise QueueFullError(
             f"{num_unfinished} of {max_unfinished} admission slots are taken, and {num_answers} needed", retry_after

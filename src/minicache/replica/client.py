@@ -141,7 +141,7 @@ class Replica:
     def open(self, context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
         """A socket for the next process."""
         self._socket = context.socket(zmq.PAIR)
-        self._socket.set(zmq.SNDHWM, 0)  # no bound, so that `send` never waits
+        self._socket.set(zmq.SNDHWM, 0)  # no bound: `send` never waits
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(address)
         return self._socket
@@ -235,7 +235,7 @@ class EngineClient:
     def start(self) -> None:
         """Start the processes. Called once, in the event loop whose coroutines will use it. Does not wait for them."""
         if self._tasks:
-            raise RuntimeError("the engines were started already: make a new client")
+            raise RuntimeError("the engines have already been started: create a new client")
         self._folder = tempfile.TemporaryDirectory(prefix="minicache-")  # for this user alone (mode 0700)
         self._context = zmq.asyncio.Context()
         self._tasks = [asyncio.ensure_future(self._keep(replica)) for replica in self.replicas]
@@ -254,7 +254,7 @@ class EngineClient:
                 if replica.start_error is not None:
                     raise replica.start_error
             if self._stopping is not None:
-                raise EngineStoppedError("the server has stopped before the engine was ready")
+                raise EngineStoppedError("the server stopped before the engine was ready")
             self._changed.clear()
             await self._changed.wait()
 
@@ -273,7 +273,7 @@ class EngineClient:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
-        self._fail(list(self.streams), EngineStoppedError("the server has stopped before this answer was complete"))
+        self._fail(list(self.streams), EngineStoppedError("the server stopped before this answer was complete"))
         self._changed.set()
         for replica in self.replicas:
             if replica.is_ready:
@@ -327,7 +327,7 @@ class EngineClient:
             QueueFullError: too many slots are taken now.
         """
         if self.is_draining:
-            raise EngineStoppedError("the server is stopping, and takes no new requests")
+            raise EngineStoppedError("the server is stopping, and accepts no new requests")
         if not any(replica.is_ready for replica in self.replicas):
             raise EngineNotReadyError(self.replicas[0].status)
         require_slots(num_answers, self.num_unfinished, self.max_num_seqs + self._max_waiting, self.retry_after())
@@ -416,7 +416,7 @@ class EngineClient:
             case StartFailed():
                 replica.start_error = error_of(message.kind, message.message)
                 if replica.info is not None:  # else `ready` raises it
-                    logger.error("engine %d cannot be started again: %s", replica.number, message.message)
+                    logger.error("engine %d cannot be restarted: %s", replica.number, message.message)
 
     def _dispatch(self, replica: Replica, step: StepResult) -> None:
         """Give what a step gave to the streams, as `AsyncEngine.dispatch`; `_flush` gives it to the clients."""
@@ -438,12 +438,12 @@ class EngineClient:
                 logprobs = TokenLogprobs(token_id, logprob, tuple(top))
             try:
                 if finish_reason == "error":
-                    raise StepFailedError("no token could be picked")
+                    raise StepFailedError("sampling failed")
                 reason = stream.push(index, token_id, finish_reason, logprobs)
             except Exception as error:
                 if not isinstance(error, StepFailedError):
                     logger.error("the tokens of request %r cannot be decoded", request_id, exc_info=error)
-                failure = StepFailedError("no token could be picked, or none decoded, for this request")
+                failure = StepFailedError("sampling or decoding failed for this request")
                 self._fail([request_id], failure)
                 replica.tell(AbortRequest(request_id))
                 continue
@@ -507,7 +507,7 @@ class EngineClient:
             self._bury(replica, how)
             num_failures = 0 if was_ready else num_failures + 1
             if num_failures:
-                if replica.info is None:  # whoever waits in `ready` is told
+                if replica.info is None:  # for callers waiting in `ready`
                     replica.start_error = replica.start_error or EngineDiedError(replica.status)
                 self._changed.set()
                 await self._pause(min(RESTART_SECONDS * 2 ** (num_failures - 1), MAX_RESTART_SECONDS))
@@ -535,7 +535,7 @@ class EngineClient:
         finally:
             replica.kill()  # if this task was cancelled: the event loop ends
             replica.close()
-        how = f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with status {status}"
+        how = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
         return f"the engine's process {how}"
 
     async def _listen(self, replica: Replica, socket: zmq.asyncio.Socket) -> None:
@@ -550,18 +550,18 @@ class EngineClient:
                     self._handle(replica, decode_from_engine(await socket.recv(zmq.NOBLOCK)))
                 self._flush()
             except Exception as error:
-                logger.critical("what engine %d said cannot be handled", replica.number, exc_info=error)
+                logger.critical("a message of engine %d cannot be handled", replica.number, exc_info=error)
                 replica.kill()
             if (spent := time.perf_counter() - begun) > MIN_PAUSE:
                 await asyncio.sleep(min(spent, MAX_PAUSE))
 
     async def _watch(self) -> None:
-        """Kill an engine that hangs: it has requests, and its step takes for ever."""
+        """Kill an engine that hangs: it has requests, and its step never ends."""
         while self._stopping is None:
             await self._pause(WATCH_SECONDS)
             for replica in self.replicas:
                 if replica.num_unfinished and time.monotonic() - replica.heard_at > MAX_STEP_SECONDS:
-                    logger.error("engine %d: no step has ended for %.0f seconds", replica.number, MAX_STEP_SECONDS)
+                    logger.error("engine %d: no step has finished for %.0f seconds", replica.number, MAX_STEP_SECONDS)
                     replica.kill()
 
     async def _pause(self, seconds: float) -> None:
@@ -574,7 +574,7 @@ class EngineClient:
 
     def _bury(self, replica: Replica, how: str) -> None:
         """A process has ended by itself: end its requests, and account for them."""
-        replica.status = f"{how}; it is started again"
+        replica.status = f"{how}; it is being restarted"
         lost = [stream for stream in self.streams.values() if stream.replica is replica]
         logger.error("engine %d: %s; requests lost: %d", replica.number, how, len(lost))
         if replica.info is not None:

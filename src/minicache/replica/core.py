@@ -150,8 +150,8 @@ class EngineCore:
         ids = [request.request_id for request in suspects] or list(answers)
         failed = list(dict.fromkeys(request_of(each) for each in ids if each in answers))
         if not failed and not scheduled:
-            raise InvariantError(f"a step failed, and no request is to blame: {error}") from error
+            raise InvariantError(f"a step without suspected requests failed: {error}") from error
         for request_id in failed:
             self._llm.abort_request(request_id)
-        logger.error("a step failed, and with it %d of its requests", len(failed), exc_info=error)
+        logger.error("a step failed with %d requests", len(failed), exc_info=error)
         self._refuse(failed, StepFailedError(f"a step of the model failed: {error}"))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """What the server's process calls when engines are a fleet: the interface of one `AsyncEngine`.
 
-Whoever carries requests to replicas (Ray Serve, in `minicache.plugins.ray_serve`) is a function, `Send`. Which replica
+The transport to replicas (Ray Serve, in `minicache.plugins.ray_serve`) is a function, `Send`. Which replica
 gets a request is decided there. Here an answer's tokens are kept as they come, and `FailoverStream` says what is asked
 of another replica when one has died. No phase builds this; the decisions are phase 11's.
 """
@@ -157,11 +157,11 @@ class FleetClient:
         return self.num_unfinished == 0
 
     async def stop(self) -> None:
-        """Abort all requests, with an EngineStoppedError. The replicas are whoever's who made `send`."""
+        """Abort all requests, with an EngineStoppedError. The replicas belong to the creator of `send`."""
         self.is_draining = True
         tasks = [task for tasks in self._answers.values() for task in tasks]
         for stream in list(self._answers):
-            self._fail(stream, EngineStoppedError("the server has stopped before this answer was complete"))
+            self._fail(stream, EngineStoppedError("the server stopped before this answer was complete"))
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # What clients call
@@ -192,7 +192,7 @@ class FleetClient:
             QueueFullError: too many slots are taken now.
         """
         if self.is_draining:
-            raise EngineStoppedError("the server is stopping, and takes no new requests")
+            raise EngineStoppedError("the server is stopping, and accepts no new requests")
         if self._info is None:
             raise EngineNotReadyError("the fleet is starting")
         require_slots(num_answers, self.num_unfinished, self.max_unfinished, self.retry_after())
@@ -299,7 +299,7 @@ class FleetClient:
                             stream.is_accepted()
                         for token_id, reason, logprobs in piece.tokens:
                             if reason == "error":
-                                raise StepFailedError("no token could be picked for this request")
+                                raise StepFailedError("sampling failed for this request")
                             if token_id is not None:
                                 failover.receive(attempt, num_tokens, [token_id])
                                 num_tokens += 1
@@ -310,7 +310,7 @@ class FleetClient:
                         stream.flush()
                         if failover.is_finished:
                             return
-                raise EngineDiedError("the replica has ended without ending its answer")
+                raise EngineDiedError("the replica exited without finishing its answer")
             except (EngineDiedError, BrokenStreamError) as error:
                 if replica_id and replica_id not in self._dead and isinstance(error, EngineDiedError):
                     self._dead.add(replica_id)
@@ -319,7 +319,9 @@ class FleetClient:
                     self.num_failovers += 1
                     logger.warning("request %s moves to another replica: %s", asked.routed.request_id, error)
                 elif failover.finish_reason == "error":
-                    raise EngineDiedError(f"{failover.num_attempts} replicas have died over this request") from error
+                    raise EngineDiedError(
+                        f"{failover.num_attempts} replicas died while serving this request"
+                    ) from error
         stream.push(index, None, failover.finish_reason, None)  # only the end was lost
         stream.flush()
 

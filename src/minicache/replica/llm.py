@@ -25,7 +25,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
 
     Args:
         options: of the engine. A prefix cache is left out where the scheduler has none.
-        tokenizer: None where the texts are somebody else's: prompts are token ids then, and answers have no text.
+        tokenizer: None if another process tokenizes: prompts are token ids then, and answers have no text.
 
     Raises:
         Exception: as `LLM`.

@@ -62,7 +62,7 @@ def logging_to_server() -> None:
     faulthandler.enable()
 
     def last_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        logging.getLogger("minicache").critical("the engine's process ends", exc_info=(kind, error, traceback))
+        logging.getLogger("minicache").critical("the engine process is exiting", exc_info=(kind, error, traceback))
 
     sys.excepthook = last_words
 

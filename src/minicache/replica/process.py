@@ -35,8 +35,8 @@ Start = Callable[[int, str], Awaitable[EngineProcess]]
 class _Subprocess:
     """`python -m minicache.replica`.
 
-    Its standard input is a pipe that nobody writes to: when this process ends, however that comes, the pipe does, and
-    the other process with it. Its standard error is its log.
+    Its standard input is a pipe without data: when this process exits, for any reason, the pipe closes, and the other
+    process exits too. Its standard error is its log.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, log: EngineLog) -> None:

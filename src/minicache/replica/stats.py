@@ -1,7 +1,7 @@
-"""What happens in an engine, as changes of numbers: counters, gauges and histograms, for whoever keeps them.
+"""What happens in an engine, as changes of counters, gauges and histograms.
 
-`SchedulerStats` observes a scheduler. Who keeps the numbers, and tells Prometheus, is `minicache.server.metrics`; where
-the engine is a process of its own, the changes of a step go there with its tokens. Names are those of
+`SchedulerStats` observes a scheduler. `minicache.server.metrics` keeps the numbers and exports them to Prometheus; if
+the engine is a separate process, a step's changes are sent with its tokens. Names are those of
 `minicache.server.metrics.METRICS`.
 """
 
@@ -47,8 +47,8 @@ class SchedulerStats(Observer):
 
     Of requests that were there before, it notes nothing. Every request that was added or forked ends once: as many
     observations of end-to-end latency as requests in `vllm:request_success`. A prompt counts once, however often a
-    preemption has it computed again. A step that failed (scheduled, never reported) gave nobody a token and counts
-    nothing, but what its `schedule()` did stays done: preemptions, first admissions, ends for want of memory.
+    preemption has it computed again. A failed step (scheduled, never committed) yields no tokens and counts
+    nothing, but the effects of its `schedule()` stay: preemptions, first admissions, requests finished for capacity.
 
     Args:
         scheduler: whose state is noted first; observed or not.
@@ -111,7 +111,7 @@ class SchedulerStats(Observer):
         self._note_state(scheduler)
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
-        """A step's tokens were recorded: whoever has more than before has got one now."""
+        """A step was committed: requests with more tokens than before got one now."""
         now = self._clock()
         lives, num_generated, num_prompt = self._lives, 0, 0
         last_tokens: dict[float, int] = {}  # who had a token in one step has one time, so there are few of these
@@ -166,7 +166,7 @@ class SchedulerStats(Observer):
             self._add("vllm:prefix_cache_hits", request.num_cached_tokens)
 
     def _end(self, request: Request, now: float) -> None:
-        """A request has ended: it is forgotten, and its times and lengths are noted. One that is unknown is not."""
+        """A request finished: record its times and lengths, and forget it. Unknown requests are skipped."""
         life = self._lives.pop(request, None)
         if life is None:
             return

@@ -22,7 +22,7 @@ NUM_STEPS: Final = 60
 NUM_LATENCIES: Final = 100
 """Requests whose latencies make the medians."""
 MAX_WAITING: Final = 100
-"""Requests of the waiting line that a picture lists; of more it says how many."""
+"""Waiting requests that a picture lists; of the rest it has the number."""
 PICTURE_SECONDS: Final = 0.1
 """No picture is younger than this when the next is made."""
 MAX_SHARE: Final = 0.05
@@ -74,11 +74,11 @@ class Step:
 
 
 class LiveView(Observer):
-    """Keeps what a picture of the engine needs, and makes one every 100 ms while somebody looks.
+    """Keeps what a picture of the engine needs, and makes one every 100 ms while there are viewers.
 
     Its methods are called in the engine's thread, and the pictures are made there: between two of the scheduler's
-    moves, so that each is consistent. A finished picture is never changed; `snapshot` may be called in any thread.
-    It reads public attributes of scheduler, pool and requests only, so that it can look at any.
+    calls, so each is consistent. A finished picture is never changed; `snapshot` may be called in any thread.
+    It reads only public attributes of scheduler, pool and requests, so it works with any.
 
     Args:
         scheduler: what it will observe, shown as it is until something happens.
@@ -104,17 +104,17 @@ class LiveView(Observer):
         self._draw(scheduler)
 
     def snapshot(self) -> dict[str, Any]:
-        """The last picture. Read it, and change nothing: it is everybody's.
+        """The last picture. Do not modify it: it is shared.
 
         It fits into JSON. `pool` has the numbers of the block pool, and the ids of the blocks that are `shared`,
-        `cached` (free, and found by the prefix cache) or `lost` (used, and in no running request's table). `running`
-        and `waiting` list requests, each with its `blocks`, in order; of the waiting line, with those swapped out, the
-        first 100. `steps` are the last 60. `ttft` and `tpot` are in milliseconds, of the last 100 requests. A request's
-        `number` is 1, 2, 3, … in the order of arrival.
+        `cached` (free, and found by the prefix cache) or `lost` (allocated, in no running request's table). `running`
+        and `waiting` list requests, each with its `blocks`, in order; of the waiting queue, swapped-out ones included,
+        the first 100. `steps` are the last 60. `ttft` and `tpot` are in milliseconds, of the last 100 requests. A
+        request's `number` is 1, 2, 3, … in the order of arrival.
 
-        To ask for one is to look: for a second from now, new ones are made. So whoever asks ten times a second sees
-        the engine as it was at most 100 ms ago, or when its last step began; what one who asks for the first time gets
-        may be older. When the engine falls idle a picture is always made.
+        A call keeps the pictures coming for a second. So a caller that asks ten times a second sees the engine as it
+        was at most 100 ms ago, or when its last step began; the first picture may be older. When the engine becomes
+        idle, a picture is always made.
         """
         self._asked = perf_counter()
         return self._picture
@@ -231,7 +231,7 @@ class LiveView(Observer):
     # Pictures
 
     def _draw_if_idle(self, scheduler: Scheduler) -> None:
-        """The picture that stays, whoever looks and when: nothing happens any more that could bring a later one."""
+        """The final picture: no later event would trigger another one."""
         if not self._idle and not scheduler.running and not scheduler.waiting:
             self._idle = True
             self._draw(scheduler)
@@ -277,9 +277,9 @@ class LiveView(Observer):
         }
 
     def _pool(self, scheduler: Scheduler) -> dict[str, Any]:
-        """The blocks that are shared, free and cached, or used and in nobody's table; the rest is in the tables.
+        """The blocks that are shared, free and cached, or allocated but in no table; the rest is in the tables.
 
-        Looking for blocks in nobody's table means to ask for every block. So it is done only if they do not add up.
+        Finding blocks in no table needs a check of every block, so it is done only if the counts do not add up.
         """
         pool = scheduler.pool
         owned = {block_id for request in scheduler.running for block_id in request.block_ids}
@@ -309,7 +309,7 @@ class LiveView(Observer):
 
 
 def _name(scheduler: Scheduler) -> str:
-    """Its class, whoever else observes it."""
+    """Its class, without observing wrappers."""
     while isinstance(scheduler, ObservedScheduler):
         scheduler = scheduler.scheduler
     return type(scheduler).__name__

@@ -92,17 +92,17 @@ CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 JSON_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request cannot be served as it is."},
+    400: {"model": ErrorBody, "description": "The request is invalid."},
     401: {"model": ErrorBody, "description": "The API key is missing or wrong."},
     404: {"model": ErrorBody, "description": "No such model."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    415: {"model": ErrorBody, "description": "The body is not sent as application/json in UTF-8."},
+    415: {"model": ErrorBody, "description": "The body is not application/json in UTF-8."},
     429: {
         "model": ErrorBody,
-        "description": "All admission slots are taken, or the key is at a limit. Retry-After says when to come back.",
+        "description": "All admission slots are taken, or the key has reached a limit. Retry-After says when to retry.",
     },
     500: {"model": ErrorBody, "description": "The model failed on this request."},
-    503: {"model": ErrorBody, "description": "The server is stopping, or its engine is starting, or has died."},
+    503: {"model": ErrorBody, "description": "The server is stopping, or its engine is starting or has died."},
 }
 
 
@@ -190,7 +190,7 @@ def create_app(
     """
     if api_key is not None:
         if api_keys is not None:
-            raise ValueError("a server has one API key or a file of them: leave out one of the two")
+            raise ValueError("pass either api_key or api_keys, not both")
         api_keys = ApiKeys.of_single(api_key)
     for origin in allow_origins:
         check_origin(origin)
@@ -238,7 +238,7 @@ def check_origin(origin: str) -> None:
     """Raise ValueError for what browsers never send as an origin."""
     if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
         raise ValueError(
-            f'an origin is such as "https://lab.example" or "http://localhost:5173", without a path, or "*"; '
+            f'expected an origin such as "https://lab.example" or "http://localhost:5173", without a path, or "*"; '
             f"got {origin!r}"
         )
 
@@ -258,12 +258,12 @@ def _reading_again(api_keys: ApiKeys | None, metrics: Metrics) -> Iterator[None]
         try:
             api_keys.reload()
         except ValueError as error:
-            logger.error("the API keys remain what they were: %s", error)
+            logger.error("the API keys were not reloaded: %s", error)
             return
         names = [usage.key.name for usage in api_keys]
         for name in names:
             metrics.add_key(name)
-        logger.info("the API keys were read again: %d", len(names))
+        logger.info("the API keys were reloaded: %d", len(names))
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, read_again)
@@ -279,7 +279,7 @@ def _reading_again(api_keys: ApiKeys | None, metrics: Metrics) -> Iterator[None]
 def _server_routes(served: Served) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health", responses={503: {"model": ErrorBody, "description": "It is stopping, or has failed."}})
+    @router.get("/health", responses={503: {"model": ErrorBody, "description": "It is stopping or has failed."}})
     async def health() -> dict[str, str]:
         """Whether the server takes requests."""
         served.engine.check_admission(0)
@@ -345,7 +345,7 @@ def _openai_routes(served: Served) -> APIRouter:
 
 def _check_model(served: Served, model: str | None) -> None:
     if model is not None and model != served.model:
-        message = f"no model {model!r} here: this server has {served.model!r}"
+        message = f"there is no model {model!r} here: this server has {served.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -646,7 +646,7 @@ def _as_api_error(error: Exception, served: Served) -> ApiError:
             served.metrics.count_failed()
             return ApiError(500, str(error), kind="server_error", code="step_failed")
         case _:
-            return ApiError(500, "the server has failed; its log says how", kind="server_error")
+            return ApiError(500, "the server has failed; see its log", kind="server_error")
 
 
 def _what_is_invalid(error: RequestValidationError) -> ApiError:
@@ -657,7 +657,7 @@ def _what_is_invalid(error: RequestValidationError) -> ApiError:
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         reason = errors[0].get("ctx", {}).get("error", errors[0]["msg"])
-        return ApiError(400, f"the body is no JSON: {reason}")
+        return ApiError(400, f"the body is not valid JSON: {reason}")
     told = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
     place = [str(part) for part in told["loc"] if part != "body" and not _TYPE.search(str(part))]
     param = place[0] if place else None
@@ -795,8 +795,8 @@ class Gate:
                 return await receive()
         except TimeoutError:
             if self._served.stopping.is_set():
-                raise HTTPException(503, "the server is stopping, and takes no new requests") from None
-            raise HTTPException(408, f"the body has not come within {BODY_SECONDS:.0f} seconds") from None
+                raise HTTPException(503, "the server is stopping and accepts no new requests") from None
+            raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
         finally:
             self._served.reading.discard(limit)
 

@@ -101,8 +101,8 @@ class Usage:
             message = f"the request has {num_answers} answers, and the key {self.key.name!r} may have {limit} at a time"
             raise ApiError(400, f"{message}: ask for fewer", param="n", code="concurrency_limit")
         if limit is not None and self.num_answers + num_answers > limit:
-            message = f"the key {self.key.name!r} has {self.num_answers} answers under way, of {limit} at most"
-            raise _limited(f"{message}: wait for one to end", "concurrency_limit", 1)
+            message = f"the key {self.key.name!r} has {self.num_answers} answers in progress, of {limit} at most"
+            raise _limited(f"{message}: wait for one to finish", "concurrency_limit", 1)
         return Admission(self, num_answers)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -183,7 +183,7 @@ class ApiKeys:
     def of_single(cls, key: str) -> ApiKeys:
         """One key, without limits."""
         if not key:
-            raise ValueError("the API key is empty: any client would have it")
+            raise ValueError("the API key is empty")
         return cls([ApiKey(SINGLE, sha256(key.encode()).digest())])
 
     @classmethod
@@ -200,7 +200,7 @@ class ApiKeys:
         Raises:
             ValueError: it is not as it should be; the keys remain what they were.
         """
-        assert self.path is not None, "these keys have no file"
+        assert self.path is not None, "these keys were not read from a file"
         before = {usage.key.name: usage for usage in self._usages}
         usages = []
         for key in read_api_keys(self.path):
@@ -253,7 +253,7 @@ def read_api_keys(path: Path) -> list[ApiKey]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
     tables = told.get("keys")
     if set(told) != {"keys"} or not isinstance(tables, dict) or not tables:
         raise ValueError(f'{path} must have a table [keys.NAME] for each key, with key = "…", and nothing else')
@@ -270,14 +270,14 @@ _FIELDS: Final = ("key", "key_sha256", *(each.name for each in fields(ApiKey)[2:
 
 def _key(name: str, table: Any) -> ApiKey:
     if not (name.strip() and name.isprintable() and len(name) <= MAX_NAME) or name == UNKNOWN:
-        raise ValueError(f"a key's name has 1 … {MAX_NAME} printable characters, and is not {UNKNOWN!r}; got {name!r}")
+        raise ValueError(f"a key's name has 1 … {MAX_NAME} printable characters and is not {UNKNOWN!r}; got {name!r}")
     where = f"keys.{name}"
     if not isinstance(table, dict):
         raise ValueError(f'{where} must be a table: write [{where}], and key = "…" on the next line')
     if others := sorted(table.keys() - set(_FIELDS)):
-        raise ValueError(f"{where}.{others[0]} is no field of a key: these are {', '.join(_FIELDS)}")
+        raise ValueError(f"{where}.{others[0]} is not a field of a key: the fields are {', '.join(_FIELDS)}")
     if ("key" in table) == ("key_sha256" in table):
-        raise ValueError(f"{where} must have one of key and key_sha256")
+        raise ValueError(f"{where} must have either key or key_sha256")
     limits = {}
     for field in _FIELDS[2:]:
         value = limits[field] = table.get(field)
@@ -291,7 +291,7 @@ def _digest(where: str, table: dict[str, Any]) -> bytes:
     if "key" in table:
         key = table["key"]
         if not isinstance(key, str) or not key or not key.isprintable() or " " in key:
-            raise ValueError(f"{where}.key must be a text of printable characters without spaces")
+            raise ValueError(f"{where}.key must be a string of printable characters without spaces")
         return sha256(key.encode()).digest()
     digits = table["key_sha256"]
     if not isinstance(digits, str) or len(digits) != 64 or set(digits.lower()) - set("0123456789abcdef"):
@@ -303,5 +303,5 @@ def _refuse_same(keys: Sequence[ApiKey]) -> None:
     names: dict[bytes, str] = {}
     for key in keys:
         if key.digest in names:
-            raise ValueError(f"keys.{names[key.digest]} and keys.{key.name} have the same key: give each its own")
+            raise ValueError(f"keys.{names[key.digest]} and keys.{key.name} have the same key: use different keys")
         names[key.digest] = key.name

@@ -83,32 +83,32 @@ class MetricSpec:
 
 METRICS: Final = (
     MetricSpec("vllm:num_requests_running", "gauge", "Requests in the batch."),
-    MetricSpec("vllm:num_requests_waiting", "gauge", "Requests in the waiting queue, including swapped-out ones."),
-    MetricSpec("vllm:kv_cache_usage_perc", "gauge", "Part of the cache's blocks that requests hold, 0 to 1."),
+    MetricSpec("vllm:num_requests_waiting", "gauge", "Requests in the waiting queue, swapped-out ones included."),
+    MetricSpec("vllm:kv_cache_usage_perc", "gauge", "Fraction of the cache's blocks that requests hold, 0 to 1."),
     MetricSpec(
         "vllm:cache_config_info",
         "gauge",
-        "Always 1; its labels say how the cache is set up.",
+        "Always 1; the labels have the cache's configuration.",
         labels=("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching", "cache_dtype"),
     ),
-    MetricSpec("vllm:num_preemptions", "counter", "How often a request lost its place in the batch."),
-    MetricSpec("vllm:prefix_cache_queries", "counter", "Tokens of prompts that were looked up in the prefix cache."),
-    MetricSpec("vllm:prefix_cache_hits", "counter", "Tokens of prompts that the prefix cache had."),
-    MetricSpec("vllm:prompt_tokens", "counter", "Tokens of prompts, those found in the prefix cache included."),
+    MetricSpec("vllm:num_preemptions", "counter", "Preemptions."),
+    MetricSpec("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache."),
+    MetricSpec("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache."),
+    MetricSpec("vllm:prompt_tokens", "counter", "Prompt tokens, those found in the prefix cache included."),
     MetricSpec("vllm:generation_tokens", "counter", "Tokens generated."),
-    MetricSpec("vllm:spec_decode_num_drafts", "counter", "How often a request had draft tokens in a step."),
-    MetricSpec("vllm:spec_decode_num_draft_tokens", "counter", "Draft tokens that the model verified."),
-    MetricSpec("vllm:spec_decode_num_accepted_tokens", "counter", "Draft tokens that it accepted."),
+    MetricSpec("vllm:spec_decode_num_drafts", "counter", "Drafts: steps of requests that had draft tokens."),
+    MetricSpec("vllm:spec_decode_num_draft_tokens", "counter", "Draft tokens verified."),
+    MetricSpec("vllm:spec_decode_num_accepted_tokens", "counter", "Draft tokens accepted."),
     MetricSpec(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "counter",
-        "Of these, those at each position of a draft, from 0.",
+        "Draft tokens accepted at each position of a draft, from 0.",
         labels=("position",),
     ),
     MetricSpec("vllm:request_success", "counter", "Finished requests, by reason.", labels=("finished_reason",)),
-    MetricSpec("minicache:requests_refused", "counter", "Requests that were not taken on, by reason.", ("reason",)),
-    MetricSpec("minicache:requests_failed", "counter", "Calls of the API that failed because the model did."),
-    MetricSpec("minicache:engine_deaths", "counter", "How often the engine's process has ended by itself."),
+    MetricSpec("minicache:requests_refused", "counter", "Refused requests, by reason.", ("reason",)),
+    MetricSpec("minicache:requests_failed", "counter", "API calls that failed because a model step failed."),
+    MetricSpec("minicache:engine_deaths", "counter", "Unexpected exits of the engine process."),
     MetricSpec(
         "vllm:time_to_first_token_seconds",
         "histogram",
@@ -118,7 +118,7 @@ METRICS: Final = (
     MetricSpec(
         "vllm:inter_token_latency_seconds",
         "histogram",
-        "Between a token and the next of the same request.",
+        "Between consecutive tokens of a request.",
         buckets=TOKEN_SECONDS,
     ),
     MetricSpec(
@@ -136,13 +136,13 @@ METRICS: Final = (
     MetricSpec(
         "vllm:request_queue_time_seconds",
         "histogram",
-        "From a request's arrival until it is scheduled first.",
+        "From a request's arrival until it is first scheduled.",
         buckets=REQUEST_SECONDS,
     ),
     MetricSpec(
         "vllm:request_prefill_time_seconds",
         "histogram",
-        "From a request's first schedule to its first token.",
+        "From when a request is first scheduled to its first token.",
         buckets=REQUEST_SECONDS,
     ),
     MetricSpec(
@@ -151,20 +151,18 @@ METRICS: Final = (
         "From a request's first token to its last.",
         buckets=REQUEST_SECONDS,
     ),
-    MetricSpec("vllm:request_prompt_tokens", "histogram", "Tokens of a request's prompt."),
-    MetricSpec("vllm:request_generation_tokens", "histogram", "Tokens that a request generated."),
+    MetricSpec("vllm:request_prompt_tokens", "histogram", "Prompt tokens of a request."),
+    MetricSpec("vllm:request_generation_tokens", "histogram", "Tokens generated for a request."),
     MetricSpec("vllm:iteration_tokens_total", "histogram", "Tokens computed in a step.", buckets=STEP_TOKENS),
 )
 """Everything that `Metrics` exports, besides what Prometheus' client says of the process (`process_…`)."""
 
 
 KEY_METRICS: Final = (
-    MetricSpec("minicache:key_requests", "counter", "Requests that were taken on, by the API key's name.", ("key",)),
-    MetricSpec(
-        "minicache:key_requests_refused", "counter", "Requests that were not, by key and reason.", ("key", "reason")
-    ),
-    MetricSpec("minicache:key_answers_running", "gauge", "Answers under way, by key.", ("key",)),
-    MetricSpec("minicache:key_prompt_tokens", "counter", "Tokens of prompts, by key.", ("key",)),
+    MetricSpec("minicache:key_requests", "counter", "Accepted requests, by the API key's name.", ("key",)),
+    MetricSpec("minicache:key_requests_refused", "counter", "Refused requests, by key and reason.", ("key", "reason")),
+    MetricSpec("minicache:key_answers_running", "gauge", "Answers in progress, by key.", ("key",)),
+    MetricSpec("minicache:key_prompt_tokens", "counter", "Prompt tokens, by key.", ("key",)),
     MetricSpec("minicache:key_generation_tokens", "counter", "Tokens generated, by key.", ("key",)),
 )
 """What `Metrics` exports too, if the server asks for API keys. Without the label `engine`: the server counts these."""

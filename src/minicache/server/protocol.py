@@ -97,19 +97,19 @@ class CommonRequest(BaseModel):
     model: str | None = Field(None, description="The served model's name (`GET /v1/models`).")
     stream: bool | None = Field(False, description="Send the answer as server-sent events, token by token.")
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, le=MAX_N, description="Answers to each prompt.")
-    temperature: float | None = Field(1.0, ge=0, le=100, description="0 takes the likeliest token.")
+    n: int | None = Field(1, ge=1, le=MAX_N, description="Number of answers per prompt.")
+    temperature: float | None = Field(1.0, ge=0, le=100, description="0: greedy decoding.")
     top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=-1, description="Draw from the k likeliest tokens; 0 or −1: from all.")
-    seed: int | None = Field(None, ge=-(2**63), lt=MAX_SEED, description="Makes the answer repeatable.")
+    top_k: int | None = Field(0, ge=-1, description="Sample from the k likeliest tokens; 0 or −1: from all.")
+    seed: int | None = Field(None, ge=-(2**63), lt=MAX_SEED, description="Seed for a reproducible answer.")
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = Field(
-        None, description="Texts that end the answer, which is cut before them."
+        None, description="Strings before which the answer is cut."
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
-    ignore_eos: bool | None = Field(False, description="Go on after the model's end token.")
-    priority: int | None = Field(0, ge=-(2**31), lt=2**31, description="The lower, the sooner.")
+    ignore_eos: bool | None = Field(False, description="Continue after the end-of-sequence token.")
+    priority: int | None = Field(0, ge=-(2**31), lt=2**31, description="Lower values are scheduled sooner.")
     cache_salt: str | None = Field(None, max_length=256, description="Share the prefix cache with equal salts only.")
-    return_token_ids: bool | None = Field(False, description="Report the token ids of prompt and answer, as vLLM does.")
+    return_token_ids: bool | None = Field(False, description="Return the token ids of prompt and answer, as vLLM does.")
     presence_penalty: float | None = Field(0.0, description="Only 0.")
     frequency_penalty: float | None = Field(0.0, description="Only 0.")
     logit_bias: dict[str, Any] | None = Field(None, description="Only empty.")
@@ -118,7 +118,7 @@ class CommonRequest(BaseModel):
     def _check(self) -> CommonRequest:
         stops = self.stop_list()
         if len(stops) > MAX_STOP or any(not 1 <= len(each) <= 1024 for each in stops):
-            raise ValueError(f"stop: at most {MAX_STOP} texts of 1 … 1024 letters")
+            raise ValueError(f"stop: at most {MAX_STOP} strings of 1 … 1024 characters")
         return self
 
     def stop_list(self) -> list[str]:
@@ -162,11 +162,13 @@ class CompletionRequest(CommonRequest):
 
     prompt: (
         Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-    ) = Field(description="A text, a list of token ids, or a list of several of either.")
-    max_tokens: int | None = Field(16, ge=1, le=2**31, description="The most tokens of an answer.")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="So many of the likeliest tokens, each step.")
+    ) = Field(description="A string, a list of token ids, or a list of either.")
+    max_tokens: int | None = Field(16, ge=1, le=2**31, description="Maximum number of tokens to generate.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Number of likeliest tokens to report at each position."
+    )
     echo: bool | None = Field(False, description="Only false.")
-    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only what n is.")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Must equal n.")
     suffix: str | None = Field(None, description="Only empty.")
 
     def prompts(self) -> list[str | list[int]]:
@@ -204,7 +206,7 @@ class ChatMessage(BaseModel):
         parts = self.content or ()
         for part in parts:
             if part.type != "text" or part.text is None:
-                raise ApiError(400, f"only text can be read: a part is of type {part.type!r}", param="messages")
+                raise ApiError(400, f"only parts of type text are supported, got {part.type!r}", param="messages")
         return "".join(part.text or "" for part in parts)
 
 
@@ -212,10 +214,12 @@ class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="The most tokens of an answer.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="Maximum number of tokens to generate.")
     max_tokens: int | None = Field(None, ge=1, le=2**31, description="The older name of max_completion_tokens.")
-    logprobs: bool | None = Field(False, description="Report each token's log probability.")
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="So many of the likeliest tokens too.")
+    logprobs: bool | None = Field(False, description="Return each token's log probability.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Number of likeliest tokens to report, too."
+    )
     tools: list[Any] | None = Field(None, description="Only empty.")
     functions: list[Any] | None = Field(None, description="Only empty.")
     response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
@@ -226,7 +230,7 @@ class ChatRequest(CommonRequest):
         response_format = self.response_format is not None and self.response_format.get("type") != "text"
         self._refuse(tools=self.tools, functions=self.functions, response_format=response_format)
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs requires logprobs to be true", param="top_logprobs")
 
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to report; None: nothing."""

@@ -57,7 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_head_nbytes += len(data)
         super().data_received(data)
         if self._is_in_head and self._num_head_nbytes > _MAX_HEAD_NBYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
+            self.send_400_response("The request's headers are too long.")
         # Empty lines behind a response are no head yet, but they stop uvicorn's timer for idle connections.
         if self._is_in_head or (self.cycle is not None and self.cycle.response_complete):
             self._start_head_timer()
@@ -152,10 +152,10 @@ class TLS:
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 raise ValueError(
-                    f"the private key in {key} is not that of the certificate in {self.certfile}"
+                    f"the private key in {key} does not match the certificate in {self.certfile}"
                 ) from None
             if is_encrypted:
-                what = "its password is wrong" if self.password else "give its password: --ssl-keyfile-password"
+                what = "its password is wrong" if self.password else "set --ssl-keyfile-password"
                 raise ValueError(f"the private key in {key} is encrypted; {what}") from None
             if self.keyfile is None:
                 what = f"{key} must have a certificate and its private key, in PEM; or give --ssl-keyfile"
@@ -291,9 +291,9 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)  # type: ignore[arg-type]
         hanging_up.cancel()
         if num_unfinished := self._served.num_unfinished:
-            self._give_up(num_unfinished, "since a second signal came")
+            self._give_up(num_unfinished, "because of a second signal")
         elif self._logs.num_cut and not self.num_given_up:
-            self._give_up(self._logs.num_cut, "that their clients do not read")
+            self._give_up(self._logs.num_cut, "that their clients did not read")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came, or `stop` was called. (uvicorn's own would raise the signal again after the end.)"""
@@ -332,7 +332,7 @@ class Server(uvicorn.Server):
 
     def _give_up(self, num_answers: int, why: str) -> None:
         self.num_given_up += num_answers
-        logger.warning("gave up on %s %s", _answers(num_answers), why)
+        logger.warning("abandoned %s %s", _answers(num_answers), why)
 
 
 def _answers(number: int) -> str:

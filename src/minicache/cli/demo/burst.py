@@ -65,7 +65,7 @@ class Run:
 
     @property
     def finish_steps(self) -> list[int]:
-        """The steps after which each request had ended."""
+        """The steps after which each request finished."""
         return [step.step + 1 for step in self.steps for event in step.events if event.kind == "finish"]
 
 
@@ -78,7 +78,7 @@ def show(model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], out: Path, 
     prompts = [texts[index % len(texts)] for index in range(len(ANSWER_LENS))]
     runs = _best_of_turns(model, tokenizer, prompts, console)
     console.print(
-        f"{len(prompts)} requests arrive at once and ask for {min(ANSWER_LENS)} to {max(ANSWER_LENS)} tokens; "
+        f"{len(prompts)} requests arrive at once and request {min(ANSWER_LENS)} to {max(ANSWER_LENS)} tokens; "
         f"{MAX_NUM_SEQS} batch slots.",
         soft_wrap=True,
     )
@@ -112,7 +112,7 @@ def verdict(runs: Mapping[str, Run]) -> str:
     speed_up = static.seconds / continuous.seconds
     if round(speed_up, 1) > 1:
         return f"{steps}, {speed_up:.1f} times as fast."
-    return f"{steps}, but in no less time ({speed_up:.1f} ×), which depends on what else the machine was doing."
+    return f"{steps}, but in no less time ({speed_up:.1f} ×), which depends on the machine's other load."
 
 
 def _serve(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], stage: str) -> Run:
@@ -182,10 +182,8 @@ def _legend() -> Text:
 
 
 def _totals(runs: dict[str, Run]) -> Table:
-    table = Table(
-        caption="the best of three runs · busy slots: batch slots that computed a token, of those of all steps"
-    )
-    for heading in ("", "steps", "busy slots", "mean steps to the end", "seconds", "tokens / s"):
+    table = Table(caption="best of three runs · busy slots: share of all steps' batch slots that computed a token")
+    for heading in ("", "steps", "busy slots", "mean steps to finish", "seconds", "tokens / s"):
         table.add_column(heading, justify="right" if heading else "left")
     for stage, run in runs.items():
         table.add_row(
@@ -213,7 +211,7 @@ def _simulated() -> Table:
     ]
     table = Table(
         title=f"simulated: {NUM_CHATS} chats at once, OPT-13B on one {A100_40GB.name}",
-        caption="the same schedulers, on a clock that a formula moves; the first two are told every answer's length",
+        caption="the same schedulers, with step times from a formula; the first two know every answer's length",
     )
     for heading in ("", "minutes", "tokens / s", "requests at once", "preempted"):
         table.add_column(heading, justify="right" if heading else "left")

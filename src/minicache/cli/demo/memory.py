@@ -1,8 +1,8 @@
 """The demo's second half: what a paged cache is for. Dense and paged side by side: same tokens, two sizes.
 
-Eight requests start together and each ends when its text does, which nobody knows in advance. The dense caches reserve
-the longest text for each. The paged caches share one storage, no larger than what they need at once, and take a block
-when the last one is full.
+Eight requests start together and each finishes when its text ends, which is not known in advance. The dense caches
+reserve the longest text for each. The paged caches share one storage, no larger than they need at once, and take a
+block when the last one is full.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def show(
         if expected != got:
             raise MinicacheError(f"{text!r}: the paged cache changed the tokens. That is a bug: please report it.")
     lengths = ", ".join(str(len(token_ids)) for token_ids in paged.token_ids)
-    console.print(f"Sampled until each text ended, {max_seq_len} tokens at most. New tokens:")
+    console.print(f"Sampled until each text ends, {max_seq_len} tokens at most. New tokens:")
     console.print(lengths, soft_wrap=True)
     runs = {"dense": dense, "paged": paged}
     console.print(_totals(runs))
@@ -104,7 +104,7 @@ def _storage(model: MiniGPT, num_blocks: int) -> PagedStorage:
 
 
 def _paged_caches(storage: PagedStorage, count: int, max_seq_len: int) -> list[PagedKVCache]:
-    """A cache a request, all over one storage; a request that has ended gives its blocks to the others."""
+    """A cache per request, all over one storage; a finished request frees its blocks for the others."""
     from minicache.cache.paged import PagedKVCache
 
     sizes = (storage.num_layers, 1, storage.num_kv_heads, max_seq_len, storage.head_dim)
@@ -153,7 +153,7 @@ def verdict(saving: float) -> str:
 
 
 def quantized(storage: PagedStorage) -> str:
-    """What a storage of int8 with a scale a row takes for a token, counted in its tensors, beside this one's."""
+    """Bytes per token of an int8 storage with scales, counted in its tensors, compared with this one's."""
     from minicache.cache.quantized import QuantizedStorage
     from minicache.memory.blocks import BlockPool
 
@@ -166,8 +166,8 @@ def quantized(storage: PagedStorage) -> str:
 
 
 def _totals(runs: dict[str, Run]) -> Table:
-    """Bytes reserved, taken and used, a row a way."""
-    table = Table(caption="means of all steps · taken: nobody else can use it · with tokens: of running requests")
+    """Bytes reserved, taken and used, one table row per cache."""
+    table = Table(caption="means of all steps · taken: unavailable to others · with tokens: of running requests")
     for heading in ("", "KiB reserved", "KiB taken", "KiB with tokens", "tokens / reserved", "tokens / taken"):
         table.add_column(heading, justify="right" if heading else "left")
     for way, run in runs.items():

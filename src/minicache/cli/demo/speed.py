@@ -130,7 +130,7 @@ def _totals(
         "recompute": sum(p * n + n * (n - 1) // 2 for p, n in lengths),
         "KV cache": sum(p + n - 1 for p, n in lengths),
     }
-    table = Table(caption="positions: how many the model computed · KV bytes: what one token leaves in the cache")
+    table = Table(caption="positions: computed by the model · KV bytes: per token in the cache")
     for heading in ("", "seconds", f"ms, token {last}", "positions", "KV bytes", "speed-up"):
         table.add_column(heading, justify="right" if heading else "left")
     for way, role in WAYS.items():

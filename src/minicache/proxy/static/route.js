@@ -19,7 +19,7 @@ function row(worker, most) {
   const load = make("meter", { min: 0, max: Math.max(most, 1), value: worker.num_unfinished });
   const cells = [
     [worker.url],
-    [worker.is_healthy ? "takes requests" : "out"],
+    [worker.is_healthy ? "healthy" : "out"],
     [String(worker.num_unfinished), load],
     [String(worker.num_answered)],
     [String(worker.num_failed)],

@@ -151,7 +151,7 @@ function drawPool(picture) {
   const parts = [`${whole.format(numBlocks)} blocks of ${blockSize} tokens`, `${whole.format(numFree)} free`];
   if (shared.length) parts.push(`${shared.length} shared`);
   if (cached.length) parts.push(`${cached.length} free and cached`);
-  if (lost.length) parts.push(`${lost.length} used and in no block table`);
+  if (lost.length) parts.push(`${lost.length} allocated, in no block table`);
   say("pool-said", parts.join(", "));
   readBlock(pool.pointed); // it may have another holder now
 }
@@ -171,8 +171,8 @@ function readBlock(block) {
     return `#${request.number} (${what} ${place * size} to ${place * size + size - 1})`;
   });
   const state = shown.pool.lost.includes(block)
-    ? "used, and in no block table"
-    : shown.pool.cached.includes(block) ? "free, found by the prefix cache" : "free";
+    ? "allocated, in no block table"
+    : shown.pool.cached.includes(block) ? "free, in the prefix cache" : "free";
   say("pool-read", `Block ${block}: ${holders.join(", ") || state}`);
 }
 
@@ -185,7 +185,7 @@ function drawTables(picture) {
   const byNumber = new Map(running.map((request) => [request.number, request]));
   say("num-running", String(running.length));
   say("tables-said", running.length
-    ? "Each row is a block table: the request's blocks in the order of its tokens."
+    ? "Each row is a block table: the request's blocks in token order."
     : "Nothing is running. Send a prompt.");
   keep(find("tables"), [...byNumber.keys()], (number) => {
     const row = make("li", { className: colorOf(number) });
@@ -200,7 +200,7 @@ function drawRow(row, request, blockSize, isShared) {
   const [, tokens, cells] = row.children;
   const preempted = request.num_preemptions ? `, ↺ ${request.num_preemptions}` : "";
   tokens.textContent = `${request.num_prompt} + ${request.num_output} of ${request.max_tokens}${preempted}`;
-  tokens.title = `${request.num_prompt} tokens of prompt, ${request.num_output} generated; preempted ${request.num_preemptions} times`;
+  tokens.title = `${request.num_prompt} prompt tokens, ${request.num_output} generated; preempted ${request.num_preemptions} times`;
   const numTokens = request.num_computed + request.num_new;
   while (cells.children.length > request.blocks.length) cells.lastChild.remove();
   request.blocks.forEach((block, place) => {
@@ -223,7 +223,7 @@ function drawQueues(picture) {
     const list = find(name);
     keep(list, requests.map((request) => request.number), chip);
     for (const [place, request] of requests.entries()) {
-      const host = request.num_host_blocks ? `, ${request.num_host_blocks} blocks on the host` : "";
+      const host = request.num_host_blocks ? `, ${request.num_host_blocks} blocks swapped out` : "";
       list.children[place].title = `${request.num_prompt} + ${request.num_output} tokens, preempted ${request.num_preemptions} times${host}`;
     }
     if (total > requests.length) list.append(make("li", { textContent: `and ${whole.format(total - requests.length)} more` }));
@@ -310,11 +310,11 @@ function drawFleet({ replicas, num_unfinished: numUnfinished, num_failovers: num
   setState(numUnfinished ? `running ${numUnfinished}` : "idle", numUnfinished ? "running" : "");
   say("num-replicas", whole.format(replicas.length));
   say("fleet-said", replicas.length
-    ? `Those that have answered. Answers that moved to another replica: ${whole.format(numFailovers)}.`
-    : "None has answered yet. Send a prompt.");
+    ? `Replicas that have answered. Answers moved to another replica: ${whole.format(numFailovers)}.`
+    : "No replica has answered yet. Send a prompt.");
   find("replicas").replaceChildren(...replicas.map((replica) => {
     const rate = replica.hit_rate === null ? "–" : `${(100 * replica.hit_rate).toFixed(1)} %`;
-    const state = replica.has_died ? "has died" : "";
+    const state = replica.has_died ? "dead" : "";
     const cells = [replica.name, state, whole.format(replica.num_answered), whole.format(replica.num_generated), rate];
     return make("tr", { className: replica.has_died ? "out" : "" }, ...cells.map((text) => make("td", { textContent: text })));
   }));
@@ -382,7 +382,7 @@ async function callApi(path, body, signal) {
     // not OpenAI's shape: shown as it came
   }
   const wait = response.headers.get("Retry-After");
-  throw new Error(`${response.status}: ${message}${wait ? ` (try again in ${wait} s)` : ""}`);
+  throw new Error(`${response.status}: ${message}${wait ? ` (retry in ${wait} s)` : ""}`);
 }
 
 function askForKey() {
@@ -458,7 +458,7 @@ async function* events(body) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // the server stops when its reader does
+    reader.cancel().catch(() => {}); // when the page stops reading, the server aborts the request
   }
 }
 

@@ -180,7 +180,7 @@ def test_budgets_and_gaps():
         assert 1e3 * counted[1] == pytest.approx(float(gap.removesuffix(" ms")), abs=0.55)
         assert counted[2] == pytest.approx(float(first.removesuffix(" s")), abs=0.0055)
     whole, half = found[8192], found[512]
-    assert round(whole[1] / half[1]) == 14, "14 times as short"
+    assert round(whole[1] / half[1]) == 14, "a fourteenth of what it is without chunks"
     assert half[2] / whole[2] == pytest.approx(1.1, abs=0.01), "a tenth later"
     assert half[2] / half[0] == pytest.approx(0.050, abs=0.001), "a token every 50 ms or so"
     assert found[256][1] / found[128][1] == pytest.approx(2, abs=0.15), "halves"
@@ -227,16 +227,16 @@ def test_a_prompt_longer_than_a_step():
     assert round(1e3 * COST.step_seconds(StepLoad.of([(512, 0)]))) == 46
 
 
-def test_an_urgent_prompt_stalls_a_lowly_decode():
-    rows = table(BUDGET, "| step | lowly | urgent |")
+def test_an_urgent_prompt_stalls_a_decode_of_low_priority():
+    rows = table(BUDGET, "| step | low priority | urgent |")
     for cap, stalls in ((0, True), (12, False)):
         scheduler = chunked(block_size=4, max_num_batched_tokens=16, long_prefill_threshold=cap)
-        steps(scheduler, Request("lowly", [1] * 4, 9, priority=1), most=1)
+        steps(scheduler, Request("low", [1] * 4, 9, priority=1), most=1)
         work = steps(scheduler, Request("urgent", [2] * 40, 3), most=4)
-        assert any("lowly" not in each for each in work) == stalls
+        assert any("low" not in each for each in work) == stalls
         if not cap:
             assert [[number(cell) for cell in row[1:]] for row in rows] == [
-                [each.get("lowly", 0), each.get("urgent", 0)] for each in work
+                [each.get("low", 0), each.get("urgent", 0)] for each in work
             ]
 
 
@@ -426,7 +426,7 @@ def test_the_protected_request():
     assert [each.get("old") for each in work[2:]] == [0, *[None] * 6, 8, 8, 8, 1, 1, 1]
     assert [each.get("u0", 0) for each in work[2:]] == [1] * 7 + [0] * 6
     assert not any(name not in ("old", "u0") for each in work for name in each)
-    assert "One preemption, and `old` finishes in step 14" in page(PROTECTED)
+    assert "`old` is preempted once, and finishes in step 14" in page(PROTECTED)
 
 
 def test_when_a_token_is_gained():
@@ -448,7 +448,7 @@ def test_when_a_token_is_gained():
     assert not missing_on(
         PROTECTED, "60 urgent requests preempt it 60 times", "in step 8 `old` computes its 25th token"
     )
-    assert "After 3 preemptions and 25 steps" in page(PROTECTED)
+    assert "preempted 3 times in all, and finishes in step 25" in page(PROTECTED)
     assert old_among_urgent(ChunkedPrefillScheduler, **small | {"prompt": 24})[1] < 6
 
 
@@ -638,7 +638,7 @@ def test_one_pass():
         assert row[3] == (words[drafts[place]] if place < 4 else "")
     assert verify(logits, [drafts], [TokenSampler(SamplingParams())]) == [picked[:2]] == [tokens[29:31]]
     assert not missing_on(
-        DRAFTS, "29 tokens, and 28 KV entries", "there are 33", "`truncate(30)`", "31 tokens, 30 entries"
+        DRAFTS, "29 tokens, and 28 KV entries", "there are 33", "`truncate(30)`", "31 tokens and 30 entries"
     )
 
 

@@ -49,16 +49,15 @@ PREFIX = {"en": "", "es": "es/"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what both languages share, what is generated, and (to the English site) the notebooks."""
+    """Add what both languages share, what is generated, and the notebooks (their pages where the language has them)."""
     for path in sorted((DOCS / "shared").rglob("*")):
         if path.suffix in SHARED:
             files.append(File.generated(config, path.relative_to(DOCS).as_posix(), abs_src_path=str(path)))
     files.append(File.generated(config, "shared/stylesheets/palette.css", content=palette_css()))
     files.append(File.generated(config, "shared/images/mark.svg", content=mark_svg()))
-    if config.theme["language"] == "en":
-        # Not a page: it is to be opened on a machine with a GPU.
-        colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
-        files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
+    # Not a page: it is to be opened on a machine with a GPU.
+    colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
+    files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page = f"{notebook.stem}/notebook.md"
         is_there = files.get_file_from_path(page) is not None  # then it has the words, and on_page_read_source the rest

@@ -32,6 +32,7 @@ _HASH = re.compile(r"^english: *(\S+)\n", re.MULTILINE)
 _HEADING = re.compile(r"^(#{1,6}) +(.*?)(?: *\{([^}]*)\})? *$")
 _FENCE = re.compile(r"^\s*(```+|~~~+)")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+\.md)(#[^)\s]*)?\)")
+_DOCSTRINGS = re.compile(r"^::: .*\n?(?:(?: +.*)?\n)*", re.MULTILINE)
 _TAG = re.compile(r"(</?(?:code|pre|script|style)\b[^>]*>)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)")
 _BANNER = """
@@ -120,7 +121,7 @@ def prepare(page: str, content: str, english: str, markdown: Markdown, *, is_sta
     front = _FRONT_MATTER.match(content)
     head, body = (front[0], content[front.end() :]) if front else ("", content)
     body = _with_links(page, body)
-    body = _with_ids(page, body, _ids(_FRONT_MATTER.sub("", english), markdown))
+    body = _with_ids(page, body, _ids(_written(english), markdown))
     if is_stale:
         title, _, rest = body.lstrip().partition("\n")
         body = f"{title}\n{_BANNER.format(page=english_url(page, page))}{rest}"
@@ -191,6 +192,11 @@ def _headings(body: str) -> Iterator[int]:
             fence = "" if fence and match[1].startswith(fence) else fence or match[1]
         elif not fence and _HEADING.match(line):
             yield place
+
+
+def _written(english: str) -> str:
+    """A page without its front matter, and without the docstrings that it includes: their headings are not its own."""
+    return _DOCSTRINGS.sub("", _FRONT_MATTER.sub("", english))
 
 
 def _ids(source: str, markdown: Markdown) -> list[str]:

@@ -51,7 +51,7 @@ PREFIX = {"en": "", "es": "es/"}
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what both languages share, what is generated, and the notebooks (their pages where the language has them)."""
     for path in sorted((DOCS / "shared").rglob("*")):
-        if path.suffix in SHARED:
+        if path.suffix in SHARED and _is_shown(path, config.theme["language"]):
             files.append(File.generated(config, path.relative_to(DOCS).as_posix(), abs_src_path=str(path)))
     files.append(File.generated(config, "shared/stylesheets/palette.css", content=palette_css()))
     files.append(File.generated(config, "shared/images/mark.svg", content=mark_svg()))
@@ -66,6 +66,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 if not (is_there and name == "notebook.md"):
                     files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))
     return files
+
+
+def _is_shown(path: Path, lang: str) -> bool:
+    """Whether a language's pages show a shared file: a figure with words is drawn once for each language."""
+    name, *kind = path.name.split(".")
+    if lang == "en" or "es" in kind:
+        return lang == "es" or "es" not in kind
+    return not path.with_name(".".join((name, "es", *kind))).is_file()
 
 
 @cache
@@ -203,11 +211,10 @@ def _elsewhere(source: str, lang: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Tell screen readers that a summary box is Spanish, and that a table's cell without words is no heading.
+    """Put the button that opens a lab in front of its handout's first section, and spaces in Spanish numbers.
 
-    And put the button that opens the lab in the browser in front of the first section of a handout.
+    And tell screen readers that a table's cell without words is no heading.
     """
-    html = html.replace('<div class="admonition resumen">', '<div class="admonition resumen" lang="es">')
     lang = config.theme["language"]
     if lang == "es":
         html = translation.with_spanish_numbers(html)

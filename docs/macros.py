@@ -12,7 +12,6 @@
     {$ commands() $}                                  every `minicache` command, from its own help
     {$ roles() $}                                     the rows of the colour code's legend
     {$ play("the burst", "workload=burst&a=continuous&b=paged") $}   a link to the playground, as its address bar has it
-    {$ spanish("setup.md", "instalación") $}          on an English page: a link to a Spanish one
 
 On a Spanish page they print Spanish, from docs/es/site.po. Inside an indented block (a tab, an admonition) write
 `{$ source("…") | indent(4) $}`. A call that names something that is not there fails the build: a page cannot drift from
@@ -39,7 +38,6 @@ from urllib.parse import parse_qsl
 import typer
 from babel.messages import pofile
 from babel.messages.catalog import Catalog
-from mkdocs.structure.files import File
 from mkdocs.utils import get_relative_url
 from typer.testing import CliRunner
 
@@ -125,11 +123,8 @@ def define_env(env: Any) -> None:
     def play(text: str, link: str) -> str:
         return playground_link(text, link, here=env.page.url)
 
-    def spanish(page: str, text: str) -> str:
-        return spanish_link(page, text, here=env.page.url)
-
     results = (result, result_table, gpus, machine)
-    pages = (tasks, phases, hours, num_hours, pure_tasks, commands, roles, play, spanish)
+    pages = (tasks, phases, hours, num_hours, pure_tasks, commands, roles, play)
     for function in (source, figure, *results, *pages):
         env.macro(function)
 
@@ -225,23 +220,6 @@ def figure_block(name: str, folder: str, *, alt: str, caption: str) -> str:
     )
     below = f'\n<figcaption markdown="span">{caption}</figcaption>' if caption else ""
     return f'<figure class="drawn" markdown="1">\n\n{images}\n{below}\n</figure>'
-
-
-# --- the other language ---------------------------------------------------------------------------------------------
-
-
-def spanish_link(page: str, text: str, *, here: str) -> str:
-    """A link to a page of the Spanish site, which MkDocs cannot check from the English one.
-
-    Args:
-        page: its path below docs/es.
-        text: the words of the link.
-        here: URL of the page that links, from the root of the whole site.
-    """
-    if not (ROOT / "docs" / "es" / page).is_file():
-        raise PageError(f"no docs/es/{page}")
-    url = f"es/{File(page, '', '', use_directory_urls=True).url}"
-    return f'<a href="{get_relative_url(url, here)}" hreflang="es">{text}</a>'
 
 
 # --- the playground -------------------------------------------------------------------------------------------------

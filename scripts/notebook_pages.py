@@ -21,10 +21,6 @@ INTRODUCTION = """
 !!! note "This page is a notebook"
     It was executed from `notebooks/{name}.py`. [Download it]({name}.ipynb), or run it yourself from the root of the
     repository: `.venv/bin/jupyter lab notebooks/{name}.ipynb`.
-
-!!! resumen "En español"
-    Esta página es un cuaderno de Jupyter ya ejecutado: los experimentos de la fase, con sus gráficas. Puedes bajarlo
-    y ejecutarlo tú, sobre la referencia o sobre tus propios ficheros.
 """
 
 INTRODUCTION_ES = """

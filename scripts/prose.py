@@ -1,7 +1,7 @@
 """Find words that the course does not use, and pages that are too long: `python -m scripts.prose [PATH …]`.
 
-The words are in `prose.toml`, each with what to write instead. Read are Markdown without code, targets of links and
-Spanish boxes; comments and strings of Python; and the other files whole.
+The words are in `prose.toml`, each with what to write instead. Read are Markdown without code and targets of links,
+comments and strings of Python, and the other files whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _MARKDOWN_CODE = re.compile(
     r"^(?P<fence>[ \t]*(?:```+|~~~+))[^\n]*\n.*?^(?P=fence)[ \t]*$|``.+?``|`[^`]+`|\]\([^)]*\)|https?://\S+",
     re.MULTILINE | re.DOTALL,
 )
-_SPANISH = re.compile(r"^!!! resumen.*\n(?:[ \t]+\S.*\n|[ \t]*\n|(?![#|<\n]).+\n)*?(?=\n\S|\Z)", re.MULTILINE)
 _FOLD = re.compile(r"^\?\?\?\+? .*\n(?:[ \t]+.*\n|[ \t]*\n)*", re.MULTILINE)
 
 
@@ -111,16 +110,14 @@ def _pattern(expression: str) -> re.Pattern[str]:
 
 def prose(path: str, content: str) -> str:
     """The text of a file: everything else is blank, so lines keep their numbers."""
-    if path.endswith(".md"):
-        return _blank(_MARKDOWN_CODE, _blank(_SPANISH, content))
     if path.endswith(".py"):
         return _blank(_MARKDOWN_CODE, _python(content))
     return _blank(_MARKDOWN_CODE, content)
 
 
 def num_words(content: str) -> int:
-    """The words of a page, without folded boxes and the Spanish one."""
-    return len(_blank(_FOLD, _blank(_SPANISH, content)).split())
+    """The words of a page, without folded boxes."""
+    return len(_blank(_FOLD, content).split())
 
 
 def _blank(pattern: re.Pattern[str], text: str) -> str:

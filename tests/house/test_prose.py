@@ -38,7 +38,6 @@ def test_it_finds_a_word(vocabulary: Vocabulary, text: str, word: str) -> None:
         "`so that` in code",
         "```python\nx = nobody  # so that\n```",
         "[a link](docs/seat.md) and https://example.org/seat",
-        '!!! resumen "En español"\n    Nobody habla inglés.\n\nEnglish again.',
         "Who waits? A request.",
     ],
 )

@@ -53,15 +53,20 @@ def test_expected_pages_are_there(site) -> None:
     missing = {page for page in {*general, *lab_pages, *notebooks} if site.built(page) not in site.pages}
     assert len(phases) >= 2
     assert not missing
-    assert {"es/index.html", "es/setup/index.html"} <= site.pages.keys()
 
 
-def test_every_english_page_has_one_spanish_summary(site) -> None:
+def test_every_page_is_there_in_both_languages(site) -> None:
+    english, spanish = ({page.path for page in pages} for pages in (site.english, site.spanish))
+    assert {f"es/{path}" for path in english} == spanish
+
+
+def test_the_sections_of_a_page_have_one_address_in_both_languages(site) -> None:
     for page in site.english:
-        boxes = page.soup.select(".admonition.resumen")
-        assert len(boxes) == 1, f"{page} has {len(boxes)} Spanish summaries"
-        assert boxes[0].get("lang") == "es"
-        assert len(boxes[0].get_text(strip=True)) > 60, f"{page}: the Spanish summary says too little"
+        ids, others = (
+            [tag["id"] for tag in each.soup.select("article :is(h1, h2, h3, h4)[id]")]
+            for each in (page, site.pages[f"es/{page.path}"])
+        )
+        assert ids == others, f"{page}"
 
 
 def test_internal_links_and_anchors_resolve(site) -> None:

@@ -189,12 +189,6 @@ def test_hours_follow_the_pages_and_the_reference(
     assert macros.num_hours("0.1", "0.1", "0.1", "0.1") == "1"
 
 
-def test_a_link_to_the_spanish_site_needs_the_page(macros: ModuleType) -> None:
-    assert 'href="../es/setup/"' in macros.spanish_link("setup.md", "instalación", here="setup/")
-    with pytest.raises(macros.PageError):
-        macros.spanish_link("nothing.md", "nada", here="setup/")
-
-
 def test_tables_are_printed_in_spanish_too(macros: ModuleType) -> None:
     say = macros.SAY["es"]
     assert macros.phase_table("..", say=say).startswith("| fase |  | construyes | aprendes |")

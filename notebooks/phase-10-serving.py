@@ -2,9 +2,9 @@
 # # Phase 10: a server, and its clients
 #
 # Four clients send a request to one model, each 40 ms after the one before, and read their answers token by token. The
-# figure below shows when the tokens arrive; the third client disconnects after 15 of them. This notebook shows why the
-# engine needs its own thread, reads what a server writes on the wire, watches the blocks of a client that disconnects,
-# fills the waiting queue, and measures a server under an open-loop load.
+# third disconnects after 15 of them. What happens to the others, and to its blocks? The figure below shows when the
+# tokens arrive. This notebook shows why the engine needs its own thread, reads what a server writes on the wire, watches
+# the blocks of a client that disconnects, fills the waiting queue, and measures a server under an open-loop load.
 
 # %% alt="Tokens received against milliseconds, a line for each of four clients. The lines start 40 ms apart and rise side by side; the third ends at 15 tokens, the others at 60."
 MINE = False  # True: your own files; then restart the kernel and run all cells

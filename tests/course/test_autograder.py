@@ -98,7 +98,7 @@ def test_the_student_is_told_what_is_missing(autograder: Path) -> None:
     results = run(autograder, **{"palette.py": COLOR, "old/palette.py": ""})
     assert results["score"] == 30
     assert "not handed in: arithmetic/arithmetic.py" in results["output"]
-    assert "palette.py was taken, not old/palette.py" in results["output"]
+    assert "palette.py was used, not old/palette.py" in results["output"]
 
 
 @pytest.mark.slow

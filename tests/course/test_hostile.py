@@ -374,10 +374,10 @@ def test_with_bubblewrap(tmp_path: Path) -> None:
     assert [each for each in commands() if MARK.encode() in each] == []
     told = {
         "takes the memory": "GiB of memory",
-        "prints without end": "characters are left out",
+        "prints without end": "characters omitted",
         "makes every report pass": "must fail has passed",
         "writes into every pipe": "the grader's pipe",
-        "raises an error of 100 MB": "characters are left out",
+        "raises an error of 100 MB": "characters omitted",
         "draws no random numbers": "it replaced random.Random",
         "replaces another module of the package": "it replaced minicache.trace",
         "replaces what the tests call": "it replaced ",

@@ -81,7 +81,7 @@ def test_notes_say_what_is_wrong(told: Told) -> None:
 def test_reports_tell_the_same(told: Told) -> None:
     for student, words in {
         "nothing": "not handed in",
-        "capital": "Palette (1).py is perhaps meant",
+        "capital": "Palette (1).py may be the file",
         "latin": "byte 0xE9 in line 2",
         "unusual": "imports os (line 1)",
     }.items():

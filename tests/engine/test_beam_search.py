@@ -211,7 +211,7 @@ def test_calls_that_are_refused(both, prompts):
         beam_search(llm, [[1], [99]], BeamSearchParams(2))
     assert not llm.has_unfinished
     llm.add_request(prompts[0], SamplingParams())
-    with pytest.raises(ValueError, match="engine of its own"):
+    with pytest.raises(ValueError, match="engine without requests"):
         beam_search(llm, prompts, BeamSearchParams(2))
 
 

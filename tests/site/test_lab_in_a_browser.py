@@ -181,7 +181,7 @@ def test_work_is_kept_exported_imported_and_put_back(lab: Lab) -> None:
       input.dispatchEvent(new Event("change"));
     })()"""
     lab.browser.evaluate(chosen % (json.dumps("other = 2\n"), json.dumps("other.py")))
-    lab.browser.wait_for("document.querySelector('.mc-status').textContent.startsWith('other.py is none of')")
+    lab.browser.wait_for("document.querySelector('.mc-status').textContent.startsWith('other.py is not one of')")
     assert lab.stored(RESERVATION) == "mine = 1\n"
     lab.browser.evaluate(chosen % (json.dumps("theirs = 3\n"), json.dumps("reservation.py")))
     lab.browser.wait_for("document.querySelector('.mc-status').textContent.endsWith('has been imported.')")

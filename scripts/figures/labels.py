@@ -19,6 +19,7 @@ from matplotlib.text import Text
 CATALOGUE = Path(__file__).resolve().parents[2] / "docs" / "es" / "figures.po"
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_COMMA = re.compile(r"(?<=\d),(?=\d{3})")  # Spanish pages have spaces in large numbers
 _WORDS = re.compile(r"[^\W\d_]{2}")
 
 seen: set[str] = set()
@@ -41,7 +42,8 @@ def spanish(label: str) -> str:
     message = catalogue().get(entry)
     if message is None or not message.string:
         return label
-    words, numbers = str(message.string).split("{}"), _NUMBER.findall(label)
+    words = str(message.string).split("{}")
+    numbers = [_COMMA.sub("\N{NARROW NO-BREAK SPACE}", number) for number in _NUMBER.findall(label)]
     if len(words) != len(numbers) + 1:
         raise ValueError(f"{CATALOGUE.name}: {entry!r} has {len(numbers)} numbers, and {message.string!r} does not")
     return words[0] + "".join(number + rest for number, rest in zip(numbers, words[1:], strict=True))

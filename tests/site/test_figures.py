@@ -103,7 +103,7 @@ def test_labels_of_ticks_are_translated(spanish: ModuleType, style: ModuleType, 
 
 def test_numbers_are_not_part_of_an_entry(spanish: ModuleType) -> None:
     spanish.catalogue().add("{} blocks, {} free", "{} bloques, {} libres")
-    assert spanish.spanish("1,024 blocks, 7 free") == "1,024 bloques, 7 libres"
+    assert spanish.spanish("1,024 blocks, 7 free") == "1\u202f024 bloques, 7 libres"
     assert spanish.spanish("3.5") == "3.5"
     with pytest.raises(ValueError, match="has 2 numbers"):
         spanish.spanish("3 tokens of 4")

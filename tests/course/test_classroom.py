@@ -28,7 +28,9 @@ from minicache.errors import CourseError, MinicacheError
 
 from .conftest import COLOR, NBYTES, Toys
 
-COMMAND = [sys.executable, "-c", "from minicache.cli import main; main()", "grade-class"]
+# Anyone who runs tests in the background may have SIGINT ignored, and so would the command.
+CODE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from minicache.cli import main; main()"
+COMMAND = [sys.executable, "-c", CODE, "grade-class"]
 SLEEPY = "import time\ndef color(role, scheme='light'):\n    time.sleep(60)\n"
 
 

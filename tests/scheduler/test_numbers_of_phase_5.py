@@ -62,7 +62,7 @@ def test_the_six_requests(figures):
     means = [fmean(end + 1 for end in each.finished.values()) for each in (static_tally, tally)]
     assert not missing_on(
         "theory/02-iteration-level-scheduling.md",
-        f"{len(steps)} steps instead of {len(static)}, and {used} of {3 * len(steps)} places used",
+        f"{len(steps)} steps instead of {len(static)}, and {used} of {3 * len(steps)} slot-steps used",
         f"**{shares[1]:.0%}**".replace("%", " %"),
         f"D is done after {tally.finished['D'] + 1} steps instead of {static_tally.finished['D'] + 1}",
         f"a request is done after {means[0]:.1f} steps on average",
@@ -70,7 +70,7 @@ def test_the_six_requests(figures):
     )
     assert not missing_on(
         "theory/01-why-batches-drain.md",
-        f"{len(static)} steps with three slots are {3 * len(static)} places; {used} hold a token",
+        f"{len(static)} steps of three slots are {3 * len(static)} slot-steps, and {used} of them generate a token",
         f"= **{shares[0]:.0%}**".replace("%", " %"),
     )
     rows = []

@@ -177,7 +177,7 @@ def test_the_arithmetic_of_hashing():
     assert f"{whole:,} tokens" in page(BLOCKS)
     assert round((10**6) ** 2 / 2**65 * 1e8) == 3
     assert hash((0, 5)) == hash((2**61 - 1, 5))
-    assert not missing_on(BLOCKS, "3 in 100 million", "420 blocks in place of 21")
+    assert not missing_on(BLOCKS, "3 in 100 million", "420 blocks instead of 21")
     assert 20 * (341 // 16) == 420
 
 
@@ -583,7 +583,7 @@ def test_what_is_said_of_a_system_prompt():
 def test_how_old_a_cache_is():
     assert (f"{(1024 - 300) / 20:.0f}", f"{(1024 - 300) / 25:.0f}") == ("36", "29")
     assert not missing_on(
-        MEMORY, "30 seconds", "724 blocks at 20 a second are 36 seconds", "At 25 a second they are 29"
+        MEMORY, "30 seconds", "724 blocks at 20 a second last 36 seconds", "At 25 a second they last 29"
     )
 
 

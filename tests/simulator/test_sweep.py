@@ -199,7 +199,10 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path, arguments, t
 
 @pytest.mark.slow
 def test_ctrl_c_stops_at_once_and_keeps_what_is_done(tmp_path):
-    command = [str(Path(sys.executable).with_name("minicache")), "sweep", "--out", str(tmp_path), "--jobs", "2"]
+    # Anyone who runs tests in the background may have SIGINT ignored, and so would the command.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from minicache.cli import main; main()"
+    command = [sys.executable, "-c", code, "sweep", "--out", str(tmp_path), "--jobs", "2"]
     command += ["--rates", "20", "--policies", "round_robin", "--sizes", "2", "--count", "20"]
     command += ["--seeds", ",".join(map(str, range(2000)))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -30,7 +30,7 @@ check: lint docs ## everything: lint, starters, tests, author gates, notebooks, 
 	@$(say) "Tests, author gates, notebooks, both sites"
 	@# Some tests kill servers, or wait for browsers, while two others compute: a failure counts if it recurs alone.
 	@MINICACHE_SITE=site $(PYTEST) $(PARALLEL) || \
-		{ printf '\n\033[1m%s\033[0m\n' "Failures, again, one at a time"; MINICACHE_SITE=site $(PYTEST) -n 1 --lf --lfnf none; }
+		{ $(say) "Failures, again, one at a time"; MINICACHE_SITE=site $(PYTEST) -n 1 --lf --lfnf none; }
 	@$(say) "The wheel, in an empty environment"
 	@scripts/wheel.sh
 	@$(say) "The demo"

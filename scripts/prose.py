@@ -105,7 +105,7 @@ class Vocabulary:
 
 
 def _pattern(expression: str) -> re.Pattern[str]:
-    return re.compile(expression.replace(" ", r"\s+"), re.IGNORECASE if "Who" not in expression else re.NOFLAG)
+    return re.compile(expression.replace(" ", r"\s+"), re.IGNORECASE)
 
 
 def prose(path: str, content: str) -> str:

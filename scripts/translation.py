@@ -24,12 +24,13 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).resolve().parents[1]
 ENGLISH, SPANISH, NOTEBOOKS = ROOT / "docs" / "en", ROOT / "docs" / "es", ROOT / "notebooks"
 
-MOST_STALE = 0.05
-"""The share of the Spanish pages that may be out of date."""
+MOST_BEHIND = 0.05
+"""The share of the pages whose Spanish may be missing or out of date."""
 
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)^---\n", re.MULTILINE | re.DOTALL)
 _HASH = re.compile(r"^english: *(\S+)\n", re.MULTILINE)
 _HEADING = re.compile(r"^(#{1,6}) +(.*?)(?: *\{([^}]*)\})? *$")
+_INCLUDED = re.compile(r'^--8<-- "([^":]+)', re.MULTILINE)
 _FENCE = re.compile(r"^\s*(```+|~~~+)")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+\.md)(#[^)\s]*)?\)")
 _DOCSTRINGS = re.compile(r"^::: .*\n?(?:(?: +.*)?\n)*", re.MULTILINE)
@@ -64,8 +65,11 @@ def source(page: str) -> Path:
 
 
 def source_hash(page: str) -> str:
-    """Twelve digits that change with the source of a Spanish page."""
-    return hashlib.sha256(source(page).read_bytes()).hexdigest()[:12]
+    """Twelve digits that change with the source of a Spanish page, and with the files that it includes."""
+    text = source(page).read_text(encoding="utf-8")
+    included = (ROOT / name for name in _INCLUDED.findall(text))
+    whole = "".join([text, *(file.read_text(encoding="utf-8") for file in included)])
+    return hashlib.sha256(whole.encode()).hexdigest()[:12]
 
 
 def translated() -> set[str]:

@@ -6,7 +6,6 @@ import fcntl
 import itertools
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.site.chromium import FLAGS, chromium
 
 from minicache.engine.answers import Chunk
 from minicache.engine.async_engine import AsyncEngine
@@ -24,27 +24,6 @@ from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams
 from minicache.server.app import create_app
 from minicache.server.running import Server
-
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--remote-debugging-pipe",
-)
-
-
-def chromium() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
-        if path := shutil.which(name):
-            return path
-    if os.environ.get("MINICACHE_REQUIRE_CHROMIUM") == "1":
-        pytest.fail("no browser: install the package `chromium`")
-    pytest.skip("no browser: install the package `chromium` to have the live page looked at")
 
 
 class Page:
@@ -57,7 +36,7 @@ class Page:
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (its_input, its_output)]
         nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
         moved = [(os.POSIX_SPAWN_DUP2, end, number) for number, end in enumerate(ends, start=3)]
-        command = [chromium(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        command = [chromium(), *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         self._process = os.posix_spawn(command[0], command, os.environ, file_actions=[*nowhere, *moved])
         for end in (its_input, its_output, *ends):
             os.close(end)

@@ -4,7 +4,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 # Bytecode is written even where the machine says not to: a thousand graded runs import the same modules.
 # Three workers on two cores: a worker waits for its graded runs, its servers and its clients a quarter of the time.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q
+PYTEST := LANGUAGE=en PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q
 PARALLEL := -n 3 --maxschedchunk 4
 say := printf '\n\033[1m%s\033[0m\n'
 
@@ -36,13 +36,14 @@ check: lint docs ## everything: lint, starters, tests, author gates, notebooks, 
 	@$(say) "The demo"
 	@$(BIN)/minicache demo
 
-lint: $(SETUP) ## ruff, mypy --strict, import-linter, the vocabulary
+lint: $(SETUP) ## ruff, mypy --strict, import-linter, the vocabulary, the catalogues
 	@$(say) "Lint"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m scripts.prose
+	@$(BIN)/python -m scripts.catalogues --check
 
 docs: $(SETUP) ## build the site, both languages at once, into site/
 	@$(BIN)/python -m scripts.docs site

@@ -13,21 +13,22 @@
     {$ roles() $}                                     the rows of the colour code's legend
     {$ play("the burst", "workload=burst&a=continuous&b=paged") $}   a link to the playground, as its address bar has it
 
-On a Spanish page they print Spanish, from docs/es/site.po. Inside an indented block (a tab, an admonition) write
-`{$ source("…") | indent(4) $}`. A call that names something that is not there fails the build: a page cannot drift from
-the code, the measurements or the course.
+On a Spanish page they print Spanish, from docs/es/site.po; what the command line says, from its own catalogues. Inside
+an indented block (a tab, an admonition) write `{$ source("…") | indent(4) $}`. A call that names something that is not
+there fails the build: a page cannot drift from the code, the measurements or the course.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
+import os
 import posixpath
 import re
+import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from html import escape
@@ -35,13 +36,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-import typer
 from babel.messages import pofile
 from babel.messages.catalog import Catalog
 from mkdocs.utils import get_relative_url
-from typer.testing import CliRunner
 
 from minicache.course.table import Phase, Task, load_course
+from minicache.language import LOCALE
 from minicache.palette import PALETTE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,17 +62,20 @@ class PageError(Exception):
 
 
 @cache
-def _catalogue() -> Catalog:
-    with (ROOT / "docs" / "es" / "site.po").open("rb") as file:
-        return pofile.read_po(file, locale="es")
+def _catalogues() -> list[Catalog]:
+    catalogues = []
+    for path in (ROOT / "docs" / "es" / "site.po", LOCALE / "es" / "LC_MESSAGES" / "course.po"):
+        with path.open("rb") as file:
+            catalogues.append(pofile.read_po(file, locale="es"))
+    return catalogues
 
 
 def in_spanish(text: str) -> str:
     """What a macro prints, in Spanish."""
-    message = _catalogue().get(text)
-    if message is None or not message.string:
+    found = [message for catalogue in _catalogues() if (message := catalogue.get(text)) and message.string]
+    if not found:
         raise PageError(f"docs/es/site.po has no Spanish for {text!r}")
-    return str(message.string)
+    return str(found[0].string)
 
 
 Say = Callable[[str], str]
@@ -116,6 +119,9 @@ def define_env(env: Any) -> None:
 
     def pure_tasks() -> str:
         return pure_task_table(relative("."), say=say)
+
+    def commands() -> str:
+        return command_help(env.conf["theme"]["language"])
 
     def roles() -> str:
         return role_rows(say=say)
@@ -448,30 +454,11 @@ def role_rows(*, say: Say = str) -> str:
     )
 
 
-def commands() -> str:
-    """Every command of `minicache`, with what its own `--help` prints."""
-    app = importlib.import_module("minicache.cli").app
-    return "\n\n".join(
-        f"## {' '.join(path)} {{ #{'-'.join(path)} }}\n\n```text\n{_help(app, path)}\n```"
-        for path in _commands(typer.main.get_command(app), ("minicache",))
-    )
-
-
-def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """What one types to call each command, in the order in which the help lists them."""
-    inner = getattr(command, "commands", None)
-    if inner is None:
-        yield path
-        return
-    for name, below in inner.items():
-        if not below.hidden:
-            yield from _commands(below, (*path, name))
-
-
-def _help(app: typer.Typer, path: tuple[str, ...]) -> str:
-    """The help of one command as a terminal of 76 columns without colours shows it."""
-    terminal = {"COLUMNS": "76", "NO_COLOR": "1", "TERM": "dumb"}
-    answer = CliRunner().invoke(app, [*path[1:], "--help"], env=terminal, prog_name=path[0])
-    if answer.exit_code != 0:
-        raise PageError(f"{' '.join(path)} --help failed: {answer.output}")
-    return "\n".join(line.rstrip() for line in answer.output.strip().splitlines())
+def command_help(language: str) -> str:
+    """Every command of `minicache`, with what its own `--help` prints in a language."""
+    command = [sys.executable, "-m", "scripts.commands"]
+    environment = os.environ | {"LANGUAGE": language}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PageError(done.stderr.strip())
+    return done.stdout

@@ -130,6 +130,10 @@ class WorkerDiedError(MinicacheError):
     """A worker process died; the results that it had reported are kept."""
 
 
+class LanguageError(MinicacheError):
+    """The command line does not speak this language."""
+
+
 class CourseError(MinicacheError):
     """The course's table, files or a learner's request do not fit together."""
 

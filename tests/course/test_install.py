@@ -285,7 +285,7 @@ def test_the_command_says_what_it_did_line_by_line(course: dict[str, bytes]) -> 
     assert lines[0] == f"{DENSE}: kept with your changes; the new version is next to it"
     assert lines[1].strip() == f"to see the difference: diff -u {DENSE} {DENSE.removesuffix('.py')}.new.py"
     assert lines[2] == f"{TEST}: replaced: you had not edited it"
-    assert lines[3].endswith(": 2 files changed.")
+    assert lines[3].endswith("; files changed: 2.")
 
 
 def test_a_folder_of_another_version_is_told_to_update(

@@ -106,7 +106,7 @@ def test_one_sequence_more_would_not_fit(capacity: int, each: int) -> None:
     """The sequences fit, and one more would not."""
     sequences = call(max_concurrent_sequences, capacity, each).value
     fits = sequences * each <= capacity < (sequences + 1) * each
-    that(f"whether {sequences} is the most that fit, {each} of {capacity} tokens each", fits).gives(True)
+    that(f"whether {sequences} sequences of {each} tokens are the most that fit into {capacity}", fits).gives(True)
 
 
 @pytest.mark.parametrize("wrong", [0, -5])

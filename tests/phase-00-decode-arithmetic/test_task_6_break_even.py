@@ -195,7 +195,7 @@ def test_one_sequence_fewer_is_still_memory_bound(
     that(f"whether a batch of {batch} reaches the ridge, from {answer.called}", reached).gives(True)
     if batch > 1:
         too_early = intensity(model, context_len, batch - 1, dtype) >= goal
-        that(f"whether {batch - 1} would already reach it, from {answer.called}", too_early).gives(False)
+        that(f"whether {batch - 1} would already reach the ridge, from {answer.called}", too_early).gives(False)
 
 
 def test_bad_input_is_refused() -> None:

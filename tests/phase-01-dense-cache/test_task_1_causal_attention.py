@@ -57,7 +57,7 @@ def test_any_shape_agrees_with_attention_by_hand(by_hand, batch, num_kv_heads, g
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"),
-    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((4, 4), (4, 2), (6, 2), (5, 1), (16, 2))],
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} KV heads") for h, kv in ((4, 4), (4, 2), (6, 2), (5, 1), (16, 2))],
 )
 def test_each_query_head_reads_the_kv_head_of_its_group(num_heads, num_kv_heads):
     """Query head h reads key/value head h // (H / H_kv): neighbours share, as 0 0 1 1 for H = 4, H_kv = 2."""
@@ -146,8 +146,8 @@ def test_views_are_welcome_and_stay_as_they_are(by_hand):
         pytest.param((1, 4, 2, 8), (1, 2, 5, 8), (1, 1, 5, 8), id="v has fewer heads than k"),
         pytest.param((2, 4, 2, 8), (1, 2, 5, 8), (1, 2, 5, 8), id="another batch size"),
         pytest.param((1, 4, 2, 8), (1, 2, 5, 4), (1, 2, 5, 4), id="another head size"),
-        pytest.param((1, 4, 2, 8), (1, 3, 5, 8), (1, 3, 5, 8), id="4 query heads, 3 kv heads"),
-        pytest.param((1, 2, 2, 8), (1, 4, 5, 8), (1, 4, 5, 8), id="more kv heads than query heads"),
+        pytest.param((1, 4, 2, 8), (1, 3, 5, 8), (1, 3, 5, 8), id="4 query heads, 3 KV heads"),
+        pytest.param((1, 2, 2, 8), (1, 4, 5, 8), (1, 4, 5, 8), id="more KV heads than query heads"),
         pytest.param((1, 4, 3, 8), (1, 2, 2, 8), (1, 2, 2, 8), id="more queries than tokens"),
     ],
 )

@@ -12,7 +12,7 @@ SIZES = {"num_layers": 3, "batch_size": 2, "num_kv_heads": 5, "max_seq_len": 7, 
 
 
 def test_minigpt_reserves_one_mebibyte():
-    """MiniGPT's cache (4 layers, 2 kv heads of 32, 512 tokens, float32) takes 1,048,576 bytes."""
+    """MiniGPT's cache (4 layers, 2 KV heads of 32, 512 tokens, float32) takes 1,048,576 bytes."""
     cache = call(KVCache, 4, 1, 2, 512, 32).value
     that("KVCache(4, 1, 2, 512, 32).nbytes", cache.nbytes).gives(1_048_576)
 

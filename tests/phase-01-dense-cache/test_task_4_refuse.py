@@ -68,7 +68,7 @@ def check_refused(state, error, make_call):
         pytest.param(rows(batch=1), ValueError, id="batch of 1, which would broadcast"),
         pytest.param(rows(batch=3), ValueError, id="larger batch"),
         pytest.param(rows(heads=1), ValueError, id="one head, which would broadcast"),
-        pytest.param(rows(heads=4), ValueError, id="query heads instead of kv heads"),
+        pytest.param(rows(heads=4), ValueError, id="query heads instead of KV heads"),
         pytest.param(rows(head_dim=1), ValueError, id="head_dim 1, which would broadcast"),
         pytest.param(rows(head_dim=5), ValueError, id="larger head_dim"),
         pytest.param(rows()[0], ValueError, id="three dimensions"),

@@ -15,7 +15,7 @@ repeatable = settings(max_examples=40, deadline=None, derandomize=True, database
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"),
-    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((2, 2), (4, 2), (3, 1), (5, 1), (16, 2))],
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} KV heads") for h, kv in ((2, 2), (4, 2), (3, 1), (5, 1), (16, 2))],
 )
 def test_a_whole_prompt_gets_causal_attention(by_hand, num_heads, num_kv_heads):
     """Prefill: all tokens at once give causal attention over the prompt."""
@@ -26,7 +26,7 @@ def test_a_whole_prompt_gets_causal_attention(by_hand, num_heads, num_kv_heads):
     call(cache.attend, 0, q).is_close(by_hand(q, k, v))
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids="{} kv heads".format)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids="{} KV heads".format)
 def test_one_new_token_sees_the_whole_prompt(by_hand, num_kv_heads):
     """Decode: one new token sees the whole prompt and itself."""
     cache = KVCache(1, 1, num_kv_heads, 8, 4)
@@ -125,7 +125,7 @@ def test_a_bfloat16_cache_takes_and_gives_bfloat16(by_hand):
         pytest.param(-1, (1, 4, 1, 4), IndexError, id="layer -1"),
         pytest.param(0, (1, 4, 4, 4), ValueError, id="4 queries, 3 tokens"),
         pytest.param(0, (2, 4, 1, 4), ValueError, id="another batch size"),
-        pytest.param(0, (1, 3, 1, 4), ValueError, id="3 query heads on 2 kv heads"),
+        pytest.param(0, (1, 3, 1, 4), ValueError, id="3 query heads on 2 KV heads"),
         pytest.param(0, (1, 4, 1, 8), ValueError, id="another head size"),
     ],
 )

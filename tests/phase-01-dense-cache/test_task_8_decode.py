@@ -253,7 +253,7 @@ def minigpt(num_heads, num_kv_heads):
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"),
-    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((4, 4), (4, 2), (5, 1))],
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} KV heads") for h, kv in ((4, 4), (4, 2), (5, 1))],
 )
 def test_minigpt_gives_the_same_tokens_both_ways(num_heads, num_kv_heads):
     """A transformer with random weights and a batch of 2: the same 20 tokens with your cache and without."""

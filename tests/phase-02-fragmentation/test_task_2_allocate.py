@@ -94,7 +94,7 @@ def test_the_shortest_run_that_fits_is_cut():
 
 
 def test_runs_are_handed_out_from_left_to_right():
-    """Eight runs of 2 fill 16 slots from 0 upwards: the lower half is used, the upper half stays free."""
+    """Eight runs of 2 fill 16 slots from 0 upwards: of each split the lower half is used, the upper half stays free."""
     memory = BuddyAllocator(16 * TIMES)
     for start in range(0, 16 * TIMES, 2 * TIMES):
         call(memory.allocate, 2 * TIMES).gives(start)

@@ -61,7 +61,7 @@ def test_the_first_runs_never_merge():
 
 
 def test_the_hole_of_a_departure_is_used_again():
-    """Three runs of 4; the middle one is freed; 3 slots take its place, and 1 slot the run after it."""
+    """Three runs of 4; the middle one is freed; 1, 2 and 1 slots take its place."""
     memory = BuddyAllocator(12)
     for _ in range(3):
         memory.allocate(3)

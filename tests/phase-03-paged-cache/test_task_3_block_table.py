@@ -31,7 +31,7 @@ def test_a_new_table_is_empty():
     """A new table has its pool, no blocks and no tokens, and has allocated nothing."""
     pool = BlockPool(4, 16)
     table = call(BlockTable, pool).value
-    that("table.pool is the pool that it was given", table.pool is pool).gives(True)
+    that("whether table.pool is the pool that it was given", table.pool is pool).gives(True)
     check_table(table, [], 0, "of a new table")
     that("pool.num_free after a new table", pool.num_free).gives(4)
 

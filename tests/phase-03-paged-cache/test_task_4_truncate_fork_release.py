@@ -114,7 +114,7 @@ def test_a_fork_shares_every_block():
     """A fork has its parent's blocks and tokens, the unfinished block too. Each block gets one more reference."""
     table, pool = filled(10)
     fork = call(table.fork).value
-    that("fork.pool is the table's pool", fork.pool is pool).gives(True)
+    that("whether fork.pool is the table's pool", fork.pool is pool).gives(True)
     check_table(fork, [0, 1, 2], 10, "of the fork")
     check_table(table, [0, 1, 2], 10, "of the parent")
     check_refs(pool, [2, 2, 2, 0, 0, 0], "after fork()")

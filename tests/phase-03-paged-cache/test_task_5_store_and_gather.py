@@ -98,7 +98,7 @@ def test_slots_that_do_not_exist(slots):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_any_dtype_is_stored_bit_by_bit(dtype):
-    """A cache of half, int8 or fp8 numbers stores its input unchanged."""
+    """A cache of float16, bfloat16, int8 or fp8 numbers stores its input unchanged."""
     k_cache, v_cache = caches(2, 3, 2, 4, dtype=dtype)
     k, v = ((20 * torch.randn(2, 2, 4)).to(dtype) for _ in range(2))
     call(store_kv, k, v, k_cache, v_cache, torch.tensor([4, 1])).gives(None)

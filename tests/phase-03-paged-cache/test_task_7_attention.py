@@ -15,7 +15,7 @@ repeatable = settings(max_examples=40, deadline=None, derandomize=True, database
 
 groups = pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"),
-    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((2, 2), (4, 2), (6, 2), (5, 1), (16, 2))],
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} KV heads") for h, kv in ((2, 2), (4, 2), (6, 2), (5, 1), (16, 2))],
 )
 
 

@@ -90,7 +90,8 @@ def test_any_step_tells_where_its_tokens_are(block_size, counts):
     for i, table in enumerate(tables):
         blocks = step.block_tables[i, : len(table.block_ids)].tolist()
         that(f"the blocks of sequence {i}", blocks).gives(table.block_ids)
-    that("the step's tensors are int64", step.block_tables.dtype == step.slot_mapping.dtype == torch.int64).gives(True)
+    dtypes = step.block_tables.dtype, step.slot_mapping.dtype
+    that("whether the step's tensors are int64", dtypes == (torch.int64, torch.int64)).gives(True)
 
 
 def test_positions_of_another_number_of_tokens():
@@ -348,14 +349,14 @@ def test_rows_that_do_not_fit(layer, bad, error):
     pool, storage = a_storage(8)
     step = RaggedStep(storage, [BlockTable(pool), BlockTable(pool)], [3, 1])
     call(step.append, layer, bad, bad).raises(error)
-    that("a NaN in every row of layer 0, as before", bool(storage.k(0).isnan().all())).gives(True)
+    that("whether every row of layer 0 has a NaN, as before", bool(storage.k(0).isnan().all())).gives(True)
     k = rows(4)
     run_pass(step, k)
     call(step.read, 1).gives((k + 1, -k - 1))
 
 
 def test_a_layer_without_rows_has_nothing_to_show():
-    """Attending to or reading a layer that has not been appended to in this step is a ValueError."""
+    """Attending to or reading a layer without rows in this step: ValueError. No such layer: IndexError."""
     pool, storage = a_storage(8)
     step, k, q = RaggedStep(storage, [BlockTable(pool)], [3]), rows(3), torch.randn(1, 4, 3, HEAD_DIM)
     call(step.attend, 0, q).raises(ValueError)

@@ -35,7 +35,7 @@ def test_two_blocks(batch, gathers):
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
-    [pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes)) for sizes in ((2, 64, 16), (3, 5, 4))],
+    [pytest.param(*sizes, id="{} KV heads, d {}, blocks of {}".format(*sizes)) for sizes in ((2, 64, 16), (3, 5, 4))],
 )
 def test_the_rows_in_the_order_of_the_tokens(batch, gathers, num_kv_heads, head_dim, block_size):
     """Whatever blocks a sequence has, its entries come back in order. Unused slots hold NaN."""

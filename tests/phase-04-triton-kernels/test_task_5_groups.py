@@ -43,7 +43,7 @@ def test_no_sequence(batch, launches_nothing):
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"),
-    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((3, 1), (10, 2), (17, 1), (6, 3))],
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} KV heads") for h, kv in ((3, 1), (10, 2), (17, 1), (6, 3))],
 )
 def test_groups_of_query_heads(batch, decode, num_heads, num_kv_heads):
     """Query head h reads KV head h // (H / H_kv), for any group size; the rows that pad it to 16 are not stored."""

@@ -37,7 +37,7 @@ def test_more_queries_than_a_program_has(batch, prefill):
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"),
-    [pytest.param(h, kv, id=f"{h} query heads, {kv} kv heads") for h, kv in ((2, 2), (8, 2), (3, 1), (16, 1))],
+    [pytest.param(h, kv, id=f"{h} query heads, {kv} KV heads") for h, kv in ((2, 2), (8, 2), (3, 1), (16, 1))],
 )
 def test_groups_of_query_heads(batch, prefill, num_heads, num_kv_heads):
     """Rows are tokens and heads of a group; where the group does not divide the rows, the last ones are padding."""

@@ -97,7 +97,7 @@ def test_the_row_worked_by_hand(device, stores):
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
     [
-        pytest.param(*sizes, id="{} kv heads, d {}, blocks of {}".format(*sizes))
+        pytest.param(*sizes, id="{} KV heads, d {}, blocks of {}".format(*sizes))
         for sizes in ((3, 5, 4), (2, 64, 16), (17, 4, 4))
     ],
 )

@@ -108,7 +108,7 @@ def test_the_head_stays_in_the_queue(plain, request_of):
     scheduler.add_request(second)
     for _ in range(3):
         head = call(scheduler.head).value
-        that("head() is the request that arrived first", head is first).gives(True)
+        that("whether head() is the request that arrived first", head is first).gives(True)
     that("the waiting queue after head()", queue_of(scheduler)).gives(["first", "second"])
 
 
@@ -119,7 +119,7 @@ def test_the_next_request_moves_up(plain, request_of):
     for request in requests:
         scheduler.add_request(request)
     scheduler.waiting.remove(requests[0])
-    that("head() after a has left", scheduler.head() is requests[1]).gives(True)
+    that("whether head() is b, after a has left", scheduler.head() is requests[1]).gives(True)
     scheduler.waiting.remove(requests[1])
     call(scheduler.head).gives(None)
 
@@ -134,7 +134,7 @@ def test_the_head_is_found_at_once(plain, request_of):
         for request_id in range(num_waiting):
             scheduler.add_request(request_of(request_id))
         keys.clear()
-        that("head() is the request that arrived first", call(scheduler.head).value.request_id).gives(0)
+        that(f"id of head(), with {num_waiting:,} waiting", call(scheduler.head).value.request_id).gives(0)
         looked_at[num_waiting] = len(keys)
     told = "whether head() looks at more requests with 1,000 waiting than with 10 (it is called in every step)"
     that(told, looked_at[1000] > looked_at[10] + 10).gives(False)
@@ -161,7 +161,7 @@ def test_the_id_of_a_waiting_request_is_taken(plain, request_of, state_of):
     before = state_of(scheduler, second)
     call(scheduler.add_request, second).raises(ValueError)
     that("what is to be seen after the refusal", state_of(scheduler, second)).gives(before)
-    that("head() is still the first", scheduler.head() is first).gives(True)
+    that("whether head() is still the first", scheduler.head() is first).gives(True)
 
 
 @pytest.mark.parametrize("request_id", ["a", "b", "c"])

@@ -52,7 +52,7 @@ def test_a_committed_step_is_over(plain, request_of):
     """Until it is committed, the step is the scheduler's `outstanding`; then that is None."""
     scheduler = plain()
     output = batch_of(scheduler, request_of("a"))
-    that("outstanding is the step before the commit", scheduler.outstanding is output).gives(True)
+    that("whether outstanding is the step, before the commit", scheduler.outstanding is output).gives(True)
     call(scheduler.update_from_output, output, {"a": 7}).gives([])
     that("outstanding after the commit", scheduler.outstanding).gives(None)
 

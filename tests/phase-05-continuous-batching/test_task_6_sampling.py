@@ -123,12 +123,14 @@ def test_any_nucleus(weights, top_p, shift):
     total = sum(weights)
     got = call(keep_top_p, logits_of(*(weight / total for weight in weights)) + shift, top_p).value
     ids, told = left(got), f"of weights {weights}, top_p = {top_p}"
-    that(f"tokens left {told}: at least one", len(ids) >= 1).gives(True)
+    that(f"whether a token is left {told}", len(ids) >= 1).gives(True)
     inside = sorted((weights[token] for token in ids), reverse=True)
     outside = [weight for token, weight in enumerate(weights) if token not in ids]
-    that(f"mass of {ids} {told} reaches p", sum(inside) / total >= top_p - 1e-9).gives(True)
-    that(f"mass of {ids} without its least {told} does not", sum(inside[:-1]) / total <= top_p + 1e-9).gives(True)
-    that(f"weights left and left out {told}: none is likelier", min(inside) >= max(outside, default=0)).gives(True)
+    that(f"whether the mass of {ids} {told} reaches p", sum(inside) / total >= top_p - 1e-9).gives(True)
+    least_counts = sum(inside[:-1]) / total <= top_p + 1e-9
+    that(f"whether the mass of {ids} without its least {told} stays below p", least_counts).gives(True)
+    told = f"whether those left {told} are at least as likely as those left out"
+    that(told, min(inside) >= max(outside, default=0)).gives(True)
 
 
 def test_rows_do_not_mix():
@@ -233,7 +235,7 @@ def test_a_seed_repeats():
     that("draws of a second sampler with seed 3", draws_of(TokenSampler(params))).gives(first)
     for seed in (4, None):
         other = draws_of(TokenSampler(SamplingParams(temperature=1.5, seed=seed)))
-        that(f"draws with seed {seed} are the same", other == first).gives(False)
+        that(f"whether draws with seed {seed} are the same", other == first).gives(False)
 
 
 def test_the_batch_composition_does_not_matter():

@@ -283,7 +283,7 @@ def test_the_tokens_are_those_of_each_request_alone(model, options, sampled):
         that(f"tokens of request {i}", tokens_of(chunks[i])).gives(expected)
     that("used blocks at the end", llm.scheduler.pool.num_used).gives(0)
     if options["scheduler"] == "paged":
-        that("a request was preempted", any(request.num_preemptions for request in requests)).gives(True)
+        that("whether a request was preempted", any(request.num_preemptions for request in requests)).gives(True)
 
 
 def test_requests_that_come_later(model):

@@ -193,7 +193,7 @@ def test_without_room_in_swap_space_it_is_recomputed(paged, a_request, a_step, n
     that("status", requests[1].status.name).gives(status)
     swapped = status == "SWAPPED"
     that("num_computed_tokens", requests[1].num_computed_tokens).gives(80 if swapped else 0)
-    that("in swapped_out", 1 in output.swapped_out).gives(swapped)
+    that("whether it is in swapped_out", 1 in output.swapped_out).gives(swapped)
     that("used CPU blocks", scheduler.host_pool.num_used).gives(5 if swapped else 0)
 
 
@@ -254,7 +254,7 @@ def test_host_blocks_are_used_again_and_again(paged, a_request):
     scheduler = swapping(paged, requests, num_blocks=6, num_host_blocks=2)
     tally = drive(scheduler, max_steps=200)
     that("tokens generated", [len(each.output_token_ids) for each in requests]).gives([9] * 12)
-    that("blocks swapped, out and in", tally.num_swapped_blocks > 2 * 2).gives(True)
+    that("whether more than 4 blocks were swapped, out and in", tally.num_swapped_blocks > 2 * 2).gives(True)
     that("used CPU blocks", scheduler.host_pool.num_used).gives(0)
 
 
@@ -271,8 +271,8 @@ def test_the_policy_changes_no_batch(paged, a_request, seed):
     that("the requests of each step", swap.order).gives(recompute.order)
     that("tokens computed again by swap", swap.num_recomputed_tokens).gives(0)
     if recompute.num_preemptions:
-        that("tokens computed again by recompute", recompute.num_recomputed_tokens > 0).gives(True)
-        that("blocks swapped", swap.num_swapped_blocks > 0).gives(True)
+        that("whether recompute computes tokens again", recompute.num_recomputed_tokens > 0).gives(True)
+        that("whether swap swaps blocks", swap.num_swapped_blocks > 0).gives(True)
 
 
 # Leaving
@@ -352,4 +352,4 @@ def test_no_block_is_lost_in_small_pools(paged, a_request, a_step, seed):
         that(
             "whether each has CPU blocks, exactly if it is SWAPPED", [bool(each.host_block_ids) for each in requests]
         ).gives(swapped)
-    that("unfinished at the end", scheduler.has_unfinished).gives(False)
+    that("whether any request is unfinished at the end", scheduler.has_unfinished).gives(False)

@@ -205,7 +205,7 @@ def test_nbytes():
     host = HostStorage(storage, 5)
     that("nbytes", host.nbytes).gives(2 * LAYERS * 5 * BLOCK_SIZE * HEADS * HEAD_DIM * 4)
     that("num_host_blocks", host.num_host_blocks).gives(5)
-    that("its storage is the one given", host.storage is storage).gives(True)
+    that("whether its storage is the one given", host.storage is storage).gives(True)
     half, _ = a_storage(6, torch.float16)
     that("nbytes in half precision", HostStorage(half, 5).nbytes).gives(host.nbytes // 2)
 

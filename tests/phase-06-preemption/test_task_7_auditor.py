@@ -161,7 +161,7 @@ def test_one_that_has_outgrown_the_step_passes():
     scheduler = PagedScheduler(num_blocks=11, block_size=4, max_num_batched_tokens=16)
     what = "a request that has outgrown the step"
     tally, auditor = passes(scheduler, requests_of((12, 20), (12, 20)), what=what, max_steps=200)
-    that("tokens of the second prefill of 1", tally.num_recomputed_tokens > 16).gives(True)
+    that("whether more than 16 tokens were computed again", tally.num_recomputed_tokens > 16).gives(True)
     that("the last step that was audited", auditor.step).gives(tally.num_steps - 1)
 
 
@@ -196,7 +196,7 @@ def test_an_auditor_may_come_late():
     auditor = Auditor()
     call(drive, observe(scheduler, auditor), max_steps=100)
     that("has_unfinished", scheduler.has_unfinished).gives(False)
-    that("it has audited steps", auditor.step > 10).gives(True)
+    that("whether it has audited a step after step 10", auditor.step > 10).gives(True)
 
 
 def test_a_block_with_two_references_passes():

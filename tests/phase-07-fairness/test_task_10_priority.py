@@ -239,7 +239,7 @@ def test_which_requests_are_compatible(request_of):
     that("with texts in the batch", [call(scheduler.is_compatible, each).value for each in (texts[2], image)]).gives(
         [True, False]
     )
-    that("head() when a more urgent image waits too", scheduler.head() is texts[2]).gives(True)
+    that("whether head() is a text when a more urgent image waits too", scheduler.head() is texts[2]).gives(True)
 
 
 @pytest.mark.parametrize("num_waiting", [10, 400])
@@ -304,7 +304,7 @@ def test_no_batch_ever_mixes(request_of):
                 continue
             output = scheduler.schedule()
             groups = {each.group for each in (*output.scheduled, *scheduler.running)}
-            that(f"groups in step {turn}", len(groups) <= 1).gives(True)
+            that(f"whether all requests of step {turn} are of one group", len(groups) <= 1).gives(True)
             scheduler.check()
             scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
         that("whether any is unfinished", scheduler.has_unfinished).gives(False)

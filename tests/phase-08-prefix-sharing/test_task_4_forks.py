@@ -225,7 +225,7 @@ def test_a_child_has_hashes_of_its_own_tokens(sharing, a_request, a_step):
     b = scheduler.fork_request("a", "b", [7, 9])
     fresh = a_request("fresh", [1, 2, 3, 4, 5, 6, 7, 9])
     same = scheduler.hashes(b, 2)[:2] == scheduler.hashes(fresh, 2)[:2]
-    that("the hashes of b are those of 1 2 3 4, 5 6 7 9", same).gives(True)
+    that("whether the hashes of b are those of 1 2 3 4, 5 6 7 9", same).gives(True)
 
 
 def test_the_callers_list_of_outputs_is_copied(decoding):
@@ -271,7 +271,7 @@ def test_a_later_arrival_stands_behind_all_siblings(decoding, a_request, a_step)
     scheduler.add_request(late)
     a_step(scheduler)
     that("the batch", ids(scheduler.running)).gives(["a", "b", "late"])
-    that("late's arrival_index is after a's", late.arrival_index > 0).gives(True)
+    that("whether late's arrival_index is after a's", late.arrival_index > 0).gives(True)
 
 
 def test_the_youngest_sibling_is_preempted_first(decoding, a_step):

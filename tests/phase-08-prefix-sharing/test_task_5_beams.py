@@ -97,7 +97,7 @@ def test_a_beam_with_two_continuations():
     that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
     that("beams", beams(search)).gives([([5, 1], -1.5), ([5, 2], -1.75)])
     that("answers", answers(search)).gives([])
-    that("is it over", search.is_over).gives(False)
+    that("whether it is over", search.is_over).gives(False)
 
 
 def test_beams_are_ranked_by_their_sums():
@@ -129,7 +129,7 @@ def test_three_steps_to_the_end():
     # The third token is the last: the two likeliest hypotheses have −4 / 3 and −6.5 / 3, which is worse than −2.
     outcome = call(search.advance, [[(0, -1.0), (1, -9.0)], [(1, -1.5), (0, -9.0)]])
     that("step 3", steps(outcome)).gives([])
-    that("is it over", search.is_over).gives(True)
+    that("whether it is over", search.is_over).gives(True)
     that("beams", beams(search)).gives([])
     that("the answers' tokens", [each[0] for each in answers(search)]).gives([[0, 1, 0], [2]])
     that("why they ended", [each[2] for each in answers(search)]).gives(["length", "stop"])
@@ -156,7 +156,7 @@ def test_the_search_is_over_when_all_hypotheses_end():
     """Every token of a small vocabulary is a stop token: no beam is left, and the search is over."""
     search = a_search(3, [0, 1])
     that("steps", steps(call(search.advance, [[(0, -0.5), (1, -1.0)]]))).gives([])
-    that("is it over", search.is_over).gives(True)
+    that("whether it is over", search.is_over).gives(True)
     that("answers", answers(search)).gives([([0], -0.5, "stop"), ([1], -1.0, "stop")])
 
 
@@ -168,7 +168,7 @@ def test_the_search_is_over_when_no_beam_is_better():
     search = a_search(2, [2, 3], length_penalty=0.0)
     outcome = call(search.advance, [[(2, -1.0), (3, -1.5), (0, -1.75), (1, -2.0), (4, -3.0), (5, -4.0)]])
     that("what advance returned, (parent, token)", steps(outcome)).gives([])
-    that("is it over", search.is_over).gives(True)
+    that("whether it is over", search.is_over).gives(True)
     that("answers", [each[0] for each in answers(search)]).gives([[2], [3]])
 
 
@@ -179,7 +179,7 @@ def test_just_as_good_is_not_better():
     outcome = call(search.advance, [[(2, -0.5), (0, -2.0), (1, -6.0), (4, -7.0)], [(0, -8.0), (1, -8.5)]])
     that("scores of the answers", [each[1] for each in answers(search)]).gives([-1.5, -3.0])
     that("what advance returned, (parent, token)", steps(outcome)).gives([])
-    that("is it over", search.is_over).gives(True)
+    that("whether it is over", search.is_over).gives(True)
 
 
 def two_answers_and_a_beam():
@@ -197,7 +197,7 @@ def test_the_search_goes_on_while_a_beam_is_better():
     search, outcome = two_answers_and_a_beam()
     that("answers", answers(search)).gives([([9], -1.0, "stop"), ([2, 9], -2.125, "stop")])
     that("what advance returned, (parent, token)", steps(outcome)).gives([(0, 1), (0, 2)])
-    that("is it over", search.is_over).gives(False)
+    that("whether it is over", search.is_over).gives(False)
 
 
 def test_a_beam_is_judged_at_the_length_that_it_has():
@@ -210,7 +210,7 @@ def test_a_beam_is_judged_at_the_length_that_it_has():
         search.advance, [[(9, -0.5), (1, -1.75), (2, -6.0), (3, -7.0)], [(1, -5.0), (2, -6.0), (3, -7.0), (4, -8.0)]]
     )
     that("answers", answers(search)).gives([([1, 1, 9], -0.75, "stop"), ([9], -1.0, "stop")])
-    that("is it over", search.is_over).gives(True)
+    that("whether it is over", search.is_over).gives(True)
     that("steps and beams", (steps(outcome), beams(search))).gives(([], []))
 
 
@@ -252,7 +252,7 @@ def run(search, log_probs):
         found = steps(call(search.advance, candidates))
         grown = [[*before[parent][0], token_id] for parent, token_id in found]
         that("the beams are what the steps say", [each[0] for each in beams(search)]).gives(grown)
-    that("is it over after 200 steps", search.is_over).gives(True)
+    that("whether it is over after 200 steps", search.is_over).gives(True)
 
 
 def all_texts(log_probs, vocab_size, length):

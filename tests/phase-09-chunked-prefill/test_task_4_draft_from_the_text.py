@@ -185,4 +185,4 @@ def test_work_in_proportion_to_the_text():
     """Nothing occurs twice. Eight times as many tokens take eight times the work; in quadratic time up to 64 times."""
     short, long = (effort(NgramDrafter().draft, [Token(each) for each in range(size)], 4) for size in (150, 1_200))
     times = f"{long / short:.0f} times the work"
-    that(f"1,200 tokens take {times} of 150 tokens, which is below 12 times", long < 12 * short).gives(True)
+    that(f"1,200 tokens take {times} of 150 tokens: whether that is below 12 times", long < 12 * short).gives(True)

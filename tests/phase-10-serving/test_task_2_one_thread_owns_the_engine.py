@@ -329,12 +329,12 @@ def test_dispatch_gives_chunks_to_their_streams(scenario, tiny_llm, a_chunk):
             (await scenario.ask(f"take() of stream {name!r}", stream.take())).gives(chunks[name])
         that("engine.num_unfinished: of 4 answers, 2 have ended", engine.num_unfinished).gives(2)
         that("engine.streams: both answers of 'a', and one of two of 'b'", list(engine.streams)).gives(["b"])
-        that("how many times finished_at has", len(engine.finished_at)).gives(2)
+        that("how many timestamps finished_at has", len(engine.finished_at)).gives(2)
         engine.dispatch([a_chunk("fin", "stop", request_id="b")])
         that("engine.num_unfinished, when 3 of 4 have ended", engine.num_unfinished).gives(1)
         that("engine.streams, when all answers of both have ended", list(engine.streams)).gives([])
         times = list(engine.finished_at)
-        that("how many times finished_at has", len(times)).gives(3)
+        that("how many timestamps finished_at has", len(times)).gives(3)
         seconds = [round(each - before, 6) for each in (*times, time.monotonic())]
         told = f"finished_at is {seconds[:-1]}, in seconds of time.monotonic() since the test began {seconds[-1]} s ago"
         that(

@@ -323,7 +323,7 @@ def test_a_draining_or_ended_engine_admits_no_request(scenario, tiny_llm, params
         outcome = await scenario.ask("add_request of an engine that has ended", engine.add_request([1], params()))
         outcome.raises(EngineStoppedError)
         check_idle(engine)
-        that("whether there are commands", engine.commands.empty()).gives(True)
+        that("whether a command was put", not engine.commands.empty()).gives(False)
 
     scenario.run(main)
 
@@ -379,13 +379,12 @@ def test_a_client_cancelled_before_it_is_accepted(scenario, tiny_llm, params):
         coming.cancel()
         (await scenario.ask("add_request, cancelled", coming)).raises(asyncio.CancelledError)
         that("engine.num_unfinished, when one of two has left", engine.num_unfinished).gives(1)
-        that("engine.streams", list(engine.streams.values()) == [first]).gives(True)
+        that("whether engine.streams has the first stream alone", list(engine.streams.values()) == [first]).gives(True)
         first.close()
         llm.let_all()
         await scenario.until("the thread is idle", lambda: llm.is_clean, "no request is left, and all blocks are free")
-        that("requests that were in a step", {name for step in llm.steps for name in step} == {first.request_id}).gives(
-            True
-        )
+        ran = {name for step in llm.steps for name in step}
+        that("whether only the first request was in a step", ran == {first.request_id}).gives(True)
         check_idle(engine)
 
     scenario.run(main)
@@ -424,7 +423,8 @@ def test_leave_frees_slots_once(scenario, tiny_llm, params, all_tokens):
         call(engine.leave, leaves).gives(None)
         call(engine.leave, ended).gives(None)
         that("engine.num_unfinished, when one of two has left, twice", engine.num_unfinished).gives(1)
-        that("engine.streams", list(engine.streams.values()) == [stays]).gives(True)
+        told = "whether engine.streams has only the stream of the client that stays"
+        that(told, list(engine.streams.values()) == [stays]).gives(True)
 
     scenario.run(main)
 
@@ -446,14 +446,15 @@ def test_fail_ends_streams_and_frees_their_slots(scenario, tiny_llm, params, a_c
         error = StepFailedError("the model broke")
         call(engine.fail, ["unknown", one.request_id, "unknown", two.request_id], error).gives(None)
         that("engine.num_unfinished, when 3 of 5 answers were failed", engine.num_unfinished).gives(2)
-        that("engine.streams: the third alone", list(engine.streams.values()) == [three]).gives(True)
+        that("whether engine.streams has the third stream alone", list(engine.streams.values()) == [three]).gives(True)
         (await scenario.ask("take() of a failed stream with a chunk", one.take())).gives(
             [a_chunk("half", "length", request_id=one.request_id)]
         )
         for stream in (one, two):
             (await scenario.ask("take() of a failed stream", stream.take())).raises(StepFailedError, "the model broke")
             stream.close()
-        that("whether `fail` has put commands: its caller aborts the requests", engine.commands.empty()).gives(True)
+        told = "whether `fail` has put a command: its caller aborts the requests"
+        that(told, not engine.commands.empty()).gives(False)
         engine.fail([one.request_id], error)
         that("engine.num_unfinished, when the clients of those failed have closed", engine.num_unfinished).gives(2)
 

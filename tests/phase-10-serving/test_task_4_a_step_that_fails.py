@@ -169,7 +169,7 @@ def test_an_old_request_that_breaks_each_step_ends_after_two(scenario, tiny_llm,
                 num_ended += 1
             else:
                 outcome.gives(right_answers(prompt, params()))
-        that("steps that failed, at most 2", min(len(failed), 3) <= 2).gives(True)
+        that("whether at most 2 steps failed", min(len(failed), 3) <= 2).gives(True)
         that("of 6 later arrivals, one at a time, those that were ended", num_ended).gives(2)
         await check_clean(scenario, engine)
 
@@ -463,7 +463,7 @@ def test_a_request_that_fails_alone(scenario, tiny_llm, params, all_tokens, righ
         outcome.raises(StepFailedError)
         for stream, (prompt, its) in ((first, requests[0]), (last, requests[2])):
             (await scenario.ask("the tokens of the others", all_tokens(stream))).gives(right_answers(prompt, its))
-        that("steps that have failed", engine.last_step.has_failed).gives(False)
+        that("whether the last step has failed", engine.last_step.has_failed).gives(False)
         await check_clean(scenario, engine)
 
     scenario.run(main)
@@ -495,7 +495,7 @@ def test_one_failed_answer_ends_its_request(scenario, tiny_llm, params, all_toke
         outcome = await scenario.ask("take() of a request, one of whose answers has no logits", all_tokens(stream))
         outcome.raises(StepFailedError)
         await check_clean(scenario, engine)
-        that("steps", len(llm.steps) < 20).gives(True)
+        that("whether there were fewer than 20 steps", len(llm.steps) < 20).gives(True)
         that("threads that call llm.abort_request: the LLM is its thread's", aborting).gives({"minicache-engine"})
 
     scenario.run(main)
@@ -509,7 +509,7 @@ def test_a_failure_without_requests_is_an_invariant_error(scenario, tiny_llm):
         error = MemoryError("no room")
         outcome = call(engine.fail_step, error)
         outcome.raises(InvariantError)
-        that("its __cause__", outcome.error.__cause__ is error).gives(True)
+        that("whether its __cause__ is the step's error", outcome.error.__cause__ is error).gives(True)
 
     scenario.run(main)
 
@@ -564,7 +564,7 @@ def test_drain_gives_up_after_its_seconds(scenario, tiny_llm, params):
         [stream] = await scenario.open_together(engine, ([1], params()))
         (await scenario.ask("drain(0.05), while a step is held", engine.drain(0.05))).gives(False)
         that("engine.num_unfinished, after that", engine.num_unfinished).gives(1)
-        that("engine.streams, after that", list(engine.streams.values()) == [stream]).gives(True)
+        that("whether engine.streams still has the stream", list(engine.streams.values()) == [stream]).gives(True)
 
     scenario.run(main)
 
@@ -581,7 +581,7 @@ def test_drain_that_is_cancelled(scenario, tiny_llm, params):
         await scenario.waits("drain(60) with a request", draining, "it has not ended")
         draining.cancel()
         (await scenario.ask("drain(60), cancelled", draining)).raises(asyncio.CancelledError)
-        that("engine.streams, after that", list(engine.streams.values()) == [stream]).gives(True)
+        that("whether engine.streams still has the stream", list(engine.streams.values()) == [stream]).gives(True)
 
     scenario.run(main)
 
@@ -602,7 +602,7 @@ def test_drain_ends_with_the_last_request(scenario, tiny_llm, params, how):
         else:
             llm.let_all()
             await scenario.until("it has failed", lambda: not engine.num_unfinished)
-        outcome = await scenario.wakes(f"drain(60), when of the last request {how}", draining)
+        outcome = await scenario.wakes(f"drain(60) with one request left, and then {how}", draining)
         outcome.gives(True)
 
     scenario.run(main)

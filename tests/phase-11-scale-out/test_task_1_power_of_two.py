@@ -185,7 +185,7 @@ def test_another_seed_gives_other_choices(fleet):
     replicas, seed = fleet(**dict.fromkeys("abcdefgh", 2)), fresh(7)
     routers = [PowerOfTwoRouter(seed=seed + n) for n in range(2)]
     one, other = ([router.choose(REQUEST, replicas) for _ in range(24)] for router in routers)
-    that("24 choices with another seed are the same", one == other).gives(False)
+    that("whether 24 choices with another seed are the same", one == other).gives(False)
 
 
 # Why two
@@ -195,8 +195,8 @@ def test_no_herd_on_an_idle_replica(router):
     """One of 50 is idle, and the numbers stay as they are for 400 requests. It is in 2 of 50 pairs."""
     replicas = [ReplicaView(f"r{number}", 0 if number == 17 else 6, 64) for number in range(50)]
     got = shares(router, replicas, 400)
-    that("the share of the replica that was idle is below 0.15", got["r17"] < 0.15).gives(True)
-    that("the share of the replica that was idle is above 0", got["r17"] > 0).gives(True)
+    that("whether the share of the replica that was idle is below 0.15", got["r17"] < 0.15).gives(True)
+    that("whether the share of the replica that was idle is above 0", got["r17"] > 0).gives(True)
 
 
 def test_two_choices_are_nearly_even(router):
@@ -206,7 +206,7 @@ def test_two_choices_are_nearly_even(router):
         number = int(router.choose(REQUEST, replicas)[1:])
         replicas[number] = ReplicaView(f"r{number}", replicas[number].num_unfinished + 1, 64)
     most = max(replica.num_unfinished for replica in replicas)
-    that("requests of the busiest of 100 replicas are at most 25", most <= 25).gives(True)
+    that(f"the busiest of 100 replicas has {most} requests: whether that is at most 25", most <= 25).gives(True)
 
 
 @settings(max_examples=80)
@@ -223,9 +223,9 @@ def test_any_fleet(loads, seed):
     }
     if not unfinished:
         return choice.raises(NoReplicaError)
-    that(f"{choice.value!r} is one of {sorted(unfinished)}", choice.value in unfinished).gives(True)
+    that(f"whether {choice.value!r} is one of {sorted(unfinished)}", choice.value in unfinished).gives(True)
     others = [load for name, load in unfinished.items() if name != choice.value]
     if others:
         fits = unfinished[choice.value] <= max(others)
-        that(f"of the others, one has at least as many as {choice.value!r}", fits).gives(True)
+        that(f"whether one of the others has at least as many as {choice.value!r}", fits).gives(True)
     return None

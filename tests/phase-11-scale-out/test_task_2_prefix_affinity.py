@@ -299,7 +299,8 @@ def test_one_hot_prompt_does_not_overload_a_replica(prompt):
     requests = [prompt("SYSTEM" + chr(200 + number)) for number in range(200)]
     got = route(PrefixAffinityRouter(max_imbalance=bound), "abcd", requests)
     difference = max(got.values()) - min(got.values())
-    that(f"the busiest of {got} has at most {bound + 1} more than the least", difference <= bound + 1).gives(True)
+    told = f"whether the busiest of {got} has at most {bound + 1} more than the least"
+    that(told, difference <= bound + 1).gives(True)
 
 
 def test_new_prompts_are_spread(fleet, prompt):

@@ -39,7 +39,7 @@ def shows(membership, **expected):
 def view_of(membership, replica_id):
     """The view of one replica."""
     views = {view.replica_id: view for view in membership.views()}
-    that(f"{replica_id!r} is in views()", replica_id in views).gives(True)
+    that(f"whether {replica_id!r} is in views()", replica_id in views).gives(True)
     return views[replica_id]
 
 
@@ -143,9 +143,9 @@ def test_a_full_replica_is_shown(membership):
     """A router may have to know that all are full. It is shown as full, until a request ends."""
     membership.join("c", max_unfinished=2)
     attempts = send(membership, "c", "p", "q")
-    that("c is full", view_of(membership, "c").is_full).gives(True)
+    that("whether c is full", view_of(membership, "c").is_full).gives(True)
     membership.on_finished(attempts[0])
-    that("c is full", view_of(membership, "c").is_full).gives(False)
+    that("whether c is full", view_of(membership, "c").is_full).gives(False)
 
 
 # Leaving
@@ -276,12 +276,12 @@ def test_a_probe_knows_what_the_replica_had(membership):
     send(membership, "a", "s")
     second = call(membership.on_probed, "a").value
     that("num_sent with one request more", second.num_sent).gives(4)
-    that("the second probe's number is larger", second.number > first.number).gives(True)
+    that("whether the second probe's number is larger", second.number > first.number).gives(True)
     that("num_sent of b", call(membership.on_probed, "b").value.num_sent).gives(0)
 
 
 def test_only_a_replica_of_the_fleet_is_probed(membership):
-    """ValueError."""
+    """A replica that is not in the fleet is not probed: ValueError."""
     call(membership.on_probed, "c").raises(ValueError)
 
 
@@ -361,7 +361,7 @@ def test_others_may_fill_a_replica(membership):
     membership.join("c", max_unfinished=8)
     send(membership, "c", "p", "q")
     report(membership, "c", 8)
-    that("c is full", view_of(membership, "c").is_full).gives(True)
+    that("whether c is full", view_of(membership, "c").is_full).gives(True)
 
 
 def test_a_replica_is_not_drained_while_others_use_it(membership):
@@ -388,7 +388,7 @@ def test_an_older_report_is_ignored(membership):
 
 
 def test_a_report_counts_once(membership):
-    """The same answer delivered twice, with a request sent in between."""
+    """One probe is answered, then reported as failed, then answered again: only the first answer counts."""
     probe = membership.on_probed("a")
     membership.on_report(probe, {"num_unfinished": 3})
     call(membership.on_failed, probe).gives(None)

@@ -58,7 +58,7 @@ def begin(stream, replica_id="a"):
     """`stream.begin(…)`, which must give an attempt that is `stream.attempt`."""
     __tracebackhide__ = True
     attempt = call(stream.begin, replica_id).value
-    that("stream.attempt is what begin() has returned", stream.attempt is attempt).gives(True)
+    that("whether stream.attempt is what begin() has returned", stream.attempt is attempt).gives(True)
     return attempt
 
 
@@ -420,7 +420,7 @@ def test_one_attempt_at_a_time():
     stream = a_stream(6, max_attempts=2)
     first = begin(stream)
     call(stream.begin, "b").raises(ValueError)
-    that("stream.attempt is the first still", stream.attempt is first).gives(True)
+    that("whether stream.attempt is still the first", stream.attempt is first).gives(True)
     that("num_attempts", stream.num_attempts).gives(1)
     call(stream.fail, first).gives(True)
     that("number of the next attempt", begin(stream, "b").number).gives(2)
@@ -483,7 +483,7 @@ def test_the_client_leaves():
     stream = a_stream()
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1]).gives([1])
-    that("abort() gives the attempt under way", call(stream.abort).value is attempt).gives(True)
+    that("whether abort() gives the attempt under way", call(stream.abort).value is attempt).gives(True)
     state(stream).gives(([1], "abort", False))
     call(stream.receive, attempt, 1, [2]).gives([])
     call(stream.fail, attempt).gives(False)

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from minicache.cli.help import Group
 from minicache.course.finder import show
 from minicache.course.workspace import find_workspace
 from minicache.errors import CourseError
 
-app = typer.Typer(no_args_is_help=True, help="For authors: starters and gates.")
+app = typer.Typer(cls=Group, no_args_is_help=True, help="For authors: starters and gates.")
 console = Console()
 
 

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from minicache.cli.folders import make_folder
+from minicache.cli.help import Group
 from minicache.cli.serve import Stage as SchedulerName
 from minicache.cli.simulate import WorkloadName
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from minicache.simulator.report import ServingReport
     from minicache.simulator.workload import Arrival
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(cls=Group, no_args_is_help=True)
 
 NUM_PROMPT_TOKENS = 24
 NUM_OUTPUT_TOKENS = 64

@@ -22,8 +22,9 @@ from minicache.cli import (
     sweep,
     teach,
 )
+from minicache.cli.help import Group
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_show_locals=False)
 for group in (folder, learn, model, serve, route, fleet, simulate, sweep, calibrate, demo, teach):
     app.add_typer(group.app)
 app.add_typer(bench.app, name="bench")
@@ -41,5 +42,8 @@ def minicache(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    lang: Annotated[
+        str | None, typer.Option(help="Speak this language, en or es, instead of that of LANG: put it first.")
+    ] = None,  # `minicache.cli.main` has taken it already
 ) -> None:
     """Build an LLM serving engine yourself. Start with `minicache status`."""

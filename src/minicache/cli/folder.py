@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from gettext import gettext as _
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 from minicache.errors import MissingExtraError
+from minicache.language import translated
 
 app = typer.Typer()
 console = Console()
@@ -25,10 +27,10 @@ def init(
     install = _course()
     install.init(folder)
     go = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}\n"
-    console.print(f"{folder} has the course: your files are in labs/, the tests that grade them in tests/.")
-    console.print(
-        f"\n{go}minicache status\nminicache docs 0    # the pages of phase 0\nminicache grade 0", style="bold"
-    )
+    made = _("{folder} has the course: your files are in labs/, the tests that grade them in tests/.")
+    console.print(made.format(folder=folder))
+    pages = _("the pages of phase 0")
+    console.print(f"\n{go}minicache status\nminicache docs 0    # {pages}\nminicache grade 0", style="bold")
 
 
 @app.command()
@@ -42,13 +44,15 @@ def update() -> None:
     root, before = workspace.root, workspace.version
     changes = install.update(root)
     for change in changes:
-        console.print(f"{change.file}: {change.what}", soft_wrap=True, highlight=False)
+        console.print(f"{change.file}: {translated(change.what)}", soft_wrap=True, highlight=False)
         if change.beside:
             mine, new = (shlex.quote(os.path.relpath(root / each)) for each in (change.file, change.beside))
-            console.print(f"    to see the difference: diff -u {mine} {new}", soft_wrap=True, highlight=False)
-    came = f", from {before}" if before != __version__ else ""
-    count = f"{len(changes)} file{'s' * (len(changes) != 1)} changed" if changes else "nothing to do"
-    console.print(f"{root} is of minicache {__version__}{came}: {count}.", soft_wrap=True, highlight=False)
+            difference = _("to see the difference: {command}").format(command=f"diff -u {mine} {new}")
+            console.print(f"    {difference}", soft_wrap=True, highlight=False)
+    version = __version__ if before == __version__ else _("{new}, from {old}").format(new=__version__, old=before)
+    changed = _("files changed: {count}").format(count=len(changes)) if changes else _("nothing to do")
+    told = _("{root} is of minicache {version}; {changed}.")
+    console.print(told.format(root=root, version=version, changed=changed), soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -64,7 +68,8 @@ def docs(
     where = pages.address(page)
     with pages.server(pages.site_folder()) as server:
         url = f"http://127.0.0.1:{server.server_port}/{where}"
-        console.print(f"Open [bold]{url}[/] in your browser. Press Ctrl-C to stop.", soft_wrap=True, highlight=False)
+        told = _("Open {url} in your browser. Press Ctrl-C to stop.").format(url=f"[bold]{url}[/]")
+        console.print(told, soft_wrap=True, highlight=False)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -76,5 +81,6 @@ def _course() -> ModuleType:
     try:
         from minicache.course import install
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"the course needs {error.name}: pip install 'minicache[course]'") from error
+        message = _("the course needs {name}: {command}")
+        raise MissingExtraError(message.format(name=error.name, command="pip install 'minicache[course]'")) from error
     return install

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
+from gettext import gettext as _
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from minicache import __version__
+from minicache.cli.help import Group
 from minicache.course import grading, report
 from minicache.course.finder import show
 from minicache.course.journal import Event
@@ -25,8 +27,9 @@ from minicache.course.results import PhaseResult
 from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, find_workspace
 from minicache.errors import CourseError
+from minicache.language import translated
 
-app = typer.Typer(pretty_exceptions_show_locals=False)
+app = typer.Typer(cls=Group, pretty_exceptions_show_locals=False)
 console = Console()
 
 PhaseName = Annotated[str, typer.Argument(metavar="N", help="The phase: 1, 01 or dense-cache.")]
@@ -47,17 +50,19 @@ def status() -> None:
     """Show phases, tasks, points, and what has been edited since it was graded."""
     workspace = find_workspace()
     saved = _load(workspace)
-    table = Table("", "", "file", "points", "")
+    table = Table("", "", _("file"), _("points"), "")
     for phase in workspace.course:
         earned = sum(map(saved.earned, phase.tasks))
         points = f"[bold]{earned}/{phase.points}[/]" if phase.tasks else ""
-        table.add_row(f"[bold]{phase.number}[/]", f"[bold]{phase.title}[/]", "", points, "" if points else "planned")
+        title = translated(phase.title)
+        table.add_row(f"[bold]{phase.number}[/]", f"[bold]{title}[/]", "", points, "" if points else _("planned"))
         files = workspace.lab_files(phase)
         for task in phase.tasks:
             points = f"{saved.earned(task)}/{task.points}"
-            table.add_row(task.id, task.title, str(task.file), points, _state(saved, phase, task, files[task.module]))
+            state = _state(saved, phase, task, files[task.module])
+            table.add_row(task.id, translated(task.title), str(task.file), points, state)
     console.print(table)
-    console.print(f"Your files: {show(workspace.labs)}", soft_wrap=True)
+    console.print(_("Your files: {folder}").format(folder=show(workspace.labs)), soft_wrap=True)
 
 
 @app.command()
@@ -91,11 +96,13 @@ def hint(
     found = _find_task(workspace, task)
     saved = _load(workspace)
     shown = len(found.hints) if every else min(saved.hints.get(found.id, 0) + 1, len(found.hints))
-    console.print(f"[bold]{found.id} {found.title}[/]   {found.page}", soft_wrap=True)
+    console.print(f"[bold]{found.id} {translated(found.title)}[/]   {translated(found.page)}", soft_wrap=True)
     for number, text in enumerate(found.hints[:shown], start=1):
-        console.print(f"{number}. {escape(text)}", highlight=False)
+        console.print(f"{number}. {escape(translated(text))}", highlight=False)
     left = len(found.hints) - shown
-    console.print(f"[dim]{left} more: minicache hint {found.id}[/]" if left else "[dim]That was the last hint.[/]")
+    more = _("{count} more: {command}").format(count=left, command=f"minicache hint {found.id}")
+    last = _("That was the last hint.")
+    console.print(f"[dim]{more if left else last}[/]")
     saved.hints[found.id] = shown
     saved.save()
 
@@ -110,9 +117,10 @@ def watch(
 
     workspace = find_workspace()
     watched = [workspace.course.phase(phase)] if phase else [each for each in workspace.course if each.tasks]
-    console.print(f"Watching {show(workspace.labs)}. It is graded on every save; press Ctrl-C to stop.", soft_wrap=True)
+    watching = _("Watching {folder}. It is graded on every save; press Ctrl-C to stop.")
+    console.print(watching.format(folder=show(workspace.labs)), soft_wrap=True)
     for changed in changes(workspace.labs, watch_filter=PythonFilter(), raise_interrupt=False):
-        for each in phases_of(workspace, watched, {Path(path) for _, path in changed}):
+        for each in phases_of(workspace, watched, {Path(path) for _change, path in changed}):
             _grade(workspace, each, None, TIMEOUT, save=True)
 
 
@@ -133,17 +141,20 @@ def reset(
     found = workspace.course.phase(phase)
     modules = [module for module, name in found.files.items() if file in (None, str(name), module)]
     if not modules:
-        there = ", ".join(str(name) for name in found.files.values()) or "none yet"
-        raise CourseError(f"phase {found.number} has no file {file or ''}: there are {there}")
+        there = ", ".join(str(name) for name in found.files.values()) or _("none yet")
+        message = _("phase {number} has no file {file}: there are {there}")
+        raise CourseError(message.format(number=found.number, file=file or "", there=there))
     written = restore(workspace, found, modules)
     for path, copy in written.items():
-        kept = f"; yours is kept. To restore it: {_copy_command(copy, path)}" if copy else ""
-        console.print(f"{show(path)} has been reset to the starter{escape(kept)}", soft_wrap=True, highlight=False)
+        done = _("{file} has been reset to the starter").format(file=show(path))
+        if copy:
+            done += _("; yours is kept. To restore it: {command}").format(command=_copy_command(copy, path))
+        console.print(escape(done), soft_wrap=True, highlight=False)
     if len(written) > 1:
-        one = found.restoring(modules[0])
-        console.print(f"To reset a single file: {one}", soft_wrap=True, highlight=False)
+        single = _("To reset a single file: {command}").format(command=found.restoring(modules[0]))
+        console.print(single, soft_wrap=True, highlight=False)
     if not written:
-        console.print("Nothing to do: these files are the starters.")
+        console.print(_("Nothing to do: these files are the starters."))
 
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -168,9 +179,12 @@ def doctor() -> None:
 
     healthy = True
     for finding in examine():
-        mark = "[green]ok  [/]" if finding.ok else "[red]no  [/]" if finding.required else "[yellow]none[/]"
-        remedy = "" if finding.ok else f"  → {escape(finding.remedy)}"
-        console.print(f"{mark} {finding.name:<14} {escape(finding.detail)}{remedy}", soft_wrap=True, highlight=False)
+        style, word = (
+            ("green", _("ok")) if finding.ok else ("red", _("no")) if finding.required else ("yellow", _("none"))
+        )
+        name, detail, remedy = map(translated, (finding.name, finding.detail, finding.remedy))
+        line = f"{word:<4} {name:<14} {escape(detail)}" + ("" if finding.ok else f"  → {escape(remedy)}")
+        console.print(f"[{style}]{line[:4]}[/]{line[4:]}", soft_wrap=True, highlight=False)
         healthy &= finding.ok or not finding.required
     if not healthy:
         raise typer.Exit(1)
@@ -181,13 +195,14 @@ def _grade(
 ) -> PhaseResult:
     """Grade with a progress bar, print the report, remember the result."""
     with progress_bar(Console(stderr=True)) as progress:  # to be seen even if the report goes into a file
-        bar = progress.add_task("starting", total=None)
+        bar = progress.add_task(_("starting"), total=None)
 
         def on_event(event: Event) -> None:
             if event.kind == "collected":
                 progress.update(bar, total=event.total + progress.tasks[bar].completed)
             elif event.kind in ("import", "test"):
-                progress.update(bar, description=escape((event.title or f"importing {event.name}")[:60]))
+                doing = translated(event.title) or _("importing {module}").format(module=event.name)
+                progress.update(bar, description=escape(doing[:60]))
             elif event.kind in ("result", "lost"):
                 progress.advance(bar)
 
@@ -219,29 +234,31 @@ def progress_bar(console: Console) -> Progress:
 
 def _load(workspace: Workspace) -> Saved:
     if workspace.version not in ("", __version__):
-        told = (
-            f"This folder was made by minicache {workspace.version}, and {__version__} is installed: `minicache update`"
-        )
-        console.print(f"[yellow]{told} installs new starters and tests, and keeps your files.[/]", soft_wrap=True)
+        told = _(
+            "This folder was made by minicache {version}, and {installed} is installed: `minicache update` installs "
+            "new starters and tests, and keeps your files."
+        ).format(version=workspace.version, installed=__version__)
+        console.print(f"[yellow]{told}[/]", soft_wrap=True)
     saved = Saved.load(workspace)
     if saved.warning:
-        console.print(f"[yellow]{escape(saved.warning)}[/]", soft_wrap=True)
+        console.print(f"[yellow]{escape(translated(saved.warning))}[/]", soft_wrap=True)
     return saved
 
 
 def _state(saved: Saved, phase: Phase, task: Task, file: Path) -> str:
     """One word or two on where a task stands."""
     if not file.is_file():
-        return f"[red]no file: rename it back, or {phase.restoring(task.module)}[/]"
+        missing = _("no file: rename it back, or {command}").format(command=phase.restoring(task.module))
+        return f"[red]{missing}[/]"
     if task.id not in saved.tasks:
-        return "[dim]not graded yet[/]"
+        return "[dim]" + _("not graded yet") + "[/]"
     outcome = saved.tasks[task.id].outcome
     style = report.STYLES[outcome]
-    return f"[{style}]{outcome}[/]" + (", edited since" if saved.is_stale(task, file) else "")
+    return f"[{style}]{translated(outcome)}[/]" + (_(", edited since") if saved.is_stale(task, file) else "")
 
 
 def _find_task(workspace: Workspace, name: str) -> Task:
-    phase, _, number = name.partition(".")
+    phase, _dot, number = name.partition(".")
     if not number.isdecimal():
-        raise CourseError(f"{name!r} is no task: expected phase and task, such as 1.3")
+        raise CourseError(_("{name!r} is no task: expected phase and task, such as 1.3").format(name=name))
     return workspace.course.phase(phase).task(int(number))

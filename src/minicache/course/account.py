@@ -1,6 +1,7 @@
 """The report of a grading: whose files, the points of each task, and what to do first if one failed.
 
-Plain data, the same wherever it is shown: `report.py` prints it in a terminal, a page shows it in a browser.
+Plain data in the reader's language, the same wherever it is shown: `report.py` prints it in a terminal, a page shows it
+in a browser.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from minicache.course.finder import show
 from minicache.course.results import Outcome, PhaseResult, TaskResult, TestResult, pointers
 from minicache.course.table import Task
+from minicache.language import translated
 
 _MAX_LISTED = 10  # of a task's tests that did not pass, below the first
 
@@ -80,11 +82,11 @@ class Account:
 def account(result: PhaseResult) -> Account:
     """What to tell of a grading."""
     phase = result.phase
-    title = f"Phase {phase.number}, {phase.title}."
+    title = translated(f"Phase {phase.number}, {phase.title}.")
     drawn = "" if result.seed is None else f", with random cases from seed {result.seed}"
     told = [graded for graded in result.tasks if _is_told(graded) and graded.task.module not in result.problems]
     return Account(
-        head=Line(f"{title} Graded: your files{drawn}.", strong=title),
+        head=Line(f"{title} {translated(f'Graded: your files{drawn}.')}", strong=title),
         files=tuple(_files(result)),
         rows=tuple(_row(result, graded) for graded in result.tasks),
         problems=(
@@ -99,7 +101,7 @@ def _files(result: PhaseResult) -> Iterator[File]:
     for module, file in result.files.items():
         broken = module in result.problems
         note = f"{_unusable(result, module)}: its tasks fail; the reference stands in for other tasks" if broken else ""
-        yield File(module, show(file), note)
+        yield File(module, show(file), translated(note))
 
 
 def _row(result: PhaseResult, graded: TaskResult) -> Row:
@@ -108,14 +110,15 @@ def _row(result: PhaseResult, graded: TaskResult) -> Row:
     if task.module in result.problems:
         told = _unusable(result, task.module)
     counts = (graded.num_passed, graded.num_tests, graded.earned, task.points)
-    return Row(task.id, task.title, task.file.name, *counts, graded.outcome, told)
+    return Row(task.id, translated(task.title), task.file.name, *counts, graded.outcome, translated(told))
 
 
 def _unusable_files(result: PhaseResult) -> Iterator[Problem]:
     for module, problem in result.problems.items():
         tasks = [graded.task for graded in result.tasks if graded.task.module == module]
-        lines = [Line(line) for text in (problem, *map(pointers, tasks[:1])) for line in text.splitlines()]
-        yield Problem("cannot be used", Outcome.FAILED, tuple(lines))
+        texts = (problem, *map(pointers, tasks[:1]))
+        lines = [Line(line) for text in texts for line in translated(text).splitlines()]
+        yield Problem(translated("cannot be used"), Outcome.FAILED, tuple(lines))
 
 
 def _unusable(result: PhaseResult, module: str) -> str:
@@ -131,15 +134,15 @@ def _is_told(graded: TaskResult) -> bool:
 def _end(result: PhaseResult, told: list[TaskResult]) -> Iterator[Line]:
     """The end of the report: where to start, what was not graded, what comes next, the points."""
     if len(told) > 1:
-        yield Line(f"Start with task {told[0].task.id}: its mistakes may make later tasks fail.")
+        yield Line(translated(f"Start with task {told[0].task.id}: its mistakes may make later tasks fail."))
     idle = [graded.first_problem for graded in result.tasks if graded.outcome is Outcome.NOT_GRADED]
     for reason in dict.fromkeys(test.message.removeprefix("skipped: ") for test in idle if test):
-        yield Line(f"Not graded: {reason}")
+        yield Line(translated(f"Not graded: {reason}"))
     if unfinished := [graded for graded in result.tasks if graded.outcome is Outcome.NOT_WRITTEN]:
         task = result.goes_on_with(unfinished[0])
         following = f"task {task.id}, {task.title}"
-        yield Line(f"Next: {following}. Read {task.page}", strong=following)
-    points = f"{result.earned} of {result.points} points"
+        yield Line(translated(f"Next: {following}. Read {task.page}"), strong=translated(following))
+    points = translated(f"{result.earned} of {result.points} points")
     yield Line(points, strong=points)
 
 
@@ -148,36 +151,37 @@ def _problem(graded: TaskResult, goes_on_with: Task, *, in_full: bool) -> Proble
     test = graded.first_problem
     lines = _labelled(test.message if test else "no tests were collected, so nothing was graded")
     if test and test.printed.strip():
-        printed = f"your code printed:\n{test.printed.rstrip()}"
+        printed = f"{translated('your code printed:')}\n{test.printed.rstrip()}"
         lines += [Line(line, faint=True) for line in printed.split("\n")]
     lines += _labelled(pointers(goes_on_with))
     others = graded.other_problems
     if others and not in_full:
-        lines += [Line(""), Line(f"{len(others)} more did not pass", faint=True)]
+        lines += [Line(""), Line(translated(f"{len(others)} more did not pass"), faint=True)]
     elif others:
         groups: dict[tuple[Outcome, str], list[TestResult]] = {}
         for other in others:
             groups.setdefault((other.outcome, _check(other)), []).append(other)
         listed = list(groups.items())[:_MAX_LISTED]
-        width = max(12, *(len(outcome) for (outcome, _), _ in listed))
+        width = max(12, *(len(translated(outcome)) + 2 for (outcome, _), _ in listed))
         lines.append(Line(""))
         for (outcome, check), tests in listed:
-            title = tests[0].title if len(tests) == 1 else f"×{len(tests)}  {check}"
-            lines.append(Line(title, label=f"{outcome:<{width}}"))
+            title = tests[0].title if len(tests) == 1 else f"×{len(tests)}  {translated(check)}"
+            lines.append(Line(translated(title), label=f"{translated(outcome):<{width}}"))
         left: Counter[str] = Counter()
         for (outcome, _), tests in list(groups.items())[_MAX_LISTED:]:
             left[str(outcome)] += len(tests)
         if left:
-            lines.append(Line("… and " + ", ".join(f"{count} more {outcome}" for outcome, count in left.items())))
+            rest = ", ".join(translated(f"{count} more {outcome}") for outcome, count in left.items())
+            lines.append(Line(translated(f"… and {rest}")))
     if graded.outcome.is_lost:
-        lines.append(Line("This task's remaining tests were not run.", faint=True))
-    return Problem(f"{graded.task.id} {graded.task.title}", graded.outcome, tuple(lines))
+        lines.append(Line(translated("This task's remaining tests were not run."), faint=True))
+    return Problem(f"{graded.task.id} {translated(graded.task.title)}", graded.outcome, tuple(lines))
 
 
 def _labelled(message: str) -> list[Line]:
     """The lines of a message. Most begin with a label of ten characters."""
     parts = []
-    for line in message.splitlines():
+    for line in translated(message).splitlines():
         label, text = line[:10], line[10:]
         parts.append(Line(text, label=label) if label.endswith("  ") and text else Line(line))
     return parts

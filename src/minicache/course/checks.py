@@ -126,14 +126,15 @@ class Outcome:
             return
         hints = [hint for factor, hint in (factors or {}).items() if isclose(got / expected, factor, rel_tol=rel)]
         close = "your answer is close, but not within the tolerance" if isclose(got, expected, rel_tol=0.01) else ""
-        parts = [_ratio(got, expected, "your answer is", "the right one") or close, *hints[:1]]
+        parts = [_ratio(got, expected, "your answer", "the right one") or close, *hints[:1]]
         raise self._failed(short(got), wanted, ": ".join(filter(None, parts)))
 
     def raises(self, error: type[BaseException] | tuple[type[BaseException], ...], saying: str | None = None) -> None:
         """An error of that type, its message containing `saying` (upper and lower case are the same)."""
         __tracebackhide__ = True
         types = error if isinstance(error, tuple) else (error,)
-        wanted = " or ".join(each.__name__ for each in types) + (f" saying {saying!r}" if saying else "")
+        wanted = " or ".join(each.__name__ for each in types)
+        wanted = f"{wanted} saying {saying!r}" if saying else wanted
         if self.error is None:
             raise self._failed(f"{short(self.returned)}, and no error", wanted)
         if not is_a(self.error, *types):
@@ -366,7 +367,7 @@ def _dict_difference(got: dict[Any, Any], expected: dict[Any, Any], rtol: float,
     return None
 
 
-def _ratio(got: Any, expected: Any, subject: str = "yours is", other: str = "the expected") -> str:
+def _ratio(got: Any, expected: Any, subject: str = "yours", other: str = "the expected") -> str:
     """How many times `expected` the number `got` is, in words, or "" where that tells nothing."""
     try:
         ratio = got / expected
@@ -375,9 +376,9 @@ def _ratio(got: Any, expected: Any, subject: str = "yours is", other: str = "the
     if not isfinite(ratio) or ratio <= 0 or f"{ratio:.3g}" == "1":
         return ""
     if 0.01 <= ratio <= 100:
-        return f"{subject} {ratio:.3g} times {other}"
+        return f"{subject} is {ratio:.3g} times {other}"
     factor = float(f"{max(ratio, 1 / ratio):.2g}")
-    return f"{subject} about {factor:,.0f} times too {'large' if ratio > 1 else 'small'}"
+    return f"{subject} is about {factor:,.0f} times too {'large' if ratio > 1 else 'small'}"
 
 
 def _factor(got: Any, expected: Any) -> str:
@@ -436,7 +437,7 @@ def _kind(value: object) -> str:
     if value is None:
         return "None"
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
 def _name(fn: Any) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from minicache.course.finder import import_labs, install, show
 from minicache.course.workspace import find_workspace, is_edited, phase_imports
 from minicache.errors import CourseError, MinicacheError, MissingExtraError
+from minicache.language import translated
 
 
 def load_labs(tell: Callable[[str], None]) -> None:
@@ -80,10 +81,10 @@ def run(arguments: list[str]) -> None:
 def main() -> None:
     """Load the learner's files, say so on stderr, and run what the command line asks for."""
     try:
-        load_labs(lambda line: print(line, file=sys.stderr))
+        load_labs(lambda line: print(translated(line), file=sys.stderr))
         run(sys.argv[1:])
     except MinicacheError as error:
-        sys.exit(f"minicache: {error}")
+        sys.exit(f"minicache: {translated(str(error))}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from minicache.course.install import source_folder
 from minicache.course.table import load_course
 from minicache.course.workspace import CHECKOUT, TABLE
 from minicache.errors import CourseError
+from minicache.language import in_use
 
 PORT = 8001
 """Where the pages are, unless something else is there: 8000 is `minicache serve`'s."""
@@ -29,7 +30,7 @@ def site_folder() -> Path:
 
 
 def address(name: str | None) -> str:
-    """Where a page is, from the root of the site.
+    """Where a page in the reader's language is, from the root of the site.
 
     Args:
         name: a task (`1.3`) for its lab page, a phase (`1`, `dense-cache`) for its first page, None for the home page.
@@ -37,13 +38,14 @@ def address(name: str | None) -> str:
     Raises:
         CourseError: there is no such phase or task.
     """
+    root = "" if in_use() == "en" else f"{in_use()}/"
     if name is None:
-        return ""
+        return root
     course = load_course(source_folder() / TABLE)
     phase, _, task = name.partition(".")
     if task.isdecimal():
-        return course.phase(phase).task(int(task)).page.removeprefix("docs/en/").removesuffix(".md") + "/"
-    return f"{course.phase(name).folder}/"
+        return root + course.phase(phase).task(int(task)).page.removeprefix("docs/en/").removesuffix(".md") + "/"
+    return f"{root}{course.phase(name).folder}/"
 
 
 def server(site: Path) -> ThreadingHTTPServer:

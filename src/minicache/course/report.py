@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from gettext import gettext as _
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
@@ -17,6 +18,7 @@ from minicache.course.account import Line, account
 from minicache.course.gradebook import Row, as_number, replace_file
 from minicache.course.results import Outcome, PhaseResult, pointers
 from minicache.course.table import Course, Phase
+from minicache.language import translated
 
 STYLES = {
     Outcome.PASSED: "green",
@@ -39,8 +41,8 @@ def print_result(result: PhaseResult, console: Console) -> None:
     for file in told.files:
         line = Text(f"  {file.module:<{width}} {file.path}")
         console.print(line.append(f"  {file.note}" if file.note else "", "red"), soft_wrap=True)
-    table = Table("task", "", "file")
-    for heading in ("tests", "points"):
+    table = Table(_("task"), "", _("file"))
+    for heading in (_("tests"), _("points")):
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in told.rows:
@@ -79,19 +81,32 @@ def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
     if len(result.tasks) < len(phase.tasks):
         later = next((task for task in phase.tasks if task.number > result.tasks[-1].task.number), None)
         command = f"minicache grade {phase.number}" + (f" --task {later.number}" if later else "")
-        todo = f"task {later.id}, {later.title}[/]. Read {later.page}, then" if later else "the whole phase[/]:"
-        lines = [f"Next: [bold]{todo} `{command}`"]
+        if later:
+            name = _("task {id}, {title}").format(id=later.id, title=translated(later.title))
+            then = _("{read}, then {command}")
+            lines = [then.format(read=_next(name, later.page), command=f"`{command}`")]
+        else:
+            lines = [_("Next: [bold]the whole phase[/]: {command}").format(command=f"`{command}`")]
     else:
-        lines = [f"Phase {phase.number} is finished. Its experiments: jupyter lab notebooks/{phase.folder}.ipynb"]
+        notebook = f"jupyter lab notebooks/{phase.folder}.ipynb"
+        finished = _("Phase {number} is finished. Its experiments: {command}")
+        lines = [finished.format(number=phase.number, command=notebook)]
         if following := [each for each in course if each.tasks and each.number > phase.number]:
             to = following[0]
-            lines.append(f"Next: [bold]phase {to.number}, {to.title}[/]. Read {to.page}")
-            lines.append(f"Its tasks: `minicache grade {to.number}`")
+            name = _("phase {number}, {title}").format(number=to.number, title=translated(to.title))
+            lines.append(_next(name, to.page))
+            lines.append(_("Its tasks: {command}").format(command=f"`minicache grade {to.number}`"))
         else:
-            lines.append("This was the last phase. Run the engine on your files: `minicache serve --mine`")
-            lines.append("Remaining tasks of other phases: `minicache status`")
+            serving = _("This was the last phase. Run the engine on your files: {command}")
+            lines.append(serving.format(command="`minicache serve --mine`"))
+            lines.append(_("Remaining tasks of other phases: {command}").format(command="`minicache status`"))
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
+
+
+def _next(what: str, page: str) -> str:
+    """What comes next, and where to read of it."""
+    return _("Next: {what}. Read {page}").format(what=f"[bold]{what}[/]", page=translated(page))
 
 
 def printable(text: str) -> str:
@@ -170,22 +185,26 @@ def write_gradescope(result: PhaseResult | None, file: Path, notes: Sequence[str
     """
     if result is None:
         told = ["This submission could not be graded: submit again; if it fails again, ask your teacher.", *notes]
-        _write_json({"score": 0, "output": "\n".join(told), "visibility": "visible"}, file)
+        _write_json({"score": 0, "output": translated("\n".join(told)), "visibility": "visible"}, file)
         return
     tests = [
         {
             "number": graded.task.id,
-            "name": graded.task.title,
+            "name": translated(graded.task.title),
             "score": graded.earned,
             "max_score": graded.task.points,
             "status": "passed" if graded.outcome is Outcome.PASSED else "failed",
-            "output": f"{graded.outcome}: {graded.num_passed} of {graded.num_tests} tests passed"
-            + (f"\n\n{problem.message}\n{pointers(result.goes_on_with(graded))}" if problem else ""),
+            "output": translated(
+                f"{graded.outcome}: {graded.num_passed} of {graded.num_tests} tests passed"
+                + (f"\n\n{problem.message}\n{pointers(result.goes_on_with(graded))}" if problem else "")
+            ),
         }
         for graded, problem in ((graded, graded.first_problem) for graded in result.tasks)
     ]
     told = [*notes, *result.problems.values()] or [f"Phase {result.phase.number}, {result.phase.title}"]
-    _write_json({"score": result.earned, "output": "\n".join(told), "visibility": "visible", "tests": tests}, file)
+    _write_json(
+        {"score": result.earned, "output": translated("\n".join(told)), "visibility": "visible", "tests": tests}, file
+    )
 
 
 def _write_json(data: dict[str, object], file: Path) -> None:

@@ -25,6 +25,7 @@ from minicache.course.results import Outcome, TestResult, by_task, pointers
 from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, needs_torch, open_workspace, phase_imports
 from minicache.errors import CourseError, KernelUnavailableError
+from minicache.language import translated
 
 _TEST_FILE = re.compile(r"test_task_(\d+)_\w+\.py")
 _PRINTED_LIMIT = 2000  # characters of a learner's output that a result keeps
@@ -135,16 +136,15 @@ class GradingSession:
         not_graded = [f"  phase {phase.number} is not graded here: {self._cannot_run(phase)}" for phase in idle]
         drawn = "" if seeds.in_use() is None else f", with random cases from seed {seeds.in_use()}"
         if not self._mine:
-            return [f"minicache: grading the reference (your own files: --mine){drawn}", *not_graded]
+            lines = [f"minicache: grading the reference (your own files: --mine){drawn}", *not_graded]
+            return [*map(translated, lines)]
         lines = [f"minicache: grading YOUR files in {finder.show(self._workspace.labs)}{drawn}", *not_graded]
         for phase in self._phases:
             for name, file in self._workspace.lab_files(phase).items():
                 broken = name in self._unusable
-                note = (
-                    "   CANNOT BE IMPORTED: its tasks fail; the reference stands in for other tasks" if broken else ""
-                )
-                lines.append(f"  {name:<26} {finder.show(file)}{note}")
-        return lines
+                note = "   CANNOT BE IMPORTED: its tasks fail; the reference stands in for other tasks" * broken
+                lines.append(f"  {name:<26} {finder.show(file)}{translated(note)}")
+        return [*map(translated, lines)]
 
     # Which tests
 
@@ -284,7 +284,7 @@ class GradingSession:
             message = "\n".join([f"checks    {_title(item)}", *lines]) if lines else report.longreprtext
             if lines and self._short:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
-                report.longrepr = "\n".join([head, message, pointers(self._task_by_id(needs) or task)])
+                report.longrepr = translated("\n".join([head, message, pointers(self._task_by_id(needs) or task)]))
         # Reports carry extra attributes from process to process, so this works under xdist too.
         distance = 2 * (not _is_verdict(error)) + _is_hypothesis_test(item)
         told_of = (task.id, _title(item), outcome.value, message, needs, distance)
@@ -315,18 +315,19 @@ class GradingSession:
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         """The points, a line a task."""
         for phase in self._empty(config):
-            terminalreporter.write_line(f"phase {phase.number}: no tests were collected", red=True)
+            terminalreporter.write_line(translated(f"phase {phase.number}: no tests were collected"), red=True)
         if not self._mine:
             return
-        terminalreporter.section("minicache: points")
+        terminalreporter.section(translated("minicache: points"))
         tests = {task_id: list(results.values()) for task_id, results in self._results.items()}
         for phase in self._phases:
             graded = by_task([task for task in phase.tasks if task.id in tests], tests, self._num_collected)
             for result in graded:
-                line = f"{result.task.id:<5} {result.task.title:<40} {result.earned:>3} / {result.task.points:<3}"
-                line += f"  {result.num_passed:>3} of {result.num_tests:<3} tests"
+                title, outcome = translated(result.task.title), translated(result.outcome)
+                counts = translated(f"{result.num_passed} of {result.num_tests} tests")
+                line = f"{result.task.id:<5} {title:<40} {result.earned:>3} / {result.task.points:<3}  {counts:<16}"
                 passed = result.outcome is Outcome.PASSED
-                terminalreporter.write_line(f"{line}  {result.outcome}", green=passed, red=not passed)
+                terminalreporter.write_line(f"{line}  {outcome}", green=passed, red=not passed)
 
     def _empty(self, config: pytest.Config) -> list[Phase]:
         """The phases that were asked for and have no test. Under xdist each worker collects, this process does not."""
@@ -403,7 +404,7 @@ def _unusable(file: Path, error: BaseException, restoring: str) -> str:
     if not file.read_bytes().strip():
         return f"{finder.show(file)} is empty"
     if fault := encoding_fault(file):
-        return f"{finder.show(file)} {fault}"
+        return fault
     lines = [f"{finder.show(file)} cannot be imported", f"raised    {named(error)}"]
     if line := finder.learners_line(error):
         lines += [f"at        {line.place}", f"          {line.code}"]

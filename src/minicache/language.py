@@ -1,0 +1,152 @@
+"""The reader's language: `--lang`, or LANGUAGE, LC_ALL, LC_MESSAGES or LANG; English where a text is missing.
+
+What the command line prints is marked for gettext, `_("{count} left").format(count=…)`. What a test or the grader tells
+is English when it is written, as reports for machines are, and `translated` when it is shown: its catalogue holds
+templates, "{got}, expected a tensor", and what stands for a `{name}` is translated in turn.
+"""
+
+from __future__ import annotations
+
+import gettext
+import os
+import re
+from functools import cache, cached_property
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from minicache.errors import LanguageError
+
+LOCALE = Path(__file__).parent / "locale"
+
+_SURE = 8  # letters of a template that make it certain that a text was made from it
+
+LABEL_WIDTH = 10
+"""Columns of the word that a line of a failure may begin with: "called    f(2)"."""
+
+_MAX_LENGTH = 500  # of a line: a longer one is data
+
+
+def languages() -> list[str]:
+    """The languages that there are."""
+    return sorted(["en", *(folder.name for folder in LOCALE.iterdir() if folder.is_dir())])
+
+
+def use(language: str) -> None:
+    """Have this process, and those that it starts, speak a language.
+
+    Raises:
+        LanguageError: it is none of `languages`.
+    """
+    if language not in languages():
+        raise LanguageError(f"no language {language!r}: there are {', '.join(languages())}")
+    os.environ["LANGUAGE"] = language
+
+
+def in_use() -> str:
+    """The language that is spoken, such as "es"."""
+    found = gettext.find("minicache", LOCALE)
+    return Path(found).parents[1].name if found else "en"
+
+
+def bind() -> None:
+    """Have `gettext.gettext` find the command line's own texts, and in the same catalogue those of its libraries."""
+    gettext.bindtextdomain("minicache", str(LOCALE))
+    gettext.textdomain("minicache")
+
+
+def translated(text: str) -> str:
+    """What a test or the grader tells, in the reader's language, line by line; what is not known stays as it is."""
+    catalogue = _catalogue(gettext.find("course", LOCALE))
+    if not catalogue:
+        return text
+    # A page has the same name in each language.
+    return "\n".join(map(catalogue.line, text.split("\n"))).replace("docs/en/", f"docs/{in_use()}/")
+
+
+class _Course(gettext.GNUTranslations):
+    """The catalogue of templates."""
+
+    def _parse(self, fp: Any) -> None:  # documented for subclasses, as `_catalog` is not
+        super()._parse(fp)
+        known: dict[str, str] = {each: text for each, text in self._catalog.items() if each}  # type: ignore[attr-defined]
+        self._texts = {each.format(): text.format() for each, text in known.items() if not _names(each)}
+        # What reads the same, such as a call, needs no template.
+        templates = [_Template(each, text) for each, text in known.items() if _names(each) and each != text]
+        self._templates = sorted(templates, key=lambda template: template.certainty, reverse=True)
+
+    def line(self, line: str) -> str:
+        """A line, which may begin with a label."""
+        label, rest = line[:LABEL_WIDTH], line[LABEL_WIDTH:]
+        if label.endswith("  ") and (word := self._texts.get(label.strip())):
+            return f"{word:<{LABEL_WIDTH}}{self.text(rest)}"
+        return self.text(line)
+
+    def text(self, text: str) -> str:
+        """A text, or the parts of one that is put together from several."""
+        inside = text.strip()
+        if inside != text:
+            return text.replace(inside, self.text(inside), 1) if inside else text
+        if found := self._texts.get(text):
+            return found
+        if not 1 < len(text) <= _MAX_LENGTH:
+            return text
+        title, _, case = text.partition(" [")
+        if case.endswith("]") and " " in title and title in self._texts:  # a test, and which of its cases
+            return f"{self._texts[title]} [{'-'.join(map(self.text, case[:-1].split('-')))}]"
+        for template in self._templates:
+            if (values := template.values(text)) is not None and "; " not in "".join(values.values()):
+                return template.filled({name: self.text(value) for name, value in values.items()})
+        for mark in ("; ", ": "):
+            first, found, rest = text.partition(mark)
+            if found:
+                return f"{self.text(first)}{mark}{self.text(rest)}"
+        return text
+
+
+class _Template:
+    """A message with places, and its translation."""
+
+    def __init__(self, message: str, translation: str) -> None:
+        self._parts = [(literal, name) for literal, name, *_ in Formatter().parse(message)]
+        self._translation = translation
+        length = sum(len(literal) for literal, _ in self._parts)
+        self._is_sure = length >= _SURE
+        self.certainty = (self._is_sure and self._parts[0][0] != "", length)
+
+    def values(self, text: str) -> dict[str, str] | None:
+        """What stands in the places of a text that was made from this template; None if it was not."""
+        end = 0
+        for literal, _ in self._parts:
+            if (begin := text.find(literal, end)) < 0:
+                return None
+            end = begin + len(literal)
+        found = self._pattern.fullmatch(text)
+        return found.groupdict() if found else None
+
+    def filled(self, values: dict[str, str]) -> str:
+        """The translation with these values."""
+        return self._translation.format_map(values)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        place = ".*?" if self._is_sure else r"\S*?"  # "a {name}" would fit too much else
+        pattern, names = "", set()
+        for literal, name in self._parts:
+            pattern += re.escape(literal)
+            if name is not None:
+                pattern += f"(?P={name})" if name in names else f"(?P<{name}>{place})"
+                names.add(name)
+        return re.compile(pattern)
+
+
+def _names(template: str) -> list[str]:
+    return [name for _, name, *_ in Formatter().parse(template) if name is not None]
+
+
+@cache
+def _catalogue(file: str | None) -> _Course | None:
+    if file is None:
+        return None
+    with open(file, "rb") as stream:
+        return _Course(stream)

@@ -1,0 +1,169 @@
+"""The command line in Spanish: how the language is chosen, and what a learner reads in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from babel.messages.catalog import Catalog
+from babel.messages.mofile import write_mo
+
+from minicache import language
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOICES = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
+
+
+def run(*arguments: str, status: int = 0, **chosen: str) -> str:
+    """What `minicache arguments` prints where these of `CHOICES` are set."""
+    environment = {name: value for name, value in os.environ.items() if name not in CHOICES} | chosen
+    command = [sys.executable, "-c", "from minicache.cli import main; main()", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"COLUMNS": "120"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        (["--lang", "es"], {}),
+        (["--lang=es"], {"LANG": "en_US.UTF-8"}),
+        ([], {"LANG": "es_MX.UTF-8"}),
+        ([], {"LC_ALL": "es_ES", "LANG": "en_US.UTF-8"}),
+        ([], {"LANGUAGE": "ca:es"}),
+    ],
+)
+def test_spanish(options: list[str], chosen: dict[str, str]) -> None:
+    told = run(*options, "hint", "0.1", "--all", **chosen)
+    assert "En papel: ¿cuánto ocupa un token?" in told
+    assert "docs/es/phase-00" in told
+    assert "Era la última pista." in told
+    assert not re.search(r"\b(the|of|and)\b", told)
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [([], {}), (["--lang", "en"], {"LANG": "es_ES.UTF-8"}), ([], {"LANG": "fr_FR.UTF-8"})],
+)
+def test_english(options: list[str], chosen: dict[str, str]) -> None:
+    told = run(*options, "hint", "0.1", "--all", **chosen)
+    assert "On paper: how big is a token?" in told
+    assert "docs/en/phase-00" in told
+
+
+def test_a_language_that_there_is_not() -> None:
+    assert run("--lang", "fr", "status", status=1) == "minicache: no language 'fr': there are en, es\n"
+    assert run("--lang", status=1) == "minicache: --lang needs a language: en, es\n"
+
+
+@pytest.fixture
+def labs(tmp_path: Path) -> Path:
+    """The files of phase 0 as handed out, but for a key that is counted without its value."""
+    shutil.copytree(ROOT / "labs" / "phase-00-decode-arithmetic", tmp_path / "phase-00-decode-arithmetic")
+    file = tmp_path / "phase-00-decode-arithmetic" / "arithmetic" / "arithmetic.py"
+    reference = (ROOT / "src" / "minicache" / "arithmetic" / "arithmetic.py").read_text(encoding="utf-8")
+    wrong = reference.replace("return 2 * num_layers * num_kv_heads", "return num_layers * num_kv_heads")
+    assert wrong != reference
+    file.write_text(wrong, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_failure(labs: Path) -> None:
+    told = run("--lang", "es", "grade", "0", "--task", "2", "--labs", str(labs), status=1)
+    for text in (
+        "Fase 0, Aritmética de la decodificación.",
+        "verifica ",
+        "llamada   kv_bytes_per_token(40, 40, 128)",
+        "obtenido  409600",
+        "esperado  819200",
+        "difiere   lo tuyo es 0.5 veces lo esperado",
+        "sigue en  docs/es/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md",
+        "fallida",
+    ):
+        assert text in told
+
+
+def test_a_failure_under_pytest(labs: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "tests/phase-00-decode-arithmetic", "--mine", "--task=2"]
+    environment = os.environ | {"LANGUAGE": "es", "COLUMNS": "100"}
+    done = subprocess.run(
+        [*command, f"--labs={labs}", "-p", "no:cacheprovider"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "esperado  819200" in done.stdout
+    assert "minicache: puntos" in done.stdout
+
+
+def test_every_help_is_legible_in_spanish() -> None:
+    told = {}
+    for each in language.languages():
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.commands"],
+            cwd=ROOT, env=os.environ | {"LANGUAGE": each}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        told[each] = done.stdout
+    assert max(map(len, told["es"].splitlines())) <= 76
+    assert "…" not in told["es"]
+    names = {each: re.findall(r"^## .*|^│ {1,6}(?:\* +)?--[a-z-]+", text, re.MULTILINE) for each, text in told.items()}
+    assert names["es"] == names["en"]
+
+
+@pytest.fixture
+def speak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A language with a few texts."""
+    catalogue = Catalog()
+    for text, its in {
+        "called": "appelé",
+        "{got}, expected a tensor": "{got}, attendu : un tenseur",
+        "{got}, expected {expected}": "{got}, attendu : {expected}",
+        "a list": "une liste",
+        "at {place}: ": "à {place} : ",
+        "{count} of {total} differ": "sur {total}, {count} diffèrent",
+        "Nothing is freed.": "Rien n'est libéré.",
+        "a dict {{}}": "un dict {{}}",
+        "{a} or {b}": "{a} ou {b}",
+    }.items():
+        catalogue.add(text, its)
+    folder = tmp_path / "fr" / "LC_MESSAGES"
+    folder.mkdir(parents=True)
+    for name in ("course", "minicache"):
+        with (folder / f"{name}.mo").open("wb") as file:
+            write_mo(file, catalogue)
+    monkeypatch.setattr(language, "LOCALE", tmp_path)
+    monkeypatch.setenv("LANGUAGE", "fr")
+
+
+@pytest.mark.usefixtures("speak")
+@pytest.mark.parametrize(
+    ("told", "translated"),
+    [
+        ("called    f(2)", "appelé    f(2)"),
+        ("          f(3)", "          f(3)"),
+        ("a list, expected a tensor", "une liste, attendu : un tenseur"),
+        ("a list, expected a dict {}", "une liste, attendu : un dict {}"),
+        ("3 of 8 differ; a list, expected 7", "sur 8, 3 diffèrent; une liste, attendu : 7"),
+        ("Nothing is freed. [case 1]", "Rien n'est libéré. [case 1]"),
+        ("Nothing is freed.\ncalled    g()", "Rien n'est libéré.\nappelé    g()"),
+        ("ValueError: nobody knows this", "ValueError: nobody knows this"),
+        ("{'a': 1}", "{'a': 1}"),
+        ("one or {two}", "one ou {two}"),
+        ("", ""),
+        ("read docs/en/index.md", "read docs/fr/index.md"),
+    ],
+)
+def test_a_text_that_is_made_of_others(told: str, translated: str) -> None:
+    assert language.translated(told) == translated
+
+
+@pytest.mark.usefixtures("speak")
+def test_data_is_left_alone() -> None:
+    data = ", ".join(["a"] * 10_000) + " or b"
+    assert language.translated(data) == data

@@ -15,7 +15,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
-from io import BytesIO
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -226,22 +226,33 @@ def _names(template: str) -> list[str]:
     return [name for _, name, *_ in Formatter().parse(template) if name is not None]
 
 
+def texts(catalogue: Catalog) -> dict[str, str]:
+    """What a catalogue says, without its header, which has a date."""
+    return {str(message.id): str(message.string) for message in catalogue if message.id}
+
+
+write_po = partial(pofile.write_po, omit_header=True)
+
+
 def main(*, check: bool) -> None:
     """Write the catalogues, or see whether that is needed."""
     console, wrong = Console(), list[str]()
     for name, messages in (("minicache", of_the_command_line()), ("course", of_the_course())):
-        catalogue = updated(SPANISH / f"{name}.po", messages)
-        missing = [message.id for message in catalogue if message.id and not message.string]
+        po, mo = SPANISH / f"{name}.po", SPANISH / f"{name}.mo"
+        catalogue = updated(po, messages)
+        missing = [message for message, spanish in texts(catalogue).items() if not spanish]
         wrong += faults(catalogue)
         if len(missing) > MOST_MISSING * len(catalogue):
-            wrong.append(f"{name}.po lacks the Spanish of {len(missing)} of {len(catalogue)}, such as {missing[0]!r}")
-        for write, file in ((pofile.write_po, f"{name}.po"), (mofile.write_mo, f"{name}.mo")):
-            content = BytesIO()
-            write(content, catalogue)
-            if check and content.getvalue() != (SPANISH / file).read_bytes():
-                wrong.append(f"{file} does not fit its sources: run python -m scripts.catalogues")
-            elif not check:
-                (SPANISH / file).write_bytes(content.getvalue())
+            wrong.append(f"{po.name} lacks the Spanish of {len(missing)} of {len(catalogue)}, such as {missing[0]!r}")
+        for path, read, write in ((po, pofile.read_po, write_po), (mo, mofile.read_mo, mofile.write_mo)):
+            said = {message: spanish for message, spanish in texts(catalogue).items() if spanish or path == po}
+            with path.open("rb") as file:
+                is_current = texts(read(file)) == said
+            if check and not is_current:
+                wrong.append(f"{path.name} does not fit its sources: run python -m scripts.catalogues")
+            elif not is_current:
+                with path.open("wb") as file:
+                    write(file, catalogue)
         console.print(f"{name}: {len(catalogue)} messages, {len(missing)} without Spanish", highlight=False)
     for each in wrong:
         console.print(each, markup=False, highlight=False, soft_wrap=True)

@@ -1,5 +1,7 @@
 // Shows what came of a grading: minicache.course.account, as elements.
 
+import { say } from "./say.js";
+
 /** An element: `make("p", {class: "x"}, "text", child)`. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -13,7 +15,7 @@ export function make(tag, attributes = {}, ...children) {
 
 /** The account as elements. `goTo(path, line)` is called when a place in a file is clicked. */
 export function show(account, goTo) {
-  const heads = ["task", "", "tests", "points", ""].map((text) => make(text ? "th" : "td", {}, text));
+  const heads = [say("task"), "", say("tests"), say("points"), ""].map((text) => make(text ? "th" : "td", {}, text));
   const rows = account.rows.map((row) =>
     make(
       "tr",
@@ -41,12 +43,16 @@ export function show(account, goTo) {
 
 /** The place in one of the learner's files that a problem names first, as {path, line, message}; or null. */
 export function firstPlace(problem) {
-  const place = problem.lines.map(({ label, text }) => PLACE.exec(label + text)).find((found) => found);
-  const raised = problem.lines.find(({ label, text }) => (label + text).startsWith("raised"));
-  return place && { path: place[1], line: Number(place[2]), message: raised ? raised.text : problem.title };
+  const places = problem.lines.map(({ label, text }) => PLACE.exec(label + text));
+  const index = places.findIndex((place) => place);
+  if (index < 0) return null;
+  const [, path, line] = places[index];
+  const error = problem.lines.slice(Math.max(0, index - 1), index + 1).find(({ label, text }) => label && ERROR.test(text));
+  return { path, line: Number(line), message: error ? error.text : problem.title };
 }
 
 const PLACE = /(labs\/[\w./-]+\.py):(\d+)/;
+const ERROR = /^\w+(Error|Exception|Exit|Interrupt|Iteration)\b/; // what was raised stands at its place, or in the line before
 
 function shownLine({ text, label, strong, faint }, goTo) {
   const line = make("div", { class: faint ? "mc-line mc-faint" : "mc-line" });

@@ -18,16 +18,19 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from babel.messages import pofile
+
 from scripts.browser import course
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CACHE = ROOT / ".cache" / "browser"
+CATALOGUE = ROOT / "docs" / "es" / "browser.po"
 
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 """What a page needs of the npm package."""
 
-MODULES = ("worker.js", "python.js", "grader.js", "store.js", "account.js", "lab.js", "browser.css")
+MODULES = ("worker.js", "python.js", "grader.js", "store.js", "account.js", "lab.js", "say.js", "browser.css")
 """What is served as it is."""
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # of every archived file: an archive depends on its files only
@@ -50,6 +53,7 @@ def build(target: Path) -> None:
     for name in MODULES:
         shutil.copy(HERE / name, target / name)
     bundle(HERE / "editor.js", target / "editor.js")
+    (target / "spanish.json").write_text(json.dumps(spanish(), ensure_ascii=False), encoding="utf-8")
     (target / "minicache.zip").write_bytes(archive(course.package_files(course.PURE)))
     (target / "grading.zip").write_bytes(archive(course.grading_files()))
     (target / "packages.zip").write_bytes(archive(_wheel_files(wheels())))
@@ -140,7 +144,14 @@ def bundle(source: Path, target: Path) -> None:
     environment = os.environ | {"NODE_PATH": str(packages)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"esbuild could not bundle {source.relative_to(ROOT)}:\n{done.stderr}")
+        raise BuildError(f"esbuild could not bundle {source.name}:\n{done.stderr}")
+
+
+def spanish() -> dict[str, str]:
+    """What the scripts say, English → Spanish; what is not translated is left out."""
+    with CATALOGUE.open("rb") as file:
+        catalogue = pofile.read_po(file, locale="es")
+    return {str(message.id): str(message.string) for message in catalogue if message.id and message.string}
 
 
 def archive(files: Iterable[tuple[str, bytes]]) -> bytes:

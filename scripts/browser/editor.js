@@ -8,6 +8,8 @@ import { EditorState } from "@codemirror/state";
 import { EditorView, drawSelection, highlightActiveLine, keymap, lineNumbers } from "@codemirror/view";
 import { classHighlighter } from "@lezer/highlight";
 
+import { say } from "./say.js";
+
 /**
  * An editor of Python in the element `parent`. Tab indents; Escape and then Tab leaves, as CodeMirror has it.
  *
@@ -33,6 +35,7 @@ export function createEditor(parent, { text, label, onChange = () => {} }) {
         python(),
         syntaxHighlighting(classHighlighter),
         keymap.of([...defaultKeymap, ...historyKeymap, indentWithTab]),
+        EditorState.phrases.of({ "Selection deleted": say("Selection deleted") }),
         EditorView.contentAttributes.of({ "aria-label": label, tabindex: "0" }),
         EditorView.updateListener.of((update) => update.docChanged && onChange(update.state.doc.toString())),
       ],

@@ -4,6 +4,7 @@
 // worker; the next worker gets what the runs before it reported, and goes on with the other tests.
 
 import { Python, Stopped } from "./python.js";
+import { say } from "./say.js";
 
 const ARCHIVES = ["minicache.zip", "grading.zip", "packages.zip"];
 const PREPARE = "from scripts.browser.grade import prepare\nprepare()";
@@ -17,7 +18,7 @@ export class Grader {
   #running = null;
   #isClosed = false;
 
-  /** `onLoading` is called with what is being loaded, in words. */
+  /** `onLoading` is called with words that say what is being loaded. */
   constructor(onLoading = () => {}) {
     this.onLoading = onLoading;
   }
@@ -25,7 +26,7 @@ export class Grader {
   /** Load a Python for the next grading, if none is loaded or being loaded. */
   prepare() {
     if (this.#spare || this.#isClosed) return;
-    const python = new Python(ARCHIVES, { onLoading: (what) => this.onLoading(what) });
+    const python = new Python(ARCHIVES, { onLoading: (words) => this.onLoading(words) });
     const prepared = python.run(PREPARE);
     prepared.catch(() => {}); // anyone who grades with it hears of it
     this.#spare = { python, prepared };
@@ -85,7 +86,7 @@ export class Grader {
     const ticking = setInterval(() => {
       silence += TICK; // and not by a clock: a computer that sleeps is no endless loop
       if (!last || silence < patience + GRACE) return;
-      lose("endless loop?", `endless loop? No answer within ${patience} s`);
+      lose("endless loop?", say("endless loop? No answer within {seconds} s", { seconds: patience }));
       last = { kind: "lost" };
       python.stop();
     }, 1000 * TICK);
@@ -95,7 +96,7 @@ export class Grader {
     } catch (error) {
       if (error instanceof Stopped && last?.kind !== "lost") throw error;
       if (!last || (last.kind !== "lost" && !CULPRITS.includes(last.kind))) throw error;
-      if (last.kind !== "lost") lose("crashed", `the process crashed (${lastLine(error.message)})`);
+      if (last.kind !== "lost") lose("crashed", say("the process crashed ({reason})", { reason: lastLine(error.message) }));
     } finally {
       clearInterval(ticking);
       python.stop();

@@ -6,6 +6,7 @@ import { firstPlace, make, show } from "./account.js";
 import { createEditor } from "./editor.js";
 import { Grader } from "./grader.js";
 import { Stopped } from "./python.js";
+import { say } from "./say.js";
 import * as store from "./store.js";
 
 let lab = null;
@@ -39,7 +40,7 @@ class Lab {
   #tasks;
   #file; // the path of the one in the editor
   #editor;
-  #grader = new Grader((what) => this.#isRunning && this.#say(`Loading ${what} …`));
+  #grader = new Grader((words) => this.#isRunning && this.#setStatus(words));
   #isRunning = false;
   #onClose;
   #el = {};
@@ -51,9 +52,9 @@ class Lab {
     this.#build();
     const next = this.#tasks.find((task) => !this.#isPassed(task)) ?? this.#tasks[0];
     this.#el.task.value = next.id;
-    this.#editor = createEditor(this.#el.editor, { text: "", label: "Your file", onChange: (text) => this.#keep(text) });
+    this.#editor = createEditor(this.#el.editor, { text: "", label: say("Your file"), onChange: (text) => this.#keep(text) });
     this.#choose();
-    this.#say("Your file stays in this browser.");
+    this.#setStatus(say("Your file stays in this browser."));
     this.#grader.prepare();
   }
 
@@ -66,31 +67,31 @@ class Lab {
     const el = this.#el;
     el.task = make(
       "select",
-      { "aria-label": "Task", onchange: () => this.#choose() },
+      { "aria-label": say("Task"), onchange: () => this.#choose() },
       ...this.#tasks.map((task) => make("option", { value: task.id }, `${task.id} ${task.title}`)),
     );
-    el.run = button("Run tests", () => this.#run(), { class: "mc-run" });
-    el.stop = button("Stop", () => this.#grader.stop(), { disabled: true });
+    el.run = button(say("Run tests"), () => this.#run(), { class: "mc-run" });
+    el.stop = button(say("Stop"), () => this.#grader.stop(), { disabled: true });
     el.files = make("div", { class: "mc-files" });
     el.editor = make("div", { class: "mc-editor" });
     el.status = make("p", { class: "mc-status", role: "status" });
-    el.results = make("div", { class: "mc-results", tabindex: "0", role: "region", "aria-label": "Results" });
+    el.results = make("div", { class: "mc-results", tabindex: "0", role: "region", "aria-label": say("Results") });
     el.upload = make("input", { type: "file", accept: ".py", hidden: true, onchange: () => this.#import() });
     el.panel = make(
       "aside",
-      { class: "mc-lab", "aria-label": `Phase ${this.#sheet.number} in the browser` },
-      make("div", { class: "mc-bar" }, el.task, el.run, el.stop, button("Close", () => this.#close(), { class: "mc-close" })),
+      { class: "mc-lab", "aria-label": say("Phase {number} in the browser", { number: this.#sheet.number }) },
+      make("div", { class: "mc-bar" }, el.task, el.run, el.stop, button(say("Close"), () => this.#close(), { class: "mc-close" })),
       el.files,
       el.editor,
       make(
         "div",
         { class: "mc-bar" },
-        button("Hint", () => this.#hint()),
-        button("Reset", () => this.#reset(), { title: "Restore the starter" }),
-        button("Download", () => this.#export(), { title: "Save the file for your labs/ folder" }),
-        button("Import", () => el.upload.click(), { title: "Load a file from your machine" }),
+        button(say("Hint"), () => this.#hint()),
+        button(say("Reset"), () => this.#reset(), { title: say("Restore the starter") }),
+        button(say("Download"), () => this.#export(), { title: say("Save the file for your labs/ folder") }),
+        button(say("Import"), () => el.upload.click(), { title: say("Load a file from your machine") }),
         el.upload,
-        make("span", { class: "mc-keys" }, "Esc, then Tab leaves the editor"),
+        make("span", { class: "mc-keys" }, say("Esc, then Tab leaves the editor")),
       ),
       el.status,
       el.results,
@@ -106,10 +107,10 @@ class Lab {
     this.#onClose();
   }
 
-  #say(text) {
+  #setStatus(text) {
     this.#el.status.textContent = store.isKept
       ? text
-      : `${text} This browser keeps nothing: download your file before you leave.`;
+      : `${text} ${say("This browser keeps nothing: download your file before you leave.")}`;
   }
 
   // Files
@@ -151,17 +152,18 @@ class Lab {
   }
 
   #reset() {
-    if (!confirm(`Restore the starter of ${this.#file}? Your changes are lost: download the file first to keep them.`)) return;
     const path = this.#file;
+    const question = say("Restore the starter of {path}? Your changes are lost: download the file first to keep them.", { path });
+    if (!confirm(question)) return;
     this.#replace(path, this.#sheet.starters[path]);
-    this.#say(`${path} has been reset to the starter.`);
+    this.#setStatus(say("{path} has been reset to the starter.", { path }));
   }
 
   #export() {
     const url = URL.createObjectURL(new Blob([this.#editor.text], { type: "text/x-python" }));
     make("a", { href: url, download: this.#file.split("/").at(-1) }).click();
     URL.revokeObjectURL(url);
-    this.#say(`Put it into your course folder as ${this.#file}.`);
+    this.#setStatus(say("Put it into your course folder as {path}.", { path: this.#file }));
   }
 
   async #import() {
@@ -169,9 +171,12 @@ class Lab {
     this.#el.upload.value = "";
     if (!chosen) return;
     const path = this.#paths.find((each) => each.split("/").at(-1) === chosen.name);
-    if (!path) return this.#say(`${chosen.name} is not one of this page's files: ${this.#paths.join(", ")}`);
+    if (!path) {
+      const names = { name: chosen.name, paths: this.#paths.join(", ") };
+      return this.#setStatus(say("{name} is not one of this page's files: {paths}", names));
+    }
     this.#replace(path, await chosen.text());
-    this.#say(`${path} has been imported.`);
+    this.#setStatus(say("{path} has been imported.", { path }));
   }
 
   // Tasks
@@ -192,7 +197,7 @@ class Lab {
     const begin = lines.findIndex((line) => line.includes(`"phase ${this.#sheet.number}, task ${number}:`));
     this.#editor.goTo(Math.max(begin, 0) + 1);
     this.#el.results.replaceChildren();
-    this.#say("");
+    this.#setStatus("");
   }
 
   #hint() {
@@ -201,7 +206,7 @@ class Lab {
     store.write(`hints/${id}`, String(shown));
     const list = make("ol", {}, ...hints.slice(0, shown).map((hint) => make("li", {}, hint)));
     this.#el.results.replaceChildren(list);
-    this.#say(`Hint ${shown} of ${hints.length} for task ${id}.`);
+    this.#setStatus(say("Hint {shown} of {count} for task {id}.", { shown, count: hints.length, id }));
   }
 
   async #run() {
@@ -211,7 +216,7 @@ class Lab {
     const files = Object.fromEntries(paths.map((path) => [path, this.#text(path)]));
     this.#isRunning = run.disabled = true;
     stop.disabled = false;
-    this.#say("Loading Python …");
+    this.#setStatus(say("Loading Python…"));
     results.replaceChildren();
     this.#editor.mark([]);
     let total = 0;
@@ -219,7 +224,7 @@ class Lab {
     const onEvent = (event) => {
       if (event.kind === "collected") total = done + event.total;
       else if (["result", "lost"].includes(event.kind)) done += 1;
-      else if (event.kind === "test") this.#say(`${done + 1} of ${total}: ${event.title}`);
+      else if (event.kind === "test") this.#setStatus(say("{number} of {total}: {title}", { number: done + 1, total, title: event.title }));
     };
     try {
       this.#show(task.file);
@@ -229,11 +234,12 @@ class Lab {
       results.scrollTop = 0;
       this.#markFirst(account.problems);
       store.write(`passed/${task.id}`, passed.includes(task.id) ? "1" : null);
-      this.#say(passed.includes(task.id) ? `Task ${task.id} has passed.` : `Task ${task.id}: ${account.rows[0].told}.`);
+      const places = { id: task.id, outcome: account.rows[0].told };
+      this.#setStatus(passed.includes(task.id) ? say("Task {id} has passed.", places) : say("Task {id}: {outcome}.", places));
     } catch (error) {
-      if (error instanceof Stopped) this.#say("Stopped.");
+      if (error instanceof Stopped) this.#setStatus(say("Stopped."));
       else {
-        this.#say("Python could not be run here:");
+        this.#setStatus(say("Python could not be run here:"));
         results.replaceChildren(make("pre", {}, error.message));
       }
     } finally {
@@ -248,7 +254,7 @@ class Lab {
   }
 
   #goTo(path, line) {
-    if (!this.#paths.includes(path)) return this.#say(`${path} belongs to another page of this phase.`);
+    if (!this.#paths.includes(path)) return this.#setStatus(say("{path} belongs to another page of this phase.", { path }));
     this.#show(path);
     this.#editor.goTo(line);
   }

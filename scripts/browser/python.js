@@ -1,12 +1,16 @@
 // The page's end of the worker: start Python, run a source, stop it.
 
+import { LANGUAGE, say } from "./say.js";
+
+const LOADING = { python: say("Loading Python…"), course: say("Loading the course…") };
+
 /** What `run` rejects with once `stop` was called. */
 export class Stopped extends Error {}
 
 /**
  * Python in a worker of its own. It begins to load at once.
  *
- *   const python = new Python(["minicache.zip"], { onLoading: (what) => …, onOutput: (line) => … });
+ *   const python = new Python(["minicache.zip"], { onLoading: (words) => …, onOutput: (line) => … });
  *   await python.ready;                                    // rejects if it cannot be loaded
  *   await python.run("post(args['n'] + 1)", { n: 1 }, (value) => …);
  *   python.stop();                                         // ends whatever runs; then make another
@@ -25,8 +29,8 @@ export class Python {
     this.ready = new Promise((resolve, reject) => (this.#settle = { resolve, reject }));
     this.ready.catch(() => {}); // anyone who waits for it hears of it
     this.#worker.addEventListener("message", ({ data }) => this.#hear(data));
-    this.#worker.addEventListener("error", (event) => this.#end(new Error(event.message || "the worker did not start")));
-    this.#worker.postMessage({ type: "init", archives });
+    this.#worker.addEventListener("error", (event) => this.#end(new Error(event.message || say("the worker did not start"))));
+    this.#worker.postMessage({ type: "init", archives, language: LANGUAGE });
   }
 
   /** Run Python; `onPosted` gets what it posts, while it runs. Rejects with a traceback, or with `Stopped`. */
@@ -52,7 +56,7 @@ export class Python {
   }
 
   #hear({ type, id, what, value, text, seconds }) {
-    if (type === "loading") this.onLoading(what);
+    if (type === "loading") this.onLoading(LOADING[what]);
     else if (type === "output") this.onOutput(text);
     else if (type === "ready") this.#settle.resolve(seconds);
     else if (type === "failed") this.#end(new Error(text));

@@ -3,8 +3,8 @@
 // It is a module worker. `python.js` starts it and is the only one that talks to it. The protocol:
 //
 //   to the worker                                  from the worker
-//   {type: "init", archives: ["minicache.zip"]}    {type: "loading", what: "Python"}    …what is being fetched
-//                                                  {type: "ready", seconds: 2.6}
+//   {type: "init", archives: ["minicache.zip"],    {type: "loading", what: "python"}    …or "course": what is being fetched
+//    language: "es"}                               {type: "ready", seconds: 2.6}
 //                                                  {type: "failed", text}               …it cannot be used
 //   {type: "run", id: 1, source, args}             {type: "posted", id: 1, value}       …post(value), any number
 //                                                  {type: "done", id: 1}
@@ -13,6 +13,7 @@
 //
 // `source` is Python, run in a namespace of its own with two names in it: `args`, what the page sent, and
 // `post(value)`, which sends a value to the page at once, while the source goes on running. Both are what JSON can hold.
+// Python has the page's language in the environment variable LANGUAGE.
 // Modules that are imported stay imported between runs; anyone who needs them fresh starts another worker.
 //
 // The archives are unpacked into /course, as they lie in the repository: src/minicache/…, scripts/…, labs/…, tests/…, and
@@ -23,9 +24,9 @@ import { loadPyodide } from "./pyodide.mjs";
 const HOME = "/course";
 let pyodide;
 
-async function init({ archives }) {
+async function init({ archives, language }) {
   const began = performance.now();
-  postMessage({ type: "loading", what: "Python" });
+  postMessage({ type: "loading", what: "python" });
   const fetched = archives.map(async (name) => {
     const answer = await fetch(new URL(name, import.meta.url));
     if (!answer.ok) throw new Error(`${name}: ${answer.status} ${answer.statusText}`);
@@ -33,10 +34,11 @@ async function init({ archives }) {
   });
   pyodide = await loadPyodide({
     indexURL: new URL(".", import.meta.url).href,
+    env: { LANGUAGE: language },
     stdout: (text) => postMessage({ type: "output", text }),
     stderr: (text) => postMessage({ type: "output", text }),
   });
-  postMessage({ type: "loading", what: "the course" });
+  postMessage({ type: "loading", what: "course" });
   for (const archive of fetched) pyodide.unpackArchive(await archive, "zip", { extractDir: HOME });
   pyodide.runPython(`import sys; sys.path[:0] = ["${HOME}/src", "${HOME}/packages", "${HOME}"]`);
   postMessage({ type: "ready", seconds: (performance.now() - began) / 1000 });

@@ -12,7 +12,7 @@ from minicache.palette import INK, PALETTE, Scheme, color
 from minicache.trace import TraceStep
 from scripts.browser.playground.workloads import SIX
 from scripts.figures.phase_05 import SLOTS, role_of, run_six, slots_of, utilisation
-from scripts.figures.style import FIGURES, SCHEMES
+from scripts.figures.style import SCHEMES, save
 
 SECONDS, PAUSE = 0.7, 6
 """Of a step; and how many steps the end is shown for before it begins anew."""
@@ -25,7 +25,7 @@ def main() -> None:
     """Draw it, in both schemes."""
     runs = {name: run_six(name)[0] for name in ("static", "continuous")}
     for scheme in SCHEMES:
-        (FIGURES / f"batching-moving.{scheme}.svg").write_text(moving(runs, scheme), encoding="utf-8")
+        save("batching-moving", scheme, moving(runs, scheme))
 
 
 def moving(runs: dict[str, list[TraceStep]], scheme: Scheme) -> str:

@@ -21,6 +21,7 @@ CATALOGUE = Path(__file__).resolve().parents[2] / "docs" / "es" / "figures.po"
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _COMMA = re.compile(r"(?<=\d),(?=\d{3})")  # Spanish pages have spaces in large numbers
 _WORDS = re.compile(r"[^\W\d_]{2}")
+_IN_SVG = re.compile(r"(?<=>)[^<>]+(?=</text>)")
 
 seen: set[str] = set()
 """The entries that the figures drawn so far need."""
@@ -67,6 +68,11 @@ def translate(figure: Figure) -> bool:
             text.set_text(translated_text)
             has_changed = True
     return has_changed
+
+
+def in_svg(picture: str) -> str:
+    """An SVG with Spanish words."""
+    return _IN_SVG.sub(lambda words: spanish(words[0]), picture)
 
 
 def update() -> None:

@@ -32,7 +32,7 @@ from minicache.memory.reservation import (
 )
 from minicache.palette import INK, PALETTE, Scheme, color
 from minicache.simulator.workload import AZURE_CODE, SHAREGPT, gamma_arrivals, generate
-from scripts.figures.style import FIGURES, SCHEMES, TYPE_SIZE, Diagram, draw, plot
+from scripts.figures.style import SCHEMES, TYPE_SIZE, Diagram, draw, plot, save
 
 SMALL = TYPE_SIZE * 0.85
 
@@ -519,7 +519,7 @@ WIDTH, HEIGHT, LEFT, TOP, TALL = 720, 200, 12, 62, 56
 def animate_holes() -> None:
     """The same run as a strip that changes: an SVG that moves by its own style sheet, one group of shapes a step."""
     for scheme in SCHEMES:
-        (FIGURES / f"holes-moving.{scheme}.svg").write_text(moving(moments(), scheme), encoding="utf-8")
+        save("holes-moving", scheme, moving(moments(), scheme))
 
 
 def moving(seen: Sequence[Moment], scheme: Scheme) -> str:

@@ -65,6 +65,12 @@ def draw(name: str, paint: Callable[[Figure, Scheme], None], size: tuple[float, 
                 _save(figure, FIGURES / f"{name}.es.{scheme}.svg")
 
 
+def save(name: str, scheme: Scheme, picture: str) -> None:
+    """Write a picture that a script has made as SVG, in English and in Spanish."""
+    (FIGURES / f"{name}.{scheme}.svg").write_text(picture, encoding="utf-8")
+    (FIGURES / f"{name}.es.{scheme}.svg").write_text(labels.in_svg(picture), encoding="utf-8")
+
+
 def _save(figure: Figure, path: Path) -> None:
     # No date and no version in the file, and fixed ids: redrawing changes nothing.
     figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})

@@ -109,6 +109,11 @@ def test_numbers_are_not_part_of_an_entry(spanish: ModuleType) -> None:
         spanish.spanish("3 tokens of 4")
 
 
+def test_words_in_an_svg_are_translated(spanish: ModuleType) -> None:
+    picture = '<style>text {{ fill: red; }}</style><text x="1" class="then">{}</text><text>A</text>'
+    assert spanish.in_svg(picture.format("then")) == picture.format("después")
+
+
 def test_the_catalogue_follows_the_figures(spanish: ModuleType, style: ModuleType) -> None:
     paint(style)
     spanish.update()

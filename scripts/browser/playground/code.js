@@ -1,5 +1,6 @@
 // The code of a pane's scheduler in an editor, and the changes that were made to it.
 
+import { say } from "../browser/say.js";
 import { sourceOf } from "./runs.js";
 
 export class Code {
@@ -34,7 +35,7 @@ export class Code {
     if (!this.#editor) {
       const { createEditor } = await import("../browser/editor.js");
       const onChange = (text) => this.#changed(text);
-      this.#editor = createEditor(this.parent, { text: "", label: "The scheduler's code", onChange });
+      this.#editor = createEditor(this.parent, { text: "", label: say("The scheduler's code"), onChange });
     }
     const key = `${pane} ${module}`;
     if (this.#open === key) return;

@@ -1,5 +1,6 @@
 // The playground's page: its controls, two panes on one clock, and what happens when they are used.
 
+import { say } from "../browser/say.js";
 import { Canvas } from "./canvas.js";
 import { Clock, Player } from "./clock.js";
 import { Code } from "./code.js";
@@ -21,6 +22,8 @@ const lessMotion = matchMedia("(prefers-reduced-motion: reduce)");
 const read = async (name) => (await fetch(new URL(name, import.meta.url))).json();
 
 const [catalogue, first] = await Promise.all([read("catalogue.json"), read("first.json")]);
+const choices = [catalogue.workloads, catalogue.schedulers].flatMap(Object.values);
+for (const choice of choices) choice.title = say(choice.title);
 const panes = ["a", "b"].map((name) => ({
   name,
   element: get(`pane-${name}`),
@@ -64,7 +67,7 @@ function fillIn() {
   for (const [name, { title }] of Object.entries(catalogue.workloads)) get("workload").add(new Option(title, name));
   for (const { select, name } of panes) {
     for (const [value, { title }] of Object.entries(catalogue.schedulers)) select.add(new Option(title, value));
-    if (name === "b") select.add(new Option("no second scheduler", NONE));
+    if (name === "b") select.add(new Option(say("no second scheduler"), NONE));
   }
   for (const [name, { values }] of Object.entries(SLIDERS)) get(name).max = values.length - 1;
   get("speed").max = SPEEDS.length - 1;
@@ -74,9 +77,9 @@ function fillIn() {
 function setControls() {
   get("workload").value = state.workload;
   panes.forEach(({ select }, index) => (select.value = state.schedulers[index]));
-  for (const [name, { values, unit = "" }] of Object.entries(SLIDERS)) {
+  for (const [name, { values, told = String }] of Object.entries(SLIDERS)) {
     get(name).value = values.indexOf(state.settings[name]);
-    setValue(name, `${state.settings[name]} ${unit}`.trim());
+    setValue(name, told(state.settings[name]));
   }
   panes[1].element.hidden = state.schedulers[1] === NONE;
   for (const option of get("code-of").options) option.disabled = option.value === "b" && state.schedulers[1] === NONE;
@@ -97,15 +100,16 @@ function chooseSpeed() {
 }
 
 function setSpeed() {
-  setValue("speed", `${SPEEDS[get("speed").value]} steps a second`);
+  const count = SPEEDS[get("speed").value];
+  setValue("speed", count === 1 ? say("1 step a second") : say("{count} steps a second", { count }));
   if (player.playing) player.restart(tick);
 }
 
 const module = (pane) => catalogue.schedulers[state.schedulers[panes.indexOf(pane)]]?.module;
 const paneOf = (name) => panes.find((pane) => pane.name === name);
 const title = (pane) => {
-  const name = state.schedulers[panes.indexOf(pane)];
-  return `${catalogue.schedulers[name].title}${code.isChanged(pane.name, module(pane)) ? ", changed" : ""}`;
+  const scheduler = catalogue.schedulers[state.schedulers[panes.indexOf(pane)]].title;
+  return code.isChanged(pane.name, module(pane)) ? say("{scheduler}, changed", { scheduler }) : scheduler;
 };
 const shownPanes = () => panes.filter((pane) => pane.recording);
 const unit = () => catalogue.workloads[state.workload].unit;
@@ -156,8 +160,8 @@ function settle() {
 const setLink = () => history.replaceState(null, "", toLink(state, catalogue));
 
 function setButtons() {
-  get("run").textContent = running ? "Stop" : "Run";
-  get("play").textContent = player.playing ? "Pause" : "Play";
+  get("run").textContent = running ? say("Stop") : say("Run");
+  get("play").textContent = player.playing ? say("Pause") : say("Play");
   for (const name of ["start", "back", "play", "forward", "end", "position", "save"]) get(name).disabled = !clock.ticks.length;
 }
 
@@ -197,21 +201,21 @@ async function start({ play, at = null }) {
   clock.update([]);
   tick = -1;
   setButtons();
-  if (!isStarted()) say("Loading Python, once.");
+  if (!isStarted()) setStatus(say("Loading Python…"));
   const asked = shownPanes().map((pane) => ({
     scheduler: state.schedulers[panes.indexOf(pane)],
     sources: code.sources(pane.name, module(pane)),
   }));
   let isDone = false;
   let patience = 0;
-  const onReady = () => (patience = setTimeout(() => say("Still running. Stop ends it."), PATIENCE));
+  const onReady = () => (patience = setTimeout(() => setStatus(say("Still running. Stop ends it.")), PATIENCE));
   const onPosted = (posted) => receive(posted, play);
   try {
     const { workload, settings } = state;
-    isDone = await run({ workload, settings, panes: asked }, { onLoading: loading, onReady, onOutput: print, onPosted });
-    say(isDone ? "" : "Stopped. The next run starts Python again.");
+    isDone = await run({ workload, settings, panes: asked }, { onLoading: setStatus, onReady, onOutput: print, onPosted });
+    setStatus(isDone ? "" : say("Stopped. The next run starts Python again."));
   } catch (error) {
-    say(`Python could not run this: ${error.message}`, true);
+    setStatus(say("Python could not run this: {message}", error), true);
   }
   clearTimeout(patience);
   running = false;
@@ -238,11 +242,9 @@ function print(line) {
   get("output").append(print.count < MOST_LINES ? `${line}\n` : "…\n");
 }
 
-const loading = (what) => say(`Loading ${what}…`);
-
 function receive({ pane: number, frames, result }, play) {
   const pane = shownPanes()[number];
-  say("");
+  setStatus("");
   if (frames) pane.recording.add(frames);
   if (result) {
     pane.result = result;
@@ -260,7 +262,7 @@ function receive({ pane: number, frames, result }, play) {
 
 const tell = (pane) => tellProblems(pane.told, pane.result, (line) => openCode(pane.name, line));
 
-function say(words, isProblem = false) {
+function setStatus(words, isProblem = false) {
   get("status").textContent = words;
   get("status").classList.toggle("problem", isProblem);
 }
@@ -272,10 +274,10 @@ async function openCode(name = get("code-of").value, line = null) {
   get("code-of").value = name;
   const pane = paneOf(name);
   try {
-    await code.show(name, module(pane), loading);
-    if (!running) say("");
+    await code.show(name, module(pane), setStatus);
+    if (!running) setStatus("");
   } catch (error) {
-    return say(`The code could not be loaded: ${error.message}`, true);
+    return setStatus(say("The code could not be loaded: {message}", error), true);
   }
   code.mark(name, module(pane), pane.result?.error);
   markChanged();
@@ -370,9 +372,9 @@ async function copyLink() {
   setLink();
   try {
     await navigator.clipboard.writeText(location.href);
-    say("The link is copied.");
+    setStatus(say("The link is copied."));
   } catch {
-    say("The link is in the address bar.");
+    setStatus(say("The link is in the address bar."));
   }
 }
 
@@ -391,7 +393,7 @@ function savePicture() {
   });
   const name = `minicache-${state.workload}-${state.schedulers.filter((each) => each !== NONE).join("-")}-${tick}.svg`;
   const svg = toSvg({
-    title: `${catalogue.workloads[state.workload].title}, on minicache's schedulers`,
+    title: say("{workload}, on minicache's schedulers", { workload: catalogue.workloads[state.workload].title }),
     summary: get("summary").textContent,
     panes: shown,
     legend: LEGEND,

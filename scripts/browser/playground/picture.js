@@ -3,7 +3,9 @@
 // Everything is drawn with a pen, rect(x, y, width, height, colour) and text(x, y, words, colour, options): a canvas on
 // the page (canvas.js) or an SVG to save (svg.js). Colours are roles of the palette. Sizes are CSS pixels.
 
-const LEFT = 92; // what each slot has now
+import { say } from "../browser/say.js";
+
+const LEFT = 96; // what each slot has now
 const GAP = 12;
 const TOKENS = 34; // height of the strip with the tokens of each step
 const WAITING = 24; // of the strip with the length of the queue
@@ -74,19 +76,19 @@ export function drawNow(pen, place, frame, x) {
   for (let slot = 0; slot < place.slots; slot++) {
     const [request, role, tokens] = told.get(slot) ?? ["", "wasted", 0];
     pen.rect(0, slot * place.row, LEFT - 14, place.row - 2, role);
-    const words = request && `${request}: ${tokens || "waits"}`;
+    const words = request && `${request}: ${tokens || say("waits")}`;
     if (words) label(pen, 0, slot * place.row, LEFT - 14, place.row - 2, words, role, small);
   }
   const tokens = frame ? frame.prompt + frame.generated : 0;
-  pen.text(0, place.tokens + 12, "tokens", "ink");
-  pen.text(0, place.tokens + 27, `${tokens} (max ${place.peaks.tokens})`, "ink", { bold: true });
-  pen.text(0, place.waiting + 9, "waiting", "ink");
-  pen.text(0, place.waiting + 23, `${frame?.waiting ?? 0} (max ${place.peaks.waiting})`, "ink", { bold: true });
+  pen.text(0, place.tokens + 12, say("tokens"), "ink");
+  pen.text(0, place.tokens + 27, say("{now} (max {max})", { now: tokens, max: place.peaks.tokens }), "ink", { bold: true });
+  pen.text(0, place.waiting + 9, say("waiting"), "ink");
+  pen.text(0, place.waiting + 23, say("{now} (max {max})", { now: frame?.waiting ?? 0, max: place.peaks.waiting }), "ink", { bold: true });
   drawQueue(pen, place, frame);
 }
 
 function drawQueue(pen, place, frame) {
-  pen.text(0, place.queue + 15, "next", "ink");
+  pen.text(0, place.queue + 15, say("next"), "ink");
   let x = 40;
   for (const request of frame?.queue ?? []) {
     const width = Math.max(22, request.length * 7 + 8);
@@ -95,7 +97,7 @@ function drawQueue(pen, place, frame) {
     label(pen, x, place.queue, width, QUEUE - 2, request, "free");
     x += width + 3;
   }
-  if (!frame?.queue.length) pen.text(x, place.queue + 15, "no request waits", "ink");
+  if (!frame?.queue.length) pen.text(x, place.queue + 15, say("no request waits"), "ink");
   else if (frame.waiting > frame.queue.length) pen.text(x + 3, place.queue + 15, `+ ${frame.waiting - frame.queue.length}`, "ink");
 }
 

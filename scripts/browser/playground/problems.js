@@ -1,5 +1,7 @@
 // What a run has to say besides its picture: refusals, errors, the auditor's complaint.
 
+import { say } from "../browser/say.js";
+
 /**
  * @param {HTMLElement} parent where it is said, in place of what was
  * @param {{refused, refusal, audit, error} | null} result how the run ended (run.py); null: it has not
@@ -7,7 +9,7 @@
  */
 export function tellProblems(parent, result, openLine) {
   const { refused, refusal, audit, error } = result ?? {};
-  const more = refused > 1 ? ` (and ${refused - 1} more like it)` : "";
+  const more = refused > 1 ? ` ${say("(and {count} more like it)", { count: refused - 1 })}` : "";
   parent.replaceChildren();
   if (refused) parent.append(problem(`RequestTooLargeError: ${refusal}${more}`));
   if (error) parent.append(problem(`${error.kind}: ${error.message}`));
@@ -15,7 +17,7 @@ export function tellProblems(parent, result, openLine) {
     parent.lastChild.append(" ", lineButton(error.line, openLine));
     parent.append(traceback(error.traceback));
   }
-  if (audit) parent.append(problem(`The auditor of phase 6: ${audit}`));
+  if (audit) parent.append(problem(say("The auditor of phase 6: {complaint}", { complaint: audit })));
 }
 
 function problem(words) {
@@ -28,7 +30,7 @@ function problem(words) {
 function lineButton(line, openLine) {
   const button = document.createElement("button");
   button.type = "button";
-  button.textContent = `Line ${line}`;
+  button.textContent = say("Line {line}", { line });
   button.onclick = () => openLine(line);
   return button;
 }

@@ -22,9 +22,9 @@ export const isStarted = () => python !== null;
  * Serve a workload by each of the schedulers, one after the other.
  *
  * @param {{workload: string, settings: object, panes: {scheduler: string, sources: object}[]}} asked
- * @param {{onLoading: (what: string) => void, onReady: () => void, onOutput: (line: string) => void,
- *   onPosted: (posted: {pane: number, frames?: object[], result?: object}) => void}} listeners `onLoading`: what is
- *   being loaded; `onReady`: Python is there, and the run begins; `onOutput`: what the code prints; `onPosted`: frames
+ * @param {{onLoading: (words: string) => void, onReady: () => void, onOutput: (line: string) => void,
+ *   onPosted: (posted: {pane: number, frames?: object[], result?: object}) => void}} listeners `onLoading`:
+ *   words that say what is being loaded; `onReady`: Python is there, and the run begins; `onOutput`: what the code prints; `onPosted`: frames
  *   as they come, at the end of each pane its result (run.py)
  * @returns {Promise<boolean>} false if it was stopped
  */

@@ -1,14 +1,16 @@
 // What is being looked at, and the link that says it: #workload=six&a=static&b=continuous&slots=3&step=7.
 // What a workload has by itself is left out of the link, so a link stays short.
 
+import { tokens } from "./words.js";
+
 /** The second scheduler's name where there is none. */
 export const NONE = "none";
 
 export const SLIDERS = {
   blocks: { values: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512] },
-  block_size: { unit: "tokens", values: [1, 2, 4, 8, 16, 32, 64, 128] },
+  block_size: { told: tokens, values: [1, 2, 4, 8, 16, 32, 64, 128] },
   slots: { values: Array.from({ length: 32 }, (_, index) => index + 1) },
-  budget: { unit: "tokens", values: Array.from({ length: 14 }, (_, index) => 2 ** index) },
+  budget: { told: tokens, values: Array.from({ length: 14 }, (_, index) => 2 ** index) },
 };
 
 /**

@@ -28,11 +28,11 @@ FIRST: Final = "six"
 
 
 def build(target: Path) -> None:
-    """Write everything into `target`, an empty or missing folder."""
+    """Write everything into `target`, an empty or missing folder next to that of `scripts.browser.build`."""
     target.mkdir(parents=True, exist_ok=True)
     for file in (*HERE.glob("*.js"), HERE / "playground.css"):
         shutil.copy(file, target / file.name)
-    bundle(HERE / "moving.js", target / "moving.js")  # the home page should ask for one file, and a small one
+    bundle(target / "moving.js", target / "moving.js")  # the home page should ask for one file, and a small one
     for name, content in (("catalogue.json", catalogue()), ("first.json", recording())):
         (target / name).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
     modules = (ROOT / "scripts" / "__init__.py", HERE.parent / "__init__.py", *HERE.glob("*.py"))

@@ -5,7 +5,7 @@ import { drawAll, layout } from "./picture.js";
 const WIDTH = 760;
 const MARGIN = 16;
 const HEAD = 64; // of a pane: its name and its numbers
-const LEGEND = 30;
+const LEGEND = 20; // of a row of it
 
 const escaped = (words) => String(words).replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
 
@@ -66,14 +66,16 @@ export function toSvg({ title, summary, panes, legend, palettes }) {
     y += HEAD + place.height + 26;
   }
   const pen = new SvgPen();
-  let x = 0;
+  let [x, below] = [0, 0];
   for (const [role, words] of legend) {
-    pen.rect(x, 0, 14, 14, role);
-    pen.text(x + 20, 11.5, words, "ink", { size: 12 });
-    x += 38 + words.length * 6.9;
+    const width = 20 + words.length * 6.9;
+    if (x + width > inner) [x, below] = [0, below + LEGEND];
+    pen.rect(x, below, 14, 14, role);
+    pen.text(x + 20, below + 11.5, words, "ink", { size: 12 });
+    x += width + 18;
   }
   parts.push(`<g transform="translate(${MARGIN} ${y})">\n${pen}\n</g>`);
-  const height = y + LEGEND;
+  const height = y + below + LEGEND + 10;
   const rules = (palette) => Object.entries(palette).map(([role, colour]) => `.${role} { fill: ${colour}; }`).join(" ");
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${WIDTH} ${height}" width="${WIDTH}" height="${height}" role="img">
 <title>${escaped(title)}</title>

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from babel.messages import pofile
 
+from minicache.language import languages
 from scripts.browser import course
 
 HERE = Path(__file__).resolve().parent
@@ -57,8 +58,10 @@ def build(target: Path) -> None:
     (target / "minicache.zip").write_bytes(archive(course.package_files(course.PURE)))
     (target / "grading.zip").write_bytes(archive(course.grading_files()))
     (target / "packages.zip").write_bytes(archive(_wheel_files(wheels())))
+    (target / "spanish.zip").write_bytes(archive(course.spanish_files()))
     for phase, tasks in course.pure_tasks().items():
-        (target / f"{phase.folder}.json").write_bytes(course.sheet(phase, tasks))
+        for language in languages():
+            (target / f"{phase.folder}.{language}.json").write_bytes(course.sheet(phase, tasks, language))
 
 
 # What is fetched

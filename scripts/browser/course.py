@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gettext
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -11,12 +12,13 @@ from typing import Any
 from minicache.course.install import CARRIED
 from minicache.course.table import Phase, Task, load_course
 from minicache.course.workspace import TABLE
+from minicache.language import LOCALE
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "minicache"
 
 PURE = (
-    *("__init__.py", "lazy.py", "errors.py", "palette.py", "request.py", "trace.py"),
+    *("__init__.py", "lazy.py", "errors.py", "language.py", "palette.py", "request.py", "trace.py"),
     *("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator"),
 )
 """What of `src/minicache` is pure standard library, as BLUEPRINT.md has it."""
@@ -101,20 +103,26 @@ def starters(phase: Phase, tasks: list[Task]) -> dict[str, str]:
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
 
 
-def sheet(phase: Phase, tasks: list[Task]) -> bytes:
-    """What a page has to know of a phase before it loads Python, as JSON: its tasks, their hints, the starters."""
+def spanish_files() -> Files:
+    """What grading tells in Spanish."""
+    yield from _as_it_is(LOCALE / "es" / "LC_MESSAGES" / "course.mo")
+
+
+def sheet(phase: Phase, tasks: list[Task], language: str) -> bytes:
+    """What a page in a language has to know of a phase before it loads Python, as JSON: tasks, hints, starters."""
+    say = gettext.translation("course", LOCALE, [language], fallback=True).gettext
     told: dict[str, Any] = {
         "number": phase.number,
-        "title": phase.title,
+        "title": say(phase.title),
         "folder": phase.folder,
         "tasks": [
             {
                 "id": task.id,
                 "number": task.number,
-                "title": task.title,
+                "title": say(task.title),
                 "points": task.points,
                 "file": f"labs/{phase.folder}/{task.file}",
-                "hints": task.hints,
+                "hints": [*map(say, task.hints)],
             }
             for task in tasks
         ],

@@ -4,9 +4,9 @@
 // worker; the next worker gets what the runs before it reported, and goes on with the other tests.
 
 import { Python, Stopped } from "./python.js";
-import { say } from "./say.js";
+import { LANGUAGE } from "./say.js";
 
-const ARCHIVES = ["minicache.zip", "grading.zip", "packages.zip"];
+const ARCHIVES = ["minicache.zip", "grading.zip", "packages.zip", ...(LANGUAGE === "es" ? ["spanish.zip"] : [])];
 const PREPARE = "from scripts.browser.grade import prepare\nprepare()";
 const GRADE = "from scripts.browser.grade import grade\ngrade(args, post)";
 const TICK = 0.25; // seconds between two looks at a run
@@ -86,7 +86,7 @@ export class Grader {
     const ticking = setInterval(() => {
       silence += TICK; // and not by a clock: a computer that sleeps is no endless loop
       if (!last || silence < patience + GRACE) return;
-      lose("endless loop?", say("endless loop? No answer within {seconds} s", { seconds: patience }));
+      lose("endless loop?", `endless loop? No answer within ${patience} s`);
       last = { kind: "lost" };
       python.stop();
     }, 1000 * TICK);
@@ -96,7 +96,7 @@ export class Grader {
     } catch (error) {
       if (error instanceof Stopped && last?.kind !== "lost") throw error;
       if (!last || (last.kind !== "lost" && !CULPRITS.includes(last.kind))) throw error;
-      if (last.kind !== "lost") lose("crashed", say("the process crashed ({reason})", { reason: lastLine(error.message) }));
+      if (last.kind !== "lost") lose("crashed", `the process crashed (${lastLine(error.message)})`);
     } finally {
       clearInterval(ticking);
       python.stop();

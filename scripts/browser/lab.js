@@ -6,7 +6,7 @@ import { firstPlace, make, show } from "./account.js";
 import { createEditor } from "./editor.js";
 import { Grader } from "./grader.js";
 import { Stopped } from "./python.js";
-import { say } from "./say.js";
+import { LANGUAGE, say } from "./say.js";
 import * as store from "./store.js";
 
 let lab = null;
@@ -19,8 +19,8 @@ let lab = null;
 export async function open(opener) {
   if (lab) return lab.focus();
   const { phase, tasks } = opener.dataset;
-  const answer = await fetch(new URL(`${phase}.json`, import.meta.url));
-  if (!answer.ok) throw new Error(`${phase}.json: ${answer.status}`);
+  const answer = await fetch(new URL(`${phase}.${LANGUAGE}.json`, import.meta.url));
+  if (!answer.ok) throw new Error(`${phase}.${LANGUAGE}.json: ${answer.status}`);
   await style(new URL("browser.css", import.meta.url).href);
   lab = new Lab(await answer.json(), tasks.split(" "), () => {
     lab = null;

@@ -73,6 +73,12 @@ def test_the_lab(browser: Chromium, address: str) -> None:
     browser.wait_for("!document.querySelector('.mc-run').disabled", 120)
     assert texts(browser, ".mc-results th") == ["tarea", "tests", "puntos"]
     assert texts(browser, ".mc-status")[0].startswith("Tarea 0.2: ")
+    assert texts(browser, ".mc-outcome") == ["sin escribir"]
+    assert texts(browser, ".mc-lab option")[0] == "0.2 Bytes por token"
+    browser.evaluate(
+        "[...document.querySelectorAll('.mc-lab button')].find((each) => each.textContent === 'Pista').click()"
+    )
+    assert "Rechaza primero las cantidades incorrectas" in texts(browser, ".mc-lab")[0]
 
 
 @pytest.mark.parametrize(("page", "language"), [("", "en"), ("es/", "es")])

@@ -137,7 +137,7 @@ def test_status_says_what_to_do_about_a_file_that_is_not_there(toys: Toys) -> No
         (("grade", "later"), "phase 1 (later) is planned"),
         (("grade", "0", "--task", "5"), "phase 0 has no task 5: there are 1, 2"),
         (("hint", "0"), "'0' is no task: expected phase and task, such as 1.3"),
-        (("hint", "1.1"), "phase 1 has no task 1: there are none yet"),
+        (("hint", "1.1"), "phase 1 (later) is planned: it has no tasks yet"),
         (
             ("reset", "0", "--file", "cache.py"),
             "phase 0 has no file cache.py: there are palette.py, arithmetic/arithmetic.py",

@@ -77,8 +77,8 @@ def test_a_row_that_sees_nothing(batch, attends_over):
     attends_over(batch([30], 1, 16, 8), 20, 30, [18, 19, 20])
 
 
-def test_a_row_that_sees_nothing_in_the_first_tile(batch, attends_over):
-    """A query at position 20, tiles of 16 from 2 on, and queries that see one tile, two, or three."""
+def test_rows_that_see_nothing_in_later_tiles(batch, attends_over):
+    """Tokens 2 … 49 in tiles of 16: the queries at 3, 20, 40 and 59 see tokens of one tile, two, three and three."""
     attends_over(batch([60], 1, 16, 8), 2, 50, [3, 20, 40, 59])
 
 

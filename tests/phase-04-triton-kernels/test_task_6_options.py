@@ -78,6 +78,11 @@ def test_the_window_of_each_row(batch, attends_over):
     attends_over(batch([60], 1, 16, 8), 20, 50, [18, 20, 29, 30, 40, 59], sliding_window=10)
 
 
+def test_a_row_that_sees_nothing_in_the_first_tile(batch, attends_over):
+    """A window of 10, tokens 2 … 49 in tiles of 16: some rows see nothing in the first tile, or in the first two."""
+    attends_over(batch([60], 1, 16, 8), 2, 50, [20, 30, 45, 55], sliding_window=10)
+
+
 def test_soft_cap(batch, decode):
     """Scores beyond the cap approach it but never exceed it: c · tanh(score / c). One full tile."""
     decode(batch([16], 1, 256, 8, at=6.0), 2, softcap=2.0)

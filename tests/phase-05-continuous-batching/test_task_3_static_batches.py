@@ -302,7 +302,7 @@ def recovered(scheduler, request, num_generated):
     ("budget", "joined"), [(9, []), (10, ["back"]), (11, ["back"]), (12, ["back", "new"])], ids=str
 )
 def test_what_was_generated_is_computed_again(request_of, budget, joined):
-    """After a failed step, a request of 5 + 2 tokens has 7 to compute, not 5: with 3 others it needs a budget of 10."""
+    """After a failed step, 5 + 2 tokens are 7 to compute, not 5: with 3 scheduled already it takes a budget of 10."""
     scheduler, output = static(max_num_batched_tokens=budget), SchedulerOutput()
     recovered(scheduler, request_of("back", 5), 2)
     scheduler.add_request(request_of("new", 2))
@@ -345,7 +345,7 @@ def test_a_stage_may_override_the_small_methods(request_of):
     scheduler.blocks_to_admit = lambda request: asked.append(request.request_id) or (3 if request is third else 1)
     scheduler.admit = lambda request, output: admitted.append(heads.pop(0).request_id)
     call(scheduler.schedule_waiting, SchedulerOutput()).gives(None)
-    that("admitted: head() is d, then e, which needs 3 of the 2 free blocks", admitted).gives(["d"])
+    that("admitted: head() is d, then e, which needs 3 blocks; 2 are free", admitted).gives(["d"])
     that("what blocks_to_admit was asked for", list(dict.fromkeys(asked))).gives(["d", "e"])
 
 

@@ -247,7 +247,7 @@ def test_the_batch_composition_does_not_matter():
         torch.manual_seed(step)
         other.draw(row)
         got.append(call(one.draw, row).value)
-    that("draws in batch composition", got).gives(expected)
+    that("draws, in turns with another request", got).gives(expected)
 
 
 def test_drawing_leaves_torchs_own_generator_alone():

@@ -577,7 +577,7 @@ def test_ends_without_a_token_are_emitted_first(model):
 
 @pytest.mark.parametrize("part", ["schedule", "move_blocks", "pick", "update_from_output"])
 def test_any_part_of_a_step_may_fail(model, part):
-    """It raises in the second step, once: step() raises the error, and stepping again gives the same tokens."""
+    """A part of the second step raises, once: step() raises the error, and stepping again gives the same tokens."""
     prompts = prompts_of(5, 2)
     llm = LLM(model)
     for prompt in prompts:

@@ -221,7 +221,7 @@ def test_a_request_that_has_outgrown_the_step_is_admitted(paged, a_request, admi
 
 
 def test_an_outgrown_request_waits_without_budget(paged, a_request, admit):
-    """20 requests decode, 20 tokens a step: a 21st would make every step to come too large."""
+    """20 requests decode, 20 tokens a step. A request that is admitted now would make every later step too large."""
     scheduler = outgrown(paged, a_request)
     admit(scheduler, 20)
     that("the batch", ids(scheduler.running)).gives([])
@@ -366,7 +366,7 @@ def test_a_prefix_is_looked_for_once_and_passed_on(paged, a_request, admit):
 
 
 def test_blocks_to_admit_may_be_more(paged, a_request, admit):
-    """A stage that allocates a block more forevery request."""
+    """A stage that allocates a block more for every request."""
 
     class Generous(PagedScheduler):
         def blocks_to_admit(self, request):

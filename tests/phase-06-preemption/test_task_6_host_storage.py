@@ -200,7 +200,7 @@ def test_any_dtype(dtype):
 
 
 def test_nbytes():
-    """nbytes: keys and values of all layers, of every CPU block. The storage it serves is at hand."""
+    """nbytes: keys and values of all layers, of every CPU block. `host.storage` is the storage that was given."""
     storage, _ = a_storage(6)
     host = HostStorage(storage, 5)
     that("nbytes", host.nbytes).gives(2 * LAYERS * 5 * BLOCK_SIZE * HEADS * HEAD_DIM * 4)

@@ -1128,7 +1128,7 @@ def test_memory_was_not_short():
 
 @pytest.mark.parametrize(("newest", "num_blocks"), [(2, 3), (12, 5)], ids=["a small newest", "a large newest"])
 def test_one_victim_too_many(newest, num_blocks):
-    """One block was missing, and two requests had to go. It is the one named last who could have stayed."""
+    """One block was missing, and two requests were preempted. The one preempted last could have stayed."""
 
     class Overdoes(Broken):
         def make_room(self, request, output):

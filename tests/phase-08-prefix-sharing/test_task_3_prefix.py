@@ -392,7 +392,8 @@ def test_a_victim_finds_its_own_blocks(caching, a_request, a_step):
     that("step 0", a_step(scheduler).num_scheduled_tokens).gives({0: 80, 1: 80})
     output = a_step(scheduler)
     that("step 1", (output.num_scheduled_tokens, output.preempted)).gives(({0: 1}, [1]))
-    that("the victim's computed tokens, cached tokens", (requests[1].num_computed_tokens, 0)).gives((0, 0))
+    seen = requests[1].num_computed_tokens, requests[1].num_cached_tokens
+    that("the victim's num_computed_tokens, num_cached_tokens", seen).gives((0, 0))
     steps = 0
     while 1 not in output.num_scheduled_tokens and steps < 30:
         output, steps = a_step(scheduler), steps + 1

@@ -177,7 +177,7 @@ def test_what_both_have_is_shared(decoding, a_step, num_prompt, outputs, num_com
     that(f"the step of a, and {whose}", output.num_scheduled_tokens).gives(
         {"a": 1, "b": num_prompt + len(outputs) - num_computed}
     )
-    that(f"copies next to a {whose}", len(output.blocks_to_copy)).gives(copies)
+    that(f"copies in the step of a, and {whose}", len(output.blocks_to_copy)).gives(copies)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -279,7 +279,7 @@ def test_the_youngest_sibling_is_preempted_first(decoding, a_step):
     scheduler, _ = decoding(8, num_blocks=5)
     scheduler.fork_request("a", "b")
     scheduler.fork_request("a", "c")
-    that("blocks", a_step(scheduler).num_scheduled_tokens).gives({"a": 1, "b": 1, "c": 1})
+    that("the step", a_step(scheduler).num_scheduled_tokens).gives({"a": 1, "b": 1, "c": 1})
     for _ in range(3):
         a_step(scheduler)
     that("preempted when a needs one more", a_step(scheduler).preempted[:1]).gives(["c"])
@@ -440,7 +440,7 @@ def test_a_copy_is_a_block_that_is_missing(decoding):
     b = scheduler.fork_request("a", "b")
     call(scheduler.blocks_missing, a).gives(1)
     call(scheduler.blocks_missing, b).gives(1)
-    that("free blocks: find_prefix takes none", scheduler.pool.num_free).gives(18)
+    that("free blocks: blocks_missing takes none", scheduler.pool.num_free).gives(18)
 
 
 def test_a_copy_and_a_new_block_are_both_missing(decoding, a_step):

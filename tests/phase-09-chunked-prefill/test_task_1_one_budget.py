@@ -210,7 +210,7 @@ def test_two_hits_in_one_step(whole_blocks, serve, a_request):
 
 
 def test_swapped_out_in_the_middle_of_its_prompt(whole_blocks, serve, a_request):
-    """It comes back and continues where it was: the tokens in CPU swap space are not computed again."""
+    """A request swapped out in its prompt comes back and continues: its tokens in CPU swap space are not recomputed."""
     options = {"num_blocks": 8, "preemption": "swap", "num_host_blocks": 8}
     scheduler = whole_blocks(6, a_request("first", 11, 4), a_request("long", 20, 1, priority=1), **options)
     work = serve(scheduler)
@@ -295,6 +295,6 @@ def test_budgets_of_random_requests(whole_blocks, a_step, seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_runs(whole_blocks, random_run, random_options, seed):
-    """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor passes every step."""
+    """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor finds no error in any step."""
     rng = random.Random(fresh(seed))
     random_run(whole_blocks(rng.choice([2, 4, 9, 30]), **random_options(rng)), rng)

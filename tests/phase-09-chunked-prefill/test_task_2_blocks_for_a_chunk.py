@@ -78,7 +78,7 @@ def test_nothing_is_missing_where_no_token_is_left(unprotected, a_request):
 
 @pytest.mark.parametrize(("num_shared", "missing"), [(0, 0), (1, 1), (2, 2), (3, 3)])
 def test_a_block_for_each_copy(unprotected, a_request, num_shared, missing):
-    """It has blocks for all its tokens. Each block that it writes and that has another reference is copied."""
+    """A request has blocks for all its tokens. It lacks one for each block that it writes and that others use too."""
     scheduler, request = unprotected(100), a_request("a", 20)
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 6
     request.block_ids = scheduler.pool.allocate(5)
@@ -128,7 +128,8 @@ TO_TAKE = [
     ("num_tokens", "num_computed", "in_use", "free", "budget", "threshold", "whole", "chunk"),
     TO_TAKE,
     ids=[
-        f"{num_tokens} tokens, {num_computed} swapped out, found {in_use} + {free}, {budget} a step, a cap of {cap}"
+        f"{num_tokens} tokens, {num_computed} swapped out, {in_use} blocks found in use and {free} free, "
+        f"{budget} a step, a cap of {cap}"
         for num_tokens, num_computed, in_use, free, budget, cap, _, _ in TO_TAKE
     ],
 )
@@ -497,6 +498,6 @@ def test_each_step_is_the_one_that_vllm_schedules(unprotected, number):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_runs(unprotected, random_run, random_options, seed):
-    """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor passes every step."""
+    """Small pools, preemption, prefix cache, forks, aborts, steps that fail: the auditor finds no error in any step."""
     rng = random.Random(fresh(seed))
     random_run(unprotected(rng.choice([2, 4, 9, 30]), **random_options(rng)), rng)

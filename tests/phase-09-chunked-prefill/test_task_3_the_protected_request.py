@@ -123,7 +123,7 @@ def test_protected_when_bypassed_in_the_middle_of_a_prompt(two):
 
 
 def test_protected_when_swapped_out_in_the_middle_of_a_prompt(two):
-    """Its computed tokens are kept, but its admission has yielded no token: it is protected."""
+    """A request that is swapped out keeps its computed tokens, but its admission yielded no token: it is protected."""
     scheduler = two(preemption="swap", num_host_blocks=20)
     that("the protected request", preempt_last(scheduler, RequestStatus.SWAPPED)).gives("old")
 
@@ -163,7 +163,7 @@ def test_not_protected_when_alone_in_the_batch(chunked, serve, a_request):
 
 
 def test_not_protected_for_requests_that_wait(two, a_request):
-    """It lost its slot to an earlier arrival. A later one waits, and has bypassed none."""
+    """A request lost its slot to an earlier arrival. A later one waits, and has bypassed none."""
     scheduler = two(priority=1)
     scheduler.add_request(a_request("later", 4, priority=-5))
     that("the protected request", preempt_last(scheduler)).gives(None)
@@ -191,7 +191,7 @@ def test_arrival_is_by_the_clock(two):
 
 
 def test_an_earlier_arrival_takes_over_protection(two):
-    """A request is protected, and an earlier arrival is bypassed: now the earlier one is. The next victim is not."""
+    """Protection passes from "other" to "old", which arrived earlier. It stays there when "other" is preempted, too."""
     scheduler = two()
     scheduler.protected = scheduler.running[0]
     that("the protected request", preempt_last(scheduler)).gives("old")
@@ -221,7 +221,7 @@ def test_the_bound_of_phase_7_holds(chunked, a_request):
 
 
 def test_the_protected_request_is_next(two, a_request):
-    """It is next, ahead of a more urgent one, and stays in the queue."""
+    """The protected request is next, ahead of a more urgent one, and `head` leaves it in the queue."""
     scheduler = two()
     old = scheduler.running[-1]
     preempt_last(scheduler)
@@ -232,7 +232,7 @@ def test_the_protected_request_is_next(two, a_request):
 
 
 def test_none_joins_the_protected_request(two, a_request):
-    """It is in the batch again, without a token yet: none may join, though slots and blocks are free."""
+    """The protected request is in the batch, without a token yet: none may join, though slots and blocks are free."""
     scheduler = two()
     scheduler.protected = scheduler.running[-1]
     scheduler.add_request(a_request("urgent", 1, priority=-9))
@@ -282,7 +282,7 @@ def test_an_incompatible_protected_request_waits_for_the_batch_to_drain(two, a_r
 
 
 def test_others_join_when_the_protected_request_is_aborted(two, serve, a_request):
-    """Its request is aborted: others join in the next step."""
+    """The protected request is aborted: others join in the next step."""
     scheduler = two()
     preempt_last(scheduler)
     scheduler.abort_request("old")
@@ -298,7 +298,7 @@ def test_the_bound_goes_on_counting(two, a_request):
     that("num_bypasses when a request has become protected", scheduler.num_bypasses).gives(60)
     scheduler.protected.status = RequestStatus.FINISHED_ABORTED
     call(scheduler.schedule_running, SchedulerOutput()).gives(None)
-    that("the protected request, which is aborted", scheduler.protected).gives(None)
+    that("the protected request, once it is aborted", scheduler.protected).gives(None)
     that("num_bypasses when none is protected any more", scheduler.num_bypasses).gives(60)
 
 
@@ -410,7 +410,7 @@ class Protection(Observer):
 
 
 def test_the_protected_request_does_not_bypass_for_ever(chunked, serve, a_request):
-    """It is admitted and preempted again and again, while an earlier arrival waits: 64 times at most."""
+    """The protected request is admitted again and again, while an earlier arrival waits: 64 times at most."""
     options, rule = {"num_blocks": 40, "block_size": 16, "reserve_full_prompt": False}, Protection()
     watched = observe(chunked(64, **options), rule)
     serve(watched, a_request("first", 20, 700, priority=1), steps=1)
@@ -421,7 +421,7 @@ def test_the_protected_request_does_not_bypass_for_ever(chunked, serve, a_reques
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_runs(chunked, random_run, random_options, seed):
-    """Small pools, preemption, priorities, classes, forks, aborts: the auditor passes every step, the rule holds."""
+    """Small pools, preemption, priorities, classes, forks, aborts: the auditor finds no error, and the rule holds."""
     rng = random.Random(fresh(seed))
     random_run(chunked(rng.choice([2, 4, 9, 30]), **random_options(rng)), rng, Protection())
 

@@ -129,7 +129,7 @@ def test_rows_of_tuples():
 
 @pytest.mark.parametrize(("num_new_tokens", "num_drafts"), [([4, 1], [0]), ([4], [0, 1]), ([], [0])], ids=str)
 def test_one_number_of_drafts_for_each_request(num_new_tokens, num_drafts):
-    """Two requests and one number of draft tokens: an error."""
+    """One number of draft tokens for each request: with one too few or too many, an error."""
     call(rows_to_verify, num_new_tokens, num_drafts).raises(ValueError)
 
 
@@ -352,7 +352,7 @@ def in_turns(rows, drafts, sampler, vocab):
 
 
 def joint(vocab, **params):
-    """The probability of each two tokens after the text (1,): p(a) · p(b | a), by softmax."""
+    """The probability of each pair of tokens after the text (1,): p(a) · p(b | a), by softmax."""
     sampler = TokenSampler(SamplingParams(temperature=1.0, **params))
     return {
         (a, b): (sampler.probabilities(row_after((1,), vocab))[a] * sampler.probabilities(row_after((1, a), vocab))[b])
@@ -365,7 +365,7 @@ def joint(vocab, **params):
 @pytest.mark.parametrize("drafts", [(), (0,), (2,), (0, 0), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_every_outcome_is_as_likely_as_without_drafts(drafts, top_k):
-    """A vocabulary of three tokens: all possible draws, and the probability of each two tokens."""
+    """A vocabulary of three tokens: all possible draws, and the probability of each pair of tokens."""
     ways = {}
     for script in itertools.product(range(3), repeat=3):
         sampler = Scripted(script, top_k=top_k)

@@ -16,7 +16,7 @@ from minicache.course.journal import Event, Job
 from minicache.course.results import Outcome, PhaseResult, TestResult, by_task
 from minicache.course.table import Phase, Task
 from minicache.course.workspace import Workspace, fingerprint
-from minicache.errors import CourseError, TamperingError
+from minicache.errors import TamperingError
 
 TIMEOUT = 10.0
 """Seconds of computing or sleeping without a sign of life, after which a run is stopped. A test may use all of them.
@@ -84,8 +84,7 @@ class Record:
     finished: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        if not self.phase.tasks:
-            raise CourseError(f"phase {self.phase.number} ({self.phase.slug}) is planned: it has no tasks yet")
+        self.phase.require_tasks()
         self._tasks = self.phase.tasks if self.task is None else (self.phase.task(self.task),)
         self.files = self.workspace.lab_files(self.phase)
         self.tests = self.workspace.tests(self.phase)

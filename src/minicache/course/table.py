@@ -86,6 +86,15 @@ class Phase:
         """The command that puts the starter of one module back."""
         return f"minicache reset {self.number} --file {self.files[module]}"
 
+    def require_tasks(self) -> None:
+        """Refuse a phase that is only planned.
+
+        Raises:
+            CourseError: it has no tasks yet.
+        """
+        if not self.tasks:
+            raise CourseError(f"phase {self.number} ({self.slug}) is planned: it has no tasks yet")
+
     def task(self, number: int) -> Task:
         """Task `number`.
 
@@ -95,7 +104,8 @@ class Phase:
         for task in self.tasks:
             if task.number == number:
                 return task
-        there = ", ".join(str(task.number) for task in self.tasks) or "none yet"
+        self.require_tasks()
+        there = ", ".join(str(task.number) for task in self.tasks)
         raise CourseError(f"phase {self.number} has no task {number}: there are {there}")
 
 

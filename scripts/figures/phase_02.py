@@ -7,7 +7,7 @@ comes from benchmarks/results/memory_use.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -32,6 +32,7 @@ from minicache.memory.reservation import (
 )
 from minicache.palette import INK, PALETTE, Scheme, color
 from minicache.simulator.workload import AZURE_CODE, SHAREGPT, gamma_arrivals, generate
+from scripts.figures import labels
 from scripts.figures.style import FIGURES, SCHEMES, TYPE_SIZE, Diagram, draw, plot
 
 SMALL = TYPE_SIZE * 0.85
@@ -519,19 +520,24 @@ WIDTH, HEIGHT, LEFT, TOP, TALL = 720, 200, 12, 62, 56
 def animate_holes() -> None:
     """The same run as a strip that changes: an SVG that moves by its own style sheet, one group of shapes a step."""
     for scheme in SCHEMES:
-        (FIGURES / f"holes-moving.{scheme}.svg").write_text(moving(moments(), scheme), encoding="utf-8")
+        for lang, say in (("", str), (".es", labels.spanish)):
+            picture = moving(moments(), scheme, say)
+            (FIGURES / f"holes-moving{lang}.{scheme}.svg").write_text(picture, encoding="utf-8")
 
 
-def moving(seen: Sequence[Moment], scheme: Scheme) -> str:
-    """The picture: what does not move, then a frame a step, of which the style sheet shows one at a time."""
+def moving(seen: Sequence[Moment], scheme: Scheme, say: Callable[[str], str]) -> str:
+    """The picture: what does not move, then a frame a step, of which the style sheet shows one at a time.
+
+    `say` puts its words into a language.
+    """
     scale, share = (WIDTH - 2 * LEFT) / NUM_SLOTS, 100 / len(seen)
-    frames = "\n".join(_frame(moment, scale, scheme) for moment in seen)
+    frames = "\n".join(_frame(moment, scale, say) for moment in seen)
     ticks = "".join(
         _words(LEFT + slot * scale, TOP + TALL + 18, str(slot), "tick") for slot in range(0, NUM_SLOTS + 1, 16)
     )
     legend = "".join(
         f'<rect class="{state}" x="{LEFT + index * 175}" y="166" width="16" height="14"/>'
-        + _words(LEFT + index * 175 + 24, 178, name)
+        + _words(LEFT + index * 175 + 24, 178, say(name))
         for index, (state, name) in enumerate(
             {"generated": "used", "reserved": "reserved", "internal": "internal", "free": "free"}.items()
         )
@@ -563,7 +569,7 @@ text {{ font: 14px "DejaVu Sans", Verdana, sans-serif; fill: {INK[scheme]}; }}
 """
 
 
-def _frame(moment: Moment, scale: float, scheme: Scheme) -> str:
+def _frame(moment: Moment, scale: float, say: Callable[[str], str]) -> str:
     """The memory after one step, with a line of text."""
     shapes = []
     for held in moment.held:
@@ -572,11 +578,12 @@ def _frame(moment: Moment, scale: float, scheme: Scheme) -> str:
         shapes.append(_box("run", held.start, held.num_slots, scale))
         shapes.append(_words(LEFT + (held.start + held.num_slots / 2) * scale, TOP - 6, str(held.request_id), "name"))
     free = moment.use.external + moment.use.free
-    doing = f"{free} of {NUM_SLOTS} slots are free. {moment.waits} waits for {moment.wanted} in one run."
+    counts, wish = f"{free} of {NUM_SLOTS} slots are free.", f"waits for {moment.wanted} in one run."
+    doing = f"{say(counts)} {moment.waits} {say(wish)}"
     still = " still" if moment.step == STILL else ""
     return (
         f'<g class="frame{still}" style="animation-delay: {moment.step * SECONDS:.1f}s">'
-        + _words(LEFT, 22, f"Step {moment.step}", "bold")
+        + _words(LEFT, 22, say(f"Step {moment.step}"), "bold")
         + _words(LEFT + 75, 22, doing)
         + "".join(shapes)
         + "</g>"

@@ -78,6 +78,32 @@ def in_spanish(text: str) -> str:
     return str(found[0].string)
 
 
+def in_words(text: str, say: Say) -> str:
+    """The words of a result: those of an entry, of an entry with "{}" for what has no spaces, or part by part.
+
+    "8 sequences, 64/8 heads of 128" has two parts. What the catalogue does not have, such as a name, stays as it is.
+    """
+    try:
+        return say(text)
+    except PageError:
+        pass
+    for pattern, entry in _templates():
+        if match := pattern.fullmatch(text):
+            return say(entry).format(*match.groups())
+    for separator in (": ", ", "):
+        if separator in text:
+            return separator.join(in_words(part, say) for part in text.split(separator))
+    return text
+
+
+@cache
+def _templates() -> list[tuple[re.Pattern[str], str]]:
+    """The entries with "{}", and what they match; those with most words first."""
+    entries = [message.id for message in _catalogue() if isinstance(message.id, str) and "{}" in message.id]
+    entries.sort(key=len, reverse=True)
+    return [(re.compile(re.escape(entry).replace(r"\{\}", r"(\S+)")), entry) for entry in entries]
+
+
 Say = Callable[[str], str]
 SAY: dict[str, Say] = {"en": str, "es": in_spanish}
 """What a macro prints, by the language of the site."""
@@ -257,7 +283,9 @@ def number(name: str, key: str, form: str = "", *, say: Say = str) -> str:
     null is "not measured": the benchmark could not run that part where it ran.
     """
     value = _value(name, key)
-    return say("not measured") if value is None else format(value, form)
+    if value is None:
+        return say("not measured")
+    return in_words(format(value, form), say)
 
 
 def number_table(name: str, key: str, columns: Mapping[str, str], *, say: Say = str) -> str:
@@ -271,7 +299,10 @@ def number_table(name: str, key: str, columns: Mapping[str, str], *, say: Say = 
     if missing := [field for field in columns if any(field not in entry for entry in entries)]:
         raise PageError(f'result_table("{name}", "{key}"): there is no {", ".join(missing)}')
     numbers = {field for field in columns if all(isinstance(entry[field], int) for entry in entries)}
-    rows = [[f"{entry[field]:,}" if field in numbers else str(entry[field]) for field in columns] for entry in entries]
+    rows = [
+        [f"{entry[field]:,}" if field in numbers else in_words(str(entry[field]), say) for field in columns]
+        for entry in entries
+    ]
     rules = ["--:" if field in numbers else "---" for field in columns]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [list(columns.values()), rules, *rows])
 
@@ -282,7 +313,7 @@ def gpu_tables(*, say: Say = str) -> str:
     for path in sorted(RESULTS.glob("gpu-*.json")):
         about = _results(path.stem)
         capability = say("compute capability {}").format(about["capability"])
-        software = f"{capability}, {about['dtype']}, {about['machine']}, {about['date']}"
+        software = f"{capability}, {about['dtype']}, {in_words(about['machine'], say)}, {about['date']}"
         table = number_table(path.stem, "summary", {"what": say("what"), "found": about["gpu"]}, say=say)
         tables.append(f"**{about['gpu']}** ({software}):\n\n{table}")
     return "\n\n".join(tables) or f"*{say('Not measured.')}*"
@@ -307,7 +338,7 @@ def measured_on(name: str, *, say: Say = str) -> str:
     for key in ("machine", "command"):
         if not isinstance(results.get(key), str):
             raise PageError(f'benchmarks/results/{name}.json has to say its "{key}", as a string')
-    return say("Measured on {}, with `{}`.").format(results["machine"], results["command"])
+    return say("Measured on {}, with `{}`.").format(in_words(results["machine"], say), results["command"])
 
 
 def _results(name: str) -> dict[str, Any]:

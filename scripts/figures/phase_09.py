@@ -306,7 +306,7 @@ def verified_pass(figure: Figure, scheme: Scheme) -> None:
         "shown": (1.2, ["generated", *["shared"] * accepted, *["wasted"] * (5 - accepted)], each.shown),
         "picked": (4.0, [*["generated"] * (accepted + 1), *[None] * (5 - accepted)], each.picked),
     }
-    diagram.text(left + width / 2, 0.5, "newest", align="center", fontsize=SMALL)
+    diagram.text(left + width / 2, 0.5, "newest token", align="center", fontsize=SMALL)
     diagram.text(left + 3.5 * width, 0.5, "five draft tokens", align="center", fontsize=SMALL)
     for name, (y, roles, tokens) in rows.items():
         diagram.text(0.3, y + 0.65, name, bold=True)

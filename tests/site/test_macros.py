@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -197,6 +198,40 @@ def test_tables_are_printed_in_spanish_too(macros: ModuleType) -> None:
     assert "token del prompt" in macros.role_rows(say=say)
     with pytest.raises(macros.PageError, match=r"site\.po has no Spanish for 'a new title'"):
         say("a new title")
+
+
+@pytest.mark.parametrize(
+    ("text", "spanish"),
+    [
+        ("not measured", "sin medir"),
+        ("Xeon, 2 cores, torch 2.13 on 1 thread, Linux", "Xeon, 2 núcleos, torch 2.13 en 1 hilo, Linux"),
+        ("75–175 tokens, heads of 32", "75–175 tokens, cabezas de 32"),
+        ("ladder: token by token", "escalera: token a token"),
+        ("99.5%", "99.5 %"),
+        ("python -m benchmarks.kernels", "python -m benchmarks.kernels"),
+    ],
+)
+def test_words_of_results_are_spanish_where_the_catalogue_has_them(macros: ModuleType, text: str, spanish: str) -> None:
+    assert macros.in_words(text, macros.SAY["es"]) == spanish
+    assert macros.in_words(text, str) == text
+
+
+def test_results_on_spanish_pages_have_no_english_words(macros: ModuleType) -> None:
+    english = re.compile(r"\b(the|its|of|and|by|on|at|to|not|each|with|every|one|cores?|threads?|heads|blocks)\b")
+    say = macros.SAY["es"]
+    seen: dict[str, str] = {}
+    for page in sorted((ROOT / "docs" / "es").rglob("*.md")):
+        text = page.read_text("utf-8")
+        for name, key in re.findall(r'\bresult\("([\w-]+)", "([\w.-]+)"[,)]', text):
+            seen[f"{page.name}: {name} {key}"] = macros.number(name, key, say=say)
+        for name in re.findall(r'\bmachine\("([\w-]+)"\)', text):
+            seen[f"{page.name}: {name}"] = macros.measured_on(name, say=say)
+        for name, key, rest in re.findall(r'\bresult_table\("([\w-]+)", "([\w.-]+)", (.*?)\)(?: | )', text):
+            columns = dict.fromkeys(re.findall(r"(\w+)=", rest), "")
+            columns.pop("refused", None)  # what an exception says
+            seen[f"{page.name}: {name} {key}"] = macros.number_table(name, key, columns, say=say)
+    seen = {where: re.sub("`[^`]*`|tensor cores", "", words) for where, words in seen.items()}
+    assert {where: words for where, words in seen.items() if english.search(words)} == {}
 
 
 @pytest.mark.parametrize("number", range(12))

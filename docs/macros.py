@@ -55,6 +55,8 @@ from scripts.browser.playground.workloads import WORKLOADS, Settings  # noqa: E4
 FIGURES = ROOT / "docs" / "shared" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 COURSE = ROOT / "labs" / "course.toml"
+SITE_WORDS = ROOT / "docs" / "es" / "site.po"
+COURSE_WORDS = LOCALE / "es" / "LC_MESSAGES" / "course.po"
 
 
 class PageError(Exception):
@@ -62,20 +64,18 @@ class PageError(Exception):
 
 
 @cache
-def _catalogues() -> list[Catalog]:
-    catalogues = []
-    for path in (ROOT / "docs" / "es" / "site.po", LOCALE / "es" / "LC_MESSAGES" / "course.po"):
-        with path.open("rb") as file:
-            catalogues.append(pofile.read_po(file, locale="es"))
-    return catalogues
+def _catalogue(file: Path) -> Catalog:
+    with file.open("rb") as stream:
+        return pofile.read_po(stream, locale="es")
 
 
 def in_spanish(text: str) -> str:
     """What a macro prints, in Spanish."""
-    found = [message for catalogue in _catalogues() if (message := catalogue.get(text)) and message.string]
-    if not found:
-        raise PageError(f"docs/es/site.po has no Spanish for {text!r}")
-    return str(found[0].string)
+    for file in (SITE_WORDS, COURSE_WORDS):
+        message = _catalogue(file).get(text)
+        if message and message.string:
+            return str(message.string)
+    raise PageError(f"{SITE_WORDS.relative_to(ROOT)} has no Spanish for {text!r}")
 
 
 def in_words(text: str, say: Say) -> str:
@@ -99,7 +99,7 @@ def in_words(text: str, say: Say) -> str:
 @cache
 def _templates() -> list[tuple[re.Pattern[str], str]]:
     """The entries with "{}", and what they match; those with most words first."""
-    entries = [message.id for message in _catalogue() if isinstance(message.id, str) and "{}" in message.id]
+    entries = [message.id for message in _catalogue(SITE_WORDS) if isinstance(message.id, str) and "{}" in message.id]
     entries.sort(key=len, reverse=True)
     return [(re.compile(re.escape(entry).replace(r"\{\}", r"(\S+)")), entry) for entry in entries]
 

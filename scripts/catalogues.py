@@ -26,7 +26,7 @@ from babel.messages.extract import extract_from_dir
 from rich.console import Console
 from typer.main import get_command
 
-from minicache.language import LABEL_WIDTH, LOCALE
+from minicache.language import LABEL_WIDTH, LOCALE, places
 
 ROOT = Path(__file__).resolve().parents[1]
 SPANISH = LOCALE / "es" / "LC_MESSAGES"
@@ -214,16 +214,9 @@ def updated(file: Path, messages: Iterable[str]) -> Catalog:
 def faults(catalogue: Catalog) -> Iterator[str]:
     """Translations that have other `{names}` than their message, which no value could be put into."""
     for message in catalogue:
-        try:
-            fits = set(_names(str(message.string))) <= set(_names(str(message.id)))
-        except ValueError:  # a brace that nothing closes
-            fits = False
-        if not fits:
+        its, theirs = places(str(message.id)), places(str(message.string))
+        if its is not None and (theirs is None or set(theirs) - set(its)):
             yield f"{message.id!r}: its Spanish has other names: {message.string!r}"
-
-
-def _names(template: str) -> list[str]:
-    return [name for _, name, *_ in Formatter().parse(template) if name is not None]
 
 
 def texts(catalogue: Catalog) -> dict[str, str]:

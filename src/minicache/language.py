@@ -70,9 +70,10 @@ class _Course(gettext.GNUTranslations):
     def _parse(self, fp: Any) -> None:  # documented for subclasses, as `_catalog` is not
         super()._parse(fp)
         known: dict[str, str] = {each: text for each, text in self._catalog.items() if each}  # type: ignore[attr-defined]
-        self._texts = {each.format(): text.format() for each, text in known.items() if not _names(each)}
+        # A hint may have braces of its own, {"float16": 2}: what is told word for word is looked up first.
+        self._texts = known | {each.format(): text.format() for each, text in known.items() if places(each) == []}
         # What reads the same, such as a call, needs no template.
-        templates = [_Template(each, text) for each, text in known.items() if _names(each) and each != text]
+        templates = [_Template(each, text) for each, text in known.items() if places(each) and each != text]
         self._templates = sorted(templates, key=lambda template: template.certainty, reverse=True)
 
     def line(self, line: str) -> str:
@@ -140,8 +141,13 @@ class _Template:
         return re.compile(pattern)
 
 
-def _names(template: str) -> list[str]:
-    return [name for _, name, *_ in Formatter().parse(template) if name is not None]
+def places(message: str) -> list[str] | None:
+    """The names of a template's places; None if it is none, and its braces mean something else."""
+    try:
+        names = [name for _, name, *_ in Formatter().parse(message) if name is not None]
+    except ValueError:
+        return None
+    return names if all(map(str.isidentifier, names)) else None
 
 
 @cache

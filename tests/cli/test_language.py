@@ -129,6 +129,9 @@ def speak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "{count} of {total} differ": "sur {total}, {count} diffèrent",
         "Nothing is freed.": "Rien n'est libéré.",
         "a dict {{}}": "un dict {{}}",
+        'A dict, {"float16": 2}.': 'Un dict, {"float16": 2}.',
+        "An empty one, {}": "Un vide, {}",
+        "A brace, }": "Une accolade, }",
         "{a} or {b}": "{a} ou {b}",
     }.items():
         catalogue.add(text, its)
@@ -155,6 +158,9 @@ def speak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("ValueError: of no template", "ValueError: of no template"),
         ("{'a': 1}", "{'a': 1}"),
         ("one or {two}", "one ou {two}"),
+        ('A dict, {"float16": 2}.', 'Un dict, {"float16": 2}.'),
+        ("An empty one, {}", "Un vide, {}"),
+        ("A brace, }", "Une accolade, }"),
         ("", ""),
         ("read docs/en/index.md", "read docs/fr/index.md"),
     ],

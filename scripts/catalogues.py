@@ -50,7 +50,7 @@ TYPERS = (
 
 # What the grader and `doctor` tell that no rule would find: single words, and what a join or a loop puts together.
 WORDS = (
-    "active", "browser", "course", "progress", "importing", "yours", "a {kind}", "{one} or {other}", "at {place}",
+    "active", "browser", "course", "progress", "importing", "yours", "reads", "finds", "a {kind}", "{one} or {other}", "at {place}",
     "requests of {tokens}: {ids}",
 )  # fmt: skip
 

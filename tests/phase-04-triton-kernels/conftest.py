@@ -115,8 +115,8 @@ def _elements(access: Access, shape: tuple[int, ...]) -> Any:
 def _told(access: Access, shape: tuple[int, ...], number: int) -> str:
     """An access in words: kernel, program, line and element."""
     index = [int(each) for each in np.unravel_index(number, shape)]
-    verb = "stores to" if access.kind == "store" else "loads"
-    return f"{access.kernel}, program {access.program}, line {access.line}, {verb} {access.tensor}{index}"
+    where, what = f"{access.kernel}, program {access.program}, line {access.line}", f"{access.tensor}{index}"
+    return f"{where}, stores to {what}" if access.kind == "store" else f"{where}, loads {what}"
 
 
 def _check_stores(log: Log, given: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gettext
 import os
 import re
+from collections.abc import Iterator
 from functools import cache, cached_property
 from pathlib import Path
 from string import Formatter
@@ -19,7 +20,13 @@ from minicache.errors import LanguageError
 
 LOCALE = Path(__file__).parent / "locale"
 
-_SURE = 8  # letters of a template that make it certain that a text was made from it
+_SURE = 6  # letters of a template that make it certain that a text was made from it
+_LEARNERS = re.compile(r"(\w*(?:Error|Exception|Warning|Exit|Interrupt|Iteration))(: |  \(|$)")
+"""How an error that code has raised is told: its words are nobody's to translate."""
+_CODE = ("at", "from")
+"""Labels of places in files, with code in the line below."""
+_MARKS = re.compile(r"; |: | \(")
+"""Between texts that are told together."""
 
 LABEL_WIDTH = 10
 """Columns of the word that a line of a failure may begin with: "called    f(2)"."""
@@ -61,7 +68,7 @@ def translated(text: str) -> str:
     if not catalogue:
         return text
     # A page has the same name in each language.
-    return "\n".join(map(catalogue.line, text.split("\n"))).replace("docs/en/", f"docs/{in_use()}/")
+    return "\n".join(catalogue.lines(text.split("\n"))).replace("docs/en/", f"docs/{in_use()}/")
 
 
 class _Course(gettext.GNUTranslations):
@@ -76,33 +83,57 @@ class _Course(gettext.GNUTranslations):
         templates = [_Template(each, text) for each, text in known.items() if places(each) and each != text]
         self._templates = sorted(templates, key=lambda template: template.certainty, reverse=True)
 
-    def line(self, line: str) -> str:
-        """A line, which may begin with a label."""
-        label, rest = line[:LABEL_WIDTH], line[LABEL_WIDTH:]
-        if label.endswith("  ") and (word := self._texts.get(label.strip())):
-            return f"{word:<{LABEL_WIDTH}}{self.text(rest)}"
-        return self.text(line)
+    def lines(self, lines: list[str]) -> Iterator[str]:
+        """Lines, of which some begin with a label; those below a place in a file are code."""
+        label = ""
+        for line in lines:
+            begin, rest = line[:LABEL_WIDTH], line[LABEL_WIDTH:]
+            if begin.endswith("  ") and begin.strip() in self._texts:
+                label = begin.strip()
+                yield f"{self._texts[label]:<{LABEL_WIDTH}}{self.text(rest)}"
+            elif label in _CODE and not begin.strip():
+                yield line
+            else:
+                yield self.text(line)
 
     def text(self, text: str) -> str:
         """A text, or the parts of one that is put together from several."""
         inside = text.strip()
         if inside != text:
             return text.replace(inside, self.text(inside), 1) if inside else text
-        if found := self._texts.get(text):
-            return found
-        if not 1 < len(text) <= _MAX_LENGTH:
+        if text in self._texts:
+            return self._texts[text]
+        if not 1 < len(text) <= _MAX_LENGTH or _LEARNERS.match(text):
             return text
+        if text.endswith(".") and text[:-1] in self._texts:  # the end of a sentence with a title in it
+            return f"{self._texts[text[:-1]]}."
         title, _, case = text.partition(" [")
         if case.endswith("]") and " " in title and title in self._texts:  # a test, and which of its cases
-            return f"{self._texts[title]} [{'-'.join(map(self.text, case[:-1].split('-')))}]"
+            return f"{self._texts[title]} [{self._case(case[:-1])}]"
+        for found in _MARKS.finditer(text):
+            first, rest = text[: found.start()], text[found.end() :]
+            if first in self._texts or rest.removesuffix(")") in self._texts:
+                return self._joined(first, found[0], rest)
+        name, _, rest = text.partition(" ")
+        if " " in rest and rest in self._texts:  # "num_free after free([1])"
+            return f"{name} {self._texts[rest]}"
         for template in self._templates:
             if (values := template.values(text)) is not None and "; " not in "".join(values.values()):
                 return template.filled({name: self.text(value) for name, value in values.items()})
-        for mark in ("; ", ": "):
-            first, found, rest = text.partition(mark)
-            if found:
-                return f"{self.text(first)}{mark}{self.text(rest)}"
+        for mark in ("; ", ": ", " ("):
+            if mark in text:
+                first, _, rest = text.partition(mark)
+                return self._joined(first, mark, rest)
         return text
+
+    def _joined(self, first: str, mark: str, rest: str) -> str:
+        end = ")" if mark == " (" and rest.endswith(")") else ""
+        return f"{self.text(first)}{mark}{self.text(rest.removesuffix(end))}{end}"
+
+    def _case(self, case: str) -> str:
+        """A case's id, which pytest joins from those of its parameters."""
+        found = self.text(case)
+        return found if found != case else "-".join(map(self.text, case.split("-")))
 
 
 class _Template:

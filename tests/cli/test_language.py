@@ -84,7 +84,7 @@ def test_a_failure(labs: Path) -> None:
         "obtenido  409600",
         "esperado  819200",
         "difiere   lo tuyo es 0.5 veces lo esperado",
-        "sigue en  docs/es/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md",
+        "lee       docs/es/phase-00-decode-arithmetic/lab/01-write-the-arithmetic.md",
         "falla ",
     ):
         assert text in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from gettext import gettext as _
 
 from minicache import language
 from minicache.errors import LanguageError, MinicacheError
@@ -44,6 +45,7 @@ def _in_its_language(arguments: list[str]) -> list[str]:
     if not given:
         value = arguments[1] if len(arguments) > 1 else ""
     if not value:
-        raise LanguageError(f"--lang needs a language: {', '.join(language.languages())}")
+        there = ", ".join(language.languages())
+        raise LanguageError(_("--lang needs a language: {there}").format(there=there))
     language.use(value)
     return arguments[1 if given else 2 :]

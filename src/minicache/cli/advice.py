@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from minicache.memory.blocks import blocks_for
-
 if TYPE_CHECKING:
     from minicache.replica.messages import EngineInfo, EngineOptions
 
@@ -24,6 +22,8 @@ def advice(info: EngineInfo, options: EngineOptions, *, replicas: int, drain_sec
 
 
 def _about_cache(info: EngineInfo) -> list[str]:
+    from minicache.memory.blocks import blocks_for  # a learner's file may take its place until now
+
     told, cache, longest = [], info.cache, info.max_model_len
     capacity = cache.num_blocks * cache.block_size
     if capacity < longest:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from gettext import gettext as _
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from minicache.language import translated
 
 if TYPE_CHECKING:
     from minicache.course.finder import Lab
@@ -27,10 +30,10 @@ def use_labs(console: Console) -> None:
         if lab.begun:
             file, style = show(lab.file), "yellow" if lab.missing else "dim"
             told = f"reference, not {file}: {lab.missing}" if lab.missing else f"yours: {file}"
-            console.print(escape(told), style=style, soft_wrap=True, highlight=False)
+            console.print(escape(translated(told)), style=style, soft_wrap=True, highlight=False)
 
     labs = install_finished_labs(tell)
     if all(lab.missing for lab in labs):
-        console.print("None of your files is finished; `minicache status` lists what is left", style="yellow")
+        console.print(_("None of your files is finished; `minicache status` lists what is left"), style="yellow")
     elif not all(lab.begun for lab in labs):
-        console.print("reference: all files that you have not started", style="dim")
+        console.print(_("reference: all files that you have not started"), style="dim")

@@ -117,7 +117,7 @@ def _unusable_files(result: PhaseResult) -> Iterator[Problem]:
     for module, problem in result.problems.items():
         tasks = [graded.task for graded in result.tasks if graded.task.module == module]
         texts = (problem, *map(pointers, tasks[:1]))
-        lines = [Line(line) for text in texts for line in translated(text).splitlines()]
+        lines = [line for text in texts for line in _labelled(text)]
         yield Problem(translated("cannot be used"), Outcome.FAILED, tuple(lines))
 
 
@@ -141,7 +141,8 @@ def _end(result: PhaseResult, told: list[TaskResult]) -> Iterator[Line]:
     if unfinished := [graded for graded in result.tasks if graded.outcome is Outcome.NOT_WRITTEN]:
         task = result.goes_on_with(unfinished[0])
         following = f"task {task.id}, {task.title}"
-        yield Line(translated(f"Next: {following}. Read {task.page}"), strong=translated(following))
+        stop = "" if following.endswith("?") else "."
+        yield Line(translated(f"Next: {following}{stop} Read {task.page}"), strong=translated(following))
     points = translated(f"{result.earned} of {result.points} points")
     yield Line(points, strong=points)
 

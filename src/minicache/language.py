@@ -81,7 +81,9 @@ class _Course(gettext.GNUTranslations):
         self._texts = known | {each.format(): text.format() for each, text in known.items() if places(each) == []}
         # What reads the same, such as a call, needs no template.
         templates = [_Template(each, text) for each, text in known.items() if places(each) and each != text]
-        self._templates = sorted(templates, key=lambda template: template.certainty, reverse=True)
+        templates.sort(key=lambda template: template.length, reverse=True)
+        self._certain = [each for each in templates if each.is_certain]
+        self._templates = [each for each in templates if not each.is_certain]
 
     def lines(self, lines: list[str]) -> Iterator[str]:
         """Lines, of which some begin with a label; those below a place in a file are code."""
@@ -110,6 +112,8 @@ class _Course(gettext.GNUTranslations):
         title, _, case = text.partition(" [")
         if case.endswith("]") and " " in title and title in self._texts:  # a test, and which of its cases
             return f"{self._texts[title]} [{self._case(case[:-1])}]"
+        if filled := self._filled(self._certain, text):
+            return filled
         for found in _MARKS.finditer(text):
             first, rest = text[: found.start()], text[found.end() :]
             if first in self._texts or rest.removesuffix(")") in self._texts:
@@ -117,14 +121,20 @@ class _Course(gettext.GNUTranslations):
         name, _, rest = text.partition(" ")
         if " " in rest and rest in self._texts:  # "num_free after free([1])"
             return f"{name} {self._texts[rest]}"
-        for template in self._templates:
-            if (values := template.values(text)) is not None and "; " not in "".join(values.values()):
-                return template.filled({name: self.text(value) for name, value in values.items()})
+        if filled := self._filled(self._templates, text):
+            return filled
         for mark in ("; ", ": ", " ("):
             if mark in text:
                 first, _, rest = text.partition(mark)
                 return self._joined(first, mark, rest)
         return text
+
+    def _filled(self, templates: list[_Template], text: str) -> str:
+        """The translation of the first template that `text`, and no more than one text, was made from; or ""."""
+        for template in templates:
+            if (values := template.values(text)) is not None and "; " not in "".join(values.values()):
+                return template.filled({name: self.text(value) for name, value in values.items()})
+        return ""
 
     def _joined(self, first: str, mark: str, rest: str) -> str:
         end = ")" if mark == " (" and rest.endswith(")") else ""
@@ -142,9 +152,9 @@ class _Template:
     def __init__(self, message: str, translation: str) -> None:
         self._parts = [(literal, name) for literal, name, *_ in Formatter().parse(message)]
         self._translation = translation
-        length = sum(len(literal) for literal, _ in self._parts)
-        self._is_sure = length >= _SURE
-        self.certainty = (self._is_sure and self._parts[0][0] != "", length)
+        self.length = sum(len(literal) for literal, _ in self._parts)
+        self._is_sure = self.length >= _SURE
+        self.is_certain = self._is_sure and self._parts[0][0] != ""
 
     def values(self, text: str) -> dict[str, str] | None:
         """What stands in the places of a text that was made from this template; None if it was not."""

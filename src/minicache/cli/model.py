@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from gettext import gettext as _
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -62,10 +63,11 @@ def generate(
     steps = decode(model, torch.tensor([prompt_ids]), max_tokens, cache=kv_cache, pick=sampler(temperature, seed))
     num_tokens = _stream(console, tokenizer, prompt_ids, steps)
     seconds = time.perf_counter() - start
-    kv = "no KV cache" if kv_cache is None else f"{kv_cache.nbytes_used:,} bytes of KV cache used"
-    console.print(
-        f"{num_tokens} tokens, {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, {kv}", style="dim", soft_wrap=True
-    )
+    used = _("no KV cache")
+    if kv_cache is not None:
+        used = _("{count:,} bytes of KV cache used").format(count=kv_cache.nbytes_used)
+    told = f"{num_tokens} tokens, {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, {used}"
+    console.print(told, style="dim", soft_wrap=True)
 
 
 @app.command(rich_help_panel="For teachers and authors")

@@ -124,7 +124,7 @@ def test_decode_intensity_with_int8_weights() -> None:
 
 
 def test_decode_break_even_batch_on_h100_pcie() -> None:
-    """H100 PCIe, weights in 16 bits, no cache to read: the first batch that is not memory-bound."""
+    """H100 PCIe, weights in int8, FLOPs in 16 bits, no cache: the first batch that is not memory-bound."""
     not_one = "the intensity at batch 1 is not 1; or the ridge is that of the peak with sparsity"
     hints = {
         189 / 190: "189 is still left of the ridge: round up",

@@ -199,6 +199,8 @@ BAD_IDS = [
     pytest.param([0.0], TypeError, id="a float"),
     pytest.param([0, 2, "4"], TypeError, id="used blocks, then a string"),
     pytest.param([0, None], TypeError, id="a used block, then None"),
+    pytest.param([True], TypeError, id="True, which Python takes for block 1"),
+    pytest.param([2, False], TypeError, id="a used block, then False, which Python takes for block 0"),
 ]
 
 
@@ -229,7 +231,7 @@ def test_ref_count_refuses_ids_outside_the_pool():
     pool = BlockPool(3, SIZE)
     for bad in (3, -1, 100):
         call(pool.ref_count, bad).raises(IndexError)
-    for bad in (1.0, "1", None):
+    for bad in (1.0, "1", None, True):
         call(pool.ref_count, bad).raises(TypeError)
 
 

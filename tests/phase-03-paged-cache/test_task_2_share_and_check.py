@@ -105,6 +105,8 @@ def test_sharing_nothing():
         pytest.param([2, -2], IndexError, id="a used block, then minus 2"),
         pytest.param([0, "2"], TypeError, id="a used block, then a string"),
         pytest.param([0, 2.0], TypeError, id="a used block, then a float"),
+        pytest.param([True], TypeError, id="True, which Python takes for block 1"),
+        pytest.param([2, False], TypeError, id="a used block, then False, which Python takes for block 0"),
     ],
 )
 def test_share_is_all_or_nothing(block_ids, error):
@@ -201,19 +203,19 @@ class Spoilt(BlockPool):
         return self.wrong.get("num_used", super().num_used)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "what"),
-    [
-        ({1: 0}, "block 1, which has two references, is free by ref_count"),
-        ({6: 1}, "block 6, which is in the free list, has a reference by ref_count"),
-        ({1: 0, 6: 2}, "ref_count swaps blocks 1 and 6: the sums fit, the free list does not"),
-        ({1: -1}, "block 1 has minus 1 references by ref_count"),
-        ({6: -1}, "block 6, which is in the free list, has minus 1 references by ref_count"),
-        ({"num_free": 5}, "num_free is 5, and 4 blocks have no reference"),
-        ({"num_used": 8}, "num_used is 8, as if a shared block counted once for each reference"),
-        ({"num_free": 5, "num_used": 3}, "num_free is 5 and num_used 3: the sum fits, and neither is right"),
-    ],
-)
+WRONG = {
+    "block 1, which has two references, is free by ref_count": {1: 0},
+    "block 6, which is in the free list, has a reference by ref_count": {6: 1},
+    "ref_count swaps blocks 1 and 6: the sums fit, the free list does not": {1: 0, 6: 2},
+    "block 1 has minus 1 references by ref_count": {1: -1},
+    "block 6, which is in the free list, has minus 1 references by ref_count": {6: -1},
+    "num_free is 5, and 4 blocks have no reference": {"num_free": 5},
+    "num_used is 8, as if a shared block counted once for each reference": {"num_used": 8},
+    "num_free is 5 and num_used 3: the sum fits, and neither is right": {"num_free": 5, "num_used": 3},
+}
+
+
+@pytest.mark.parametrize(("wrong", "what"), [pytest.param(wrong, what, id=what) for what, wrong in WRONG.items()])
 def test_check_finds_inconsistencies(wrong, what):
     """Eight blocks, four in use. A subclass returns something wrong about one or two of them: InvariantError."""
     pool = pool_in_use(Spoilt)

@@ -108,6 +108,7 @@ def test_blocks_of_one_token():
         (3, {0: 0, 1: 0, 2: 1, 5: 1, 6: 2}),
         (4, {0: 0, 1: 1, 4: 1, 5: 2}),
     ],
+    ids=["an empty table", "1 token", "3 tokens", "4 tokens"],
 )
 def test_blocks_needed(num_tokens, needed):
     """Blocks of 4: the blocks that append would allocate. blocks_needed itself allocates none."""
@@ -178,7 +179,7 @@ def test_slot_refuses_positions_without_a_token():
     call(table.append, 6).gives([0, 1, 2, 3, 4, 5])
     for position in (6, 7, 8, 100, -1, -6):
         call(table.slot, position).raises(IndexError)
-    for position in (1.0, "1", None):
+    for position in (1.0, "1", None, True):
         call(table.slot, position).raises(TypeError)
 
 

@@ -151,6 +151,17 @@ def test_a_block_in_use_that_does_not_exist(block):
     call(gather_kv, torch.randn(3, 2, 1, 2), torch.tensor([0, block]), 3).raises(IndexError)
 
 
+@pytest.mark.parametrize("kind", ["one layer of a tensor of two", "heads before tokens in memory"])
+def test_a_cache_of_any_strides(kind):
+    """A cache that is not contiguous is gathered like any other; view cannot make a list of slots of it."""
+    if kind == "one layer of a tensor of two":
+        cache = torch.randn(4, 2, 3, 2, 4)[:, 1]  # [blocks, layers, tokens, heads, d]
+    else:
+        cache = torch.randn(4, 2, 3, 4).transpose(1, 2)  # [blocks, heads, tokens, d]
+    expected = torch.cat([cache[2], cache[0], cache[3, :1]])
+    call(gather_kv, cache, torch.tensor([2, 0, 3, -1]), 7).gives(expected)
+
+
 def test_gathering_changes_nothing():
     """The cache is unchanged, and the result has the cache's dtype."""
     cache = torch.randn(3, 2, 2, 4).bfloat16()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from minicache.cache import paged
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache, PagedStorage
-from minicache.course.checks import call, that
+from minicache.course.checks import CheckFailed, call, short, that
 from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError
 from minicache.memory.blocks import BlockPool, BlockTable
 
@@ -44,6 +44,14 @@ def run_pass(cache, k, v=None, layers=LAYERS):
         call(cache.append, layer, k + layer, (-k if v is None else v) - layer).gives(None)
 
 
+def forked(cache):
+    """What `cache.fork()` gives, once it is known to be a paged cache."""
+    outcome = call(cache.fork)
+    if not isinstance(outcome.value, PagedKVCache):
+        raise CheckFailed(outcome.called, short(outcome.returned), "a PagedKVCache", num_done=outcome.num_done)
+    return outcome.value
+
+
 def check_reads(cache, k, when):
     """Every layer reads as `run_pass(cache, k)` left it."""
     for layer in range(LAYERS):
@@ -58,7 +66,11 @@ def contents(storage):
 # The storage
 
 
-@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)],
+    ids=["float32", "bfloat16", "float64"],
+)
 def test_bytes_of_a_storage(dtype, nbytes):
     """5 blocks of 4 tokens; a token has keys and values, 2 layers, 2 heads of 3: 24 numbers, in any dtype."""
     storage = PagedStorage(BlockPool(5, 4), LAYERS, HEADS, HEAD_DIM, dtype=dtype)
@@ -266,7 +278,9 @@ def test_truncate_ends_a_pass():
     check_reads(cache, torch.cat([k, new], dim=2), "after another forward pass")
 
 
-@pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (4, ValueError), (2.0, TypeError)], ids=str)
+@pytest.mark.parametrize(
+    ("count", "error"), [(-1, ValueError), (4, ValueError), (2.0, TypeError)], ids=["−1", "4 of 3", "2.0"]
+)
 def test_truncate_to_an_impossible_length(count, error):
     """Negative, or more than num_tokens: ValueError. Not an int: TypeError. An unfinished forward pass stays."""
     pool, storage = shared(8)
@@ -349,7 +363,11 @@ def test_a_storage_that_does_not_fit(sizes, options, error):
     call(PagedKVCache, num_layers, 1, num_kv_heads, 8, head_dim, storage=storage, **options).raises(error)
 
 
-@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-4, ValueError), (2.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [(0, ValueError), (-4, ValueError), (2.0, TypeError), (True, TypeError)],
+    ids=["0", "−4", "2.0", "True"],
+)
 def test_block_sizes_that_are_none(size, error):
     """A block holds at least one token: 0 is a ValueError, and 2.0 or True a TypeError."""
     call(PagedKVCache, LAYERS, 1, HEADS, 8, HEAD_DIM, block_size=size).raises(error)
@@ -363,7 +381,7 @@ def test_a_fork_reads_the_same_and_takes_nothing():
     pool, storage = shared(8)
     cache, k = over(storage, batch_size=2), rows(6, batch=2)
     run_pass(cache, k)
-    fork = call(cache.fork).value
+    fork = forked(cache)
     check_reads(fork, k, "of the fork")
     that("num_tokens of the fork", fork.num_tokens).gives(6)
     that("blocks in use by both", pool.num_used).gives(4)
@@ -377,7 +395,7 @@ def test_whole_blocks_shared_each_goes_its_own_way():
     pool, storage = shared(8)
     cache, k = over(storage), rows(8)
     run_pass(cache, k)
-    fork = call(cache.fork).value
+    fork = forked(cache)
     for each, new in ((cache, rows(3)), (fork, rows(2))):
         run_pass(each, new)
         check_reads(each, torch.cat([k, new], dim=2), "of the cache" if each is cache else "of its fork")
@@ -390,7 +408,7 @@ def test_an_unfinished_shared_block_is_not_written(batch):
     pool, storage = shared(12)
     cache, k = over(storage, batch_size=batch), rows(6, batch)
     run_pass(cache, k)
-    fork = call(cache.fork).value
+    fork = forked(cache)
     before, used = contents(storage), pool.num_used
     for name, each in (("cache", cache), ("fork", fork)):
         call(each.append, 0, rows(3, batch), rows(3, batch)).raises(SharedBlockError)
@@ -422,7 +440,7 @@ def test_when_one_lets_go_the_other_goes_on():
         pool, storage = shared(8)
         cache, k = over(storage), rows(6)
         run_pass(cache, k)
-        fork = call(cache.fork).value
+        fork = forked(cache)
         if freed_by == "reset":
             call(fork.reset).gives(None)
         else:
@@ -439,7 +457,7 @@ def test_a_reset_leaves_the_forks_tokens():
     pool, storage = shared(5)
     cache, k = over(storage), rows(6)
     run_pass(cache, k)
-    fork = call(cache.fork).value
+    fork = forked(cache)
     call(cache.reset).gives(None)
     other = over(storage)
     run_pass(other, rows(12))
@@ -453,7 +471,7 @@ def test_a_fork_of_a_cache_with_its_own_storage():
     """The fork shares the storage and reserves nothing: its nbytes are the blocks that it holds."""
     cache, k = PagedKVCache(LAYERS, 1, HEADS, 12, HEAD_DIM, block_size=4), rows(5)
     run_pass(cache, k)
-    fork = call(cache.fork).value
+    fork = forked(cache)
     check_reads(fork, k, "of the fork")
     that("nbytes of the fork", fork.nbytes).gives(8 * ROW)
     that("nbytes of the cache", cache.nbytes).gives(12 * ROW)

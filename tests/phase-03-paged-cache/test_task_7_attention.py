@@ -94,10 +94,10 @@ def test_each_query_head_reads_the_kv_head_of_its_group(scatter, num_heads, num_
     expected = torch.tensor([float(h // group) for h in range(num_heads)])
     paged = scatter(k, v, 2)
     decode = call(paged_decode_attention, torch.randn(1, num_heads, 4), *paged).value
-    told = f"the kv head that each of {num_heads} query heads reads, of {num_kv_heads} (v is the head's number), in"
-    that(f"{told} decode", decode[0, :, 0]).is_close(expected)
+    heads = f"each of {num_heads} query heads (KV heads: {num_kv_heads}; v is the head's number)"
+    that(f"in decode, the KV head read by {heads}", decode[0, :, 0]).is_close(expected)
     prefill = call(paged_prefill_attention, torch.randn(2, num_heads, 4), *paged, torch.tensor([0, 2])).value
-    that(f"{told} prefill", prefill[0, :, 0]).is_close(expected)
+    that(f"in prefill, the KV head read by {heads}", prefill[0, :, 0]).is_close(expected)
 
 
 def test_where_the_blocks_lie_changes_no_bit(scatter):
@@ -136,7 +136,9 @@ def test_a_sequence_without_rows_gets_zeros(by_hand, scatter):
     call(paged_decode_attention, q, *scatter(k, v, 4)).is_close(torch.cat(expected))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)], ids=["bfloat16", "float16"]
+)
 def test_half_precision(by_hand, scatter, dtype, tolerance):
     """bfloat16 and float16 queries give a result of their dtype, to its precision, in decode and in prefill."""
     k, v = sequences([5, 12], dtype=dtype)
@@ -144,6 +146,22 @@ def test_half_precision(by_hand, scatter, dtype, tolerance):
     expected = torch.cat([contiguous(by_hand, q[i : i + 1], k[i], v[i]) for i in range(2)])
     call(paged_decode_attention, q, *paged).is_close(expected, rtol=tolerance, atol=tolerance)
     call(paged_prefill_attention, q, *paged, torch.arange(3)).is_close(expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["one layer of a tensor of two", "heads before tokens in memory"])
+def test_caches_of_any_strides(by_hand, scatter, kind):
+    """Caches that are not contiguous are read like any others, in decode and in prefill."""
+    k, v = sequences([5, 8])
+    *caches, tables, lens = scatter(k, v, 4)
+    if kind == "one layer of a tensor of two":
+        caches = [torch.stack([torch.full_like(cache, float("nan")), cache], dim=1)[:, 1] for cache in caches]
+    else:
+        caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
+    q, starts = torch.randn(5, 4, 4), ragged([2, 3])
+    expected = [contiguous(by_hand, q[starts[i] : starts[i + 1]], k[i], v[i]) for i in range(2)]
+    decode = torch.stack([rows[-1] for rows in expected])
+    call(paged_decode_attention, q[[1, 4]], *caches, tables, lens).is_close(decode)
+    call(paged_prefill_attention, q, *caches, tables, lens, starts).is_close(torch.cat(expected))
 
 
 @pytest.mark.parametrize("block", [-1, 9, 10**6], ids="block {}".format)

@@ -205,7 +205,9 @@ def test_minigpt_reads_several_prompts_at_once():
     prompts = [torch.randint(50, (n,)).tolist() for n in (5, 1, 9)]
     got = call(stepping(model, storage), [BlockTable(pool) for _ in prompts], prompts).value
     for prompt, logits in zip(prompts, got, strict=True):
-        that(f"logits of the prompt of {len(prompt)}", logits).is_close(recomputed(model, prompt), rtol=0, atol=1e-4)
+        that(f"logits of the prompt of {len(prompt)} tokens", logits).is_close(
+            recomputed(model, prompt), rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16], ids="block_size {}".format)
@@ -235,7 +237,7 @@ def test_mixed_steps_give_each_sequence_its_tokens(block_size):
             each["table"].release()
     that("sequences that were finished", len(finished)).gives(7)
     for each in finished:
-        told = f"the tokens of the prompt of {len(each['prompt'])}"
+        told = f"the tokens that follow the prompt of {len(each['prompt'])} tokens"
         that(told, each["out"]).gives(alone(model, each["prompt"], 6))
     that("free blocks at the end", pool.num_free).gives(pool.num_blocks)
     pool.check()
@@ -304,15 +306,17 @@ def test_a_shared_unfinished_block_is_not_written():
 @pytest.mark.parametrize(
     ("counts", "error"),
     [
-        ([1], ValueError),
-        ([1, 1, 1], ValueError),
-        ([1, 0], ValueError),
-        ([-1, 1], ValueError),
-        ([1, 2.0], TypeError),
-        ([True, 1], TypeError),
-        ([1, "1"], TypeError),
+        pytest.param(counts, error, id=str(counts))
+        for counts, error in (
+            ([1], ValueError),
+            ([1, 1, 1], ValueError),
+            ([1, 0], ValueError),
+            ([-1, 1], ValueError),
+            ([1, 2.0], TypeError),
+            ([True, 1], TypeError),
+            ([1, "1"], TypeError),
+        )
     ],
-    ids=str,
 )
 def test_counts_that_are_refused(counts, error):
     """One count for each table, each an int of 1 or more: else ValueError or TypeError, and nothing is allocated."""

@@ -22,11 +22,11 @@ LOCALE = Path(__file__).parent / "locale"
 
 _SURE = 6  # letters of a template that make it certain that a text was made from it
 _LEARNERS = re.compile(r"(\w*(?:Error|Exception|Warning|Exit|Interrupt|Iteration))(: |  \(|$)")
-"""How an error that code has raised is told: its words are nobody's to translate."""
+"""How a line about an error that code has raised begins: its words belong to that code."""
 _CODE = ("at", "from")
 """Labels of places in files, with code in the line below."""
 _MARKS = re.compile(r"; |: | \(")
-"""Between texts that are told together."""
+"""Between texts that stand together in a line."""
 
 LABEL_WIDTH = 10
 """Columns of the word that a line of a failure may begin with: "called    f(2)"."""
@@ -77,7 +77,7 @@ class _Course(gettext.GNUTranslations):
     def _parse(self, fp: Any) -> None:  # documented for subclasses, as `_catalog` is not
         super()._parse(fp)
         known: dict[str, str] = {each: text for each, text in self._catalog.items() if each}  # type: ignore[attr-defined]
-        # A hint may have braces of its own, {"float16": 2}: what is told word for word is looked up first.
+        # A hint may have braces of its own, {"float16": 2}: a whole text is looked up first.
         self._texts = known | {each.format(): text.format() for each, text in known.items() if places(each) == []}
         # What reads the same, such as a call, needs no template.
         templates = [_Template(each, text) for each, text in known.items() if places(each) and each != text]

@@ -52,7 +52,7 @@ def use(language: str) -> None:
 
 def in_use() -> str:
     """The language that is spoken, such as "es"."""
-    found = gettext.find("minicache", LOCALE)
+    found = gettext.find("course", LOCALE)
     return Path(found).parents[1].name if found else "en"
 
 

@@ -74,6 +74,7 @@ def test_the_lab(browser: Chromium, address: str) -> None:
     assert texts(browser, ".mc-results th") == ["tarea", "tests", "puntos"]
     assert texts(browser, ".mc-status")[0].startswith("Tarea 0.2: ")
     assert texts(browser, ".mc-outcome") == ["sin escribir"]
+    assert "docs/es/phase-00" in texts(browser, ".mc-results")[0]
     assert texts(browser, ".mc-lab option")[0] == "0.2 Bytes por token"
     browser.evaluate(
         "[...document.querySelectorAll('.mc-lab button')].find((each) => each.textContent === 'Pista').click()"

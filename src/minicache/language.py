@@ -11,7 +11,7 @@ import gettext
 import os
 import re
 from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -35,8 +35,8 @@ _MAX_LENGTH = 500  # of a line: a longer one is data
 
 
 def languages() -> list[str]:
-    """The languages that there are."""
-    return sorted(["en", *(folder.name for folder in LOCALE.iterdir() if folder.is_dir())])
+    """The languages that there are. English has catalogues too, empty ones: LANGUAGE may name it before another."""
+    return sorted(folder.name for folder in LOCALE.iterdir() if folder.is_dir())
 
 
 def use(language: str) -> None:
@@ -51,7 +51,7 @@ def use(language: str) -> None:
 
 
 def in_use() -> str:
-    """The language that is spoken, such as "es"."""
+    """The language that is spoken, such as "es"; "en" where none of those that are wanted is there."""
     found = gettext.find("course", LOCALE)
     return Path(found).parents[1].name if found else "en"
 
@@ -64,11 +64,12 @@ def bind() -> None:
 
 def translated(text: str) -> str:
     """What a test or the grader tells, in the reader's language, line by line; what is not known stays as it is."""
-    catalogue = _catalogue(gettext.find("course", LOCALE))
-    if not catalogue:
+    language = in_use()
+    if language == "en":
         return text
+    catalogue = gettext.translation("course", LOCALE, [language], class_=_Course)  # which reads it once
     # A page has the same name in each language.
-    return "\n".join(catalogue.lines(text.split("\n"))).replace("docs/en/", f"docs/{in_use()}/")
+    return "\n".join(catalogue.lines(text.split("\n"))).replace("docs/en/", f"docs/{language}/")
 
 
 class _Course(gettext.GNUTranslations):
@@ -189,11 +190,3 @@ def places(message: str) -> list[str] | None:
     except ValueError:
         return None
     return names if all(map(str.isidentifier, names)) else None
-
-
-@cache
-def _catalogue(file: str | None) -> _Course | None:
-    if file is None:
-        return None
-    with open(file, "rb") as stream:
-        return _Course(stream)

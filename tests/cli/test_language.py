@@ -50,7 +50,7 @@ def test_spanish(options: list[str], chosen: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "chosen"),
-    [([], {}), (["--lang", "en"], {"LANG": "es_ES.UTF-8"}), ([], {"LANG": "fr_FR.UTF-8"})],
+    [([], {}), (["--lang", "en"], {"LANG": "es_ES.UTF-8"}), ([], {"LANG": "fr_FR.UTF-8"}), ([], {"LANGUAGE": "en:es"})],
 )
 def test_english(options: list[str], chosen: dict[str, str]) -> None:
     told = run(*options, "hint", "0.1", "--all", **chosen)

@@ -117,7 +117,7 @@ def test_one_at_a_time(save, theirs, name):
 def test_sixteen_bits(save, dtype):
     """Its weights are spread, so the best token is well ahead of the second: rounding decides nothing."""
     saved = save("qwen2", dtype=dtype, tie_word_embeddings=True, hidden_size=64, head_dim=16, **WINDOWS)
-    llm = LLM(saved.folder, num_blocks=100, block_size=4)
+    llm = LLM(saved.folder, num_blocks=100, block_size=4, dtype=dtype)  # even where the CPU does not compute in it
     assert llm.storage.dtype == dtype
     for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, PARAMS), strict=True):
         tokens = torch.tensor([[*prompt, *answer.token_ids]])
@@ -140,7 +140,8 @@ def test_the_other_ways_to_decode(save, theirs):
 # Dtype and device
 
 
-def test_the_dtype_is_the_folders_unless_said(save):
+def test_the_dtype_is_the_folders_unless_said(save, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
     folder = save("llama", dtype=torch.bfloat16).folder
     assert LLM(folder, num_blocks=10).storage.dtype == torch.bfloat16
     assert LLM(folder, num_blocks=10, dtype=torch.float32).storage.dtype == torch.float32

@@ -52,6 +52,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     return Demo(result.output, out, schedulers)
 
 
+@pytest.mark.slow
 def test_demo_shows_completions_totals_and_a_plot(demo: Demo) -> None:
     for prompt in PROMPTS[:NUM_TIMED]:
         assert prompt in demo.output
@@ -87,6 +88,7 @@ def test_demo_refuses_to_praise_a_cache_that_changes_the_tokens(
     assert "changed the tokens" in str(result.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 def test_demo_refuses_to_praise_a_paged_cache_that_changes_the_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

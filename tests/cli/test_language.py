@@ -90,6 +90,7 @@ def test_a_failure(labs: Path) -> None:
         assert text in told
 
 
+@pytest.mark.slow
 def test_a_failure_under_pytest(labs: Path) -> None:
     command = [sys.executable, "-m", "pytest", "tests/phase-00-decode-arithmetic", "--mine", "--task=2"]
     environment = os.environ | {"LANGUAGE": "es", "COLUMNS": "100"}
@@ -102,6 +103,7 @@ def test_a_failure_under_pytest(labs: Path) -> None:
     assert "minicache: puntos" in done.stdout
 
 
+@pytest.mark.slow
 def test_every_help_is_legible_in_spanish() -> None:
     told = {}
     for each in language.languages():

@@ -17,6 +17,7 @@ from minicache.errors import CheckpointError
 from minicache.replica.messages import CacheInfo, EngineInfo, EngineOptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["fastapi", "prometheus_client"])
 def test_without_its_extra_it_says_what_to_install(module: str) -> None:
     """In a process of its own: modules that were imported without it are no good to other tests."""

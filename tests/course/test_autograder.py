@@ -64,6 +64,7 @@ def test_the_zip_is_ready_to_upload(toys: Toys, tmp_path: Path) -> None:
     assert "jupyter" not in requirements
 
 
+@pytest.mark.slow
 def test_the_zip_has_what_a_learners_folder_has(tmp_path: Path) -> None:
     workspace = open_workspace(Path(__file__).parents[2])
     write_autograder(workspace, workspace.course.phase(9), tmp_path / "a.zip")

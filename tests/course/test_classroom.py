@@ -348,6 +348,7 @@ def interrupted(toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return folder, tmp_path / "grades.csv", mark
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_keeps_what_is_done(interrupted: tuple[Path, Path, str], ending: signal.Signals) -> None:

@@ -166,6 +166,7 @@ def test_doctor(toys: Toys) -> None:
         assert part in output
 
 
+@pytest.mark.slow
 def test_doctor_says_what_to_do(toys: Toys) -> None:
     toys.nbytes.unlink()
     output = run("doctor", status=1)

@@ -16,6 +16,7 @@ WORKSPACE = open_workspace(Path(__file__).parents[2])
 PHASES = [phase for phase in WORKSPACE.course if phase.tasks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.folder)
 def test_nothing_is_unusual_in_what_a_learner_may_write(phase: Phase) -> None:
     """The reference, and every wrong solution in earnest."""

@@ -38,6 +38,7 @@ def prefilled(**changes):
     return decoded(q=torch.randn(7, 4, DIM), query_start_loc=torch.tensor([0, 4, 7])) | changes
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_needed():
     """`import minicache.kernels` brings in neither Triton nor a kernel: a learner's file may stand in for one."""
     code = (
@@ -273,6 +274,7 @@ def test_one_scale_for_all_heads_may_be_a_tensor(scale):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_a_learners_file_is_never_passed_over_for_a_compiled_kernel(tmp_path):
     """Where a lab's file stands in for `plain`, a CPU runs it: it is what is being graded, or served."""
     file = tmp_path / "plain.py"

@@ -373,6 +373,7 @@ print(errors[:1])
 )
 
 
+@pytest.mark.slow
 def test_an_engine_computes_while_another_is_warmed_up() -> None:
     """Two engines in one process: no kernel of the first may be open for another layout while the second's load."""
     done = subprocess.run(

@@ -53,6 +53,7 @@ def said(tmp_path: Path) -> Said:
     return said
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_interpreter_runs_where_it_was_asked_for(said: Said) -> None:
     assert said(REQUIRE, interpret="1") == "runs True"
@@ -99,6 +100,7 @@ def test_the_kernels_package_brings_no_triton(said: Said) -> None:
     assert said(code) == "False"
 
 
+@pytest.mark.slow
 def test_everything_but_the_kernels_runs_without_triton(said: Said) -> None:
     code = """
 import torch

@@ -374,6 +374,7 @@ def test_killed_and_started_again_it_serves_on_the_same_port_until_sigterm_and_t
 # What the user sees when it does not begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [

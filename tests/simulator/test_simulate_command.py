@@ -146,6 +146,7 @@ def test_the_hosts_engine(tmp_path, monkeypatch):
     assert "leave out --kv-cache-dtype" in refusal("--host", str(file), "--kv-cache-dtype", "int8")
 
 
+@pytest.mark.slow
 def test_a_simulation_needs_no_torch(tmp_path):
     arguments = ["simulate", "--count", "3", "--out", str(tmp_path)]
     call = f"cli.app({arguments}, standalone_mode=False)"

@@ -55,13 +55,13 @@ from minicache.engine.sampling import SamplingParams
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, create_scheduler
-from minicache.scheduler.incidents.bases import PhasedScheduler
 from minicache.scheduler.observe import Observer
 from minicache.scheduler.output import SchedulerOutput
 from minicache.simulator.costs import RooflineCost, StepLoad
 from minicache.simulator.report import ServingReport, Summary
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import AZURE_CODE, AZURE_CONVERSATION, SHAREGPT, Arrival, Workload, stream
+from minicache_course.incidents.bases import PhasedScheduler
 
 BLOCK_SIZE: Final = 16
 MAX_NUM_SEQS: Final = 256

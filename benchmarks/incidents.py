@@ -1,6 +1,6 @@
 """What eight bugs of real schedulers cost: on the smallest workload that shows each, and where they were reported.
 
-- `incidents`, **counted**: each incident's smallest workload (`minicache.scheduler.incidents.table`), run by the
+- `incidents`, **counted**: each incident's smallest workload (`minicache_course.incidents.table`), run by the
   scheduler with the bug and by the one without.
 - `thrash`, **counted**: incident 3 as it was reported: a long request and a short one; and a long one that decodes when
   three of 50, 51 and 52 tokens come. In each, memory for all.
@@ -31,12 +31,12 @@ from minicache.engine.sampling import SamplingParams
 from minicache.request import Request, RequestId
 from minicache.scheduler import FairScheduler, Scheduler, SchedulerOutput
 from minicache.scheduler.drive import Tally, drive
-from minicache.scheduler.incidents.broken import StarvingScheduler, ThrashScheduler
-from minicache.scheduler.incidents.case_3_thrash import FixedThrashScheduler
-from minicache.scheduler.incidents.table import INCIDENTS, measure
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.paged import PagedScheduler
 from minicache.simulator.costs import FixedCost, RooflineCost, StepCost, StepLoad
+from minicache_course.incidents.broken import StarvingScheduler, ThrashScheduler
+from minicache_course.incidents.case_3_thrash import FixedThrashScheduler
+from minicache_course.incidents.table import INCIDENTS, measure
 
 NUM_REQUESTS, NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 40, 60, 100
 MEMORY_FOR: Final = 8

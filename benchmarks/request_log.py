@@ -20,7 +20,7 @@ from rich.console import Console
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks._record import record
-from minicache.server.logs import RequestLogs, logging_to_stderr, request_log
+from minicache.serving.http.logs import RequestLogs, logging_to_stderr, request_log
 
 ROUNDS, NUM_REQUESTS = 20, 2000
 HEADERS = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"content-length", b"80")]

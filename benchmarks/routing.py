@@ -47,7 +47,7 @@ SGLANG = ("random", "round_robin", "power_of_two", "cache_aware")
 LOAD = {"shared": NUM_SHARED, "shared_tokens": SHARED_TOKENS, "own_tokens": OWN_TOKENS, "requests": NUM_REQUESTS}
 NAMES = {"route": "minicache route", "sglang": "sglang-router", "ray": "Ray Serve"}
 SECONDS = 300.0
-MINICACHE = (sys.executable, "-c", "from minicache.cli import main; main()")
+MINICACHE = (sys.executable, "-c", "from minicache_cli import main; main()")
 
 console = Console(highlight=False)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # ray.llm has all loggers say what they do
@@ -191,9 +191,9 @@ def ray_fronts() -> Iterator[Fronts]:
     from ray.serve.config import RequestRouterConfig
 
     from benchmarks._ray_prefix_aware import OnTokens
-    from minicache.cli.fleet import make_api
     from minicache.plugins.ray_serve import FleetOptions
-    from minicache.replica.messages import EngineOptions
+    from minicache.serving.replica.messages import EngineOptions
+    from minicache_cli.fleet import make_api
 
     engine, port = EngineOptions(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS), free_port()
     fleets = {policy: FleetOptions(engine, policy=policy) for policy in OURS}

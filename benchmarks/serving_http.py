@@ -31,9 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._record import record
-from minicache.cli.calibrate import Measurement, fit, measure, swap_seconds
 from minicache.engine.runner import default_num_blocks
-from minicache.load import (
+from minicache.model import load_minigpt
+from minicache.scheduler import Scheduler, create_scheduler
+from minicache.serving.load import (
     Endpoint,
     LoadReport,
     LoadRun,
@@ -43,10 +44,9 @@ from minicache.load import (
     predict,
     workload_arrivals,
 )
-from minicache.model import load_minigpt
-from minicache.scheduler import Scheduler, create_scheduler
 from minicache.simulator.report import ServingReport, Summary
 from minicache.simulator.workload import SHAREGPT
+from minicache_cli.calibrate import Measurement, fit, measure, swap_seconds
 
 PARTS = (0.2, 0.4, 0.6, 0.8, 1.3)
 """Rates, as parts of what the server answers at most."""
@@ -134,7 +134,7 @@ def a_server(max_waiting: int) -> Iterator[Endpoint]:
     sizes = {"max-num-seqs": MAX_NUM_SEQS, "max-waiting": max_waiting, "block-size": BLOCK_SIZE}
     options = {"port": 0, **sizes, "log-level": "warning"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-u", "-c", "from minicache.cli import app; app()", "serve", *words]
+    command = [sys.executable, "-u", "-c", "from minicache_cli import app; app()", "serve", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

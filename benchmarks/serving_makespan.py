@@ -1,6 +1,6 @@
 """How well the simulator predicts the engine on this machine: MiniGPT, real against simulated time.
 
-The engine's steps are measured in bursts of requests under the paged scheduler (`minicache.cli.calibrate`) 21 times
+The engine's steps are measured in bursts of requests under the paged scheduler (`minicache_cli.calibrate`) 21 times
 and each load is served five times, in turns. Of both the quickest fifth ends where the value that counts is: what the
 machine takes while no one disturbs it (a shared one can be two or three times as slow for a minute). A cost model is
 fitted to the steps, and the same loads are simulated. None of them is in the calibration: their lengths are spread
@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._record import record
-from minicache.cli.calibrate import Measurement, fit, measure, swap_seconds
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.request import RequestId
@@ -35,6 +34,7 @@ from minicache.scheduler import Scheduler, create_scheduler
 from minicache.simulator.costs import HostCost
 from minicache.simulator.serving import ServingSimulation
 from minicache.simulator.workload import SHAREGPT, Arrival, LengthDistribution, Workload, generate
+from minicache_cli.calibrate import Measurement, fit, measure, swap_seconds
 
 GOAL = 0.10
 REPEATS = 5

@@ -49,11 +49,11 @@ from minicache.engine.logprobs import ServedLLM
 from minicache.engine.picking import greedy
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
-from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
 from minicache.memory.blocks import blocks_for
 from minicache.model import MiniGPT, load_minigpt, save_minigpt
 from minicache.request import Request
 from minicache.scheduler import SchedulerOutput
+from minicache.serving.load import Endpoint, LoadRun, fixed_arrivals, make_requests
 
 GOAL = 0.15
 BATCHES = (1, 16, 64)
@@ -256,10 +256,10 @@ def serve(name: str, in_process: bool, wire: Connection) -> None:
     import threading
 
     from minicache.engine.async_engine import AsyncEngine
-    from minicache.replica import EngineClient, EngineOptions
-    from minicache.replica.process import starter
-    from minicache.server.app import create_app
-    from minicache.server.running import Server
+    from minicache.serving.http.app import create_app
+    from minicache.serving.http.running import Server
+    from minicache.serving.replica import EngineClient, EngineOptions
+    from minicache.serving.replica.process import starter
 
     torch.set_num_threads(1)
     engine: AsyncEngine | EngineClient

@@ -23,9 +23,9 @@ from mkdocs.structure.nav import Link, Navigation, Section
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-from minicache.course.table import Task, load_course
-from minicache.course.workspace import TABLE
 from minicache.palette import GRID, INK, PALETTE, Scheme
+from minicache_course.table import Task, load_course
+from minicache_course.workspace import TABLE
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent

@@ -40,9 +40,9 @@ from babel.messages import pofile
 from babel.messages.catalog import Catalog
 from mkdocs.utils import get_relative_url
 
-from minicache.course.table import Phase, Task, load_course
-from minicache.language import LOCALE
 from minicache.palette import PALETTE
+from minicache_course.language import LOCALE
+from minicache_course.table import Phase, Task, load_course
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:

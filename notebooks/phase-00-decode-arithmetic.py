@@ -9,7 +9,7 @@
 # %% alt="Tokens per second against batch size, both doubling, for Llama-3-8B on an A100-80GB, one line per context length. All start near 120 tokens per second. With 128 tokens of context the line rises to 20,000 at a batch of 256 and is flat from there; with 16,384 tokens it flattens below 1,000."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(0, mine=MINE)
 

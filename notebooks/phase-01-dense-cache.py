@@ -8,7 +8,7 @@
 # %% alt="Milliseconds for one more token against its position, from 1 to 256: full recomputation rises about fivefold, the KV cache stays flat."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(1, mine=MINE)
 

@@ -8,7 +8,7 @@
 # %% alt="Four stacked bars of shares of memory. Used: about 17 per cent under max, 29 under pow2, 41 under oracle, 77 when paged; the rest is reserved, internal, external or free."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(2, mine=MINE)
 

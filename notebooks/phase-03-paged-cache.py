@@ -9,7 +9,7 @@
 # %% alt="KiB against tokens. The dense cache has 1,024 KiB reserved from the first token on; the blocks of the paged cache rise in steps of 32 KiB close above the bytes in use."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(3, mine=MINE)
 

@@ -9,14 +9,14 @@
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 import os
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 os.environ["TRITON_INTERPRET"] = "1"  # with a GPU too: only the interpreter is traced
 nb.begin(4, mine=MINE)
 
 import torch
 from minicache.kernels import paged_decode_attention
-from minicache.kernels.tracer import trace
+from minicache_course.kernels.tracer import trace
 
 torch.manual_seed(0)
 
@@ -223,7 +223,7 @@ print("without:", [round(result, 3) for result in results["without"]])
 # scattered blocks of two, and NaN in the unused slot.
 
 # %%
-from minicache.kernels.tracer import unused_rows
+from minicache_course.kernels.tracer import unused_rows
 
 k_cache, v_cache = torch.zeros(2, 3, 2, 1, 4)
 for position in range(5):

@@ -8,7 +8,7 @@
 # %% alt="Two grids of six requests against steps. Static batching: D, E and F wait for 8 steps, and the last ends after 14. Continuous batching: D waits for 3 steps, E and F for 5, and the last ends after 11."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(5, mine=MINE)
 

@@ -8,7 +8,7 @@
 # %% alt="Four panels against the pool's size from 100 to 30 per cent: preemptions rise from 0 to 25 and stay near 20; tokens computed again likewise, to 3,000; the mean batch falls from 24 to 8; steps rise from 200 to 560."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(6, mine=MINE)
 

@@ -9,11 +9,11 @@
 # %% alt="Eight small bar charts, one for each incident, with the bug and right: largest batch 0 and 1; place of the first request 2 and 1; prefill tokens 17,000 and 170; tokens without a block 74 and 0, and 10 and 0; requests that never finished 2 and 0; feasible requests that failed 1 and 0; requests that never finished 2 and 0."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(7, mine=MINE)
 
-from minicache.scheduler.incidents.table import INCIDENTS, measure
+from minicache_course.incidents.table import INCIDENTS, measure
 
 COUNTERS = {
     "cap": ("largest batch", lambda c: c.max_batch_size),
@@ -116,7 +116,7 @@ nb.cells(found, "broken scheduler", "test", rows=names, legend=OUTCOMES)
 # %% alt="Prefill tokens against tokens to generate, from 0 to 200. With the bug a curve that bends upwards to 44,000, on which the formula's marks lie. Right: flat at 170."
 from minicache.request import Request
 from minicache.scheduler.drive import drive
-from minicache.scheduler.incidents.broken import StarvingScheduler, ThrashScheduler
+from minicache_course.incidents.broken import StarvingScheduler, ThrashScheduler
 
 LONG, SHORT = 120, 50
 sizes = list(range(10, 201, 10))

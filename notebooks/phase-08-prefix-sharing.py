@@ -9,7 +9,7 @@
 # %% alt="Per cent of the prompts' tokens that are found against blocks, from 128 to 8,192, doubling: from 13 it rises to 82 at 1,024 blocks, and stays at a ceiling of 84."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(8, mine=MINE)
 

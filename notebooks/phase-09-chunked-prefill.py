@@ -9,7 +9,7 @@
 # %% alt="Inter-token latency in milliseconds against seconds since the long prompt arrived, logarithmic. Whole: 13 throughout, except for one of 781. In chunks: 13, then a series of 46 to 56, then 13 again."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(9, mine=MINE)
 

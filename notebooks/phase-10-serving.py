@@ -9,7 +9,7 @@
 # %% alt="Tokens received against milliseconds, a line for each of four clients. The lines start 40 ms apart and rise side by side; the third ends at 15 tokens, the others at 60."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(10, mine=MINE)
 
@@ -116,8 +116,8 @@ import threading
 from contextlib import contextmanager
 
 from minicache.engine.logprobs import ServedLLM
-from minicache.server.app import create_app
-from minicache.server.running import Server
+from minicache.serving.http.app import create_app
+from minicache.serving.http.running import Server
 
 
 @contextmanager
@@ -265,7 +265,7 @@ import sys
 
 def bench(port, *options):
     """What `minicache bench serve --json` reports."""
-    command = [sys.executable, "-c", "from minicache.cli import app; app()", "bench", "serve"]
+    command = [sys.executable, "-c", "from minicache_cli import app; app()", "bench", "serve"]
     command += ["--url", f"http://127.0.0.1:{port}", "--json", "--num-output-tokens", "48"]
     command += map(str, options)
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@
 # %% alt="Replicas against requests on them, in two groups of bars. At random: 380 replicas have none, and up to 5 are on one. Two choices: 228 have none, 555 one, 206 two, 11 three, and none has more."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 
 nb.begin(11, mine=MINE)
 

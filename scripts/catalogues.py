@@ -26,20 +26,17 @@ from babel.messages.extract import extract_from_dir
 from rich.console import Console
 from typer.main import get_command
 
-from minicache.language import LABEL_WIDTH, LOCALE, places
+from minicache_course.language import LABEL_WIDTH, LOCALE, places
 
 ROOT = Path(__file__).resolve().parents[1]
 SPANISH = LOCALE / "es" / "LC_MESSAGES"
-COURSE = ROOT / "src" / "minicache" / "course"
+COURSE = ROOT / "src" / "minicache_course"
 
 MOST_MISSING = 0.05
 """The share of the messages that may lack their Spanish."""
 
-# Of the course's modules, those whose words only teachers and authors read.
-NOT_FOR_LEARNERS = (
-    "autograder", "classroom", "gradebook", "platforms", "sandbox", "scan", "server", "similarity", "submissions",
-    "wrong",
-)  # fmt: skip
+NOT_FOR_LEARNERS = ("notebook", "server", "wrong")
+"""Of the course's modules, those whose words are not translated."""
 
 # What Typer says by itself, in a help text or an error.
 TYPERS = (
@@ -166,12 +163,12 @@ def of_the_table(file: Path) -> Iterator[str]:
 
 def of_the_course() -> list[str]:
     """The messages of `course.po`."""
-    from minicache.course.results import Outcome
+    from minicache_course.results import Outcome
 
     modules = [file for file in sorted(COURSE.glob("*.py")) if file.stem not in NOT_FOR_LEARNERS]
-    modules.append(COURSE.parent / "language.py")
+    modules += [COURSE.parent / "minicache_teach" / f"{name}.py" for name in ("controls", "misnamed")]
     tests = sorted((ROOT / "tests").glob("phase-*/*.py"))
-    broken = ROOT / "src" / "minicache" / "scheduler" / "incidents" / "broken.py"
+    broken = COURSE / "incidents" / "broken.py"
     found = [*map(str, Outcome), *WORDS, *of_the_table(ROOT / "labs" / "course.toml")]
     for file in (*modules, *tests):
         found += told_by(file)
@@ -188,9 +185,9 @@ def _classes_of(file: Path) -> Iterator[str]:
 
 def of_the_command_line() -> list[str]:
     """The messages of `minicache.po`."""
-    from minicache.cli.commands import app
+    from minicache_cli.commands import app
 
-    found = [str(message) for _, _, message, *_ in extract_from_dir(ROOT / "src" / "minicache")]
+    found = [str(message) for _, _, message, *_ in extract_from_dir(ROOT / "src")]
     return list(dict.fromkeys([*found, *_helps(get_command(app)), *TYPERS]))
 
 

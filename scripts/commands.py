@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from minicache import language
+from minicache_course import language
 
 WIDTH = 76
 """Columns of a text block on a page."""
@@ -20,7 +20,7 @@ def main() -> None:
     import typer
     from typer.testing import CliRunner
 
-    from minicache.cli.commands import app
+    from minicache_cli.commands import app
 
     terminal = {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
     for path in commands(typer.main.get_command(app), ("minicache",)):

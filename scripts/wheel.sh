@@ -39,7 +39,7 @@ assert not {"torch", "numpy"} & sys.modules.keys()
 BlockPool(num_blocks=4, block_size=16).check()
 create_scheduler("paged", num_blocks=4)
 print(Tokenizer().vocab_size, "words in the language")
-for name in ("py.typed", "server/static/index.html", "server/static/live.js", "server/static/live.css"):
+for name in ("py.typed", *(f"serving/http/static/{each}" for each in ("index.html", "live.js", "live.css"))):
     assert files(minicache).joinpath(name).is_file(), f"the wheel has no {name}"
 PYTHON
 "$bin/minicache" generate "Yesterday I" # the shipped checkpoint

@@ -1,4 +1,4 @@
-// Shows what came of a grading: minicache.course.account, as elements.
+// Shows what came of a grading: minicache_course.account, as elements.
 
 import { say } from "./say.js";
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from babel.messages import pofile
 
-from minicache.language import languages
+from minicache_course.language import languages
 from scripts.browser import course
 
 HERE = Path(__file__).resolve().parent

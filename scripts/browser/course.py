@@ -9,32 +9,33 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minicache.course.install import CARRIED
-from minicache.course.table import Phase, Task, load_course
-from minicache.course.workspace import TABLE
-from minicache.language import LOCALE
+from minicache_course.install import CARRIED
+from minicache_course.language import LOCALE
+from minicache_course.starters import starter
+from minicache_course.table import Phase, Task, load_course
+from minicache_course.workspace import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "minicache"
+SOURCES = ROOT / "src"
 
 PURE = (
-    *("__init__.py", "lazy.py", "errors.py", "language.py", "palette.py", "request.py", "trace.py"),
-    *("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator"),
+    *(f"minicache/{name}.py" for name in ("__init__", "lazy", "errors", "palette", "request", "trace")),
+    *(f"minicache/{name}" for name in ("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator")),
+    *(f"minicache_course/{name}" for name in ("__init__.py", "errors.py", "incidents")),
 )
-"""What of `src/minicache` is pure standard library, as BLUEPRINT.md has it."""
+"""What of `src` is pure standard library, and what a playground runs."""
 
-PLUGINS = ("plugins/__init__.py", "plugins/adapter.py")
+PLUGINS = ("minicache/plugins/__init__.py", "minicache/plugins/adapter.py")
 """What is pure of the plug-ins: phase 11 builds it."""
 
-SEARCH = ("engine/__init__.py", "engine/beam.py")
+SEARCH = ("minicache/engine/__init__.py", "minicache/engine/beam.py")
 """What is pure of the engine, and the tests of phase 8 share."""
 
 GRADING = tuple(
-    f"course/{name}.py"
+    f"minicache_course/{name}.py"
     for name in (
-        *("__init__", "account", "checks", "controls", "effort", "encoding", "finder", "follow", "journal"),
-        *("pages", "plugin", "progress", "record", "results", "scenario", "seeds", "session", "stall", "table"),
-        *("values", "workspace"),
+        *("account", "checks", "effort", "encoding", "finder", "follow", "journal", "language", "pages", "plugin"),
+        *("progress", "record", "results", "scenario", "seeds", "session", "stall", "table", "values", "workspace"),
     )
 )
 """What a run of pytest and its account need."""
@@ -44,8 +45,8 @@ Files = Iterator[tuple[str, bytes]]
 
 def is_pure(task: Task) -> bool:
     """Whether a task can be graded without torch: whether the module that it asks for needs none."""
-    parts = task.module.split(".")[1:]
-    return parts[0] in PURE or "/".join(parts) + ".py" in PLUGINS
+    path = task.module.replace(".", "/")
+    return path.startswith(tuple(f"{name}/" for name in PURE)) or f"{path}.py" in PLUGINS
 
 
 def pure_tasks() -> dict[Phase, list[Task]]:
@@ -55,9 +56,9 @@ def pure_tasks() -> dict[Phase, list[Task]]:
 
 
 def package_files(names: Iterable[str]) -> Files:
-    """Modules and packages of `src/minicache`: path from the root of the repository, content."""
+    """Modules and packages of `src`: path from the root of the repository, content."""
     for name in names:
-        found = [PACKAGE / name] if name.endswith(".py") else (PACKAGE / name).rglob("*.py")
+        found = [SOURCES / name] if name.endswith(".py") else (SOURCES / name).rglob("*.py")
         for file in found:
             yield from _as_it_is(file)
 
@@ -80,8 +81,8 @@ def grading_files() -> Files:
                 continue
             yield from _as_it_is(file)
     for phase, tasks in pure_tasks().items():
-        for path, starter in starters(phase, tasks).items():
-            yield path, starter.encode()
+        for path, text in starters(phase, tasks).items():
+            yield path, text.encode()
 
 
 def table() -> str:
@@ -98,9 +99,11 @@ def table() -> str:
 
 
 def starters(phase: Phase, tasks: list[Task]) -> dict[str, str]:
-    """Path from the root of the repository → the starter there, of the files that the tasks are written in."""
-    paths = [f"labs/{phase.folder}/{task.file}" for task in tasks]
-    return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
+    """Path from the root of the repository → the starter, of the files that the tasks are written in.
+
+    They are generated: what lies in labs/ may be solved.
+    """
+    return {f"labs/{phase.folder}/{task.file}": starter(phase, task.module) for task in tasks}
 
 
 def spanish_files() -> Files:

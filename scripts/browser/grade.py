@@ -1,7 +1,7 @@
 """Grade a learner's files in a page: one run of pytest inside the page's Python, told to the page as it goes.
 
 The page ends a worker whose run is lost (an endless loop) and starts another, which gets what the runs before it
-said: as `minicache grade` does with processes (`minicache.course.grading`), and with the same record and account.
+said: as `minicache grade` does with processes (`minicache_course.grading`), and with the same record and account.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from minicache.course.account import account
-from minicache.course.journal import Event, Job, Journal
-from minicache.course.record import Record
-from minicache.course.results import Outcome
-from minicache.course.stall import Stack, where
-from minicache.course.workspace import open_workspace
+from minicache_course.account import account
+from minicache_course.journal import Event, Job, Journal
+from minicache_course.record import Record
+from minicache_course.results import Outcome
+from minicache_course.stall import Stack, where
+from minicache_course.workspace import open_workspace
 
 Post = Callable[[object], None]
 
-_PLUGINS = ("minicache.course.plugin", "_hypothesis_pytestplugin")
+_PLUGINS = ("minicache_course.plugin", "_hypothesis_pytestplugin")
 _NUM_STACKS = 5  # of a run that gives no sign of life
 _BETWEEN = 0.01  # seconds between two of them
 _NUM_JUMPS = 256  # between two looks at the clock
@@ -34,7 +34,7 @@ _NUM_JUMPS = 256  # between two looks at the clock
 def prepare() -> None:
     """Import what a run needs, before it is asked for: it takes as long as Python takes to start."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    for name in ("pytest", "hypothesis", *_PLUGINS, "minicache.course.session"):
+    for name in ("pytest", "hypothesis", *_PLUGINS, "minicache_course.session"):
         import_module(name)
 
 
@@ -104,7 +104,7 @@ class Watch:
     """
 
     def __init__(self, root: Path, patience: float, stalled: Callable[[list[Stack]], None]) -> None:
-        self._folders = tuple(f"{root}/{folder}/" for folder in ("labs", "tests", "src/minicache"))
+        self._folders = tuple(f"{root}/{folder}/" for folder in ("labs", "tests", "src"))
         self._patience = patience
         self._stalled = stalled
         self._stacks: list[Stack] = []

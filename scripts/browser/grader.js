@@ -36,8 +36,8 @@ export class Grader {
    * Grade. Rejects with `Stopped` when `stop` is called.
    *
    * @param {{phase: number, task: number | null, files: Object<string, string>}} asked
-   * @param {(event: object) => void} onEvent `minicache.course.journal.Event`s
-   * @returns {Promise<{account: object, passed: string[]}>} `minicache.course.account.Account`, ids of tasks
+   * @param {(event: object) => void} onEvent `minicache_course.journal.Event`s
+   * @returns {Promise<{account: object, passed: string[]}>} `minicache_course.account.Account`, ids of tasks
    */
   async grade(asked, onEvent = () => {}) {
     const told = [];

@@ -74,7 +74,7 @@ def store(figure: Figure, scheme: Scheme) -> None:
     import torch
 
     from minicache.kernels import store_kv
-    from minicache.kernels.tracer import trace
+    from minicache_course.kernels.tracer import trace
 
     cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 8)
     rows = torch.ones(len(SLOTS), 2, 8)
@@ -112,7 +112,7 @@ def gather(figure: Figure, scheme: Scheme) -> None:
     from triton import cdiv
 
     from minicache.kernels import gather as module
-    from minicache.kernels.tracer import trace
+    from minicache_course.kernels.tracer import trace
 
     cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 8)
     table = torch.tensor([*TABLE, 77])  # the last entry is undefined
@@ -163,7 +163,7 @@ def decode(figure: Figure, scheme: Scheme) -> None:
     import torch
 
     from minicache.kernels import decode as module
-    from minicache.kernels.tracer import trace
+    from minicache_course.kernels.tracer import trace
 
     num_blocks, block_size, head_dim = 8, 8, 256  # keys of 1,024 bytes: tiles of sixteen tokens
     tables = torch.tensor([[5, 1, 6, 3, 0], [2, 7, -1, -1, -1]])
@@ -213,7 +213,7 @@ def prefill_tiles(figure: Figure, scheme: Scheme) -> None:
 
     from minicache.kernels.decode import launch_options
     from minicache.kernels.prefill import paged_prefill_attention
-    from minicache.kernels.tracer import trace
+    from minicache_course.kernels.tracer import trace
 
     sequences = {"A": (37, 6), "B": (20, 1), "C": (18, 18)}  # tokens, and how many of them are new
     lengths, counts = zip(*sequences.values(), strict=True)

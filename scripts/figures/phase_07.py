@@ -20,11 +20,11 @@ from minicache.request import Request, RequestId
 from minicache.scheduler import FairScheduler, PagedScheduler, Scheduler
 from minicache.scheduler.drive import Tally, drive
 from minicache.scheduler.fair import STARVATION_BOUND, PriorityScheduler
-from minicache.scheduler.incidents.broken import ThrashScheduler
-from minicache.scheduler.incidents.case_3_thrash import FixedThrashScheduler
 from minicache.scheduler.observe import Observer, Recorder, observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.trace import TraceStep
+from minicache_course.incidents.broken import ThrashScheduler
+from minicache_course.incidents.case_3_thrash import FixedThrashScheduler
 from scripts.figures.phase_05 import role_of
 from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot
 

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
 from minicache.palette import INK, Scheme, color
-from minicache.server.streaming import sse_event
+from minicache.serving.http.streaming import sse_event
 from scripts.figures.style import TYPE_SIZE, Diagram, draw
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

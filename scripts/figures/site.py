@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from minicache.course.table import load_course
 from minicache.palette import PALETTE, Scheme
+from minicache_course.table import load_course
 from scripts.figures.style import TYPE_SIZE, Diagram, draw
 
 COURSE = load_course(Path(__file__).resolve().parents[2] / "labs" / "course.toml")

@@ -130,18 +130,6 @@ class WorkerDiedError(MinicacheError):
     """A worker process died; the results that it had reported are kept."""
 
 
-class LanguageError(MinicacheError):
-    """The command line does not speak this language."""
-
-
-class CourseError(MinicacheError):
-    """The course's table, files or a learner's request do not fit together."""
-
-
-class TamperingError(CourseError):
-    """A submission tampers with its grader, so its points are unknown."""
-
-
 def require_count(name: str, value: object, *, at_least: int = 1) -> None:
     """Refuse `value` unless it is a whole number, `at_least` or more.
 

@@ -24,7 +24,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "legend.frameon": False,
 }
-"""matplotlib's settings for all plots: of commands, and of notebooks (`minicache.notebook`)."""
+"""matplotlib's settings for all plots: of commands, and of notebooks (`minicache_course.notebook`)."""
 
 
 def save_plot(paint: Callable[[Figure], None], title: str, file: Path) -> None:

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minicache.course.account import account
-from minicache.course.grading import grade
-from minicache.course.server import PytestServer
-from minicache.course.workspace import open_workspace
+from minicache_course.account import account
+from minicache_course.grading import grade
+from minicache_course.server import PytestServer
+from minicache_course.workspace import open_workspace
 
 ROOT = Path(__file__).resolve().parents[2]
 

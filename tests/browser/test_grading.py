@@ -12,9 +12,9 @@ from scripts.browser import course
 from scripts.browser.build import archive
 from tests.browser.command_line import ROOT, on_the_command_line
 
-from minicache.course.server import PytestServer
-from minicache.course.table import Phase, load_course
-from minicache.course.workspace import reference_file
+from minicache_course.server import PytestServer
+from minicache_course.table import Phase, load_course
+from minicache_course.workspace import reference_file
 
 WHEELS = [line.split()[0] for line in (ROOT / "scripts/browser/wheels.txt").read_text().splitlines() if "==" in line]
 GLUE = """

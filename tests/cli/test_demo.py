@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache
-from minicache.cli.demo import NUM_TIMED, PROMPTS, app, burst, memory, speed
 from minicache.engine import llm
 from minicache.errors import MinicacheError
 from minicache.grammar import Tokenizer
 from minicache.trace import TraceStep
+from minicache_cli.demo import NUM_TIMED, PROMPTS, app, burst, memory, speed
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from minicache.cli.labs import use_labs
-from minicache.course import finder
-from minicache.course.finder import Lab
-from minicache.course.table import load_course
+from minicache_cli.labs import use_labs
+from minicache_course import finder
+from minicache_course.finder import Lab
+from minicache_course.table import load_course
 
 LABS = [
     Lab("minicache.cache.dense", Path.cwd() / "labs" / "one" / "dense.py", "", True),
@@ -63,7 +63,7 @@ def test_whose_files(monkeypatch: pytest.MonkeyPatch, labs: list[Lab], loaded: l
 
 @pytest.mark.parametrize("group", ["commands", "learn"])
 def test_a_command_line_that_is_loaded_leaves_each_module_to_the_learner(group: str) -> None:
-    code = f"import sys, minicache.cli.{group}; print(*sys.modules)"
+    code = f"import sys, minicache_cli.{group}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     course = load_course(Path(__file__).parents[2] / "labs" / "course.toml")
     assert {task.module for phase in course for task in phase.tasks} & set(done.stdout.split()) == set()

@@ -13,7 +13,7 @@ import pytest
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 
-from minicache import language
+from minicache_course import language
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
@@ -22,7 +22,7 @@ CHOICES = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
 def run(*arguments: str, status: int = 0, **chosen: str) -> str:
     """What `minicache arguments` prints where these of `CHOICES` are set."""
     environment = {name: value for name, value in os.environ.items() if name not in CHOICES} | chosen
-    command = [sys.executable, "-c", "from minicache.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from minicache_cli import main; main()", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"COLUMNS": "120"}, capture_output=True, text=True, check=False
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from minicache import cli
+import minicache_cli as cli
 from minicache.grammar import check_text, split_words
 from minicache.model import load_minigpt
 from minicache.model.checkpoint import SHIPPED_DRAFT
@@ -100,6 +100,6 @@ def test_train_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
 
 def test_help_needs_neither_torch_nor_an_extra() -> None:
     extras = {"fastapi", "libcst", "numba", "pytest", "transformers"}
-    code = f"import sys; from minicache.cli import app; print({extras | {'torch'}} & sys.modules.keys())"
+    code = f"import sys; from minicache_cli import app; print({extras | {'torch'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr

@@ -9,11 +9,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from minicache.cli import app
+from minicache_cli import app
 
 
 def test_without_its_extra_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['httpx'] = None; from minicache.cli import main; main()"
+    code = "import sys; sys.modules['httpx'] = None; from minicache_cli import main; main()"
     command = [sys.executable, "-c", code, "route", "--workers", "http://127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from minicache.cli import app
-from minicache.cli.advice import advice
 from minicache.errors import CheckpointError
-from minicache.replica.messages import CacheInfo, EngineInfo, EngineOptions
+from minicache.serving.replica.messages import CacheInfo, EngineInfo, EngineOptions
+from minicache_cli import app
+from minicache_cli.advice import advice
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["fastapi", "prometheus_client"])
 def test_without_its_extra_it_says_what_to_install(module: str) -> None:
     """In a process of its own: modules that were imported without it are no good to other tests."""
-    code = f"import sys; sys.modules[{module!r}] = None; from minicache.cli import main; main()"
+    code = f"import sys; sys.modules[{module!r}] = None; from minicache_cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert module in result.stderr

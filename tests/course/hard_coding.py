@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from minicache.course.workspace import reference_file
+from minicache_course.workspace import reference_file
 
 _TABLE = """
 

@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minicache.course.checks import CheckFailed, Outcome, call, short, that, told
 from minicache.errors import MemoryAccessError
+from minicache_course.checks import CheckFailed, Outcome, call, short, that, told
 
 EYE = torch.eye(3)
 

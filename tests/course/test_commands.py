@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.toys import COLOR, NBYTES, Toys
 from typer.testing import CliRunner
 
 from minicache import __version__
-from minicache.cli import app
-from minicache.cli.learn import names, phases_of
-from minicache.course.starters import write_all
-from minicache.errors import CourseError, MinicacheError
-
-from .conftest import COLOR, NBYTES, Toys
+from minicache.errors import MinicacheError
+from minicache_cli import app
+from minicache_cli.learn import names, phases_of
+from minicache_course.errors import CourseError
+from minicache_course.starters import write_all
 
 
 def run(*arguments: str, status: int = 0) -> str:
@@ -44,11 +44,11 @@ def test_a_learners_command_imports_no_other(toys: Toys) -> None:
     assert names() == learners
     code = """if True:
         import sys
-        from minicache.cli import main
+        from minicache_cli import main
         try:
             main()
         finally:
-            print("all" if "minicache.cli.commands" in sys.modules else "one")
+            print("all" if "minicache_cli.commands" in sys.modules else "one")
         """
     for arguments, imported in (["status"], "one"), (["simulate", "--help"], "all"), ([], "all"):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_in_a_line(toys: Toys, arguments: tuple[str
 
 
 def test_an_error_is_one_line_on_stderr(toys: Toys) -> None:
-    command = [sys.executable, "-c", "from minicache.cli import main; main()", "grade", "9"]
+    command = [sys.executable, "-c", "from minicache_cli import main; main()", "grade", "9"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "minicache: no phase '9': there are 0 (toys), 1 (later)\n"

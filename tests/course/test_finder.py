@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.toys import Toys
 
-from minicache.course.finder import LabFinder, import_labs, install, learners_line, uninstall
-from minicache.errors import CourseError
-
-from .conftest import Toys
+from minicache_course.errors import CourseError
+from minicache_course.finder import LabFinder, import_labs, install, learners_line, uninstall
 
 NAME = "minicache.no_such_module"
 OTHER = "minicache.no_such_other"
@@ -91,7 +90,7 @@ def test_a_line_is_found_in_a_learners_file_only(lab: tuple[LabFinder, Path]) ->
 
 
 MINE = """
-from minicache.course.finder import install_finished_labs
+from minicache_course.finder import install_finished_labs
 labs = install_finished_labs(lambda lab: print("loads", lab.module, lab.missing or "mine"))
 print(*(lab.missing or "mine" for lab in labs), sep="; ")
 import minicache.arithmetic.arithmetic
@@ -100,9 +99,9 @@ print(minicache.arithmetic.arithmetic.__file__)
 
 
 def test_finished_labs_stand_in_for_every_command(toys: Toys) -> None:
-    from minicache.course.grading import grade
-    from minicache.course.progress import Progress
-    from minicache.course.workspace import reference_file
+    from minicache_course.grading import grade
+    from minicache_course.progress import Progress
+    from minicache_course.workspace import reference_file
 
     def whose() -> list[str]:
         done = subprocess.run([sys.executable, "-c", MINE], capture_output=True, text=True, check=True)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.cache import KVCache
-from minicache.course import scenario
-from minicache.course.checks import call, that
-from minicache.course.follow import following, following_schedulers
 from minicache.request import Request
 from minicache.scheduler import ContinuousBatchScheduler
+from minicache_course import scenario
+from minicache_course.checks import call, that
+from minicache_course.follow import following, following_schedulers
 
 
 class Shelf:

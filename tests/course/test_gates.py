@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.results import Outcome
-from minicache.course.server import PytestServer, preload_for
-from minicache.course.starters import starter
-from minicache.course.table import Phase, Task
-from minicache.course.workspace import RECORD, open_workspace
-from minicache.course.wrong import Wrong, grade_solution, grade_wrong, load_wrong
+from minicache_course.results import Outcome
+from minicache_course.server import PytestServer, preload_for
+from minicache_course.starters import starter
+from minicache_course.table import Phase, Task
+from minicache_course.workspace import RECORD, open_workspace
+from minicache_course.wrong import Wrong, grade_solution, grade_wrong, load_wrong
 
 WORKSPACE = open_workspace(Path(__file__).parents[2])
 PHASES = [phase for phase in WORKSPACE.course if phase.tasks]

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+from tests.toys import COLOR, NBYTES, Toys
 
-from minicache.course import grading
-from minicache.course.results import Outcome, PhaseResult
-from minicache.course.server import PytestServer
-from minicache.errors import CourseError
-
-from .conftest import COLOR, NBYTES, Toys
+from minicache_course import grading
+from minicache_course.errors import CourseError
+from minicache_course.results import Outcome, PhaseResult
+from minicache_course.server import PytestServer
 
 Grade = Callable[..., PhaseResult]
 
@@ -246,7 +245,7 @@ def test_parameters_belong_to_the_title(toys: Toys, grade: Grade) -> None:
 def test_hypothesis_tells_its_example_and_nothing_of_the_grader(toys: Toys, grade: Grade) -> None:
     (toys.tests / "test_task_2_bytes.py").write_text(
         "from hypothesis import given, settings\nfrom hypothesis import strategies as st\n"
-        "from minicache.arithmetic.arithmetic import dtype_nbytes\nfrom minicache.course.checks import call\n\n"
+        "from minicache.arithmetic.arithmetic import dtype_nbytes\nfrom minicache_course.checks import call\n\n"
         "@settings(database=None)\n@given(n=st.integers(0, 9), text=st.just('a # b'))\ndef test_it(n, text):\n"
         "    call(dtype_nbytes, 'float16').gives(2 if n < 4 else 3)\n"
     )
@@ -297,8 +296,8 @@ def test_what_cannot_be_graded_is_refused(toys: Toys, grade: Grade) -> None:
 def test_a_check_is_told_before_an_error_on_the_way_and_with_its_scenario(toys: Toys, grade: Grade) -> None:
     (toys.tests / "test_task_2_bytes.py").write_text(
         "from minicache.arithmetic.arithmetic import dtype_nbytes\n"
-        "from minicache.course import scenario\n"
-        "from minicache.course.checks import call\n\n"
+        "from minicache_course import scenario\n"
+        "from minicache_course.checks import call\n\n"
         "def test_on_the_way():\n    scenario.given('lost')\n    {}[dtype_nbytes('float16')]\n\n"
         "def test_it():\n"
         "    scenario.given('a number')\n"

@@ -7,18 +7,22 @@ import os
 import shutil
 import tomllib
 from configparser import ConfigParser
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.toys import TABLE
 from typer.testing import CliRunner
 
-from minicache.cli import app, learn
-from minicache.course import install
-from minicache.course.install import CARRIED, PYTEST_INI, init, update
-from minicache.course.pages import address
-from minicache.course.starters import starter
-from minicache.course.workspace import CHECKOUT, is_edited, open_workspace, read_record
-from minicache.errors import CourseError
+from minicache_cli import app, learn
+from minicache_course import install
+from minicache_course.errors import CourseError
+from minicache_course.install import CARRIED, PYTEST_INI, init, update
+from minicache_course.pages import address
+from minicache_course.progress import Progress, TaskRecord
+from minicache_course.results import Outcome
+from minicache_course.starters import starter
+from minicache_course.workspace import CHECKOUT, fingerprint, is_edited, open_workspace, read_record
 
 DENSE = "labs/phase-01-dense-cache/cache/dense.py"
 NOTEBOOK = "notebooks/phase-01-dense-cache.ipynb"
@@ -201,6 +205,38 @@ def test_a_file_that_is_missing_comes_back(course: dict[str, bytes]) -> None:
     assert Path(DENSE).read_bytes() == course[DENSE]
 
 
+def test_a_file_whose_module_has_moved_is_carried_over_with_what_it_has_passed(
+    course: dict[str, bytes],
+) -> None:
+    old, new = (f"labs/phase-10-serving/{folder}/streaming.py" for folder in ("server", "serving/http"))
+    first = b"from minicache.server.streaming import STREAM  # starter"
+    course[old] = first
+    assert done() == {old: "new"}
+    mine = "from minicache.server.streaming import STREAM  # mine"
+    Path(old).write_text(mine)
+    record = TaskRecord(Outcome.PASSED, 10, fingerprint(Path(old)), "2026-01-01T00:00:00")
+    course["labs/course.toml"] = TABLE.encode()
+    Path("labs/course.toml").write_text(TABLE)
+    saved = Progress.load(open_workspace(Path.cwd()))
+    saved.tasks["10.1"] = record
+    saved.save()
+    del course[old]
+    course[new] = b"from minicache.serving.http.streaming import STREAM  # starter"
+
+    changes = [change for change in update(Path.cwd()) if change.file == new]
+
+    assert [Path(each).read_bytes().decode() for each in (new, changes[1].beside or "")] == [
+        "from minicache.serving.http.streaming import STREAM  # mine",
+        course[new].decode(),
+    ]
+    assert not Path(old).exists()
+    assert changes[0].what.startswith(f"moved here from {old}, its imports brought up to date; as it was: ")
+    assert Path(changes[0].what.split("as it was: ")[1]).read_text() == mine
+    carried = Progress.load(open_workspace(Path.cwd())).tasks["10.1"]
+    assert carried == replace(record, sha256=fingerprint(Path(new)))
+    assert done() == {}
+
+
 def test_an_update_that_cannot_write_changes_nothing(course: dict[str, bytes]) -> None:
     Path(DENSE).write_text("edited")
     before = tree(Path.cwd())
@@ -218,12 +254,12 @@ def test_an_update_that_was_killed_is_finished_by_the_next(
     Path(NOTEBOOK).write_text("edited")
     course |= {name: f"{name}, second".encode() for name in (DENSE, NOTEBOOK, "tests/conftest.py")}
     del course[TEST]
-    replace, unlink, left = os.replace, Path.unlink, iter(range(survived))
+    move, unlink, left = os.replace, Path.unlink, iter(range(survived))
 
     def dying(*arguments: Path) -> None:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        (replace if len(arguments) == 2 else unlink)(*arguments)
+        (move if len(arguments) == 2 else unlink)(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dying)

@@ -7,17 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.toys import COLOR, NBYTES, Toys
 
-from minicache.course.starters import write_all
-
-from .conftest import COLOR, NBYTES, Toys
+from minicache_course.starters import write_all
 
 YOURS = ["yours: labs/phase-00-toys/palette.py", "yours: labs/phase-00-toys/arithmetic/arithmetic.py"]
 FILE = "import minicache.palette as p; print(p.__file__)"
 
 
-MINICACHE = ("-c", "from minicache.cli import main; main()")
-ITSELF = ("-m", "minicache.course.interpreter")  # what the command becomes
+MINICACHE = ("-c", "from minicache_cli import main; main()")
+ITSELF = ("-m", "minicache_course.interpreter")  # what the command becomes
 
 
 def python(

@@ -6,11 +6,10 @@ import csv
 from pathlib import Path
 
 import pytest
+from tests.toys import COLOR, NBYTES, Toys
 from typer.testing import CliRunner
 
-from minicache.cli.commands import app
-
-from .conftest import COLOR, NBYTES, Toys
+from minicache_cli.commands import app
 
 SUBMISSIONS: dict[str, dict[str, bytes]] = {
     "right": {"palette.py": COLOR.encode(), "arithmetic.py": NBYTES.encode()},

@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from minicache import notebook as nb
-from minicache.errors import CourseError
+from minicache_course import notebook as nb
+from minicache_course.errors import CourseError
 
 
 def test_a_notebook_runs_the_learners_files_when_asked() -> None:
     code = """
-from minicache import notebook as nb
+from minicache_course import notebook as nb
 nb.begin(0, mine=True)
 import minicache.arithmetic.arithmetic as module
 print(module.__file__)

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.toys import COLOR, NBYTES, Toys
 
-from minicache.course.journal import Job
-from minicache.course.server import PytestServer
-
-from .conftest import COLOR, NBYTES, Toys
+from minicache_course.journal import Job
+from minicache_course.server import PytestServer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,6 +138,6 @@ def test_mine_without_a_phase_is_refused(toys: Toys) -> None:
 
 
 def test_the_plugin_brings_in_nothing_heavy() -> None:
-    code = "import minicache.course.plugin, sys; print({'torch', 'numpy', 'libcst', 'rich'} & set(sys.modules))"
+    code = "import minicache_course.plugin, sys; print({'torch', 'numpy', 'libcst', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -10,14 +10,13 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 from rich.console import Console
+from tests.toys import Toys
 
-from minicache.course.progress import Progress
-from minicache.course.report import print_result, print_way_on, write_gradescope, write_junit
-from minicache.course.results import Outcome, PhaseResult, TaskResult, TestResult
-from minicache.course.table import Course, Phase
-from minicache.errors import CourseError
-
-from .conftest import Toys
+from minicache_course.errors import CourseError
+from minicache_course.progress import Progress
+from minicache_course.report import print_result, print_way_on, write_gradescope, write_junit
+from minicache_course.results import Outcome, PhaseResult, TaskResult, TestResult
+from minicache_course.table import Course, Phase
 
 BAD_OUTCOME = '{"tasks": {"0.1": {"outcome": "splendid", "sha256": "", "graded_at": ""}}, "hints": {}}'
 

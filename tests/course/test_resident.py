@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.toys import Toys
 
-from minicache.course import resident
-from minicache.course.journal import Job
-from minicache.course.resident import ResidentServer
-from minicache.course.server import Child
+from minicache_course import resident
+from minicache_course.journal import Job
+from minicache_course.resident import ResidentServer
+from minicache_course.server import Child
 
-from .conftest import Toys
 from .test_server import is_alive, wait_for_the_end
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is a resident server on Linux only")
@@ -160,7 +160,7 @@ def test_a_server_whose_socket_is_gone_ends(sockets: Path, tell) -> None:
     wait_for_the_end(int(first))
 
 
-GRADE = "from minicache.cli import main; main()"
+GRADE = "from minicache_cli import main; main()"
 SPIN = """
 import os
 from pathlib import Path

@@ -7,18 +7,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.toys import Toys
 from typer.testing import CliRunner
 
-from minicache.cli.commands import app
-from minicache.course import seeds
-from minicache.course.grading import grade
-from minicache.course.results import Outcome, PhaseResult
-from minicache.course.server import PytestServer, preload_for
-from minicache.course.table import Phase
-from minicache.course.workspace import open_workspace
-from minicache.course.wrong import Wrong, grade_solution, load_wrong
+from minicache_cli.commands import app
+from minicache_course import seeds
+from minicache_course.grading import grade
+from minicache_course.results import Outcome, PhaseResult
+from minicache_course.server import PytestServer, preload_for
+from minicache_course.table import Phase
+from minicache_course.workspace import open_workspace
+from minicache_course.wrong import Wrong, grade_solution, load_wrong
 
-from .conftest import Toys
 from .hard_coding import hard_coded
 
 WORKSPACE = open_workspace(Path(__file__).parents[2])
@@ -29,8 +29,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from minicache.arithmetic.arithmetic import dtype_nbytes
-from minicache.course.checks import call
-from minicache.course.seeds import fresh, one_of
+from minicache_course.checks import call
+from minicache_course.seeds import fresh, one_of
 
 def test_drawn():
     """A number from a generator."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.journal import Job
-from minicache.course.server import Child, PytestServer
 from minicache.kernels import runtime
+from minicache_course.journal import Job
+from minicache_course.server import Child, PytestServer
 
 ARGUMENTS = ["-q", "-p", "no:cacheprovider"]
 
@@ -94,8 +94,8 @@ def test_a_signal_goes_to_the_run_alone(tests: Path) -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
-from minicache.course.journal import Job
-from minicache.course.server import PytestServer
+from minicache_course.journal import Job
+from minicache_course.server import PytestServer
 
 with PytestServer() as server:
     folder = Path(sys.argv[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.stall import Stopwatch, stacks, where
+from minicache_course.stall import Stopwatch, stacks, where
 
 CODE = """async def serve(queue):
     for item in queue:

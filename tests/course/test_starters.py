@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.toys import COLOR, Toys
 
-from minicache.course.starters import drifted, restore, starter, strip, write_all
-from minicache.course.table import Task
-from minicache.course.workspace import is_edited
-from minicache.errors import CourseError
-
-from .conftest import COLOR, Toys
+from minicache_course.errors import CourseError
+from minicache_course.starters import drifted, restore, starter, strip, write_all
+from minicache_course.table import Task
+from minicache_course.workspace import is_edited
 
 REFERENCE = '''"""A module."""
 
@@ -110,13 +109,13 @@ def test_a_target_that_is_not_there_or_not_documented_is_refused() -> None:
 
 def test_a_target_may_start_from_a_bug() -> None:
     """The body of another function, under the reference's signature and docstring, with the imports that it needs."""
-    where = "minicache.scheduler.incidents.broken:LivelockScheduler.schedule_waiting"
+    where = "minicache_course.incidents.broken:LivelockScheduler.schedule_waiting"
     mend = Task(3, 1, "Mend", "minicache.x", ("first",), 1, "docs/en/page.md", (), (("first", where),))
     text = strip(REFERENCE, [mend])
     assert 'def first(x: int) -> int:\n    """Double x."""\n    # phase 3, task 1: Mend; read docs/en/page.md.' in text
     assert "    while queue and len(self.running) < self.max_num_seqs" in text
     assert "import os\nfrom collections import deque\nfrom minicache.errors import LivelockError\n" in text
-    assert "from minicache.scheduler.incidents.broken import SPIN_LIMIT\n" in text
+    assert "from minicache_course.incidents.broken import SPIN_LIMIT\n" in text
     assert "import ForkingScheduler" not in text
     assert "_helper" not in text
     compile(text, "starter", "exec")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 import pytest
+from tests.toys import TABLE, Toys
 
-from minicache.course.table import load_course
-from minicache.course.workspace import find_workspace, open_workspace
-from minicache.errors import CourseError
-
-from .conftest import TABLE, Toys
+from minicache_course.errors import CourseError
+from minicache_course.table import load_course
+from minicache_course.workspace import find_workspace, open_workspace
 
 
 def test_what_the_table_says(toys: Toys) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from minicache.course.checks import call, is_not_written
-from minicache.course.doctor import examine
-from minicache.course.grading import grade
-from minicache.course.report import print_result
-from minicache.course.results import Outcome
-from minicache.course.workspace import open_workspace
+from minicache_course.checks import call, is_not_written
+from minicache_course.doctor import examine
+from minicache_course.grading import grade
+from minicache_course.report import print_result
+from minicache_course.results import Outcome
+from minicache_course.workspace import open_workspace
 
 ROOT = Path(__file__).parents[2]
 NOT_WRITTEN = "phase 4, task 1: Store; read docs/en/phase-04-triton-kernels/lab/00-store-and-gather.md"

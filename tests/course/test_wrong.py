@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.toys import Toys
 
-from minicache.course.server import PytestServer
-from minicache.course.wrong import grade_wrong, load_wrong
-from minicache.errors import CourseError
-
-from .conftest import Toys
+from minicache_course.errors import CourseError
+from minicache_course.server import PytestServer
+from minicache_course.wrong import grade_wrong, load_wrong
 
 WRONG = """
 [[wrong]]

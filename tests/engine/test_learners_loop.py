@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.workspace import reference_file
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
+from minicache_course.workspace import reference_file
 
 PROMPTS = ["Yesterday I", "the cat saw the dog and the cat saw the", "They"]
 OPTIONS: dict[str, dict[str, object]] = {
@@ -20,7 +20,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 CODE = """
 import json, sys
 from pathlib import Path
-from minicache.course.finder import install
+from minicache_course.finder import install
 install({"minicache.engine.loop": Path(sys.argv[1])})
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams

@@ -27,11 +27,11 @@ from minicache.grammar import Tokenizer
 from minicache.model import Decoder, DecoderConfig, MiniGPT, load_minigpt
 from minicache.model.checkpoint import SHIPPED_DRAFT
 from minicache.model.training import draft_config
-from minicache.replica.llm import make_llm
-from minicache.replica.messages import EngineOptions
-from minicache.replica.stats import SchedulerStats
 from minicache.scheduler import ChunkedPrefillScheduler, SpeculativeScheduler
 from minicache.scheduler.audit_speculation import SpeculationAuditor
+from minicache.serving.replica.llm import make_llm
+from minicache.serving.replica.messages import EngineOptions
+from minicache.serving.replica.stats import SchedulerStats
 
 DRAFTERS = ("ngram", "minigpt-draft")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from minicache.course.effort import effort
 from minicache.fleet import Membership, create_router, route_tokens
+from minicache_course.effort import effort
 
 REQUEST = route_tokens("r", range(640))
 

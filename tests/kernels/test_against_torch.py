@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from minicache.kernels import gather_kv, paged_decode_attention, paged_prefill_attention, runtime, store_kv
 from minicache.kernels.quantize import dequantize_rows, quantize_rows
-from minicache.kernels.tracer import Log, trace, unused_entries, unused_rows
+from minicache_course.kernels.tracer import Log, trace, unused_entries, unused_rows
 
 NOBODY = 2**31 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -282,7 +282,7 @@ def test_a_learners_file_is_never_passed_over_for_a_compiled_kernel(tmp_path):
     code = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from minicache.course import finder\n"
+        "from minicache_course import finder\n"
         f"finder.install({{'minicache.kernels.plain': Path({str(file)!r})}})\n"
         "from minicache import kernels\n"
         "q, cache = torch.zeros(1, 2, 8), torch.zeros(1, 4, 2, 8)\n"

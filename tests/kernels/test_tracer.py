@@ -11,7 +11,7 @@ from minicache.kernels import gather_kv, paged_decode_attention, store_kv
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from minicache.kernels.tracer import Access, Forbidden, trace, unused_entries, unused_rows  # noqa: E402
+from minicache_course.kernels.tracer import Access, Forbidden, trace, unused_entries, unused_rows  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

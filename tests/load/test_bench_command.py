@@ -13,7 +13,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from minicache import cli
+import minicache_cli as cli
 from minicache.simulator.costs import HostCost
 
 
@@ -195,7 +195,7 @@ def test_ctrl_c_reports_what_was_answered(fake):
     with fake.run(answer) as server:
         # Anyone who runs tests in the background may have SIGINT ignored, and so would the client.
         code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        code += "from minicache.cli import main; main()"
+        code += "from minicache_cli import main; main()"
         options = ("--num-requests", "3", "--max-in-flight", "1", "--num-output-tokens", "1", "--url", server.url)
         command = [sys.executable, "-c", code, "bench", "serve", *options]
         client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from minicache.errors import LoadClientError
-from minicache.load import Endpoint, LoadRun, fetch_model, fixed_arrivals, make_requests, reach
+from minicache.serving.load import Endpoint, LoadRun, fetch_model, fixed_arrivals, make_requests, reach
 from minicache.simulator.workload import Arrival
 
 FIRST, GAP, LAST = 0.08, 0.03, 0.15

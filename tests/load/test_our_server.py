@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from minicache import cli
+import minicache_cli as cli
 from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.logprobs import ServedLLM
-from minicache.load import Endpoint, LoadRun, fixed_arrivals, make_requests
-from minicache.server.app import create_app
-from minicache.server.running import Server
+from minicache.serving.http.app import create_app
+from minicache.serving.http.running import Server
+from minicache.serving.load import Endpoint, LoadRun, fixed_arrivals, make_requests
 
 
 @pytest.fixture(scope="module")

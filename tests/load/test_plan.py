@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from minicache.grammar import Tokenizer
-from minicache.load import fit_workload, fixed_arrivals, make_requests, workload_arrivals
+from minicache.serving.load import fit_workload, fixed_arrivals, make_requests, workload_arrivals
 from minicache.simulator.workload import ALPACA, AZURE_CODE, SHAREGPT, generate
 
 

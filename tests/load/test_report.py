@@ -7,8 +7,17 @@ from array import array
 
 import pytest
 
-from minicache.load import Endpoint, LoadReport, LoadRun, Outcome, compare, fixed_arrivals, make_requests, predict
 from minicache.scheduler import create_scheduler
+from minicache.serving.load import (
+    Endpoint,
+    LoadReport,
+    LoadRun,
+    Outcome,
+    compare,
+    fixed_arrivals,
+    make_requests,
+    predict,
+)
 from minicache.simulator.costs import FixedCost
 from minicache.simulator.workload import Arrival
 

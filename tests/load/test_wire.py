@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache.load.wire import MAX_HEAD_NBYTES, EventReader, ResponseReader, WireError
+from minicache.serving.load.wire import MAX_HEAD_NBYTES, EventReader, ResponseReader, WireError
 
 PLAIN = b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\nX: a\r\n\r\nhello"
 CHUNKED = (

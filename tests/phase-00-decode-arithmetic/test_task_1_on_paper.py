@@ -1,7 +1,7 @@
 """Phase 0, task 1: the numbers worked by hand. A wrong one gets a diagnosis, never the answer."""
 
 from minicache.arithmetic import paper
-from minicache.course.checks import call
+from minicache_course.checks import call
 
 EXACT = 0.0
 KEYS_ONLY = "a token leaves a key and a value"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from minicache.arithmetic import specs
 from minicache.arithmetic.arithmetic import cache_bytes_per_token, dtype_nbytes, kv_bytes_per_token, mla_bytes_per_token
-from minicache.course.checks import call
-from minicache.course.seeds import one_of
+from minicache_course.checks import call
+from minicache_course.seeds import one_of
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 

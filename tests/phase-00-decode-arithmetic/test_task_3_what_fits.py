@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from minicache.arithmetic import specs
 from minicache.arithmetic.arithmetic import cache_capacity_tokens, max_concurrent_sequences, weight_bytes
 from minicache.arithmetic.specs import GIB
-from minicache.course.checks import call, that
-from minicache.course.seeds import one_of
+from minicache_course.checks import call, that
+from minicache_course.seeds import one_of
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 

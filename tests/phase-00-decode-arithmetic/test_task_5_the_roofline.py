@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from minicache.arithmetic import specs
 from minicache.arithmetic.arithmetic import attainable_flops, is_memory_bound, ridge_point, step_seconds
 from minicache.arithmetic.specs import Accelerator
-from minicache.course.checks import call, that
-from minicache.course.seeds import one_of
+from minicache_course.checks import call, that
+from minicache_course.seeds import one_of
 
 TIMES = one_of(1, [2, 4, 8, 16])  # under a secret seed, the accelerators are so many times as fast
 TOY = Accelerator("toy", memory_bytes=1024, bandwidth=TIMES * 4.0, peak_flops=TIMES * 32.0)  # its ridge: 8 FLOP/byte

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from minicache.arithmetic import specs
 from minicache.arithmetic.arithmetic import break_even_batch
 from minicache.arithmetic.specs import Accelerator, Transformer
-from minicache.course.checks import call, that
-from minicache.course.seeds import one_of
+from minicache_course.checks import call, that
+from minicache_course.seeds import one_of
 
 NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 

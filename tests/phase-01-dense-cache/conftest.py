@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minicache.cache.dense import KVCache
-from minicache.course.follow import following
-from minicache.course.seeds import fresh
+from minicache_course.follow import following
+from minicache_course.seeds import fresh
 
 Rows = Callable[..., Tensor]
 Attention = Callable[..., Tensor]

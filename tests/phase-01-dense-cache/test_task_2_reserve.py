@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minicache.cache.dense import KVCache
-from minicache.course.checks import call, that
+from minicache_course.checks import call, that
 
 SIZES = {"num_layers": 3, "batch_size": 2, "num_kv_heads": 5, "max_seq_len": 7, "head_dim": 11}
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.cache.dense import KVCache
-from minicache.course.checks import call, that
+from minicache_course.checks import call, that
 
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minicache.cache.dense import KVCache
-from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError
+from minicache_course.checks import call, that
 
 LAYERS, BATCH, HEADS, MAX_SEQ_LEN, HEAD_DIM = 3, 2, 2, 6, 4
 STATES = {"empty": 0, "three tokens": 3, "three tokens, layer 0 of the next two": 3}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from minicache.cache.dense import KVCache
-from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError
+from minicache_course.checks import call, that
 
 
 def run_pass(cache, rows, layers=2):

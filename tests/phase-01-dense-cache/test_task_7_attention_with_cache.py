@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from minicache.cache.attention import attention_with_cache
 from minicache.cache.dense import KVCache
-from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError
+from minicache_course.checks import call, that
 
 repeatable = settings(max_examples=30, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

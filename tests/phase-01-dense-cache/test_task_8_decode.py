@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.cache.dense import KVCache
-from minicache.course import scenario
-from minicache.course.checks import call, that
 from minicache.engine.decoding import decode
 from minicache.errors import CacheOverflowError
 from minicache.model import MiniGPT, MiniGPTConfig
+from minicache_course import scenario
+from minicache_course.checks import call, that
 
 VOCAB = 97
 repeatable = settings(max_examples=40, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from minicache.course.follow import following
 from minicache.memory.reservation import BuddyAllocator, ContiguousReservation
+from minicache_course.follow import following
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import one_of
 from minicache.errors import OutOfSlotsError
 from minicache.memory.reservation import BuddyAllocator
+from minicache_course.checks import call, that
+from minicache_course.seeds import one_of
 
 repeatable = settings(max_examples=80, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import one_of
 from minicache.memory.reservation import reservation
+from minicache_course.checks import call, that
+from minicache_course.seeds import one_of
 
 repeatable = settings(max_examples=100, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

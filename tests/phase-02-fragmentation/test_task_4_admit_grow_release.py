@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError, OutOfSlotsError
 from minicache.memory.reservation import ContiguousReservation, Reservation
+from minicache_course.checks import call, that
 
 POLICIES = ["max", "pow2", "oracle"]
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
 from minicache.errors import CacheOverflowError, OutOfSlotsError
 from minicache.memory.reservation import ContiguousReservation, MemoryUse
+from minicache_course.checks import call, that
 
 repeatable = settings(max_examples=80, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.follow import following
 from minicache.memory.blocks import BlockPool, BlockTable
+from minicache_course.follow import following
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from minicache.cache.paged import PagedKVCache, PagedStorage
-from minicache.course.seeds import fresh
 from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
+from minicache_course.seeds import fresh
 
 PHASE_1 = Path(__file__).parents[1] / "phase-01-dense-cache"
 

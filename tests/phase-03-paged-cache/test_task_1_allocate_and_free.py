@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import one_of
 from minicache.errors import OutOfBlocksError
 from minicache.memory.blocks import BlockPool, blocks_for
+from minicache_course.checks import call, that
+from minicache_course.seeds import one_of
 
 NO_INTS = [2.0, "2", None, True]
 SIZE = one_of(16, range(17, 40))  # of a block; the pool counts blocks only

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache.course.checks import CheckFailed, call, that, told
-from minicache.course.seeds import one_of
 from minicache.errors import InvariantError, OutOfBlocksError
 from minicache.memory.blocks import BlockPool
+from minicache_course.checks import CheckFailed, call, that, told
+from minicache_course.seeds import one_of
 
 SIZE = one_of(16, range(17, 40))  # of a block; the pool counts blocks only
 

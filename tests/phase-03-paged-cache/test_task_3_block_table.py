@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
 from minicache.errors import OutOfBlocksError, SharedBlockError
 from minicache.memory.blocks import BlockPool, BlockTable
+from minicache_course.checks import call, that
 
 NO_INTS = [2.0, "2", None, True]
 

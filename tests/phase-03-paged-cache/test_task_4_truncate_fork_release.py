@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from minicache.course.checks import CheckFailed, call, short, that
 from minicache.errors import OutOfBlocksError, SharedBlockError
 from minicache.memory.blocks import BlockPool, BlockTable
+from minicache_course.checks import CheckFailed, call, short, that
 
 
 def filled(num_tokens, *, num_blocks=6, block_size=4):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course import scenario
-from minicache.course.checks import call, that
 from minicache.kernels.plain import gather_kv, store_kv
+from minicache_course import scenario
+from minicache_course.checks import call, that
 
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from minicache.cache import paged
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache, PagedStorage
-from minicache.course.checks import CheckFailed, call, short, that
 from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError
 from minicache.memory.blocks import BlockPool, BlockTable
+from minicache_course.checks import CheckFailed, call, short, that
 
 repeatable = settings(max_examples=40, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

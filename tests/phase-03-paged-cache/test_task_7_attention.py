@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
 from minicache.kernels.plain import paged_decode_attention, paged_prefill_attention
+from minicache_course.checks import call, that
 
 repeatable = settings(max_examples=40, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.cache.paged import PagedStorage, RaggedStep
-from minicache.course.checks import call, that
 from minicache.errors import OutOfBlocksError, SharedBlockError
 from minicache.memory.blocks import BlockPool, BlockTable
 from minicache.model import MiniGPT, MiniGPTConfig
+from minicache_course.checks import call, that
 
 repeatable = settings(max_examples=40, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from minicache.cache.paged import PagedKVCache
-from minicache.course.follow import following
-from minicache.course.seeds import fresh
+from minicache_course.follow import following
+from minicache_course.seeds import fresh
 
 _spec = spec_from_file_location(
     "conftest_of_phase_1", Path(__file__).parents[1] / "phase-01-dense-cache" / "conftest.py"

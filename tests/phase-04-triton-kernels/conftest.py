@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minicache.course.checks import call, short, that
-from minicache.course.seeds import fresh
 from minicache.errors import MemoryAccessError
 from minicache.kernels import paged_decode_attention, paged_prefill_attention, runtime
-from minicache.kernels.tracer import Access, Forbidden, Log, Program, trace, unused_entries, unused_rows
+from minicache_course.checks import call, short, that
+from minicache_course.kernels.tracer import Access, Forbidden, Log, Program, trace, unused_entries, unused_rows
+from minicache_course.seeds import fresh
 
 NO_BLOCK = 2**31 - 1
 """The tail of a block table holds this invalid block id."""
@@ -688,7 +688,7 @@ def attends_over(device) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         __tracebackhide__ = True
-        from minicache.kernels.one_head import attend_one_head  # imported only when Triton is known to run here
+        from minicache_course.kernels.one_head import attend_one_head  # imported only when Triton is known to run here
 
         if q is None:
             q = torch.randn(len(positions), one.k_cache.shape[3]).to(device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minicache.course.checks import call, that
 from minicache.kernels import gather_kv
+from minicache_course.checks import call, that
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from minicache.course.checks import call, that
+from minicache_course.checks import call, that
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def attends(device, watching):
 
     def run(q, k, v, **options):
         __tracebackhide__ = True
-        from minicache.kernels.online_softmax import attention  # only now, when Triton is known to run here
+        from minicache_course.kernels.online_softmax import attention  # only now, when Triton is known to run here
 
         def traced(q, k, v, **options):
             if device.type == "cuda":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minicache.course.checks import call, that
 from minicache.kernels import paged_decode_attention
+from minicache_course.checks import call, that
 
 
 def test_one_head(batch, decode):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minicache.course.checks import call, that
 from minicache.kernels import paged_decode_attention
+from minicache_course.checks import call, that
 
 WIDE = 256
 """With this head size a tile has 16 tokens, so short contexts have several splits."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minicache.course.checks import call, that
 from minicache.kernels import paged_prefill_attention
+from minicache_course.checks import call, that
 
 
 def test_one_prompt(batch, prefill):
@@ -115,7 +115,7 @@ def test_the_launcher_does_not_read_lengths(batch, device, reads_no_values):
 def test_no_queries(batch, device):
     """N = 0, with two sequences without new tokens: an empty output, and nothing is launched."""
     from minicache.kernels import prefill
-    from minicache.kernels.tracer import trace
+    from minicache_course.kernels.tracer import trace
 
     some = batch([9, 5], 1, 16, 8)
     q, starts = torch.zeros(0, 2, 16, device=device), torch.zeros(3, dtype=torch.int32, device=device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minicache.course.checks import call, that
 from minicache.kernels import paged_decode_attention, store_kv
+from minicache_course.checks import call, that
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 UNTOUCHED = 5.0

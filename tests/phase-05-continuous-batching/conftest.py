@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.follow import following_schedulers
 from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.base import Scheduler
+from minicache_course.follow import following_schedulers
 
 
 @pytest.fixture(autouse=True)

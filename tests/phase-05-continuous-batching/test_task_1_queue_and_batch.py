@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.checks import call, that
 from minicache.errors import RequestTooLargeError
 from minicache.request import RequestStatus
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.queue import RequestQueue
+from minicache_course.checks import call, that
 
 
 def queue_of(scheduler):

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.request import RequestStatus
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 FINISHED = [status for status in RequestStatus if status.is_finished]
 

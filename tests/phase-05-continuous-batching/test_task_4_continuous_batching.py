@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.memory.blocks import blocks_for
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.drive import drive
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.static import StaticBatchScheduler
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 
 def continuous(**options):

@@ -9,10 +9,10 @@ import torch
 
 from minicache.cache.dense import KVCache
 from minicache.cache.selective import SelectiveStep
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.errors import CacheOverflowError
 from minicache.model import MiniGPT, MiniGPTConfig
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 4
 

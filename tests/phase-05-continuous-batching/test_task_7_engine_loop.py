@@ -7,15 +7,15 @@ import itertools
 import pytest
 import torch
 
-from minicache.course import scenario
-from minicache.course.checks import call, short, that
-from minicache.course.follow import following
-from minicache.course.seeds import fresh
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.request import RequestStatus
 from minicache.scheduler import ContinuousBatchScheduler, PagedScheduler, StaticBatchScheduler
+from minicache_course import scenario
+from minicache_course.checks import call, short, that
+from minicache_course.follow import following
+from minicache_course.seeds import fresh
 
 VOCAB = 60
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.checks import call
-from minicache.course.follow import following, following_schedulers
 from minicache.request import Request
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import RequestQueue
+from minicache_course.checks import call
+from minicache_course.follow import following, following_schedulers
 
 
 def pytest_collection_modifyitems(items):

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
 from minicache.errors import RequestTooLargeError
 from minicache.request import RequestStatus
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.paged import AllocStatus, PagedScheduler
+from minicache_course.checks import call, that
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.checks import call, that
 from minicache.request import RequestStatus
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus, PagedScheduler
+from minicache_course.checks import call, that
 
 
 def ids(requests):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course import scenario
-from minicache.course.checks import call, that
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+from minicache_course import scenario
+from minicache_course.checks import call, that
 
 
 def ids(requests):

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.scheduler.drive import drive
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 
 def ids(requests):

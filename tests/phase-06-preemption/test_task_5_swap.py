@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.request import RequestStatus
 from minicache.scheduler.drive import drive
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 
 def swapping(paged, requests=(), num_host_blocks=20, **options):

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from minicache.cache.paged import PagedStorage
 from minicache.cache.swap import HostStorage, copy_blocks
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.memory.blocks import BlockPool
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 LAYERS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 4, 2, 5
 

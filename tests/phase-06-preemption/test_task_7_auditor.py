@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.checks import CheckFailed, call, that, told
-from minicache.course.seeds import fresh
 from minicache.errors import InvariantError
 from minicache.memory.blocks import BlockPool
 from minicache.request import Request, RequestStatus
@@ -22,6 +20,8 @@ from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+from minicache_course.checks import CheckFailed, call, that, told
+from minicache_course.seeds import fresh
 
 _spec = spec_from_file_location("right_steps", Path(__file__).with_name("right_steps.py"))
 right_steps = module_from_spec(_spec)

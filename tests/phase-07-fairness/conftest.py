@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.checks import CheckFailed, is_not_written, that, told
-from minicache.course.seeds import fresh
 from minicache.errors import InvariantError, MinicacheError
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.drive import drive
-from minicache.scheduler.incidents.bases import EngineScheduler, ForkingScheduler, PhasedScheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import RequestQueue
+from minicache_course.checks import CheckFailed, is_not_written, that, told
+from minicache_course.incidents.bases import EngineScheduler, ForkingScheduler, PhasedScheduler
+from minicache_course.seeds import fresh
 
 MAX_STEPS = 5000
 """More than any exposing test needs. One that loops while `has_unfinished` never returns from a broken scheduler."""

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.follow import following_schedulers
-from minicache.course.seeds import fresh
 from minicache.scheduler.fair import PriorityScheduler
+from minicache_course.checks import call, that
+from minicache_course.follow import following_schedulers
+from minicache_course.seeds import fresh
 
 
 @pytest.fixture(autouse=True)

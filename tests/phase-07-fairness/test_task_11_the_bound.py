@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
-from minicache.course.follow import following_schedulers
-from minicache.course.seeds import fresh
 from minicache.request import Request
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.fair import STARVATION_BOUND, FairScheduler, PriorityScheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.output import SchedulerOutput
+from minicache_course.checks import call, that
+from minicache_course.follow import following_schedulers
+from minicache_course.seeds import fresh
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course.checks import that
-from minicache.scheduler.incidents.broken import CapScheduler
-from minicache.scheduler.incidents.case_1_cap import FixedCapScheduler, expose
+from minicache_course.checks import that
+from minicache_course.incidents.broken import CapScheduler
+from minicache_course.incidents.case_1_cap import FixedCapScheduler, expose
 
 
 def test_expose_fails_on_the_broken_one(room):

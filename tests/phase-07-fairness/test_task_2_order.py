@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minicache.course.checks import that
-from minicache.scheduler.incidents.broken import ReversedScheduler
-from minicache.scheduler.incidents.case_2_order import FixedOrderScheduler, expose
+from minicache_course.checks import that
+from minicache_course.incidents.broken import ReversedScheduler
+from minicache_course.incidents.case_2_order import FixedOrderScheduler, expose
 
 
 def test_expose_fails_on_the_broken_one(room):

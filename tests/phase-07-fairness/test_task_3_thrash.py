@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minicache.course.checks import that
-from minicache.scheduler.incidents.broken import ThrashScheduler
-from minicache.scheduler.incidents.case_3_thrash import FixedThrashScheduler, expose
+from minicache_course.checks import that
+from minicache_course.incidents.broken import ThrashScheduler
+from minicache_course.incidents.case_3_thrash import FixedThrashScheduler, expose
 
 
 def test_expose_fails_on_the_broken_one(room):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from minicache.course.checks import that
-from minicache.scheduler.incidents.bases import WAITING_PASSES, EngineScheduler
-from minicache.scheduler.incidents.broken import VictimHeadScheduler
-from minicache.scheduler.incidents.case_4_victim import FixedVictimScheduler, expose
+from minicache_course.checks import that
+from minicache_course.incidents.bases import WAITING_PASSES, EngineScheduler
+from minicache_course.incidents.broken import VictimHeadScheduler
+from minicache_course.incidents.case_4_victim import FixedVictimScheduler, expose
 
 
 def test_expose_fails_on_the_broken_one(room):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from minicache.course.checks import that
 from minicache.request import RequestStatus
-from minicache.scheduler.incidents.broken import StickyIgnoreScheduler
-from minicache.scheduler.incidents.case_5_ignore import FixedIgnoreScheduler, expose
+from minicache_course.checks import that
+from minicache_course.incidents.broken import StickyIgnoreScheduler
+from minicache_course.incidents.case_5_ignore import FixedIgnoreScheduler, expose
 
 
 def test_expose_fails_on_the_broken_one(room):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minicache.course.checks import that
-from minicache.scheduler.incidents.broken import LivelockScheduler
-from minicache.scheduler.incidents.case_6_livelock import FixedLivelockScheduler, expose
+from minicache_course.checks import that
+from minicache_course.incidents.broken import LivelockScheduler
+from minicache_course.incidents.case_6_livelock import FixedLivelockScheduler, expose
 
 
 def test_expose_fails_on_the_broken_one(room):

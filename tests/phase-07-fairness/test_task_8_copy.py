@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from minicache.course.checks import that
-from minicache.course.seeds import fresh
 from minicache.request import RequestStatus
-from minicache.scheduler.incidents.broken import UnbudgetedCopyScheduler
-from minicache.scheduler.incidents.case_8_copy import FixedCopyScheduler, expose
+from minicache_course.checks import that
+from minicache_course.incidents.broken import UnbudgetedCopyScheduler
+from minicache_course.incidents.case_8_copy import FixedCopyScheduler, expose
+from minicache_course.seeds import fresh
 
 
 def step(scheduler):

@@ -8,11 +8,11 @@ import tracemalloc
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.request import Request
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import LazyHeap, RequestQueue
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 SMALL, LARGE = 30, 480
 """Two lengths of a queue. A cost that doubles with the length is 16 times as high at the second."""

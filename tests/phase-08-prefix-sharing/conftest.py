@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course import scenario
-from minicache.course.checks import CheckFailed, that
-from minicache.course.follow import following, following_schedulers
 from minicache.engine.beam import BeamSearch
 from minicache.memory.prefix import CachingBlockPool
 from minicache.request import Request
@@ -14,6 +11,9 @@ from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache_course import scenario
+from minicache_course.checks import CheckFailed, that
+from minicache_course.follow import following, following_schedulers
 
 
 def pytest_collection_modifyitems(items):

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.memory.prefix import block_hash, root_hash
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 VOCAB_SIZE = 151_936  # Qwen's
 

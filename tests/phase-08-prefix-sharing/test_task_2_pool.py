@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course import scenario
-from minicache.course.checks import call, that
-from minicache.course.effort import effort
-from minicache.course.seeds import fresh
 from minicache.errors import InvariantError, OutOfBlocksError
 from minicache.memory.prefix import CachingBlockPool
+from minicache_course import scenario
+from minicache_course.checks import call, that
+from minicache_course.effort import effort
+from minicache_course.seeds import fresh
 
 
 class Letter(bytes):

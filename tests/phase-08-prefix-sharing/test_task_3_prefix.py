@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.memory.prefix import block_hash, root_hash
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 # What is found
 

@@ -6,8 +6,6 @@ import random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.errors import InvariantError
 from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
@@ -15,6 +13,8 @@ from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.observe import observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 
 def ids(requests):

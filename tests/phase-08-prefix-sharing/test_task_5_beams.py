@@ -9,14 +9,14 @@ import random
 import pytest
 import torch
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.engine.beam import Beam, BeamSearch, BeamSearchParams
 from minicache.engine.beam_requests import beam_search
 from minicache.engine.llm import LLM
 from minicache.model import MiniGPT, MiniGPTConfig
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.sharing import SharingScheduler
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 
 def a_search(beam_width, stop_token_ids=(), max_tokens=50, length_penalty=1.0):

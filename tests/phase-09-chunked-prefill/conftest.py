@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from minicache.course import scenario
-from minicache.course.checks import CheckFailed, call, that
-from minicache.course.follow import following, following_schedulers
 from minicache.errors import InvariantError
 from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.observe import observe
 from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache_course import scenario
+from minicache_course.checks import CheckFailed, call, that
+from minicache_course.follow import following, following_schedulers
 
 
 def pytest_collection_modifyitems(items):

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 # Method by method: what it returns, and what it spends
 

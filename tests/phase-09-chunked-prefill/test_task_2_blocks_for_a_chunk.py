@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh
 
 GOLDEN = Path(__file__).parents[1] / "scheduler/golden"
 

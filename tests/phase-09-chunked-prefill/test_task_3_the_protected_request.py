@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from minicache.course import scenario
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh, in_use
 from minicache.request import Request, RequestStatus
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.fair import STARVATION_BOUND
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.queue import arrival_key
+from minicache_course import scenario
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh, in_use
 
 # Whether it has gained a token
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.effort import effort
-from minicache.course.follow import following
-from minicache.course.seeds import fresh
 from minicache.engine.speculative import NgramDrafter
+from minicache_course.checks import call, that
+from minicache_course.effort import effort
+from minicache_course.follow import following
+from minicache_course.seeds import fresh
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ import torch
 
 from minicache.cache.paged import PagedKVCache
 from minicache.cache.selective import SelectiveStep
-from minicache.course import scenario
-from minicache.course.checks import call, short, that
-from minicache.course.seeds import fresh
 from minicache.engine.decoding import decode
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.speculative import rows_to_verify, verify
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
+from minicache_course import scenario
+from minicache_course.checks import call, short, that
+from minicache_course.seeds import fresh
 
 VOCAB = 11
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

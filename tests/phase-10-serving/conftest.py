@@ -18,8 +18,6 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from minicache.course.checks import CheckFailed, Outcome, is_not_written, that, told, unwrapped
-from minicache.course.seeds import fresh
 from minicache.engine.answers import Chunk, request_of
 from minicache.engine.async_engine import AnswerStream, AsyncEngine
 from minicache.engine.llm import LLM
@@ -28,6 +26,8 @@ from minicache.errors import StepFailedError
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT
 from minicache.model.config import MiniGPTConfig
+from minicache_course.checks import CheckFailed, Outcome, is_not_written, that, told, unwrapped
+from minicache_course.seeds import fresh
 
 BEAT, NUM_BEATS = 0.01, 150  # seconds; so many looks without a step of the engine. A slow machine is slow in both
 POISON = 13  # a step that has a prompt with this token fails
@@ -594,8 +594,8 @@ class Served:
     """
 
     def __init__(self):
-        from minicache.server.app import create_app
-        from minicache.server.running import Server
+        from minicache.serving.http.app import create_app
+        from minicache.serving.http.running import Server
 
         self.llm, self.port = TinyLLM(max_num_seqs=2), None
         app = create_app(AsyncEngine(self.llm, max_waiting=1), served_model_name="tiny")
@@ -654,7 +654,7 @@ class Served:
 
 async def _use_everything():
     """Call each function of the phase, whatever comes of it: what is not written says so."""
-    from minicache.server.streaming import EventStream, sse_event
+    from minicache.serving.http.streaming import EventStream, sse_event
 
     async def pieces():
         yield sse_event("x")

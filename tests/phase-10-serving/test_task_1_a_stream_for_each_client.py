@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from minicache.course.checks import call, that
 from minicache.engine.async_engine import AnswerStream
 from minicache.errors import StepFailedError
+from minicache_course.checks import call, that
 
 BROKEN = StepFailedError("the model broke")
 

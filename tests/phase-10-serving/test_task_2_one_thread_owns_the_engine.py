@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from minicache.course.checks import call, that
 from minicache.engine.async_engine import AnswerStream
+from minicache_course.checks import call, that
 
 PROMPTS = {"a": [1, 2, 3], "b": [7], "c": [5] * 9}
 

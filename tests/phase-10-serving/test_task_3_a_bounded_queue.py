@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from minicache.course.checks import call, that
 from minicache.engine.async_engine import MAX_RETRY_AFTER, MIN_RETRY_AFTER
 from minicache.errors import EngineStoppedError, QueueFullError, RequestTooLargeError, StepFailedError, UnknownWordError
+from minicache_course.checks import call, that
 
 
 async def opened(scenario, engine, prompt, params, **options):

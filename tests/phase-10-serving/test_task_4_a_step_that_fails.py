@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 import torch
 
-from minicache.course.checks import call, that
 from minicache.engine.answers import request_of
 from minicache.errors import EngineStoppedError, InvariantError, StepFailedError
 from minicache.scheduler.observe import Observer
+from minicache_course.checks import call, that
 
 POISON = 13  # no step with a prompt that has this token succeeds
 SPOILT = 17  # a prompt that has this token gets no logits, in some tests

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.server.streaming import ClientLeftError, EventStream, sse_event, unless_client_leaves
+from minicache.serving.http.streaming import ClientLeftError, EventStream, sse_event, unless_client_leaves
+from minicache_course.checks import call, that
 
 # One event
 

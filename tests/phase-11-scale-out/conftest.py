@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from minicache.arithmetic.arithmetic import cache_bytes_per_token
-from minicache.course.follow import following
 from minicache.fleet.affinity import PrefixAffinityRouter
 from minicache.fleet.autoscaling import Autoscaler
 from minicache.fleet.disaggregation import MovingCosts
 from minicache.fleet.membership import Membership, Probe
 from minicache.fleet.power_of_two import PowerOfTwoRouter
 from minicache.fleet.views import ReplicaView, RoutedRequest
+from minicache_course.follow import following
 
 
 def pytest_collection_modifyitems(items):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh, one_of
 from minicache.errors import NoReplicaError
 from minicache.fleet.power_of_two import PowerOfTwoRouter
 from minicache.fleet.views import ReplicaView, RoutedRequest
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh, one_of
 
 REQUEST = RoutedRequest("r", (), 5)
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh, one_of
 from minicache.errors import NoReplicaError
 from minicache.fleet.affinity import PrefixAffinityRouter
 from minicache.fleet.views import ReplicaView
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh, one_of
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh, one_of
 from minicache.fleet.membership import Membership
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh, one_of
 
 MOST = 64
 

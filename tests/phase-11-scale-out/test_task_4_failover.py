@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicache.course import scenario
-from minicache.course.checks import CheckFailed, call, that
-from minicache.course.follow import following
-from minicache.course.seeds import fresh, one_of
 from minicache.errors import BrokenStreamError
 from minicache.fleet.failover import MAX_SEED, FailoverStream
 from minicache.fleet.views import ReplicaView
+from minicache_course import scenario
+from minicache_course.checks import CheckFailed, call, that
+from minicache_course.follow import following
+from minicache_course.seeds import fresh, one_of
 
 pytestmark = pytest.mark.timeout(10)
 

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from minicache.course.checks import call, that
-from minicache.course.seeds import fresh, one_of
 from minicache.fleet.autoscaling import Autoscaler
 from minicache.fleet.views import FleetView
+from minicache_course.checks import call, that
+from minicache_course.seeds import fresh, one_of
 
 
 @pytest.fixture

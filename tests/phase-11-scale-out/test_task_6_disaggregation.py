@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from minicache.arithmetic.specs import DEEPSEEK_V3, LLAMA_3_8B, Transformer
-from minicache.course import scenario
-from minicache.course.checks import call
-from minicache.course.seeds import fresh, one_of
 from minicache.fleet.disaggregation import MovingCosts, Place
+from minicache_course import scenario
+from minicache_course.checks import call
+from minicache_course.seeds import fresh, one_of
 
 TINY = Transformer(4, 64, 4, 2, 16, num_parameters=10_000)
 """4 layers, 2 KV heads of 16 numbers: 2 · 4 · 2 · 16 · 2 = 512 bytes a token in float16."""

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from minicache.course import scenario
-from minicache.course.checks import call, that
-from minicache.course.follow import following
-from minicache.course.seeds import fresh, one_of
 from minicache.errors import InvariantError, PluginError, RequestTooLargeError
 from minicache.memory.blocks import blocks_for
 from minicache.plugins.adapter import SchedulerAdapter
 from minicache.scheduler import create_scheduler
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.observe import observe
+from minicache_course import scenario
+from minicache_course.checks import call, that
+from minicache_course.follow import following
+from minicache_course.seeds import fresh, one_of
 
 pytestmark = pytest.mark.timeout(10)
 

@@ -131,7 +131,7 @@ def fleet_of(folder: Path, *options: str) -> Iterator[Fleet]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (home := folder / "home").mkdir()
-    command = [sys.executable, "-c", "from minicache.cli import main; main()", "fleet", f"--port={port}", *options]
+    command = [sys.executable, "-c", "from minicache_cli import main; main()", "fleet", f"--port={port}", *options]
     log = folder / "log"
     process = started(command, {**os.environ, **TOKEN, "HOME": str(home), "COLUMNS": "120"}, log)
     try:

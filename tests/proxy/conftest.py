@@ -15,10 +15,10 @@ import pytest
 from starlette.types import ASGIApp
 
 from minicache.fleet import create_router
-from minicache.proxy.app import Proxy, create_app
-from minicache.proxy.metrics import Metrics
-from minicache.proxy.workers import Workers
-from minicache.server.logs import RequestLogs
+from minicache.serving.http.logs import RequestLogs
+from minicache.serving.proxy.app import Proxy, create_app
+from minicache.serving.proxy.metrics import Metrics
+from minicache.serving.proxy.workers import Workers
 
 MINICACHE = "minicache:requests_refused_total 0\n"
 """Metrics of a worker that tells token ids when nothing is held back."""

@@ -23,7 +23,7 @@ from minicache.grammar import Tokenizer, sample_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-MAIN = "from minicache.cli import main; main()"
+MAIN = "from minicache_cli import main; main()"
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 
 

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.logprobs import ServedLLM
-from minicache.server.app import create_app
+from minicache.serving.http.app import create_app
 
 MESSAGES = [
     {"role": "user", "content": "the cat"},

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from minicache.request import Request
 from minicache.scheduler.fair import STARVATION_BOUND, FairScheduler
-from minicache.scheduler.incidents.scanning import ScanningQueue
 from minicache.scheduler.queue import LazyHeap, RequestQueue
+from minicache_course.incidents.scanning import ScanningQueue
 
 
 def numbered(number: int, priority: int = 0, **more: Any) -> Request:

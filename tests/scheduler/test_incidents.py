@@ -7,9 +7,9 @@ from importlib import import_module
 import pytest
 
 from minicache.scheduler.fair import FairScheduler
-from minicache.scheduler.incidents import broken
-from minicache.scheduler.incidents.table import INCIDENTS, Incident, Workload, measure
 from minicache.scheduler.paged import PagedScheduler
+from minicache_course.incidents import broken
+from minicache_course.incidents.table import INCIDENTS, Incident, Workload, measure
 
 each_incident = pytest.mark.parametrize("incident", INCIDENTS, ids=lambda incident: incident.slug)
 

@@ -16,10 +16,10 @@ from minicache.request import Request
 from minicache.scheduler import FairScheduler, fair
 from minicache.scheduler.drive import drive
 from minicache.scheduler.fair import PriorityScheduler
-from minicache.scheduler.incidents.broken import ReversedScheduler, StarvingScheduler, ThrashScheduler
-from minicache.scheduler.incidents.case_3_thrash import FixedThrashScheduler
-from minicache.scheduler.incidents.table import INCIDENTS, measure
 from minicache.scheduler.queue import RequestQueue
+from minicache_course.incidents.broken import ReversedScheduler, StarvingScheduler, ThrashScheduler
+from minicache_course.incidents.case_3_thrash import FixedThrashScheduler
+from minicache_course.incidents.table import INCIDENTS, measure
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/en/phase-07-fairness"

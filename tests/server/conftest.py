@@ -23,12 +23,12 @@ from minicache.engine.logprobs import ServedLLM
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
 from minicache.model.minigpt import MiniGPT, MiniGPTConfig
-from minicache.replica.client import EngineClient
-from minicache.replica.core import EngineCore
-from minicache.replica.llm import info_of
-from minicache.replica.messages import Ready, encode
-from minicache.server.app import Served, create_app
-from minicache.server.running import Server
+from minicache.serving.http.app import Served, create_app
+from minicache.serving.http.running import Server
+from minicache.serving.replica.client import EngineClient
+from minicache.serving.replica.core import EngineCore
+from minicache.serving.replica.llm import info_of
+from minicache.serving.replica.messages import Ready, encode
 
 OF_APP = ("served_model_name", "api_key", "api_keys", "allow_origins", "max_body_nbytes")
 """Options of `create_app`."""

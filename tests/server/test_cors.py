@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.server.test_live_page import Page
 
-from minicache.server.keys import ApiKeys
+from minicache.serving.http.keys import ApiKeys
 
 pytestmark = pytest.mark.parametrize("engine_kind", ["process"], indirect=True)
 

@@ -12,9 +12,9 @@ import pytest
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import EngineDiedError, EngineStoppedError, QueueFullError, RequestTooLargeError
 from minicache.grammar import Tokenizer
-from minicache.replica.fleet import FleetClient, FleetRequest, Piece
-from minicache.replica.messages import CacheInfo, EngineInfo, Picture
-from minicache.server.backend import backend_of
+from minicache.serving.http.backend import backend_of
+from minicache.serving.replica.fleet import FleetClient, FleetRequest, Piece
+from minicache.serving.replica.messages import CacheInfo, EngineInfo, Picture
 
 INFO = EngineInfo(512, 300, 4, CacheInfo(16, 64, 0, True, 512))
 

@@ -15,15 +15,15 @@ import pytest
 from fastapi import FastAPI
 
 from minicache.palette import PALETTE
-from minicache.replica import view as replica_view
-from minicache.replica.messages import Picture
-from minicache.replica.view import LiveView
 from minicache.request import Request
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import observe
 from minicache.scheduler.sharing import SharingScheduler
-from minicache.server import live
-from minicache.server.live import AskPicture, live_routes, pictures
+from minicache.serving.http import live
+from minicache.serving.http.live import AskPicture, live_routes, pictures
+from minicache.serving.replica import view as replica_view
+from minicache.serving.replica.messages import Picture
+from minicache.serving.replica.view import LiveView
 
 STATIC = Path(live.__file__).parent / "static"
 

@@ -22,8 +22,8 @@ from minicache.engine.answers import Chunk
 from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams
-from minicache.server.app import create_app
-from minicache.server.running import Server
+from minicache.serving.http.app import create_app
+from minicache.serving.http.running import Server
 
 
 class Page:

@@ -10,7 +10,7 @@ from tests.server.conftest import parse_events
 
 from minicache.engine.answers import Chunk, TokenLogprobs
 from minicache.engine.stopping import TextStream
-from minicache.server.shapes import ChatShape, CompletionShape, Shape
+from minicache.serving.http.shapes import ChatShape, CompletionShape, Shape
 
 
 class Bytes:

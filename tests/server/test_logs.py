@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from minicache.replica.logs import EngineLog
-from minicache.server.logs import JSONLines, TextLines, logging_to_stderr
+from minicache.serving.http.logs import JSONLines, TextLines, logging_to_stderr
+from minicache.serving.replica.logs import EngineLog
 
 SECONDS = 60
 
@@ -294,7 +294,7 @@ def test_no_level_tells_prompts_answers_or_keys(
 
 ENGINE = """
 import logging, os, warnings
-from minicache.replica.logs import logging_to_server
+from minicache.serving.replica.logs import logging_to_server
 logging_to_server()
 logger = logging.getLogger("minicache")
 logger.debug("too low")

@@ -21,13 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import RequestTooLargeError
-from minicache.replica.llm import info_of, make_llm
-from minicache.replica.messages import EngineOptions
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import SCHEDULERS, Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Observer, Recorder, observe
-from minicache.server.metrics import KEY_METRICS, METRICS, Metrics
+from minicache.serving.http.metrics import KEY_METRICS, METRICS, Metrics
+from minicache.serving.replica.llm import info_of, make_llm
+from minicache.serving.replica.messages import EngineOptions
 from minicache.trace import TraceStep
 
 ROOT = Path(__file__).parents[2]

@@ -24,13 +24,13 @@ from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import CheckpointError, EngineDiedError, EngineNotReadyError
 from minicache.grammar import Tokenizer
-from minicache.replica import client as replica_client
-from minicache.replica.client import EngineClient
-from minicache.replica.messages import EngineOptions
-from minicache.replica.process import starter
-from minicache.server.app import create_app
-from minicache.server.metrics import Metrics
-from minicache.server.running import Server
+from minicache.serving.http.app import create_app
+from minicache.serving.http.metrics import Metrics
+from minicache.serving.http.running import Server
+from minicache.serving.replica import client as replica_client
+from minicache.serving.replica.client import EngineClient
+from minicache.serving.replica.messages import EngineOptions
+from minicache.serving.replica.process import starter
 
 SECONDS = 60
 OPTIONS = EngineOptions(num_blocks=600, num_threads=1)
@@ -180,7 +180,7 @@ def test_the_stack_of_an_engine_that_crashes_is_in_the_log(served: Served, caplo
     served.until(lambda: "SIGSEGV" in caplog.text)
     lines = [each.getMessage() for each in caplog.records if each.name == "minicache.engine.0"]
     assert lines[0] == "Fatal Python error: Segmentation fault"
-    assert any("minicache/replica/core.py" in line for line in lines)
+    assert any("minicache/serving/replica/core.py" in line for line in lines)
     served.until_healthy()
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from minicache.cli import app
-from minicache.server.running import TLS
+from minicache.serving.http.running import TLS
+from minicache_cli import app
 
 SECONDS = 60
 
@@ -136,7 +136,7 @@ def test_told_twice_it_does_not_wait(serve: Any, model: Any, gate: threading.Eve
 
 
 def test_who_does_not_read_does_not_hold_up_the_end(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minicache.server.running._GRACE", 0)
+    monkeypatch.setattr("minicache.serving.http.running._GRACE", 0)
     server = serve(drain_seconds=0.1)
 
     def make_buffers_small() -> bool:
@@ -226,7 +226,7 @@ def pem(tmp_path: Path) -> Path:
 def test_over_https_it_answers_those_who_trust_it_and_whom_it_trusts(
     serve: Any, pem: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("minicache.server.running._GOODBYE_SECONDS", 0.1)
+    monkeypatch.setattr("minicache.serving.http.running._GOODBYE_SECONDS", 0.1)
     server = serve(tls=TLS(certfile=pem / "certificate", keyfile=pem / "encrypted", password="sesame"))
     trusting = ssl.create_default_context(cafile=str(pem / "certificate"))
     connection = http.client.HTTPSConnection("127.0.0.1", server.port, context=trusting, timeout=SECONDS)
@@ -275,8 +275,8 @@ def test_files_that_do_not_do_are_named(pem: Path, files: dict[str, str], words:
 
 NURSERY = """
 import os, sys
-import minicache.engine.logprobs, minicache.server.running
-from minicache.cli import main
+import minicache.engine.logprobs, minicache.serving.http.running
+from minicache_cli import main
 for line in sys.stdin:
     if not (pid := os.fork()):
         sys.argv[1:] = line.split()

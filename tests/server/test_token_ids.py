@@ -10,7 +10,7 @@ from tests.server.conftest import parse_events
 from tests.server.test_logprobs_text import ANSWERS, PROMPT, Bytes, chunks_of
 
 from minicache.engine.answers import Chunk
-from minicache.server.shapes import ChatShape, CompletionShape
+from minicache.serving.http.shapes import ChatShape, CompletionShape
 
 
 def events(kind: type[ChatShape] | type[CompletionShape], chunks: Sequence[Chunk]) -> list[Any]:

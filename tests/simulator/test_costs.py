@@ -172,7 +172,7 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, text, saying):
 
 def test_the_fit_finds_what_the_measurements_were_made_with():
     """Steps of a known host, each 2 % off: coefficients and predictions come back, and none is negative."""
-    from minicache.cli.calibrate import Measurement, fit
+    from minicache_cli.calibrate import Measurement, fit
 
     host, rng, loads = HOST, random.Random(0), []
     for batch in (1, 2, 8, 32):

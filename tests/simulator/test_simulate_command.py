@@ -9,10 +9,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from minicache import cli
-from minicache.cli import calibrate
+import minicache_cli as cli
 from minicache.simulator.costs import HostCost
 from minicache.trace import read_trace
+from minicache_cli import calibrate
 
 
 def run(*arguments):
@@ -150,5 +150,5 @@ def test_the_hosts_engine(tmp_path, monkeypatch):
 def test_a_simulation_needs_no_torch(tmp_path):
     arguments = ["simulate", "--count", "3", "--out", str(tmp_path)]
     call = f"cli.app({arguments}, standalone_mode=False)"
-    code = f"import sys; from minicache import cli; {call}; sys.exit('torch' in sys.modules)"
+    code = f"import sys; import minicache_cli as cli; {call}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from minicache import cli
+import minicache_cli as cli
 from minicache.errors import ResultsError, WorkerDiedError
 from minicache.scheduler import SCHEDULERS
 from minicache.simulator.fleet import FleetSimulation
@@ -201,7 +201,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path, arguments, t
 def test_ctrl_c_stops_at_once_and_keeps_what_is_done(tmp_path):
     # Anyone who runs tests in the background may have SIGINT ignored, and so would the command.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "from minicache.cli import main; main()"
+    code += "from minicache_cli import main; main()"
     command = [sys.executable, "-c", code, "sweep", "--out", str(tmp_path), "--jobs", "2"]
     command += ["--rates", "20", "--policies", "round_robin", "--sizes", "2", "--count", "20"]
     command += ["--seeds", ",".join(map(str, range(2000)))]

@@ -8,8 +8,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from scripts import translation
 
-from minicache.course.table import load_course
 from minicache.palette import PALETTE
+from minicache_course.table import load_course
 
 ROOT = Path(__file__).resolve().parents[2]
 

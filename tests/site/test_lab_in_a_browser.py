@@ -10,8 +10,8 @@ import pytest
 from tests.browser.command_line import ROOT, on_the_command_line
 from tests.site.chromium import Chromium
 
-from minicache.course.server import PytestServer
-from minicache.course.workspace import reference_file
+from minicache_course.server import PytestServer
+from minicache_course.workspace import reference_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the site may have to be built first
 

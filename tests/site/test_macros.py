@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from minicache.course.table import load_course
+from minicache_course.table import load_course
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -62,7 +62,7 @@ def test_a_notebook_opens_with_its_question_and_a_picture(cells) -> None:
     assert picture.source.startswith("MINE = False")
     before, begin, after = picture.source.partition("nb.begin(")
     assert begin
-    assert re.findall(r"^.*minicache.*$", before, re.M) == ["from minicache import notebook as nb"]
+    assert re.findall(r"^.*minicache.*$", before, re.M) == ["from minicache_course import notebook as nb"]
     assert "minicache" in after  # a learner's module is found only if it was not imported before
     assert picture.metadata["alt"]
 
@@ -78,7 +78,7 @@ def test_a_notebook_ends_with_an_experiment_of_the_learners_own(cells) -> None:
 
 
 def test_plotting_is_not_in_the_notebooks() -> None:
-    """It is in minicache.notebook, once."""
+    """It is in minicache_course.notebook, once."""
     for name in NOTEBOOKS:
         assert "matplotlib" not in (ROOT / "notebooks" / f"{name}.py").read_text(encoding="utf-8"), name
 

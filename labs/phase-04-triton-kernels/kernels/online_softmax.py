@@ -1,4 +1,4 @@
-# Phase 4, triton-kernels: your file. It stands in for minicache.kernels.online_softmax.
+# Phase 4, triton-kernels: your file. It stands in for minicache_course.kernels.online_softmax.
 # Write what raises NotImplementedError. `minicache grade 4` grades it, `minicache hint 4.K` helps with task K.
 """The online softmax: attention of one head's queries to its keys, a tile at a time, no cache. Phase 4 builds it.
 

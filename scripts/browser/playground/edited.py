@@ -1,6 +1,6 @@
-"""Schedulers from changed sources: the package `minicache.scheduler` again, with other code for some modules.
+"""Schedulers from changed sources: `minicache.scheduler` and the incidents again, with other code for some modules.
 
-The whole package is imported again, so each class stands on the changed ones, and the one that is imported already
+Both whole packages are imported again, so each class stands on the changed ones, and the one that is imported already
 stays what it is: two panes may run the same scheduler, one with changes and one without.
 """
 
@@ -19,7 +19,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import minicache
-from scripts.browser.playground.schedulers import PACKAGE
+import minicache_course
+from scripts.browser.playground.schedulers import INCIDENTS, PACKAGE
 
 
 class SourceFinder(MetaPathFinder, Loader):
@@ -52,7 +53,7 @@ def file_of(module: str) -> str:
 
 @contextmanager
 def importing(sources: Mapping[str, str]) -> Iterator[Callable[[str], ModuleType]]:
-    """A function that gives modules of the package by name, as `importlib.import_module`, the changed ones changed.
+    """A function that gives modules of the packages by name, as `importlib.import_module`, the changed ones changed.
 
     Args:
         sources: module name → its code. Without any, the modules are those that everyone gets.
@@ -72,11 +73,13 @@ def importing(sources: Mapping[str, str]) -> Iterator[Callable[[str], ModuleType
         _taken_out()
         sys.modules.update(usual)
         minicache.__dict__["scheduler"] = usual[PACKAGE]
+        if INCIDENTS in usual:
+            minicache_course.__dict__["incidents"] = usual[INCIDENTS]
 
 
 def _taken_out() -> dict[str, ModuleType]:
-    """The modules of the package that are imported, which Python then forgets."""
-    names = [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]
+    """The modules of the packages that are imported, which Python then forgets."""
+    names = [name for name in sys.modules if f"{name}.".startswith((f"{PACKAGE}.", f"{INCIDENTS}."))]
     return {name: sys.modules.pop(name) for name in names}
 
 

@@ -11,6 +11,7 @@ from minicache.scheduler.base import Scheduler
 from scripts.browser.playground.workloads import Settings
 
 PACKAGE: Final = "minicache.scheduler"
+INCIDENTS: Final = "minicache_course.incidents"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ SCHEDULERS: Final = {
     "paged": Choice("paged, recompute (phase 6)", f"{PACKAGE}.paged", "paged", {}),
     "paged+swap": Choice("paged, swap (phase 6)", f"{PACKAGE}.paged", "paged", {"preemption": "swap"}),
     "fair": Choice("fair (phase 7)", f"{PACKAGE}.fair", "fair", {}),
-    "thrash": Choice("incident 3, the thrash (phase 7)", f"{PACKAGE}.incidents.broken", "", {}),
+    "thrash": Choice("incident 3, the thrash (phase 7)", f"{INCIDENTS}.broken", "", {}),
     "paged+prefix": Choice("paged, prefix cache (phase 8)", f"{PACKAGE}.prefix_caching", "paged", PREFIX),
     "fair+prefix": Choice("fair, prefix cache (phase 8)", f"{PACKAGE}.prefix_caching", "fair", PREFIX),
     "chunked": Choice("chunked prefill (phase 9)", f"{PACKAGE}.chunked", "chunked", {}),

@@ -6,9 +6,8 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from minicache.errors import EngineDiedError, MissingExtraError, WorkerDiedError
@@ -31,21 +30,18 @@ OBJECT_STORE_NBYTES: Final = 80 * 2**20
 
 
 @contextmanager
-def ray_running(num_cpus: int, *, root: Path | None = None) -> Iterator[None]:
+def ray_running(num_cpus: int, *, runtime_env: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Run Ray for the duration of the block, on this machine alone, in a folder that is removed afterwards.
 
     Args:
         num_cpus: how many tasks may run at a time, if each counts as one; no cores are reserved.
-        root: of a course, whose finished lab files replace modules in every process; None: the reference runs.
+        runtime_env: Ray's description of what its processes start with, such as a `worker_process_setup_hook`.
 
     Raises:
         EngineDiedError: Ray could not be started.
     """
-    environment = {"OMP_NUM_THREADS": "1"}
-    runtime: dict[str, Any] = {"env_vars": environment}
-    if root is not None:
-        environment["MINICACHE_ROOT"] = str(root)
-        runtime["worker_process_setup_hook"] = "minicache.course.finder.install_finished_labs"
+    given = dict(runtime_env or {})
+    runtime = given | {"env_vars": {"OMP_NUM_THREADS": "1", **given.get("env_vars", {})}}
     # It contains sockets, whose paths must be short; those under TMPDIR may not be.
     with tempfile.TemporaryDirectory(prefix="mcray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:

@@ -13,10 +13,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 # isort: off
@@ -29,8 +28,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from minicache.errors import EngineDiedError, EngineStoppedError, NoReplicaError, require_count
 from minicache.fleet import Autoscaler
-from minicache.replica.fleet import FleetClient, FleetRequest, Piece
-from minicache.replica.messages import EngineInfo, EngineOptions, Update
+from minicache.serving.replica.fleet import FleetClient, FleetRequest, Piece
+from minicache.serving.replica.messages import EngineInfo, EngineOptions, Update
 
 APP: Final = "minicache"
 ENGINES: Final = "Engine"
@@ -230,9 +229,9 @@ class EngineReplica:
 
     def __init__(self, options: EngineOptions) -> None:
         from minicache.engine.async_engine import AsyncEngine
-        from minicache.replica.llm import info_of, make_llm
-        from minicache.replica.stats import SchedulerStats
         from minicache.scheduler.observe import observe
+        from minicache.serving.replica.llm import info_of, make_llm
+        from minicache.serving.replica.stats import SchedulerStats
 
         llm = make_llm(options)
         self._info = info_of(llm)
@@ -349,18 +348,20 @@ def application(options: FleetOptions, make_app: MakeApp) -> Any:
 
 
 @contextmanager
-def ray_started(*, host: str = "127.0.0.1", port: int = 8000, root: Path | None = None) -> Iterator[None]:
+def ray_started(
+    *, host: str = "127.0.0.1", port: int = 8000, runtime_env: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """Run Ray Serve for the duration of the block, as `ray_running` runs Ray.
 
     Args:
         host: where fleets listen.
         port: where fleets listen.
-        root: of a course, as for `ray_running`.
+        runtime_env: as for `ray_running`.
 
     Raises:
         EngineDiedError: Ray could not be started.
     """
-    with ray_running(max(4, os.cpu_count() or 1), root=root):
+    with ray_running(max(4, os.cpu_count() or 1), runtime_env=runtime_env):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
         yield

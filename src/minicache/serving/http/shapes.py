@@ -1,0 +1,343 @@
+"""The engine's chunks in OpenAI's shapes: events of a stream, and whole answers. No phase builds this module.
+
+An event is put together as text around the few fields that change from token to token: at 64 streams a `json.dumps` of
+a whole event for each token would be a good part of what the server costs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from minicache.engine.answers import Chunk
+from minicache.engine.logprobs import TokenLogprobs
+from minicache.engine.stopping import TextStream, Tokenizer
+from minicache.serving.http.protocol import Usage
+from minicache.serving.http.streaming import sse_event
+
+MIN_LOGPROB = -9999.0
+"""The log probability of an impossible token: JSON has no −∞. The number is vLLM's."""
+
+DONE = sse_event("[DONE]")
+"""The last event of every stream."""
+
+FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", None: None}
+"""The engine's finish reasons → OpenAI's. "capacity" is a limit on the length, too."""
+
+
+NUM_NEIGHBOURS = 8
+"""Tokens before a likely one that decide how it is written."""
+
+
+@dataclass(slots=True)
+class ToldLogprob:
+    """The log probability of a token, as sent to clients.
+
+    Attributes:
+        text: what the token adds to the answer.
+        offset: where in the answer that begins.
+        logprob: at least MIN_LOGPROB.
+        top: (name, log probability) of each of the likeliest tokens; the name is None for the token itself, whose text
+            may still grow, or be cut.
+    """
+
+    text: str
+    offset: int
+    logprob: float
+    top: list[tuple[str | None, float]]
+
+
+class ChoiceLogprobs:
+    """The log probabilities of one choice, each with the text that its token adds; together these are the answer.
+
+    They are sent with their text: those of tokens that are held back (part of a letter, or a possible beginning of a
+    stop string) when it is released. A token that only begins a letter adds nothing, and the one that completes it adds
+    the letter. Text that a stop string cuts off is missing from the tokens' texts too.
+
+    Args:
+        tokenizer: None: texts are empty, and tokens are named by their ids.
+        prompt_token_ids: what the choice continues.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._neighbours = list(prompt_token_ids[-NUM_NEIGHBOURS:])
+        self._texts = None if tokenizer is None else TextStream(tokenizer, prompt_token_ids)
+        self._num_decoded = self._num_shown = 0  # letters
+        self._held: list[ToldLogprob] = []
+
+    def take(self, chunk: Chunk) -> list[ToldLogprob]:
+        """The entries to send with a chunk."""
+        self._num_shown += len(chunk.text)
+        if chunk.logprobs:
+            self._add(chunk.logprobs)
+        if self._texts is None or chunk.finish_reason:
+            return self._rest()
+        complete = [
+            number
+            for number, each in enumerate(self._held, start=1)
+            if each.text and each.offset + len(each.text) <= self._num_shown
+        ]
+        num_told = max(complete, default=0)
+        told, self._held = self._held[:num_told], self._held[num_told:]
+        return told
+
+    def _add(self, logprobs: TokenLogprobs) -> None:
+        token_id = logprobs.token_id
+        text = _by_id(token_id) if self._texts is None else self._texts.push(token_id)
+        before = self._decode(self._neighbours) if logprobs.top else ""
+        top: list[tuple[str | None, float]] = []
+        names = {text}
+        for likely, likely_logprob in logprobs.top:
+            name = None
+            if likely != token_id:
+                name = self._decode([*self._neighbours, likely])[len(before) :]
+                name = name if name and name not in names else _by_id(likely)  # it shows as nothing, or as another does
+                names.add(name)
+            top.append((name, max(likely_logprob, MIN_LOGPROB)))
+        self._held.append(ToldLogprob(text, self._num_decoded, max(logprobs.logprob, MIN_LOGPROB), top))
+        self._num_decoded += 0 if self._texts is None else len(text)
+        self._neighbours = [*self._neighbours, token_id][-NUM_NEIGHBOURS:]
+
+    def _rest(self) -> list[ToldLogprob]:
+        """All that is left, when the answer is complete: what was held back belongs to the last token."""
+        told, self._held = self._held, []
+        if self._texts is not None and told:
+            told[-1].text += self._texts.finish()
+            for each in told:
+                each.offset = min(each.offset, self._num_shown)
+                each.text = each.text[: self._num_shown - each.offset]
+        return told
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
+
+
+class ChoiceTokens:
+    """The token ids of one choice, sent when none of their text is held back.
+
+    Each is sent with the event that completes the text of all tokens up to it. So a client that has read the events up
+    to one with token ids can continue the answer from there, and gets the text that would have followed. (vLLM sends
+    them at once; in total they are the same.)
+
+    Args:
+        tokenizer: None: there are no texts, and every token is sent at once.
+        prompt_token_ids: what the choice continues.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]) -> None:
+        self._texts = None if tokenizer is None else TextStream(tokenizer, prompt_token_ids)
+        self._num_held_letters = 0
+        self._held: list[int] = []
+
+    def take(self, chunk: Chunk) -> list[int]:
+        """The entries to send with a chunk."""
+        if chunk.token_id is not None:
+            self._held.append(chunk.token_id)
+        if self._texts is not None and not chunk.finish_reason:
+            if chunk.token_id is not None:
+                self._num_held_letters += len(self._texts.push(chunk.token_id))
+            self._num_held_letters -= len(chunk.text)
+            if self._num_held_letters or not self._texts.is_settled:
+                return []
+        told, self._held = self._held, []
+        return told
+
+
+def _by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+class Shape(ABC):
+    """The response format of one HTTP request.
+
+    Args:
+        model: the served model's name.
+        tokenizer: turns token ids into the texts of log probabilities; or None.
+        usage: whether a stream ends with a usage event, in which case all others say `"usage": null`.
+        token_ids: whether token ids are sent: of each choice `token_ids`, and of its prompt `prompt_token_ids`, where
+            vLLM has them (`return_token_ids`).
+
+    Attributes:
+        num_completion_tokens: so many tokens were in the chunks so far.
+    """
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    event_kind: ClassVar[str]
+    has_prompts: ClassVar[bool]
+    """Whether the ids of the prompt are in each choice, rather than once next to them."""
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, *, usage: bool = False, token_ids: bool = False
+    ) -> None:
+        self.num_completion_tokens = 0
+        self._tokenizer = tokenizer
+        self._prompts: Sequence[Sequence[int]] = ()
+        self._logprobs: dict[int, ChoiceLogprobs] = {}
+        self._tells_token_ids = token_ids
+        self._tokens: dict[int, ChoiceTokens] = {}
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        head = json.dumps({**self._head, "object": self.event_kind})
+        self._before = f'{head[:-1]}, "choices": [{{"index": '
+        self._after = '}], "usage": null}' if usage else "}]}"
+
+    def continue_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """To be called before anything else: the token ids that each choice continues."""
+        self._prompts = prompts
+
+    # Streams
+
+    def opening(self, num_choices: int) -> bytes:
+        """Events before the first token."""
+        return b""
+
+    def events(self, first_index: int, chunks: Sequence[Chunk]) -> bytes:
+        """One event for each chunk; the chunk's index counts from first_index."""
+        return b"".join(self._event(first_index + chunk.index, chunk) for chunk in chunks)
+
+    def usage_event(self, num_prompt_tokens: int) -> bytes:
+        """The event that tells how many tokens it were."""
+        usage = self.usage(num_prompt_tokens).model_dump()
+        return sse_event(json.dumps({**self._head, "object": self.event_kind, "choices": [], "usage": usage}))
+
+    def _event(self, index: int, chunk: Chunk) -> bytes:
+        self.num_completion_tokens += chunk.token_id is not None
+        reason = FINISH_REASONS[chunk.finish_reason]
+        finish = f'"{reason}"' if reason else "null"
+        return (
+            f"data: {self._before}{index}, {self._delta(index, chunk)}, "
+            f'"finish_reason": {finish}{self._token_ids(index, chunk)}{self._after}\n\n'.encode()
+        )
+
+    def _token_ids(self, index: int, chunk: Chunk) -> str:
+        """The token ids that a chunk tells of its choice, as fields of JSON with a comma before them."""
+        if not self._tells_token_ids:
+            return ""
+        is_first = index not in self._tokens
+        if is_first:
+            self._tokens[index] = ChoiceTokens(self._tokenizer, self._prompts[index])
+        told = f', "token_ids": {self._tokens[index].take(chunk)}'
+        return f'{told}, "prompt_token_ids": {list(self._prompts[index])}' if is_first and self.has_prompts else told
+
+    @abstractmethod
+    def _delta(self, index: int, chunk: Chunk) -> str:
+        """What a chunk adds to its choice, as fields of JSON."""
+
+    # Whole answers
+
+    def whole(self, choices: Sequence[Sequence[Chunk]], num_prompt_tokens: int) -> dict[str, Any]:
+        """All chunks of all choices as one body."""
+        self.num_completion_tokens = sum(chunk.token_id is not None for chunks in choices for chunk in chunks)
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": [
+                {
+                    "index": index,
+                    **self._choice(index, chunks),
+                    "finish_reason": FINISH_REASONS[chunks[-1].finish_reason],
+                    **self._choice_token_ids(index, chunks),
+                }
+                for index, chunks in enumerate(choices)
+            ],
+            "usage": self.usage(num_prompt_tokens).model_dump(),
+            **({"prompt_token_ids": self._prompts[0]} if self._tells_token_ids and not self.has_prompts else {}),
+        }
+
+    def _choice_token_ids(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        if not self._tells_token_ids:
+            return {}
+        told: dict[str, Any] = {"token_ids": [each.token_id for each in chunks if each.token_id is not None]}
+        return told | {"prompt_token_ids": self._prompts[index]} if self.has_prompts else told
+
+    @abstractmethod
+    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """The chunks of one choice, as one."""
+
+    def usage(self, num_prompt_tokens: int) -> Usage:
+        """How many tokens there were."""
+        total = num_prompt_tokens + self.num_completion_tokens
+        return Usage(prompt_tokens=num_prompt_tokens, completion_tokens=self.num_completion_tokens, total_tokens=total)
+
+    def _told(self, index: int, chunk: Chunk) -> list[ToldLogprob]:
+        """The log probabilities to tell with a chunk of a choice; none if the request has not asked for them."""
+        if index not in self._logprobs:
+            if not chunk.logprobs:
+                return []
+            self._logprobs[index] = ChoiceLogprobs(self._tokenizer, self._prompts[index])
+        return self._logprobs[index].take(chunk)
+
+
+class CompletionShape(Shape):
+    """`/v1/completions`."""
+
+    prefix = "cmpl"
+    kind = event_kind = "text_completion"
+    has_prompts = True
+
+    def _delta(self, index: int, chunk: Chunk) -> str:
+        told = self._told(index, chunk)
+        logprobs = json.dumps(self._lists(told)) if told else "null"
+        return f'"text": {json.dumps(chunk.text)}, "logprobs": {logprobs}'
+
+    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        told = [each for chunk in chunks for each in self._told(index, chunk)]
+        return {"text": "".join(chunk.text for chunk in chunks), "logprobs": self._lists(told) if told else None}
+
+    def _lists(self, told: Sequence[ToldLogprob]) -> dict[str, list[Any]]:
+        return {
+            "tokens": [each.text for each in told],
+            "token_logprobs": [each.logprob for each in told],
+            "top_logprobs": [
+                {each.text if name is None else name: logprob for name, logprob in each.top} or None for each in told
+            ],
+            "text_offset": [each.offset for each in told],
+        }
+
+
+class ChatShape(Shape):
+    """`/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
+    has_prompts = False
+
+    def opening(self, num_choices: int) -> bytes:
+        """Who speaks, in every choice."""
+        delta = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'
+        after = self._after
+        if self._tells_token_ids:  # before the closing brace
+            after = f'{after[:-1]}, "prompt_token_ids": {list(self._prompts[0])}}}'
+        return b"".join(sse_event(f"{self._before}{index}, {delta}{after}") for index in range(num_choices))
+
+    def _delta(self, index: int, chunk: Chunk) -> str:
+        told = self._told(index, chunk)
+        logprobs = json.dumps({"content": self._list(told)}) if told else "null"
+        return f'"delta": {{"content": {json.dumps(chunk.text)}}}, "logprobs": {logprobs}'
+
+    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        told = [each for chunk in chunks for each in self._told(index, chunk)]
+        text = "".join(chunk.text for chunk in chunks)
+        return {
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": {"content": self._list(told), "refusal": None} if told else None,
+        }
+
+    def _list(self, told: Sequence[ToldLogprob]) -> list[dict[str, Any]]:
+        return [
+            {
+                **self._one(each.text, each.logprob),
+                "top_logprobs": [self._one(each.text if name is None else name, logprob) for name, logprob in each.top],
+            }
+            for each in told
+        ]
+
+    def _one(self, text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -1,0 +1,599 @@
+"""What the server's process calls: engines in processes of their own, with the interface of one `AsyncEngine`.
+
+A request goes to the engine with the fewest unfinished answers, as token ids. Its tokens come back, one message a step;
+here they become texts, stop strings are found, and each client's stream gets its chunks. An engine that dies fails its
+own requests only, and is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from types import TracebackType
+from typing import Final
+
+import zmq
+import zmq.asyncio
+
+from minicache.engine.answers import TokenLogprobs
+from minicache.engine.async_engine import AnswerStream
+from minicache.engine.sampling import SamplingParams
+from minicache.engine.stopping import Tokenizer
+from minicache.errors import (
+    EngineDiedError,
+    EngineNotReadyError,
+    EngineStoppedError,
+    StepFailedError,
+    require_count,
+)
+from minicache.serving.replica.admission import require_slots, retry_seconds
+from minicache.serving.replica.messages import (
+    AbortRequest,
+    AddRequest,
+    AskPicture,
+    EngineInfo,
+    FromEngine,
+    Picture,
+    Progress,
+    Ready,
+    Shutdown,
+    StartFailed,
+    StepResult,
+    StopAnswer,
+    ToEngine,
+    Update,
+    decode_from_engine,
+    encode,
+    error_of,
+)
+from minicache.serving.replica.process import EngineProcess, Start
+from minicache.serving.replica.stream import SingleTokens, TokenStream
+
+__all__ = ["EngineClient", "EngineStream"]
+
+MAX_STEP_SECONDS: Final = 600.0
+"""An engine with requests that has said nothing for so long is taken for hung, and killed."""
+RESTART_SECONDS: Final = 0.5
+"""How long to wait before an engine is started again that has died before it was ready; twice as long each time."""
+MAX_RESTART_SECONDS: Final = 30.0
+WATCH_SECONDS: Final = 1.0
+"""How often to look whether an engine is hung."""
+STOP_SECONDS: Final = 5.0
+"""How long an engine may take to end before it is killed."""
+PICTURE_SECONDS: Final = 1.0
+"""How long a picture is waited for: during a long step, the last one is as good."""
+
+MIN_PAUSE: Final = 0.001
+MAX_PAUSE: Final = 0.005
+"""Writing a step's tokens to many clients takes a while. For as long, at most 5 ms, nothing is written then: half of
+the event loop's time is left for requests, and under load a write carries the tokens of several steps."""
+
+logger = logging.getLogger("minicache")
+
+
+class EngineStream(TokenStream):
+    """The stream of a request that one of several engines has.
+
+    Args:
+        request_id: as `TokenStream`.
+        prompt_token_ids: as `TokenStream`.
+        params: as `TokenStream`.
+        tokenizer: as `TokenStream`.
+        replica: has the request.
+        leave: as `TokenStream`.
+
+    Attributes:
+        replica: as above.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        replica: Replica,
+        leave: Callable[[AnswerStream], None],
+    ) -> None:
+        super().__init__(request_id, prompt_token_ids, params, tokenizer, leave)
+        self.replica = replica
+
+
+class Replica:
+    """One engine, and the process that it runs in now.
+
+    Attributes:
+        number: 0, 1, 2, …
+        info: what it is like; None before it was ready for the first time.
+        is_ready: whether it takes requests.
+        status: in words, while it is not ready.
+        start_error: why its process could not be started last; None once it is ready.
+        num_unfinished: unfinished answers that it has.
+        num_starts: how often a process was started.
+        heard_at: when it said something last, or got a request after it had none (time.monotonic()).
+        process: the last one.
+        picture: the last one that it has sent.
+        asked: a picture is on its way; else None.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.info: EngineInfo | None = None
+        self.is_ready = False
+        self.status = "the engine is starting"
+        self.start_error: Exception | None = None
+        self.num_unfinished = 0
+        self.num_starts = 0
+        self.heard_at = 0.0
+        self.process: EngineProcess | None = None
+        self.picture = Picture(0, b"")
+        self.asked: asyncio.Future[None] | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+
+    def open(self, context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
+        """A socket for the next process."""
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.set(zmq.SNDHWM, 0)  # no bound: `send` never waits
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(address)
+        return self._socket
+
+    def close(self) -> None:
+        """Its process has ended."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self.has_drawn()
+
+    def send(self, message: bytes) -> None:
+        """Send a message; without a process, drop it."""
+        if self._socket is not None:
+            self._socket.send(message)
+
+    def tell(self, message: ToEngine) -> None:
+        """Encode a message, and send it."""
+        self.send(encode(message))
+
+    def has_drawn(self) -> None:
+        """A picture has come, or none will."""
+        if self.asked is not None:
+            self.asked.set_result(None)
+            self.asked = None
+
+    def kill(self) -> None:
+        """End its process at once, if there is one."""
+        if self.process is not None:
+            self.process.kill()
+
+
+class EngineClient:
+    """Engines in processes of their own, and what the coroutines of one event loop call to get their answers.
+
+    The interface is `AsyncEngine`'s, and so are its rules: admission slots (max_num_seqs of all ready engines, and
+    max_waiting), leaving, draining.
+
+    **When an engine dies**, its requests end with an EngineDiedError, and it is started again: at once if it had been
+    ready; else after RESTART_SECONDS, and twice as long each time. Requests go to the others meanwhile; if there is no
+    other, they are refused with an EngineNotReadyError.
+
+    Args:
+        start: starts an engine's process (`minicache.serving.replica.process.starter`).
+        tokenizer: turns tokens into text; its end tokens finish answers. None: answers have no text.
+        num_replicas: how many engines, ≥ 1.
+        max_waiting: answers that may wait, beyond those that the engines have batch slots for.
+
+    Attributes:
+        tokenizer: as above.
+        replicas: all of them.
+        streams: request id → stream, of all requests with unfinished answers.
+        num_unfinished: admission slots that are taken.
+        is_draining: whether new requests are refused because the server is to stop.
+        finished_at: when the last answers finished, the newest last; empty when none is unfinished.
+        on_stats: is called with an engine's number and what has changed in its numbers.
+        on_info: is called with an engine's number and what it is like, whenever it has become ready.
+        on_progress: is called with what the engines are at while they start.
+
+    Raises:
+        TypeError, ValueError: num_replicas or max_waiting is not a count.
+    """
+
+    def __init__(
+        self, start: Start, tokenizer: Tokenizer | None, *, num_replicas: int = 1, max_waiting: int = 256
+    ) -> None:
+        require_count("num_replicas", num_replicas)
+        require_count("max_waiting", max_waiting, at_least=0)
+        self.tokenizer = tokenizer
+        self.replicas = [Replica(number) for number in range(num_replicas)]
+        self.streams: dict[int, EngineStream] = {}
+        self.num_unfinished = 0
+        self.is_draining = False
+        self.finished_at: deque[float] = deque(maxlen=64)
+        self.on_stats: Callable[[int, Sequence[Update]], object] = lambda number, updates: None
+        self.on_info: Callable[[int, EngineInfo], object] = lambda number, info: None
+        self.on_progress: Callable[[str], object] = lambda doing: None
+        self._start_process = start
+        self._max_waiting = max_waiting
+        self._decoder = None if tokenizer is None else SingleTokens(tokenizer)
+        self._fresh: dict[EngineStream, None] = {}  # streams that have got tokens since the last `_flush`
+        self._names = count()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping: asyncio.Task[None] | None = None
+        self._all_finished = asyncio.Event()
+        self._all_finished.set()
+        self._changed = asyncio.Event()  # an engine has become ready, or could not be started
+
+    # Its life
+
+    def start(self) -> None:
+        """Start the processes. Called once, in the event loop whose coroutines will use it. Does not wait for them."""
+        if self._tasks:
+            raise RuntimeError("the engines have already been started: create a new client")
+        self._folder = tempfile.TemporaryDirectory(prefix="minicache-")  # for this user alone (mode 0700)
+        self._context = zmq.asyncio.Context()
+        self._tasks = [asyncio.ensure_future(self._keep(replica)) for replica in self.replicas]
+        self._tasks.append(asyncio.ensure_future(self._watch()))
+
+    async def ready(self) -> None:
+        """Wait until all engines have been ready once.
+
+        Raises:
+            EngineDiedError: one has died before.
+            EngineStoppedError: `stop` was called before.
+            Exception: one could not be made; as `LLM`.
+        """
+        while not all(replica.info for replica in self.replicas):
+            for replica in self.replicas:
+                if replica.start_error is not None:
+                    raise replica.start_error
+            if self._stopping is not None:
+                raise EngineStoppedError("the server stopped before the engine was ready")
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no new requests, and wait until those that are here are finished. As `AsyncEngine.drain`."""
+        self.is_draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all_finished.wait(), seconds)
+        return self.num_unfinished == 0
+
+    async def stop(self) -> None:
+        """End the processes. Unfinished requests get an EngineStoppedError. A second call waits for the first."""
+        self.is_draining = True
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        self._fail(list(self.streams), EngineStoppedError("the server stopped before this answer was complete"))
+        self._changed.set()
+        for replica in self.replicas:
+            if replica.is_ready:
+                replica.tell(Shutdown())
+            else:
+                replica.kill()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
+            if late:
+                for replica in self.replicas:
+                    replica.kill()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._context.term()
+            self._folder.cleanup()
+
+    async def __aenter__(self) -> EngineClient:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # What clients call
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engines are like; all are the same.
+
+        Raises:
+            EngineNotReadyError: none was ready yet.
+        """
+        for replica in self.replicas:
+            if replica.info is not None:
+                return replica.info
+        raise EngineNotReadyError(self.replicas[0].status)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Batch slots of all ready engines."""
+        return sum(replica.info.max_num_seqs for replica in self.replicas if replica.is_ready and replica.info)
+
+    def check_admission(self, num_answers: int) -> None:
+        """Raise unless so many more answers can be taken now, as `AsyncEngine.check_admission`. Takes no slot.
+
+        Raises:
+            EngineStoppedError: the engines are draining.
+            EngineNotReadyError: no engine is ready. The message says why.
+            ValueError: there are fewer admission slots altogether.
+            QueueFullError: too many slots are taken now.
+        """
+        if self.is_draining:
+            raise EngineStoppedError("the server is stopping, and accepts no new requests")
+        if not any(replica.is_ready for replica in self.replicas):
+            raise EngineNotReadyError(self.replicas[0].status)
+        require_slots(num_answers, self.num_unfinished, self.max_num_seqs + self._max_waiting, self.retry_after())
+
+    def retry_after(self) -> float:
+        """Seconds until the answers that wait now will be finished. As `AsyncEngine.retry_after`."""
+        return retry_seconds(self.finished_at, max(self.num_unfinished - self.max_num_seqs, 1))
+
+    async def add_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        num_logprobs: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EngineStream:
+        """Have a request answered by the engine with the fewest unfinished answers. Returns when that has taken it.
+
+        Args:
+            prompt: token ids.
+            params: what to generate; its n answers need n admission slots.
+            num_logprobs: as `ServedLLM.add_request`.
+            priority: as `LLM.add_request`.
+            cache_salt: as `LLM.add_request`.
+
+        Returns:
+            The stream of its chunks. The caller closes it.
+
+        Raises:
+            ValueError: stop strings without a tokenizer, or a cache_salt that is no Unicode.
+            EngineDiedError: the engine has died before it answered.
+            Exception: what `check_admission` or `ServedLLM.add_request` raises. No slot is taken then.
+        """
+        self.check_admission(params.n)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
+        replica = min((each for each in self.replicas if each.is_ready), key=lambda each: each.num_unfinished)
+        stream = EngineStream(next(self._names), prompt, params, self._decoder, replica, self._leave)
+        end = () if params.ignore_eos or self._decoder is None else self._decoder.end_token_ids
+        for_engine = replace(params, stop=(), stop_token_ids=(*params.stop_token_ids, *end))
+        name, arrival = stream.number, stream.arrival_time
+        message = encode(AddRequest(name, list(prompt), for_engine, num_logprobs, priority, cache_salt, arrival))
+        self.streams[name] = stream
+        self._take_slots(replica, params.n)
+        replica.send(message)
+        try:
+            await stream.accepted()
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def picture(self) -> Picture:
+        """The live page's picture of the first engine that is ready: asked for, and the last one if it takes long."""
+        replica = next((each for each in self.replicas if each.is_ready), self.replicas[0])
+        if replica.is_ready:
+            if replica.asked is None:
+                replica.asked = asyncio.get_running_loop().create_future()
+                replica.tell(AskPicture(replica.picture.version))
+            await asyncio.wait((replica.asked,), timeout=PICTURE_SECONDS)
+        return replica.picture
+
+    # What the engines say
+
+    def _handle(self, replica: Replica, message: FromEngine) -> None:
+        match message:
+            case StepResult():
+                self._dispatch(replica, message)
+            case Picture():
+                if message.json:
+                    replica.picture = message
+                replica.has_drawn()
+            case Progress():
+                replica.status = f"the engine is starting: {message.doing}"
+                logger.info("engine %d: %s", replica.number, message.doing)
+                self.on_progress(message.doing)
+            case Ready():
+                replica.info, replica.is_ready, replica.start_error = message.info, True, None
+                replica.picture = Picture(0, b"")  # the new process counts from 1 again
+                logger.info(
+                    "engine %d is ready, process %d", replica.number, replica.process.pid if replica.process else 0
+                )
+                self.on_info(replica.number, message.info)
+                self._changed.set()
+            case StartFailed():
+                replica.start_error = error_of(message.kind, message.message)
+                if replica.info is not None:  # else `ready` raises it
+                    logger.error("engine %d cannot be restarted: %s", replica.number, message.message)
+
+    def _dispatch(self, replica: Replica, step: StepResult) -> None:
+        """Give what a step gave to the streams, as `AsyncEngine.dispatch`; `_flush` gives it to the clients."""
+        streams = self.streams
+        self.on_stats(replica.number, step.stats)
+        for request_id in step.accepted:
+            if (stream := streams.get(request_id)) is not None:
+                stream.is_accepted()
+        for refused in step.refused:
+            self._fail(refused.request_ids, error_of(refused.kind, refused.message))
+        for position, (request_id, index, token_id, finish_reason) in enumerate(step.tokens):
+            stream = streams.get(request_id)
+            if stream is None:
+                continue
+            logprobs = None
+            if step.logprobs and position in step.logprobs:
+                assert token_id is not None
+                logprob, top = step.logprobs[position]
+                logprobs = TokenLogprobs(token_id, logprob, tuple(top))
+            try:
+                if finish_reason == "error":
+                    raise StepFailedError("sampling failed")
+                reason = stream.push(index, token_id, finish_reason, logprobs)
+            except Exception as error:
+                if not isinstance(error, StepFailedError):
+                    logger.error("the tokens of request %r cannot be decoded", request_id, exc_info=error)
+                failure = StepFailedError("sampling or decoding failed for this request")
+                self._fail([request_id], failure)
+                replica.tell(AbortRequest(request_id))
+                continue
+            self._fresh[stream] = None
+            if reason:
+                self.finished_at.append(time.monotonic())
+                self._free_slots(replica, 1)
+                if not finish_reason:
+                    replica.tell(StopAnswer(request_id, index))
+                if not stream.num_open:
+                    del streams[request_id]
+
+    def _flush(self) -> None:
+        """Give the clients what has come for them."""
+        for stream in self._fresh:
+            stream.flush()
+        self._fresh.clear()
+
+    # Slots
+
+    def _take_slots(self, replica: Replica, num_answers: int) -> None:
+        if not replica.num_unfinished:
+            replica.heard_at = time.monotonic()
+        replica.num_unfinished += num_answers
+        self.num_unfinished += num_answers
+        self._all_finished.clear()
+
+    def _free_slots(self, replica: Replica, num_answers: int) -> None:
+        """As `AsyncEngine.free_slots`."""
+        replica.num_unfinished -= num_answers
+        self.num_unfinished -= num_answers
+        if not self.num_unfinished:
+            self.finished_at.clear()
+            self._all_finished.set()
+
+    def _leave(self, stream: AnswerStream) -> None:
+        """A stream was closed with unfinished answers: as `AsyncEngine.leave`."""
+        assert isinstance(stream, EngineStream)
+        if self.streams.pop(stream.number, None) is stream:
+            self._free_slots(stream.replica, stream.num_open)
+            stream.replica.tell(AbortRequest(stream.number))
+
+    def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
+        """End the streams of some requests with an error, as `AsyncEngine.fail`."""
+        for request_id in request_ids:
+            stream = self.streams.pop(request_id, None)
+            if stream is not None:
+                self._free_slots(stream.replica, stream.num_open)
+                stream.fail(error)
+
+    # Processes
+
+    async def _keep(self, replica: Replica) -> None:
+        """Keep an engine's process alive until `stop`."""
+        num_failures = 0
+        while True:
+            how = await self._live(replica)
+            was_ready, replica.is_ready = replica.is_ready, False
+            if self._stopping is not None:
+                return
+            self._bury(replica, how)
+            num_failures = 0 if was_ready else num_failures + 1
+            if num_failures:
+                if replica.info is None:  # for callers waiting in `ready`
+                    replica.start_error = replica.start_error or EngineDiedError(replica.status)
+                self._changed.set()
+                await self._pause(min(RESTART_SECONDS * 2 ** (num_failures - 1), MAX_RESTART_SECONDS))
+            if self.is_draining:
+                return
+
+    async def _live(self, replica: Replica) -> str:
+        """One life of a process, from its start to its end; how that came."""
+        address = f"ipc://{self._folder.name}/{replica.number}-{replica.num_starts}"
+        replica.num_starts += 1
+        try:
+            socket = replica.open(self._context, address)
+            replica.process = await self._start_process(replica.number, address)
+            if self._stopping is not None:
+                replica.kill()
+            listening = asyncio.ensure_future(self._listen(replica, socket))
+            status = await replica.process.wait()
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+            while await socket.poll(0):  # what it had said before
+                self._handle(replica, decode_from_engine(await socket.recv()))
+            self._flush()
+        except (OSError, zmq.ZMQError) as error:
+            return f"the engine's process could not be started: {error}"
+        finally:
+            replica.kill()  # if this task was cancelled: the event loop ends
+            replica.close()
+        how = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        return f"the engine's process {how}"
+
+    async def _listen(self, replica: Replica, socket: zmq.asyncio.Socket) -> None:
+        """Handle what a process says, as it comes. Of several steps that have come, a client gets all in one piece."""
+        while True:
+            message = await socket.recv()
+            replica.heard_at = time.monotonic()
+            begun = time.perf_counter()
+            try:
+                self._handle(replica, decode_from_engine(message))
+                while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    self._handle(replica, decode_from_engine(await socket.recv(zmq.NOBLOCK)))
+                self._flush()
+            except Exception as error:
+                logger.critical("a message of engine %d cannot be handled", replica.number, exc_info=error)
+                replica.kill()
+            if (spent := time.perf_counter() - begun) > MIN_PAUSE:
+                await asyncio.sleep(min(spent, MAX_PAUSE))
+
+    async def _watch(self) -> None:
+        """Kill an engine that hangs: it has requests, and its step never ends."""
+        while self._stopping is None:
+            await self._pause(WATCH_SECONDS)
+            for replica in self.replicas:
+                if replica.num_unfinished and time.monotonic() - replica.heard_at > MAX_STEP_SECONDS:
+                    logger.error("engine %d: no step has finished for %.0f seconds", replica.number, MAX_STEP_SECONDS)
+                    replica.kill()
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not past `stop`."""
+        end = time.monotonic() + seconds
+        while self._stopping is None and (left := end - time.monotonic()) > 0:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+
+    def _bury(self, replica: Replica, how: str) -> None:
+        """A process has ended by itself: end its requests, and account for them."""
+        replica.status = f"{how}; it is being restarted"
+        lost = [stream for stream in self.streams.values() if stream.replica is replica]
+        logger.error("engine %d: %s; requests lost: %d", replica.number, how, len(lost))
+        if replica.info is not None:
+            self.on_stats(replica.number, [*(update for stream in lost for update in stream.lost_stats()), *DEATH])
+        self._fail([stream.number for stream in lost], EngineDiedError(f"{how}: send the request again"))
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+DEATH: Final[list[Update]] = [
+    ("vllm:num_requests_running", 0, 1),
+    ("vllm:num_requests_waiting", 0, 1),
+    ("vllm:kv_cache_usage_perc", 0, 1),
+    ("minicache:engine_deaths", 1, ""),
+]
+"""What has changed in the numbers of an engine that has died, besides its requests."""

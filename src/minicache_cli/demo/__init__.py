@@ -1,0 +1,58 @@
+"""`minicache demo`: what the engine's parts are for, on the trained model, in under a minute.
+
+Each part ends with a sentence that is made from what was measured, whatever that was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from minicache_cli.folders import make_folder
+from minicache_cli.labs import Mine, use_labs
+
+PROMPTS = (
+    "Yesterday I",
+    "Tomorrow she",
+    "Every day they",
+    "Now we",
+    "Last week the teacher",
+    "Next year you",
+    "Did he",
+    "Will the children",
+)
+
+NUM_TIMED = 3
+"""Of these, the prompts of the first part: computing everything anew for each token takes its time."""
+
+app = typer.Typer()
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("out/demo"),
+    max_seq_len: Annotated[int, typer.Option(min=16, max=512, help="Length of prompt + text, in tokens.")] = 400,
+    mine: Mine = False,
+) -> None:
+    """A KV cache's speed, a paged cache's memory, and a burst of requests through two schedulers; same tokens."""
+    console = Console()
+    make_folder(out)
+    if mine:
+        use_labs(console)
+    import torch
+
+    from minicache.grammar import Tokenizer
+    from minicache.model import load_minigpt
+    from minicache_cli.demo import burst, memory, speed
+
+    torch.set_num_threads(1)  # a second thread makes steps this small slower and their times noisy
+    model, tokenizer = load_minigpt(), Tokenizer()
+    console.rule("1 of 3: what a KV cache saves", align="left")
+    speed.show(model, tokenizer, PROMPTS[:NUM_TIMED], max_seq_len, out, console)
+    console.rule("2 of 3: what a paged KV cache saves", align="left")
+    memory.show(model, tokenizer, PROMPTS, max_seq_len, out, console)
+    console.rule("3 of 3: what continuous batching saves", align="left")
+    burst.show(model, tokenizer, PROMPTS, out, console)

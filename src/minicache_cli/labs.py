@@ -1,0 +1,48 @@
+"""`--mine`: a command runs on the learner's finished lab files, and says which they are."""
+
+from __future__ import annotations
+
+from gettext import gettext as _
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from minicache_course.language import translated
+
+if TYPE_CHECKING:
+    from minicache_course.finder import Lab
+
+Mine = Annotated[bool, typer.Option("--mine", help="Use your finished lab files.")]
+"""The option, the same for every command that has it."""
+
+
+def use_labs(console: Console) -> None:
+    """Put the learner's finished files in place of the reference's modules. Call it before any of them is imported.
+
+    Args:
+        console: told of each module that the learner has begun when the command loads it: whose it is, and why.
+    """
+    from minicache_course.finder import install_finished_labs, show
+
+    def tell(lab: Lab) -> None:
+        if lab.begun:
+            file, style = show(lab.file), "yellow" if lab.missing else "dim"
+            told = f"reference, not {file}: {lab.missing}" if lab.missing else f"yours: {file}"
+            console.print(escape(translated(told)), style=style, soft_wrap=True, highlight=False)
+
+    labs = install_finished_labs(tell)
+    if all(lab.missing for lab in labs):
+        console.print(_("None of your files is finished; `minicache status` lists what is left"), style="yellow")
+    elif not all(lab.begun for lab in labs):
+        console.print(_("reference: all files that you have not started"), style="dim")
+
+
+def labs_on_ray() -> dict[str, Any]:
+    """What has each process of Ray use the learner's finished files: its `runtime_env`."""
+    from minicache_course.finder import install_finished_labs
+    from minicache_course.workspace import find_workspace
+
+    hook = f"{install_finished_labs.__module__}.{install_finished_labs.__qualname__}"
+    return {"env_vars": {"MINICACHE_ROOT": str(find_workspace().root)}, "worker_process_setup_hook": hook}

@@ -1,0 +1,282 @@
+"""`minicache sweep`: a simulated fleet, or server, at many rates: policies, schedulers and sizes side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from minicache.palette import color
+from minicache.plots import save_plot
+from minicache_cli.folders import make_folder
+from minicache_cli.labs import Mine, labs_on_ray, use_labs
+from minicache_cli.simulate import AcceleratorName, ModelName, WorkloadName
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from minicache.simulator.sweep import Point, Result
+
+app = typer.Typer()
+
+Value = TypeVar("Value", float, int, str)
+RESULTS, PLOT = "results.jsonl", "sweep.png"
+METRICS = (
+    ("ttft_p50", "TTFT\np50, s", ".3g"),
+    ("ttft_p99", "TTFT\np99, s", ".3g"),
+    ("hit_rate", "hits", ".1%"),
+    ("requests_per_second", "done/s", ".2f"),
+    ("num_refused", "refused", ",.0f"),
+)
+"""Of a result: its name, its heading, its digits."""
+ROLES = ("generated", "end", "shared", "wasted")
+MARKERS = "osD^v"
+"""Lines of a plot take their colors from the first, and when those are used up, the next marker."""
+
+
+@app.command()
+def sweep(
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help=f"Where {RESULTS} and {PLOT} are written; an interrupted sweep resumes there."
+        ),
+    ],
+    rates: Annotated[str, typer.Option(metavar="R,R", help="Requests per second to the whole fleet.")] = "1,2,4,8",
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="P,P",
+            help="Routers, of round_robin, power_of_two, prefix_affinity; default: all.",
+            show_default=False,
+        ),
+    ] = "round_robin,power_of_two,prefix_affinity",
+    schedulers: Annotated[
+        str, typer.Option(metavar="S,S", help="Schedulers, of static, continuous, paged, fair, chunked.")
+    ] = "chunked",
+    sizes: Annotated[
+        str, typer.Option(metavar="N,N", help="Numbers of replicas; 1: a server without a router.")
+    ] = "2,4",
+    seeds: Annotated[
+        str, typer.Option(metavar="S,S", help="Seeds; one run each, and the table shows their mean.")
+    ] = "0",
+    workload: Annotated[
+        WorkloadName,
+        typer.Option(
+            metavar="WORKLOAD",
+            help="chats, system-prompt; or lengths alone: sharegpt, alpaca, azure-code, azure-conversation.",
+        ),
+    ] = "chats",
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Requests per run.")] = 1000,
+    model: Annotated[
+        ModelName, typer.Option(metavar="MODEL", help="The model, as for `minicache simulate`.")
+    ] = "llama-3-8b",
+    accelerator: Annotated[
+        AcceleratorName, typer.Option(metavar="NAME", help="Each replica's accelerator, as for `minicache simulate`.")
+    ] = "a100-40gb",
+    num_blocks: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Cache blocks per replica; default: as many as fit.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Batch slots per replica.")] = 64,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Token budget of a step; default: 2048, or the longest whole prompt."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of processes; default: one per processor.")
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Run on Ray (extra scale) instead of a process pool.")] = False,
+    mine: Mine = False,
+) -> None:
+    """Simulate a fleet at many rates: policies, schedulers and sizes side by side.
+
+    Each result is written as it comes: a sweep that was stopped goes on
+    where it was when the same command is given again. Replicas have
+    prefix caches, where prompts have tokens and the scheduler can share.
+    """
+    console = Console(highlight=False)
+    if mine:
+        use_labs(console)
+    from minicache.simulator.sweep import Point, ResultsFile, grid
+
+    jobs = jobs or os.cpu_count() or 1
+    try:
+        base = Point(
+            workload=workload,
+            count=count,
+            model=model,
+            accelerator=accelerator,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            code=_fingerprint(mine),
+        )
+        points = grid(
+            base,
+            _values("--rates", rates, float),
+            _values("--policies", policies, str),
+            _values("--schedulers", schedulers, str),
+            _values("--sizes", sizes, int),
+            _values("--seeds", seeds, int),
+        )
+        for point in points:
+            point.check()
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from error
+    make_folder(out)
+    with ResultsFile(out / RESULTS) as results:
+        missing = [point for point in points if point not in results]
+        if len(missing) < len(points):
+            kept = len(points) - len(missing)
+            console.print(f"{kept} of {len(points)} runs are in {out / RESULTS} already", style="dim", soft_wrap=True)
+        try:
+            with _progress(console, len(points), len(points) - len(missing)) as advance:
+                for point, result in _run(missing, jobs, ray, mine):
+                    results.add(point, result)
+                    advance()
+        except KeyboardInterrupt:
+            kept = sum(point in results for point in points)
+            console.print(f"Stopped: {kept} of {len(points)} runs are kept. Run the same command to resume.")
+            raise typer.Exit(130) from None
+        found = [(point, results[point]) for point in points]
+    console.print(_table(found, f"{count:,} × {workload} · {model} on {accelerator}"))
+    title = f"{count:,} × {workload}, {model} on {accelerator}: a simulated fleet"
+    save_plot(partial(_plot, found=found), title, out / PLOT)
+    for name in (RESULTS, PLOT):
+        console.print(f"[bold]{out / name}[/]", soft_wrap=True)
+
+
+# --- what was asked for ---------------------------------------------------------------------------------------------
+
+
+def _values(option: str, text: str, kind: Callable[[str], Value]) -> list[Value]:
+    """The values of a list with commas.
+
+    Raises:
+        ValueError: one is none, or there is none.
+    """
+    try:
+        values = [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values:
+        example = "1,2,4" if kind is not str else "this,that"
+        raise ValueError(f"{option} must be a list such as {example}; got {text!r}")
+    return values
+
+
+def _fingerprint(mine: bool) -> str:
+    """Of the code that runs, the learner's finished files included."""
+    import minicache
+    from minicache_course.workspace import find_workspace, fingerprint
+
+    package = Path(minicache.__file__).parent
+    rooms = ("arithmetic", "fleet", "memory", "scheduler", "simulator")
+    files = [package / "request.py", *(file for room in rooms for file in sorted((package / room).rglob("*.py")))]
+    if mine:
+        workspace = find_workspace()
+        files += [file for phase in workspace.course for file in workspace.lab_files(phase).values()]
+    return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:12]
+
+
+# --- the runs -------------------------------------------------------------------------------------------------------
+
+
+def _run(points: Sequence[Point], jobs: int, on_ray: bool, mine: bool) -> Iterator[tuple[Point, Result]]:
+    """Points with their results as they end. Nothing is started for none."""
+    if not points:
+        return
+    if not on_ray:
+        from minicache.simulator.sweep import in_processes
+
+        yield from in_processes(points, min(jobs, len(points)), _use_finished_labs if mine else os.getpid)
+        return
+    from minicache.plugins.ray_local import in_ray, ray_running
+
+    with ray_running(jobs, runtime_env=labs_on_ray() if mine else None):
+        yield from in_ray(points)
+
+
+def _use_finished_labs() -> None:
+    from minicache_course.finder import install_finished_labs
+
+    install_finished_labs()
+
+
+@contextmanager
+def _progress(console: Console, total: int, done: int) -> Iterator[Callable[[], None]]:
+    columns = (TextColumn("Simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("Simulating", total=total, completed=done)
+        yield lambda: bar.advance(task)
+
+
+# --- what came of them ----------------------------------------------------------------------------------------------
+
+
+def _means(found: Sequence[tuple[Point, Result]]) -> dict[tuple[int, str, str, float], Result]:
+    """Size, policy, scheduler and rate → each figure's mean over the seeds."""
+    runs: dict[tuple[int, str, str, float], list[Result]] = {}
+    for point, result in found:
+        runs.setdefault((point.num_replicas, point.policy, point.scheduler, point.rate), []).append(result)
+    return {
+        key: {name: sum(each[name] for each in results) / len(results) for name in results[0]}
+        for key, results in runs.items()
+    }
+
+
+def _table(found: Sequence[tuple[Point, Result]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, collapse_padding=True)
+    metrics = [each for each in METRICS if each[0] != "num_refused" or any(result[each[0]] for _, result in found)]
+    table.add_column("replicas", justify="right")
+    table.add_column("policy", no_wrap=True)
+    table.add_column("scheduler", no_wrap=True)
+    for heading in ("rate\n1/s", *(heading for _, heading, _ in metrics)):
+        table.add_column(heading, justify="right")
+    before: int | None = None
+    for (size, policy, scheduler, rate), means in _means(found).items():
+        if before not in (None, size):
+            table.add_section()
+        before = size
+        figures = (format(means[name], digits) for name, _, digits in metrics)
+        table.add_row(str(size), policy if size > 1 else "–", scheduler, f"{rate:g}", *figures)
+    return table
+
+
+def _plot(figure: Figure, found: Sequence[tuple[Point, Result]]) -> None:
+    """The time to the first token against the rate: a panel for each size, a line for each policy and scheduler."""
+    from matplotlib.ticker import LogLocator
+
+    means = _means(found)
+    sizes = list(dict.fromkeys(size for size, _, _, _ in means))
+    lines = list(dict.fromkeys((policy, scheduler) for _, policy, scheduler, _ in means))
+    varying = [place for place in (0, 1) if len({line[place] for line in lines}) > 1] or [0]
+    styles = [(color(role), marker) for marker in MARKERS for role in ROLES]
+    legend: dict[str, Any] = {}
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    for axes, size in zip(panels, sizes, strict=True):
+        for line, (shade, marker) in zip(lines, styles, strict=False):
+            points = sorted((key[3], told) for key, told in means.items() if key[:3] == (size, *line))
+            if not points:
+                continue
+            rates = [rate for rate, _ in points]
+            axes.plot(rates, [told["ttft_p50"] for _, told in points], marker + "--", color=shade)
+            drawn = axes.plot(rates, [told["ttft_p99"] for _, told in points], marker + "-", color=shade)
+            legend[", ".join(line[place] for place in varying)] = drawn[0]
+        axes.set(title=f"{size} replicas" if size > 1 else "1 replica", xlabel="requests a second", yscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter("")
+    panels[0].set_ylabel("time to first token in s: p99 solid, p50 dashed")
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=min(len(legend), 3), fontsize=8)

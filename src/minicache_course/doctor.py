@@ -1,0 +1,139 @@
+"""What the course needs from a machine: each thing is there, or here is what to do."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import minicache
+from minicache.errors import KernelUnavailableError
+from minicache_course.errors import CourseError
+from minicache_course.workspace import CHECKOUT, TABLE, Workspace, find_workspace
+
+_IN_A_CLONE = (CHECKOUT / TABLE).is_file()
+_INSTALL = 'pip install -c constraints.txt -e ".[course]"' if _IN_A_CLONE else 'pip install "minicache[course]"'
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        ok: whether it is as it should be.
+        detail: what was found.
+        remedy: what to do if not.
+        required: whether the course can go on without it.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+    required: bool = True
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, the base first."""
+    trying = subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import try_out; try_out()"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    yield Finding("Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
+    yield _tried(trying, "torch", _INSTALL) if find_spec("torch") else _package("torch", _INSTALL)
+    for name in ("numpy", "pytest", "hypothesis", "libcst", "watchfiles"):
+        yield _package(name, _INSTALL)
+    plugins = {entry.value for entry in entry_points(group="pytest11")}
+    active = "minicache_course.plugin" in plugins
+    yield Finding("pytest plugin", active, "active" if active else "not found by pytest", f"{_INSTALL} again")
+    yield _tried(trying, "triton", "phase 4 is not graded; everything else works", required=False)
+    trying.wait()
+    if _IN_A_CLONE:
+        browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+        needed = "needed only by the site's tests: install chromium"
+        yield Finding("browser", browser is not None, browser or "no chromium", needed, required=False)
+    try:
+        workspace = find_workspace()
+    except CourseError as error:
+        yield Finding("course", False, str(error), "change into your course, or create one: minicache init my-course")
+        return
+    old = workspace.version not in ("", minicache.__version__)
+    yield Finding("course", not old, str(workspace.root), f"made by minicache {workspace.version}: minicache update")
+    yield _labs(workspace)
+    yield _state(workspace.state)
+
+
+def _package(name: str, remedy: str) -> Finding:
+    """Is a package there?"""
+    try:
+        return Finding(name, True, version(name))
+    except PackageNotFoundError:
+        return Finding(name, False, "not installed", remedy)
+
+
+def try_out() -> None:
+    """Use torch and Triton, and print a line of JSON for each: whether it works, and what was found.
+
+    In a process of its own: importing Triton settles where it runs, and what does not fit the machine may crash.
+    """
+    for use in (_use_torch, _use_triton):
+        try:
+            told = (True, use())
+        except KernelUnavailableError as error:
+            told = (False, str(error))
+        except (ImportError, OSError, RuntimeError) as error:
+            told = (False, f"does not work: {error}")
+        print(json.dumps(told), flush=True)
+
+
+def _use_torch() -> str:
+    import torch
+
+    torch.ones(2, 2).sum()  # a torch that does not fit the machine imports, and fails here
+    device = "with a GPU" if torch.cuda.is_available() else "CPU only: sufficient for the course"
+    return f"{torch.__version__} ({device})"
+
+
+def _use_triton() -> str:
+    from minicache.kernels import runtime
+
+    runtime.interpret_without_gpu()
+    return runtime.describe()
+
+
+def _tried(trying: subprocess.Popen[str], name: str, remedy: str, *, required: bool = True) -> Finding:
+    """The next line of `try_out`."""
+    assert trying.stdout
+    ok, detail = json.loads(trying.stdout.readline() or '[false, "the process that tried it crashed"]')
+    return Finding(name, ok, detail, remedy, required)
+
+
+def _labs(workspace: Workspace) -> Finding:
+    for phase in workspace.course:
+        for module, file in workspace.lab_files(phase).items():
+            if not file.is_file():
+                remedy = f"rename it back, or {phase.restoring(module)}"
+                return Finding("your files", False, f"{file.relative_to(workspace.root)} is missing", remedy)
+    return Finding("your files", True, str(workspace.labs))
+
+
+def _state(folder: Path) -> Finding:
+    """Can progress be saved? Tried in the folder, or in the one that it would be made in."""
+    place = folder if folder.is_dir() else folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return Finding("progress", True, str(folder))
+    except OSError as error:
+        return Finding("progress", False, f"{place}: {error.strerror}", "make the folder writable")

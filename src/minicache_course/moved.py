@@ -1,0 +1,44 @@
+"""What `minicache update` carries over when a module has moved: a learner's file, its imports, its progress."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+MOVED = {
+    "minicache.server": "minicache.serving.http",
+    "minicache.replica": "minicache.serving.replica",
+    "minicache.proxy": "minicache.serving.proxy",
+    "minicache.load": "minicache.serving.load",
+    "minicache.scheduler.incidents": "minicache_course.incidents",
+    "minicache.kernels.one_head": "minicache_course.kernels.one_head",
+    "minicache.kernels.online_softmax": "minicache_course.kernels.online_softmax",
+    "minicache.kernels.tracer": "minicache_course.kernels.tracer",
+    "minicache.notebook": "minicache_course.notebook",
+    "minicache.course": "minicache_course",
+}
+"""Modules and packages of version 0.1.0 → where they are now."""
+
+_NAMES = re.compile(rf"\b({'|'.join(map(re.escape, MOVED))})\b(?!/)")
+_NOTEBOOK = re.compile(r"\bfrom minicache import notebook\b")  # as every notebook of 0.1.0 has it
+_FOLDERS = {
+    "/".join(old.split(".")[1:]): "/".join(new.split(".")[1:])
+    for old, new in MOVED.items()
+    if new.count(".") and old.split(".")[1:] != new.split(".")[1:]
+}
+
+
+def moved_path(name: str) -> str:
+    """Where a file of `labs/` belongs now: `labs/phase-10-serving/server/streaming.py` is in `serving/http/`."""
+    labs, phase, *inside = PurePosixPath(name).parts
+    path = "/".join(inside)
+    for old, new in _FOLDERS.items():
+        if labs == "labs" and path.startswith(f"{old}/"):
+            return f"labs/{phase}/{new}{path.removeprefix(old)}"
+    return name
+
+
+def with_new_names(text: str) -> str:
+    """A file's text, in which imports of modules that have moved find them."""
+    text = _NOTEBOOK.sub("from minicache_course import notebook", text)
+    return _NAMES.sub(lambda found: MOVED[found[1]], text)

@@ -1,0 +1,1 @@
+"""What grades a class: submissions in sandboxes, platforms' sheets, similarity. A learner needs none of it."""

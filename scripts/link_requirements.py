@@ -1,9 +1,9 @@
 """Give an environment what a package requires, and nothing else, as links into `.venv`: seconds instead of minutes.
 
-    .venv/bin/python -m scripts.link_requirements SITE_PACKAGES minicache course
+    .venv/bin/python -m scripts.link_requirements SITE_PACKAGES 'minicache[course]'
 
-links the distributions that `pip install minicache[course]` would bring in, if pip has installed minicache itself into
-SITE_PACKAGES. A package that is missing from pyproject.toml is missing there.
+links the distributions that `pip install 'minicache[course]'` would bring in. What pip has installed into SITE_PACKAGES
+itself, such as minicache's wheel, stays. A package that is missing from pyproject.toml is missing there.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ def link(found: Distribution, site_packages: Path) -> None:
 
 if __name__ == "__main__":
     site_packages = Path(sys.argv[1])
-    (package,) = distributions(name=sys.argv[2], path=[str(site_packages)])
-    linked = closure(package, frozenset(sys.argv[3:]))
+    linked: dict[str, Distribution] = {}
+    for wanted in map(Requirement, sys.argv[2:]):
+        installed = [*distributions(name=wanted.name, path=[str(site_packages)])]
+        root = installed[0] if installed else linked.setdefault(wanted.name, distribution(wanted.name))
+        linked |= closure(root, frozenset(wanted.extras))
     for each in linked.values():
         link(each, site_packages)
     print(f"{len(linked)} packages linked")

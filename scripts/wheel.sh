@@ -46,9 +46,20 @@ PYTHON
 printed=$("$bin/minicache" init my-course 2>&1) && fail "init needs more than the package, and does not say so"
 grep -qF "minicache[course]" <<<"$printed" || fail "init does not say which extra it needs"
 
+echo "The engine alone"
+cd "$checkout"
+.venv/bin/python -m venv --without-pip "$folder/engine"
+.venv/bin/pip --quiet --disable-pip-version-check --python "$folder/engine" install --no-deps "$folder"/minicache-*.whl
+engine_packages=${site_packages/"$folder/venv"/"$folder/engine"}
+rm -r "$engine_packages"/minicache_{course,teach,cli}
+.venv/bin/python -m scripts.link_requirements "$engine_packages" torch numpy safetensors
+cd "$folder"
+"$folder/engine/bin/python" -c 'from minicache import LLM; print(LLM().generate(["Yesterday I"])[0].text)' ||
+  fail "the engine needs the course, its command line, or a package that is not torch, numpy or safetensors"
+
 echo "Taking the course"
 cd "$checkout"
-.venv/bin/python -m scripts.link_requirements "$site_packages" minicache course
+.venv/bin/python -m scripts.link_requirements "$site_packages" 'minicache[course]'
 .venv/bin/minicache init "$folder/from-the-checkout" >/dev/null
 cd "$folder"
 "$bin/minicache" init my-course

@@ -20,7 +20,7 @@ MOVED = {
 """Modules and packages of version 0.1.0 → where they are now."""
 
 _NAMES = re.compile(rf"\b({'|'.join(map(re.escape, MOVED))})\b(?!/)")
-_NOTEBOOK = re.compile(r"\bfrom minicache import notebook\b")  # as every notebook of 0.1.0 has it
+_NOTEBOOK = re.compile(r"from minicache import notebook\b")  # as every notebook of 0.1.0 has it
 _FOLDERS = {
     "/".join(old.split(".")[1:]): "/".join(new.split(".")[1:])
     for old, new in MOVED.items()

@@ -96,9 +96,10 @@ def test_a_run_has_its_clients_environment(sockets: Path, tell, monkeypatch: pyt
 def test_an_edit_of_the_package_replaces_the_server(
     sockets: Path, tell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resident, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(resident, "SOURCES", tmp_path)
     first, *_ = tell()
-    (tmp_path / "module.py").write_text("")
+    (tmp_path / "minicache_course").mkdir()
+    (tmp_path / "minicache_course" / "module.py").write_text("")
     second, *_ = tell()
     assert second != first
     wait_for_the_end(int(first))

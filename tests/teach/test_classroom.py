@@ -248,8 +248,8 @@ def test_one_that_kills_the_process_above_costs_only_its_own_points(toys: Toys, 
 def test_without_isolation_one_runs_at_a_time_and_the_teacher_is_told(
     toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("course.classroom", "course.sandbox"):
-        monkeypatch.setattr(f"minicache.{module}.why_unavailable", lambda: "no bubblewrap")
+    for module in ("classroom", "sandbox"):
+        monkeypatch.setattr(f"minicache_teach.{module}.why_unavailable", lambda: "no bubblewrap")
     folder = hand_in(tmp_path / "class", **{name: {"palette.py": COLOR} for name in ("ada", "bob", "cleo")})
     file = tmp_path / "grades.csv"
     output = run(folder, file, "--jobs", "3")

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from minicache import kernels
-from minicache.kernels import configs, oracle, plain, runtime
+from minicache.kernels import configs, launch, oracle, plain, runtime
 
 CUDA = torch.device("cuda", 0)
 
@@ -144,11 +143,11 @@ def simulated_gpu(patch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     decode, prefill = kernels_of_triton
     patch.setattr(runtime, "require_triton", lambda *about: None)
     patch.setattr(configs, "architecture", lambda device: configs.INTERPRETER)
-    patch.setattr(kernels, "_num_processors", lambda device: 4)
+    patch.setattr(launch, "num_processors", lambda device: 4)
     patch.setattr(store, "store_kv", launched(plain.store_kv))
-    patch.setattr(decode, "paged_decode_attention", launched(oracle.paged_decode_attention))
-    patch.setattr(split_kv, "paged_decode_attention", launched(oracle.paged_decode_attention))
-    patch.setattr(prefill, "paged_prefill_attention", launched(oracle.paged_prefill_attention))
+    patch.setattr(decode, "paged_decode_attention", launched(oracle.attention))
+    patch.setattr(split_kv, "paged_decode_attention", launched(oracle.attention))
+    patch.setattr(prefill, "paged_prefill_attention", launched(oracle.attention))
     TRAFFIC.copies = TRAFFIC.reads = 0
     with Factories():
         yield TRAFFIC

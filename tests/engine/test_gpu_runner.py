@@ -159,7 +159,7 @@ def attend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    return oracle.paged_decode_attention(q, k_cache, v_cache, tables, lens, k_scale=k_scale, v_scale=v_scale).clone()
+    return oracle.attention(q, k_cache, v_cache, tables, lens, k_scale=k_scale, v_scale=v_scale).clone()
 
 
 class Traced:
@@ -190,7 +190,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
         if metadata.query_start_loc is None:
             return attend(q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, **scales)
         paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, metadata.query_start_loc)
-        return oracle.paged_prefill_attention(*paged, **scales)
+        return oracle.attention(*paged, **scales)
 
     monkeypatch.setattr(kernels, "store_kv", store)
     monkeypatch.setattr(kernels, "paged_attention", attended)

@@ -14,7 +14,6 @@ import torch
 from tests.grid import grid
 from torch import Tensor
 
-from minicache import kernels
 from minicache.cache.dense import KVCache
 from minicache.cache.quantized import QuantizedStorage
 from minicache.engine import model_runner
@@ -23,7 +22,7 @@ from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.grammar import Tokenizer
-from minicache.kernels import plain
+from minicache.kernels import backends, plain
 from minicache.kernels.quantize import dequantize_rows, quantize_rows
 from minicache.memory.blocks import BlockPool
 from minicache.model import Decoder, MiniGPT, MiniGPTConfig
@@ -151,7 +150,7 @@ def test_where_a_learners_kernels_stand_in(
     dtype: str,
 ) -> None:
     """Then nothing compiled runs: numbers and scales are stored by `plain.store_kv`, which may be the learner's."""
-    monkeypatch.setattr(kernels, "is_plain_replaced", lambda: True)
+    monkeypatch.setattr(backends, "is_plain_replaced", lambda: True)
     monkeypatch.setattr(model_runner, "is_plain_replaced", lambda: True)
     stored = []
     store = plain.store_kv

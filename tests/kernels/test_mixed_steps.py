@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.kernels import AttentionMetadata, oracle, paged_attention
-from minicache.kernels.mixed import parts
+from minicache.kernels.launch import parts
 
 SIZE, KV_HEADS, GROUP, DIM = 4, 2, 3, 16
 
@@ -49,7 +49,7 @@ def step(counts, device, *, befores=None, given=True):
 def check(q, k_cache, v_cache, metadata, window=None):
     got = paged_attention(q, k_cache, v_cache, metadata, sliding_window=window, backend="triton")
     tensors = (metadata.block_tables, metadata.context_lens, metadata.query_start_loc)
-    expected = oracle.paged_prefill_attention(q, k_cache, v_cache, *tensors, sliding_window=window)
+    expected = oracle.attention(q, k_cache, v_cache, *tensors, sliding_window=window)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from minicache import kernels
 from minicache.errors import KernelUnavailableError
-from minicache.kernels import cpu, tiles
+from minicache.kernels import backends, cpu, tiles
 from minicache.kernels.cpu import attention, rows, steps, vectors, warming
 from minicache.model.minigpt import rotary_frequencies, rotate, turns
 
@@ -245,7 +245,7 @@ def test_numba_is_the_default_for_what_it_can(monkeypatch: pytest.MonkeyPatch) -
     assert not ran_in_numba(monkeypatch, requires_grad=True), "the result would have no gradient"
     with torch.no_grad():
         assert ran_in_numba(monkeypatch, requires_grad=True)
-    monkeypatch.setattr(kernels, "is_plain_replaced", lambda: True)
+    monkeypatch.setattr(backends, "is_plain_replaced", lambda: True)
     assert not ran_in_numba(monkeypatch), "a learner's kernels would not be called"
 
 

@@ -88,11 +88,11 @@ def test_any_options_agree_with_loops(counts, block_size, num_kv_heads, group, c
     queries = [torch.randn(new, num_kv_heads * group, 4) for new, _ in counts]
     starts = torch.tensor([0, *torch.tensor([new for new, _ in counts]).cumsum(0).tolist()])
     paged = (k_cache, v_cache, tables, torch.tensor(lengths))
-    got = oracle.paged_prefill_attention(torch.cat(queries), *paged, starts, **chosen)
+    got = oracle.attention(torch.cat(queries), *paged, starts, **chosen)
     expected = torch.cat([by_loops(*each, **chosen) for each in zip(queries, keys, values, strict=True)])
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
     last = torch.stack([each[-1] for each in queries])
-    got = oracle.paged_decode_attention(last, *paged, **chosen)
+    got = oracle.attention(last, *paged, **chosen)
     torch.testing.assert_close(got.double(), expected[starts[1:] - 1], rtol=1e-4, atol=1e-5)
 
 
@@ -106,24 +106,22 @@ def test_without_options_it_is_the_plain_way(group):
     (k_cache, tables), (v_cache, _) = blocks(keys, 16, ids), blocks(values, 16, ids)
     paged = (k_cache, v_cache, tables, torch.tensor(lengths))
     q = torch.randn(4, 2 * group, 64)
-    torch.testing.assert_close(oracle.paged_decode_attention(q, *paged), plain.paged_decode_attention(q, *paged))
+    torch.testing.assert_close(oracle.attention(q, *paged), plain.paged_decode_attention(q, *paged))
     q, starts = torch.randn(34, 2 * group, 64), torch.tensor([0, 1, 2, 14, 34])
-    torch.testing.assert_close(
-        oracle.paged_prefill_attention(q, *paged, starts), plain.paged_prefill_attention(q, *paged, starts)
-    )
+    torch.testing.assert_close(oracle.attention(q, *paged, starts), plain.paged_prefill_attention(q, *paged, starts))
 
 
 def test_a_sequence_without_rows_gets_zeros():
     q, cache = torch.randn(3, 4, 8), torch.randn(4, 4, 2, 8)
     tables, lens = torch.tensor([[1, 2], [-1, -1], [3, 0]]), torch.tensor([5, 0, 8])
-    got = oracle.paged_decode_attention(q, cache, cache, tables, lens, sliding_window=3)
-    alone = oracle.paged_decode_attention(q[[0, 2]], cache, cache, tables[[0, 2]], lens[[0, 2]], sliding_window=3)
+    got = oracle.attention(q, cache, cache, tables, lens, sliding_window=3)
+    alone = oracle.attention(q[[0, 2]], cache, cache, tables[[0, 2]], lens[[0, 2]], sliding_window=3)
     assert got.equal(torch.stack([alone[0], torch.zeros(4, 8), alone[1]]))
 
 
 def test_a_padded_batch_alone_is_zeros():
     q, cache = torch.randn(2, 4, 8), torch.randn(4, 4, 2, 8)
-    got = oracle.paged_decode_attention(q, cache, cache, torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 0]))
+    got = oracle.attention(q, cache, cache, torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 0]))
     assert got.equal(torch.zeros(2, 4, 8))
 
 
@@ -133,7 +131,7 @@ def test_half_precision_is_computed_in_fp32(dtype):
     keys, values = ([torch.randn(33, 2, 16).to(dtype)] for _ in range(2))
     (k_cache, tables), (v_cache, _) = blocks(keys, 8, range(7)), blocks(values, 8, range(7))
     q = torch.randn(1, 4, 16).to(dtype)
-    got = oracle.paged_decode_attention(q, k_cache, v_cache, tables, torch.tensor([33]))
+    got = oracle.attention(q, k_cache, v_cache, tables, torch.tensor([33]))
     assert got.dtype == dtype
     assert got.equal(by_loops(q, keys[0], values[0]).to(dtype)) or torch.allclose(
         got.double(), by_loops(q, keys[0], values[0]), rtol=torch.finfo(dtype).eps, atol=1e-6
@@ -167,5 +165,5 @@ def test_a_quantized_cache(dtype, per_head):
 def test_softcap_does_not_overflow():
     """Scores of a million are capped, not infinite: tanh by exponentials of the score would be."""
     q, cache = torch.full((1, 2, 4), 1e3), torch.full((2, 4, 1, 4), 1e3)
-    got = oracle.paged_decode_attention(q, cache, cache, torch.tensor([[1, 0]]), torch.tensor([7]), softcap=50.0)
+    got = oracle.attention(q, cache, cache, torch.tensor([[1, 0]]), torch.tensor([7]), softcap=50.0)
     torch.testing.assert_close(got, torch.full((1, 2, 4), 1e3))

@@ -19,7 +19,8 @@ from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
 from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner, require_combination
 from minicache.engine.runner import DenseMemory, Memory, Model, PagedMemory
 from minicache.engine.sampling import TokenSampler
-from minicache.kernels import cpu, is_plain_replaced
+from minicache.kernels import cpu
+from minicache.kernels.backends import is_plain_replaced
 from minicache.parallel import ParallelModel
 from minicache.scheduler import Scheduler, SchedulerOutput
 

@@ -1,9 +1,9 @@
 """Attention through block tables with every option, in PyTorch and fp32: the slow, readable reference.
 
-Phase 4's Triton kernels are compared with it, and a CPU uses it for options that `cpu` lacks (ALiBi, a soft cap, scaled
-keys and values). Each sequence's scores are one matrix, and each option is one line on it. No phase builds this module.
+Phase 4's Triton kernels are compared with it, and `every_option` calls it where a CPU's fast kernels lack an option.
+Each sequence's scores are one matrix, and each option is one line on it. No phase builds this module.
 
-`minicache.kernels` documents the arguments, and has checked them.
+`every_option` documents the arguments, and has checked them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 
-def paged_decode_attention(
+def attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
+    query_start_loc: Tensor | None = None,
     *,
     scale: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -26,56 +27,15 @@ def paged_decode_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`minicache.kernels.paged_decode_attention` in PyTorch: one query per sequence.
+    """Causal attention of each sequence's newest tokens; without `query_start_loc` of one token each (decode).
 
     Returns:
-        `[B, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
-    """
-    in_use = context_lens > 0
-    out = torch.zeros_like(q)
-    out[in_use] = paged_prefill_attention(
-        q[in_use],
-        k_cache,
-        v_cache,
-        block_tables[in_use],
-        context_lens[in_use],
-        torch.arange(int(in_use.sum()) + 1, device=q.device),
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
-    return out
-
-
-def paged_prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    scale: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """`minicache.kernels.paged_prefill_attention` in PyTorch.
-
-    Returns:
-        `[N, H, d]`, the dtype of `q`.
+        `[N, H, d]`, the dtype of `q`. Zeros for a sequence with context_lens 0.
     """
     out = torch.empty_like(q)
-    starts = query_start_loc.tolist()
+    starts = range(len(q) + 1) if query_start_loc is None else query_start_loc.tolist()
     for i, num_tokens in enumerate(context_lens.tolist()):
-        start, end = starts[i : i + 2]
-        if start == end:
-            continue
+        start, end = starts[i], starts[i + 1]
         # Positions before every query's window are read too, and masked below.
         k = _rows(k_cache, block_tables[i], num_tokens, k_scale, q.shape[1])
         v = _rows(v_cache, block_tables[i], num_tokens, v_scale, q.shape[1])

@@ -22,7 +22,8 @@ from minicache.cache.packed import StepSize
 from minicache.cache.paged import PagedStorage
 from minicache.cache.swap import Pairs
 from minicache.errors import InvariantError, RankDiedError, RankFailedError, require_count
-from minicache.kernels import cpu, is_plain_replaced
+from minicache.kernels import cpu
+from minicache.kernels.backends import is_plain_replaced
 from minicache.model.decoder import Decoder
 from minicache.model.minigpt import MiniGPT
 from minicache.parallel.group import Group

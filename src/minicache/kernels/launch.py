@@ -1,9 +1,9 @@
-"""A mixed step on a GPU: its decodes run through the decode kernel, its chunks through the prefill kernel.
+"""A step's attention on a GPU: which Triton kernel computes which sequences, and with how many splits.
 
 The prefill kernel could compute any step, but a sequence with a single query would take a whole tile of query rows,
 with one program for all of its context. The decode kernel's tile has the size of one query's heads, and split-KV
-divides a long context among several programs. So `minicache.kernels.paged_attention` divides a step's sequences, once
-for all layers, by the lengths on the host: nothing waits for the device if the metadata has them.
+divides a long context among several programs. So `paged_attention` divides the sequences of a mixed step, once for all
+layers, by the lengths on the host: nothing waits for the device if the metadata has them.
 
 No phase builds this module.
 """
@@ -13,11 +13,91 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minicache.kernels import AttentionMetadata
+from minicache.kernels import checks
+from minicache.kernels.metadata import AttentionMetadata
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, **options: Any) -> Tensor:
+    """`minicache.kernels.paged_attention` in Triton: decodes through the decode kernel, chunks through prefill's.
+
+    The options are those of `launch`.
+
+    Returns:
+        `[N, H, d]`, the dtype of `q`.
+    """
+    divided = parts(metadata)
+    if len(divided) == 1:  # it has all queries
+        return launch(q, k_cache, v_cache, divided[0].metadata, **options)
+    out = torch.empty_like(q)
+    for part in divided:
+        out[part.rows] = launch(q[part.rows], k_cache, v_cache, part.metadata, **options)
+    return out
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    num_splits: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """One kernel for all queries: prefill if the metadata has `query_start_loc`, else decode, in splits or not.
+
+    Args:
+        q: queries `[N, H, d]`.
+        k_cache: keys `[num_blocks, block_size, H_kv, d]`.
+        v_cache: values, the same shape and dtype.
+        metadata: of these queries.
+        scale: the factor of the scores; None is 1 / √d.
+        sliding_window: W ≥ 1, or None.
+        num_splits: of each context in decode, 1 … 64. None chooses by the sizes of the batch and the block tables.
+        options: the other options of the kernels' launchers.
+
+    Returns:
+        `[N, H, d]`, the dtype of `q`.
+
+    Raises:
+        ValueError: more than 64 splits.
+        IndexError: a block in use lies outside the cache (CPU tensors).
+        KernelUnavailableError: no kernel for these dtypes, head size and heads.
+    """
+    if q.device.type == "cpu":
+        checks.blocks_in_use(k_cache, metadata.block_tables, metadata.context_lens)
+    paged = (q, k_cache, v_cache, metadata.block_tables, metadata.context_lens)
+    options |= {"scale": q.shape[2] ** -0.5 if scale is None else scale, "sliding_window": sliding_window}
+    if metadata.query_start_loc is not None:
+        from minicache.kernels import prefill
+
+        return prefill.paged_prefill_attention(*paged, metadata.query_start_loc, **options)
+    from minicache.kernels import split_kv
+
+    if num_splits is None:
+        longest = metadata.max_context_len or metadata.block_tables.shape[1] * k_cache.shape[1]  # what the tables hold
+        longest = min(longest, sliding_window or longest)
+        num_splits = split_kv.choose_num_splits(q.shape[0], k_cache.shape[2], longest, num_processors(q.device))
+    if num_splits > split_kv.MAX_SPLITS:
+        raise ValueError(f"num_splits must be 1 … {split_kv.MAX_SPLITS}: the merge holds all of them; got {num_splits}")
+    if num_splits > 1:
+        return split_kv.paged_decode_attention(*paged, **options, num_splits=num_splits)
+    from minicache.kernels import decode
+
+    return decode.paged_decode_attention(*paged, **options)
+
+
+def num_processors(device: torch.device) -> int:
+    """A GPU's multiprocessors; 1 under the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,20 +46,22 @@ def _about_cache(info: EngineInfo) -> list[str]:
 
 
 def _about_steps(info: EngineInfo, options: EngineOptions) -> list[str]:
+    from minicache.scheduler import has_option  # as above
+
     told, budget, longest = [], options.max_num_batched_tokens, info.max_model_len
     if budget < info.max_num_seqs:
         told.append(
             f"a step computes at most {budget} tokens, and {info.max_num_seqs} running requests need one each: set "
             f"--max-num-batched-tokens {info.max_num_seqs} or more, or --max-num-seqs {budget} or less"
         )
-    if options.scheduler != "chunked" and budget < longest - 1:
+    if not has_option(options.scheduler, "long_prefill_threshold") and budget < longest - 1:
         told.append(
             f"the scheduler {options.scheduler} computes a prompt in one step, so it refuses prompts of more than "
             f"{budget} tokens: set --max-num-batched-tokens {longest}, or --scheduler chunked"
         )
     if options.num_host_blocks and options.preemption != "swap":
         told.append("--num-host-blocks has no effect without swapping: set --preemption swap too")
-    if options.preemption == "swap" and options.scheduler in ("static", "continuous"):
+    if options.preemption == "swap" and not has_option(options.scheduler, "preemption"):
         told.append(f"the scheduler {options.scheduler} never preempts: --preemption swap needs --scheduler chunked")
     return told
 

@@ -20,7 +20,6 @@ from rich.table import Table
 
 from minicache_cli.folders import make_folder
 from minicache_cli.help import Group
-from minicache_cli.serve import Stage as SchedulerName
 from minicache_cli.simulate import WorkloadName
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def serve(
         Path, typer.Option(help="File written by `minicache calibrate`.", rich_help_panel=PREDICTION)
     ] = Path("out/calibration.json"),
     scheduler: Annotated[
-        SchedulerName,
+        str,
         typer.Option(
             metavar="STAGE",
             help="The server's scheduler: static, continuous, paged, fair or chunked.",
@@ -135,6 +134,7 @@ def serve(
     from when it was sent; the delay of sending is reported too. Ctrl-C ends
     the run and reports the answers so far.
     """
+    from minicache.scheduler import has_option
     from minicache.serving.load import Endpoint, LoadReport, LoadRun, fetch_model, make_requests, predict, reach
     from minicache.simulator.costs import HostCost
 
@@ -166,7 +166,7 @@ def serve(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=max_model_len,
-                prefix_caching=not no_prefix_caching and scheduler in ("paged", "fair", "chunked"),
+                prefix_caching=not no_prefix_caching and has_option(scheduler, "prefix_caching"),
             )
         run = LoadRun(endpoint, requests, timeout=timeout, max_in_flight=max_in_flight)
     title = f"{num_requests:,} × {load.name} · {model} · {url}"
@@ -258,7 +258,7 @@ def _pace(rate: float) -> str:
     return "at once" if rate == math.inf else f"at {rate:g}/s"
 
 
-def _scheduler(name: SchedulerName, *, num_blocks: int | None, max_model_len: int | None, **options: Any) -> Scheduler:
+def _scheduler(name: str, *, num_blocks: int | None, max_model_len: int | None, **options: Any) -> Scheduler:
     """The server's scheduler, with as many blocks as `minicache serve` gives MiniGPT by default."""
     from minicache.scheduler import create_scheduler
 

@@ -31,7 +31,6 @@ app = typer.Typer()
 GAVE_UP = 4
 """The exit status if answers were not complete when the server ended. (0: all were. uvicorn has 3.)"""
 
-Stage = Literal["static", "continuous", "paged", "fair", "chunked"]
 DType = Literal["float32", "float16", "bfloat16"]
 KVCacheDType = Literal["int8", "fp8_e4m3"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
@@ -117,7 +116,7 @@ def serve(
         typer.Option(metavar="N", min=1, help="Maximum draft tokens per request and step.", rich_help_panel=MODEL),
     ] = 4,
     scheduler: Annotated[
-        Stage,
+        str,
         typer.Option(
             metavar="STAGE",
             help="Scheduler: static, continuous, paged, fair or chunked.",
@@ -286,6 +285,7 @@ def serve(
     try:
         from minicache.engine.async_engine import AsyncEngine
         from minicache.engine.runner import find_model, load_tokenizer
+        from minicache.scheduler import require_scheduler
         from minicache.serving.http.app import check_origin, create_app
         from minicache.serving.http.keys import ApiKeys
         from minicache.serving.http.logs import logging_to_stderr
@@ -319,6 +319,7 @@ def serve(
     )
     name = served_model_name or model
     with logging_to_stderr(log_level, log_format), refusals(has_json):
+        require_scheduler(scheduler)
         tls = None
         if ssl_certfile is not None:
             tls = TLS(certfile=ssl_certfile, keyfile=ssl_keyfile, password=ssl_keyfile_password, ca_certs=ssl_ca_certs)

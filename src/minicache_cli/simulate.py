@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 WorkloadName = Literal["sharegpt", "alpaca", "azure-code", "azure-conversation", "chats", "system-prompt"]
-SchedulerName = Literal["static", "continuous", "paged", "fair", "chunked", "orca-max", "orca-pow2", "orca-oracle"]
 ModelName = Literal["opt-13b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "qwen3-32b"]
 AcceleratorName = Literal["a100-40gb", "a100-80gb", "h100", "h200", "l4", "laptop-cpu"]
 PolicyName = Literal["round_robin", "power_of_two", "prefix_affinity"]
@@ -60,7 +59,7 @@ def simulate(
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of requests.")] = 1000,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
     scheduler: Annotated[
-        SchedulerName,
+        str,
         typer.Option(
             metavar="STAGE",
             help="Scheduler: static, continuous, paged, fair or chunked; or with contiguous memory: "
@@ -130,13 +129,15 @@ def simulate(
     console = Console(highlight=False)
     if mine:
         use_labs(console)
+    from minicache.scheduler import has_option  # a learner's file may take its place until now
+
     with _usage_errors():
         traffic = _traffic(workload, rate, count, seed)
         machine = _machine(model, accelerator, host, num_blocks, block_size, kv_cache_dtype)
         longest_step = max(8192, traffic.max_model_len) if max_num_batched_tokens is None else max_num_batched_tokens
         if num_host_blocks is None:
             num_host_blocks = machine.num_blocks if preemption == "swap" else 0
-        prefix_caching = traffic.has_tokens and scheduler in ("paged", "fair", "chunked") and not no_prefix_caching
+        prefix_caching = traffic.has_tokens and has_option(scheduler, "prefix_caching") and not no_prefix_caching
         make_scheduler = partial(
             _scheduler,
             scheduler,
@@ -256,7 +257,7 @@ def _machine(
     return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks)
 
 
-def _scheduler(name: SchedulerName, **options: Any) -> Scheduler:
+def _scheduler(name: str, **options: Any) -> Scheduler:
     """The scheduler by its name; Orca's get as many slots as the others have in blocks, and the limits that apply."""
     from minicache.scheduler import create_scheduler
     from minicache.scheduler.paged import require_paged_options

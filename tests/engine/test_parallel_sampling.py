@@ -7,7 +7,7 @@ from tests.grid import grid
 
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
-from minicache.scheduler import ChunkedPrefillScheduler, FairSharingScheduler, SharingScheduler
+from minicache.scheduler import ChunkedPrefillScheduler, SharingScheduler
 from minicache.scheduler.observe import Observer
 
 N, SEED = 3, 11
@@ -49,22 +49,21 @@ def token_ids(completions):
     return [completion.token_ids for completion in completions]
 
 
-def sharing(name="paged", **options):
-    cls = {"paged": SharingScheduler, "fair": FairSharingScheduler, "chunked": ChunkedPrefillScheduler}[name]
+def sharing(cls=SharingScheduler, **options):
     return cls(**{"num_blocks": 128, "block_size": 4, "max_model_len": 200} | options)
 
 
 @grid(
     {
         "prefix_caching": [False, True],
-        "name": ["paged", "fair", "chunked"],
+        "cls": [SharingScheduler, ChunkedPrefillScheduler],
         "max_num_seqs,slots_for_forks": [(2, False), (64, True)],
     }
 )
 def test_each_is_what_it_would_be_alone(
-    model, prompts, expected, forks, name, max_num_seqs, slots_for_forks, prefix_caching
+    model, prompts, expected, forks, cls, max_num_seqs, slots_for_forks, prefix_caching
 ):
-    scheduler = sharing(name, max_num_seqs=max_num_seqs, prefix_caching=prefix_caching)
+    scheduler = sharing(cls, max_num_seqs=max_num_seqs, prefix_caching=prefix_caching)
     llm = LLM(model, scheduler=scheduler, observers=[forks])
     assert token_ids(llm.generate(prompts, params_of(N))) == expected
     assert (forks.num_forks == 2 * len(prompts)) == slots_for_forks
@@ -84,9 +83,9 @@ def test_a_fork_waits_for_a_batch_slot(model, prompts, alone, forks):
 @pytest.mark.parametrize(
     "options", [{"num_blocks": 22}, {"num_blocks": 22, "preemption": "swap", "num_host_blocks": 9}]
 )
-@pytest.mark.parametrize("name", ["paged", "fair", "chunked"])
-def test_though_they_are_preempted(model, prompts, expected, forks, name, options):
-    llm = LLM(model, scheduler=sharing(name, **options), observers=[forks])
+@pytest.mark.parametrize("cls", [SharingScheduler, ChunkedPrefillScheduler])
+def test_though_they_are_preempted(model, prompts, expected, forks, cls, options):
+    llm = LLM(model, scheduler=sharing(cls, **options), observers=[forks])
     assert token_ids(llm.generate(prompts, params_of(N))) == expected
     assert forks.num_forks > 0
     assert forks.num_preempted > 3

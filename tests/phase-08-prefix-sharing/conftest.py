@@ -7,10 +7,9 @@ import pytest
 from minicache.engine.beam import BeamSearch
 from minicache.memory.prefix import CachingBlockPool
 from minicache.request import Request
-from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
-from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache.scheduler.sharing import SharingScheduler
 from minicache_course import scenario
 from minicache_course.checks import CheckFailed, that
 from minicache_course.follow import following, following_schedulers
@@ -45,20 +44,16 @@ def _advance(steps, candidates):
     return f"advance({candidates}) → {[tuple(step) for step in steps]}", ""
 
 
-class FairPrefixCachingScheduler(PrefixCachingScheduler, FairScheduler):
-    """`PrefixCachingScheduler` with the order of `FairScheduler`."""
-
-
-@pytest.fixture(scope="session", params=[PrefixCachingScheduler, FairPrefixCachingScheduler], ids=["paged", "fair"])
-def caching(request):
+@pytest.fixture(scope="session")
+def caching():
     """`caching(requests, num_blocks=…)`: a scheduler with a prefix cache and without forks, blocks of 4 by default."""
-    return _maker(request.param, prefix_caching=True)
+    return _maker(PrefixCachingScheduler, prefix_caching=True)
 
 
-@pytest.fixture(scope="session", params=[SharingScheduler, FairSharingScheduler], ids=["paged", "fair"])
-def sharing(request):
+@pytest.fixture(scope="session")
+def sharing():
     """`sharing(requests, num_blocks=…)`: a scheduler that forks, blocks of 4 and no prefix cache by default."""
-    return _maker(request.param)
+    return _maker(SharingScheduler)
 
 
 def _maker(cls, **usual):

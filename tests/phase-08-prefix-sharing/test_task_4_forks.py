@@ -12,7 +12,7 @@ from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.observe import observe
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache.scheduler.sharing import SharingScheduler
 from minicache_course.checks import call, that
 from minicache_course.seeds import fresh
 
@@ -254,7 +254,7 @@ def test_siblings_stay_together(decoding, a_request, a_step):
 
 def test_siblings_stay_together_with_priorities(a_request, a_step):
     """x arrived after y, but precedes it by its priority. So does its child: `priority_key` decides."""
-    scheduler = FairSharingScheduler(num_blocks=20, block_size=4)
+    scheduler = SharingScheduler(num_blocks=20, block_size=4)
     for request in (a_request("y", 5, priority=1), a_request("x", 5, priority=0)):
         scheduler.add_request(request)
     a_step(scheduler)

@@ -9,7 +9,7 @@ from minicache.request import Request
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.observe import observe
-from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache.scheduler.sharing import SharingScheduler
 from minicache_course import scenario
 from minicache_course.checks import CheckFailed, call, that
 from minicache_course.follow import following, following_schedulers
@@ -42,23 +42,23 @@ class _Unprotected:
     """No request is ever protected: for tasks 1 and 2, which come before task 3."""
 
     def schedule_running(self, output):
-        FairSharingScheduler.schedule_running(self, output)
+        SharingScheduler.schedule_running(self, output)
 
     def head(self):
-        return FairSharingScheduler.head(self)
+        return SharingScheduler.head(self)
 
     def preempt(self, request, output):
-        FairSharingScheduler.preempt(self, request, output)
+        SharingScheduler.preempt(self, request, output)
 
 
 class _WholeBlocks:
     """An admitted request gets the blocks of all its tokens, as in phase 8: for task 1, which comes before task 2."""
 
     def blocks_to_take(self, request, found=()):
-        return FairSharingScheduler.blocks_to_take(self, request, found)
+        return SharingScheduler.blocks_to_take(self, request, found)
 
     def blocks_missing(self, request):
-        return FairSharingScheduler.blocks_missing(self, request)
+        return SharingScheduler.blocks_missing(self, request)
 
 
 class WholeBlocksScheduler(_WholeBlocks, _Unprotected, ChunkedPrefillScheduler):

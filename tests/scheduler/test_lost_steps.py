@@ -24,7 +24,6 @@ from minicache.scheduler import (
     ChunkedPrefillScheduler,
     ContinuousBatchScheduler,
     FairScheduler,
-    FairSharingScheduler,
     PagedScheduler,
     Scheduler,
     SchedulerOutput,
@@ -41,8 +40,7 @@ STAGES: list[type[Scheduler]] = [
     ContinuousBatchScheduler,
     PagedScheduler,
     FairScheduler,
-    *2 * [SharingScheduler],
-    *2 * [FairSharingScheduler],
+    *4 * [SharingScheduler],
     *4 * [ChunkedPrefillScheduler],
 ]
 STOP = 4

@@ -7,17 +7,11 @@ import random
 import pytest
 
 from minicache.request import Request, RequestStatus
-from minicache.scheduler import (
-    ChunkedPrefillScheduler,
-    FairSharingScheduler,
-    SharingScheduler,
-    create_scheduler,
-)
+from minicache.scheduler import ChunkedPrefillScheduler, SharingScheduler, create_scheduler
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.observe import observe
 
-SCHEDULERS = {"paged": SharingScheduler, "fair": FairSharingScheduler}
-both = pytest.mark.parametrize("cls", SCHEDULERS.values(), ids=SCHEDULERS)
+each_stage = pytest.mark.parametrize("cls", [SharingScheduler, ChunkedPrefillScheduler], ids=["sharing", "chunked"])
 
 
 def step(scheduler, token=7):
@@ -42,7 +36,7 @@ def run(scheduler, *requests):
 # The prefix cache
 
 
-@both
+@each_stage
 def test_a_prompt_of_exactly_three_blocks(cls):
     """48 tokens, cached and sent again: 32 are found, because one token must be computed. With one more: 48."""
     scheduler = cls(num_blocks=20, prefix_caching=True)
@@ -59,7 +53,7 @@ def test_a_prompt_of_exactly_three_blocks(cls):
     )
 
 
-@both
+@each_stage
 def test_two_that_are_admitted_in_one_step_share(cls):
     scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
     a, b = Request("a", [1] * 9, 3), Request("b", [1] * 9, 3)
@@ -71,7 +65,7 @@ def test_two_that_are_admitted_in_one_step_share(cls):
     assert a.block_ids[2] != b.block_ids[2]
 
 
-@both
+@each_stage
 def test_answers_are_found_too(cls):
     """The second turn of a chat: the first prompt, its answer, and new words."""
     scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
@@ -80,7 +74,7 @@ def test_answers_are_found_too(cls):
     assert run(scheduler, Request("b", [*first.prompt_token_ids, *first.output_token_ids, 5, 5], 1)) == {"b": 15 - 12}
 
 
-@both
+@each_stage
 def test_salts_and_adapters_keep_apart(cls):
     scheduler = cls(num_blocks=40, block_size=4, prefix_caching=True)
     prompt = [1] * 12
@@ -90,7 +84,7 @@ def test_salts_and_adapters_keep_apart(cls):
     assert computed == [12, 12, 12, 12, 4]
 
 
-@both
+@each_stage
 def test_a_victim_finds_its_own_blocks(cls):
     """10 blocks of 16, two prompts of 80: the second is preempted, and computes what of its blocks was handed out."""
     scheduler = cls(num_blocks=10, prefix_caching=True)
@@ -105,7 +99,7 @@ def test_a_victim_finds_its_own_blocks(cls):
     assert output.num_scheduled_tokens[1] == 81 - 3 * 16
 
 
-@both
+@each_stage
 def test_after_a_failed_step_nothing_is_found(cls):
     """Two equal prompts in one step, which fails: nothing that was to be written is found, nor anything from before."""
     scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
@@ -123,7 +117,7 @@ def test_after_a_failed_step_nothing_is_found(cls):
     assert output.num_scheduled_tokens == {"a": 9, "b": 1}
 
 
-@both
+@each_stage
 def test_a_step_that_was_never_committed_is_given_up(cls):
     """schedule() recovers by itself; a request that came meanwhile is admitted behind those of the batch."""
     scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
@@ -136,7 +130,7 @@ def test_a_step_that_was_never_committed_is_given_up(cls):
     assert output.num_scheduled_tokens == {"b": 9, "c": 1}
 
 
-@both
+@each_stage
 def test_tokens_stay_when_a_step_fails(cls):
     """A request and its child recover to two requests that wait with all their tokens, and share only a prefix."""
     scheduler, a = decoding(cls, 6, prefix_caching=True)
@@ -149,7 +143,7 @@ def test_tokens_stay_when_a_step_fails(cls):
     assert output.num_scheduled_tokens == {"a": 8, "b": 5}
 
 
-@both
+@each_stage
 def test_a_failed_request_leaves_nothing_cached(cls):
     """FINISHED_ERROR: its blocks lose their hashes, also the one that another request shares, which goes on."""
     scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
@@ -165,7 +159,7 @@ def test_a_failed_request_leaves_nothing_cached(cls):
     assert b.finish_reason == "length"
 
 
-@both
+@each_stage
 def test_an_abort_before_the_commit_leaves_its_blocks_cached(cls):
     """The step computes what it was scheduled to, and its tokens are committed: the blocks hold what they should."""
     scheduler = cls(num_blocks=20, block_size=4, prefix_caching=True)
@@ -177,7 +171,7 @@ def test_an_abort_before_the_commit_leaves_its_blocks_cached(cls):
     assert len(scheduler.find_prefix(Request("b", [1] * 9, 1))) == 2
 
 
-@both
+@each_stage
 def test_a_preempted_request_with_output_computes_what_is_not_found(cls):
     """It is preempted with 4 + 5 tokens, of which one block of 4 is found when it comes back: 5 are computed."""
     scheduler = cls(num_blocks=4, block_size=4, prefix_caching=True)
@@ -193,7 +187,7 @@ def test_a_preempted_request_with_output_computes_what_is_not_found(cls):
     assert output.num_scheduled_tokens["b"] == 9 - 4
 
 
-@both
+@each_stage
 def test_a_request_that_waits_finds_what_is_filled_meanwhile(cls):
     """Its hashes are known from the first look on; each later look first caches what decode has filled since."""
     scheduler = cls(num_blocks=20, block_size=4, max_num_seqs=1, prefix_caching=True)
@@ -206,7 +200,7 @@ def test_a_request_that_waits_finds_what_is_filled_meanwhile(cls):
     assert len(scheduler.find_prefix(waiting)) == 2
 
 
-@both
+@each_stage
 def test_a_hit_pays_for_tokens_and_blocks(cls):
     """A step of 10 tokens has room for a prompt of 12 of which 8 are found; 2 blocks in use need not be free again."""
     scheduler = cls(num_blocks=6, block_size=4, max_num_batched_tokens=12, prefix_caching=True)
@@ -218,7 +212,7 @@ def test_a_hit_pays_for_tokens_and_blocks(cls):
     assert scheduler.pool.num_used == 4
 
 
-@both
+@each_stage
 def test_evictions_are_counted(cls):
     """4 blocks of 4: the second prompt takes the two that were never used, and the first one's two."""
     scheduler = cls(num_blocks=4, block_size=4, prefix_caching=True)
@@ -228,7 +222,7 @@ def test_evictions_are_counted(cls):
     assert scheduler.stats.num_evicted_blocks == 2
 
 
-@both
+@each_stage
 def test_reset(cls):
     scheduler = cls(num_blocks=20, prefix_caching=True)
     run(scheduler, Request("a", [1] * 40, 2))
@@ -249,8 +243,8 @@ def test_only_what_shares_blocks_has_a_prefix_cache():
             create_scheduler(name, num_blocks=8, prefix_caching=True)
     with pytest.raises(TypeError, match="prefix_caching"):
         create_scheduler("fair", num_blocks=8, prefix_caching=1)  # type: ignore[arg-type]
-    assert type(create_scheduler("paged", num_blocks=8, prefix_caching=True)) is SharingScheduler
-    assert type(create_scheduler("fair", num_blocks=8, prefix_caching=True)) is FairSharingScheduler
+    for name in ("paged", "fair"):
+        assert type(create_scheduler(name, num_blocks=8, prefix_caching=True)) is SharingScheduler
 
 
 # Forks
@@ -264,7 +258,7 @@ def decoding(cls, num_prompt, max_tokens=20, **options):
     return scheduler, request
 
 
-@both
+@each_stage
 def test_a_fork_takes_no_block_and_the_first_write_copies(cls):
     """6 tokens in blocks of 4: both share two blocks, and the second is half full. The first write copies."""
     scheduler, a = decoding(cls, 6)
@@ -279,7 +273,7 @@ def test_a_fork_takes_no_block_and_the_first_write_copies(cls):
     assert output.blocks_to_copy == []
 
 
-@both
+@each_stage
 def test_a_full_tail_is_never_copied(cls):
     scheduler, a = decoding(cls, 8)
     b = scheduler.fork_request("a", "b")
@@ -288,7 +282,7 @@ def test_a_full_tail_is_never_copied(cls):
     assert (a.block_ids, b.block_ids) == ([0, 1, 2], [0, 1, 3])
 
 
-@both
+@each_stage
 @pytest.mark.parametrize(
     ("num_prompt", "outputs", "num_computed", "blocks", "copies"),
     [
@@ -316,7 +310,7 @@ def test_a_fork_may_differ_from_its_parent(cls, num_prompt, outputs, num_compute
     assert len(output.blocks_to_copy) == copies
 
 
-@both
+@each_stage
 def test_a_copy_is_paid_for_before_anything_is_promised(cls):
     """Two blocks, both shared by two, no block free: the copy needs one, so the child is preempted, and comes back."""
     scheduler, a = decoding(cls, 6, num_blocks=2, max_tokens=2)
@@ -330,7 +324,7 @@ def test_a_copy_is_paid_for_before_anything_is_promised(cls):
     assert ended == [b]
 
 
-@both
+@each_stage
 def test_siblings_that_outgrow_the_pool_together(cls):
     """12 tokens fill all 3 blocks, which two requests share. The 13th has no room, not even for one alone."""
     scheduler, a = decoding(cls, 8, num_blocks=3)
@@ -344,7 +338,7 @@ def test_siblings_that_outgrow_the_pool_together(cls):
     assert scheduler.pool.num_free == 3
 
 
-@both
+@each_stage
 def test_siblings_stay_together(cls):
     """Forks stand behind their parent and before who came later; the youngest of all is preempted first."""
     scheduler, _ = decoding(cls, 6)
@@ -356,7 +350,7 @@ def test_siblings_stay_together(cls):
     assert [each.request_id for each in scheduler.running] == ["a", "b", "c", "d", "z"]
 
 
-@both
+@each_stage
 def test_what_cannot_be_forked(cls):
     scheduler, _ = decoding(cls, 6, max_tokens=3)
     scheduler.add_request(Request("w", [1] * 4, 2))
@@ -380,7 +374,7 @@ def test_what_cannot_be_forked(cls):
     assert scheduler.fork_request("a", "b").request_id == "b"
 
 
-@both
+@each_stage
 def test_a_child_has_room_within_max_model_len(cls):
     """A request ends at max_model_len tokens. A child with as many would be past its end and run on."""
     scheduler, _ = decoding(cls, 6, max_tokens=40, max_model_len=10)
@@ -440,7 +434,7 @@ def held(request, position):
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("cls", [*SCHEDULERS.values(), ChunkedPrefillScheduler], ids=[*SCHEDULERS, "chunked"])
+@each_stage
 @pytest.mark.parametrize("seed", range(25))
 def test_every_request_reads_its_own_tokens(cls, preemption, prefix_caching, seed):
     """Forks, aborts at any time, failed requests, failed steps and preemptions; no hash is trusted."""

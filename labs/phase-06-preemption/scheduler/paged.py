@@ -80,6 +80,8 @@ class PagedScheduler(Scheduler):
         ValueError: a number is out of its bounds, or `preemption` is unknown.
     """
 
+    Options = PagedOptions
+
     def __init__(
         self,
         *,

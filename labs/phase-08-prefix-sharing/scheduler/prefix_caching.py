@@ -2,7 +2,7 @@
 # Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
 """Prefix caching: a prefix that cached blocks hold is not computed again.
 
-Phase 8 builds it, on the scheduler of phase 6. A full block is cached under the hash of its tokens and all earlier ones
+Phase 8 builds it, on the scheduler of phase 7. A full block is cached under the hash of its tokens and all earlier ones
 (`minicache.memory.prefix`); a request that is admitted shares the blocks of its longest cached prefix. Pure standard
 library.
 """
@@ -14,8 +14,9 @@ from typing import Unpack
 
 from minicache.memory.prefix import BlockHash, CachingBlockPool, PrefixCacheStats, block_hash, root_hash
 from minicache.request import Request, RequestStatus
+from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.paged import PagedOptions, PagedScheduler
+from minicache.scheduler.paged import PagedOptions
 
 
 class PrefixCachingOptions(PagedOptions, total=False):
@@ -24,7 +25,7 @@ class PrefixCachingOptions(PagedOptions, total=False):
     prefix_caching: bool
 
 
-class PrefixCachingScheduler(PagedScheduler):
+class PrefixCachingScheduler(FairScheduler):
     """Shares the blocks of a prompt's prefix with the requests that have computed it.
 
     When a request is admitted, it shares the full, cached blocks of the longest prefix of its tokens instead of
@@ -40,11 +41,13 @@ class PrefixCachingScheduler(PagedScheduler):
 
     Args:
         prefix_caching: whether to cache and find blocks.
-        options: `PagedScheduler`'s.
+        options: `FairScheduler`'s.
 
     Raises:
-        TypeError, ValueError: as `PagedScheduler`.
+        TypeError, ValueError: as `FairScheduler`.
     """
+
+    Options = PrefixCachingOptions
 
     def __init__(self, *, prefix_caching: bool = False, **options: Unpack[PagedOptions]) -> None:
         super().__init__(**options)
@@ -119,7 +122,7 @@ class PrefixCachingScheduler(PagedScheduler):
         self._filled.clear()
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
-        """As `PagedScheduler.admit`; but the found blocks are shared first, and their tokens count as computed.
+        """As `FairScheduler.admit`; but the found blocks are shared first, and their tokens count as computed.
 
         With a prefix cache, and for a WAITING request, new or preempted by recompute: the found blocks are its first
         `block_ids`, and the `stats` count an admission, the request's tokens, and the found ones, which are its

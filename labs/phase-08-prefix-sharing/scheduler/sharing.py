@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Unpack
 
 from minicache.request import Request, RequestId, RequestStatus
-from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.prefix_caching import PrefixCachingOptions, PrefixCachingScheduler
 
@@ -131,10 +130,3 @@ class SharingScheduler(PrefixCachingScheduler):
         raise NotImplementedError(
             "phase 8, task 4: Fork and copy on write; read docs/en/phase-08-prefix-sharing/lab/02-forks-and-beams.md"
         )
-
-
-class FairSharingScheduler(SharingScheduler, FairScheduler):
-    """`SharingScheduler` with the order of `FairScheduler`: priority, arrival, compatibility, and the bound.
-
-    Arguments and errors are `SharingScheduler`'s.
-    """

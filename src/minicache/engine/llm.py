@@ -66,7 +66,7 @@ class LLM(EngineLoop):
     Args:
         model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
             ("org/name"), or a model (`minicache.engine.runner.Model`).
-        scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`, whose pool and limits then
+        scheduler: a name of `minicache.scheduler.SCHEDULERS`; or a `Scheduler`, whose pool and limits then
             replace the options from num_blocks to reserve_full_prompt.
         cache: "paged": blocks; "dense": a `KVCache` for each request.
         num_blocks: blocks of the cache. None: as many as 64 MiB hold, on a GPU as gpu_memory_utilization says; but at

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from minicache.grammar import sample_text
 from minicache.grammar.tokenizer import Tokenizer
 from minicache.plugins.export import export_minigpt
-from minicache.scheduler import SCHEDULERS, Scheduler, SchedulerOutput
+from minicache.scheduler import SCHEDULERS, Scheduler, SchedulerOutput, has_option
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.observe import Observer
@@ -100,7 +100,7 @@ def answer_in_transformers(folder: Path, prompts: list[list[int]], scheduler: st
             scheduler_type="minicache",
             page_size=16,
             num_blocks=40,
-            max_batch_tokens=96 if scheduler == "chunked" else 256,
+            max_batch_tokens=96 if has_option(scheduler, "long_prefill_threshold") else 256,
             max_requests_per_batch=MAX_NUM_SEQS,
             use_async_batching=False,
         ),
@@ -122,7 +122,7 @@ def answer_in_vllm(folder: Path, prompts: list[list[int]], scheduler: str, count
 
     from minicache.plugins.vllm import MinicacheScheduler
 
-    shares = scheduler not in ("static", "continuous")
+    shares = has_option(scheduler, "prefix_caching")
 
     class Watched(MinicacheScheduler):
         observers = (SharingAuditor() if shares else Auditor(), counter)
@@ -136,7 +136,7 @@ def answer_in_vllm(folder: Path, prompts: list[list[int]], scheduler: str, count
         block_size=32,  # on a CPU a multiple of 32
         num_gpu_blocks_override=27,  # 26, and the null block
         max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=96 if scheduler == "chunked" else 512,
+        max_num_batched_tokens=96 if has_option(scheduler, "long_prefill_threshold") else 512,
         enable_prefix_caching=shares,
         async_scheduling=False,
         scheduler_cls=Watched,

@@ -21,7 +21,7 @@ from typing import Any
 
 from minicache.errors import MissingExtraError, PluginError, RequestTooLargeError
 from minicache.request import Request
-from minicache.scheduler import create_scheduler
+from minicache.scheduler import create_scheduler, has_option
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.output import SchedulerOutput
 
@@ -74,7 +74,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         given = dict((vllm_config.additional_config or {}).get("minicache", {}))
         limits = vllm_config.scheduler_config
         name = given.pop("scheduler", "chunked")
-        if name == "chunked" and limits.long_prefill_token_threshold:
+        if has_option(name, "long_prefill_threshold") and limits.long_prefill_token_threshold:
             given.setdefault("long_prefill_threshold", limits.long_prefill_token_threshold)
         scheduler = create_scheduler(
             name,

@@ -18,16 +18,17 @@ Pure standard library.
 
 from __future__ import annotations
 
-from minicache.errors import require_count
-from minicache.scheduler.base import Scheduler, SchedulerOptions
-from minicache.scheduler.chunked import ChunkedOptions, ChunkedPrefillScheduler
+from typing import Any, Final
+
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.paged import AllocStatus, PagedOptions, PagedScheduler, Preemption, require_paged_options
+from minicache.scheduler.paged import AllocStatus, PagedScheduler, Preemption, require_paged_options
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 from minicache.scheduler.queue import RequestQueue
-from minicache.scheduler.sharing import FairSharingScheduler, SharingScheduler
+from minicache.scheduler.sharing import SharingScheduler
 from minicache.scheduler.speculative import SpeculativeScheduler
 from minicache.scheduler.static import StaticBatchScheduler
 
@@ -37,7 +38,6 @@ __all__ = [
     "ChunkedPrefillScheduler",
     "ContinuousBatchScheduler",
     "FairScheduler",
-    "FairSharingScheduler",
     "PagedScheduler",
     "PrefixCachingScheduler",
     "RequestQueue",
@@ -47,10 +47,37 @@ __all__ = [
     "SpeculativeScheduler",
     "StaticBatchScheduler",
     "create_scheduler",
+    "has_option",
+    "require_scheduler",
 ]
 
-SCHEDULERS = ("static", "continuous", "paged", "fair", "chunked")
-"""The names of the stages, in the order in which the course builds them."""
+SCHEDULERS: Final[dict[str, tuple[type[Scheduler], ...]]] = {
+    "static": (StaticBatchScheduler,),
+    "continuous": (ContinuousBatchScheduler,),
+    "paged": (PagedScheduler, SharingScheduler),
+    "fair": (FairScheduler, SharingScheduler),
+    "chunked": (ChunkedPrefillScheduler, SpeculativeScheduler),
+}
+"""Stages by name, in the order in which the course builds them: of a name's classes, `create_scheduler` makes the first
+whose `Options` have all that it is given."""
+
+_UNUSED: Final = {  # options that not every stage has: what they are if unused, and what a stage without them does
+    "prefix_caching": (False, 'reserves blocks for whole answers and shares none; take "fair"'),
+    "long_prefill_threshold": (0, 'computes a prompt in one step; take "chunked"'),
+    "reserve_full_prompt": (True, 'computes a prompt in one step; take "chunked"'),
+    "num_speculative_tokens": (0, 'computes one token of a request in decode; take "chunked"'),
+}
+
+
+def require_scheduler(name: str) -> None:
+    """Raise ValueError unless there is a stage of this name."""
+    if name not in SCHEDULERS:
+        raise ValueError(f"no scheduler {name!r}: there are {', '.join(SCHEDULERS)}")
+
+
+def has_option(name: str, option: str) -> bool:
+    """Whether the stage of this name, if there is one, has this option of `create_scheduler`."""
+    return any(option in cls.Options.__annotations__ for cls in SCHEDULERS.get(name, ()))
 
 
 def create_scheduler(
@@ -72,7 +99,7 @@ def create_scheduler(
     """A scheduler by the name of its stage.
 
     Args:
-        name: "static", "continuous", "paged", "fair" or "chunked".
+        name: one of `SCHEDULERS`.
         num_blocks: blocks of the cache, ≥ 1.
         block_size: tokens of a block, ≥ 1.
         max_num_seqs: batch slots, ≥ 1: the most requests in the batch.
@@ -83,7 +110,8 @@ def create_scheduler(
         num_host_blocks: blocks of the CPU swap space, ≥ 0; ≥ 1 for "swap".
         watermark: the part of the pool that an admission must leave free, 0 ≤ watermark < 1.
         prefix_caching: find beginnings of prompts that are computed already. Not with "static" and "continuous", which
-            reserve blocks for a whole answer.
+            reserve blocks for a whole answer. "paged" is then as "fair": first come, first served, as long as all
+            requests have one priority and one group.
         long_prefill_threshold: the most tokens of one request in one step; 0: no such limit. For "chunked" only.
         reserve_full_prompt: admit a request only if the blocks of its whole prompt are free; False: those of its first
             chunk are enough. False is for "chunked" only: the others compute a prompt in one step.
@@ -93,51 +121,16 @@ def create_scheduler(
         TypeError: an option has the wrong type.
         ValueError: there is no such stage or option yet, or a number is out of its bounds.
     """
-    require_count("long_prefill_threshold", long_prefill_threshold, at_least=0)
-    if long_prefill_threshold and name != "chunked":
-        raise ValueError(f'long_prefill_threshold: "{name}" computes a prompt in one step; take "chunked"')
-    if not isinstance(reserve_full_prompt, bool):
-        raise TypeError(f"reserve_full_prompt must be True or False; got {reserve_full_prompt!r}")
-    if not reserve_full_prompt and name != "chunked":
-        raise ValueError(f'reserve_full_prompt=False: "{name}" computes a prompt in one step; take "chunked"')
-    require_count("num_speculative_tokens", num_speculative_tokens, at_least=0)
-    if num_speculative_tokens and name != "chunked":
-        raise ValueError(f'num_speculative_tokens: "{name}" computes one token of a request in decode; take "chunked"')
-    if not isinstance(prefix_caching, bool):
-        raise TypeError(f"prefix_caching must be True or False; got {prefix_caching!r}")
-    if prefix_caching and name in ("static", "continuous"):
-        raise ValueError(f'prefix_caching: "{name}" reserves blocks for whole answers and shares none; take "fair"')
+    options: dict[str, Any] = locals()
+    require_scheduler(name)
     require_paged_options(preemption, num_host_blocks, watermark)
-    common: SchedulerOptions = {
-        "num_blocks": num_blocks,
-        "block_size": block_size,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-    }
-    paged: PagedOptions = {
-        **common,
-        "preemption": preemption,
-        "num_host_blocks": num_host_blocks,
-        "watermark": watermark,
-    }
-    match name:
-        case "static":
-            return StaticBatchScheduler(**common)
-        case "continuous":
-            return ContinuousBatchScheduler(**common)
-        case "paged":
-            return SharingScheduler(**paged, prefix_caching=True) if prefix_caching else PagedScheduler(**paged)
-        case "fair":
-            return FairSharingScheduler(**paged, prefix_caching=True) if prefix_caching else FairScheduler(**paged)
-        case "chunked":
-            chunked: ChunkedOptions = {
-                **paged,
-                "prefix_caching": prefix_caching,
-                "long_prefill_threshold": long_prefill_threshold,
-                "reserve_full_prompt": reserve_full_prompt,
-            }
-            if num_speculative_tokens:
-                return SpeculativeScheduler(**chunked, num_speculative_tokens=num_speculative_tokens)
-            return ChunkedPrefillScheduler(**chunked)
-    raise ValueError(f"no scheduler {name!r}: there are {', '.join(SCHEDULERS)}")
+    used = set()
+    for option, (unused, otherwise) in _UNUSED.items():
+        if type(options[option]) is not type(unused):
+            raise TypeError(f"{option} must be of type {type(unused).__name__}; got {options[option]!r}")
+        if options[option] != unused:
+            used.add(option)
+            if not has_option(name, option):
+                raise ValueError(f'{option}: "{name}" {otherwise}')
+    cls = next(cls for cls in SCHEDULERS[name] if cls.Options.__annotations__.keys() >= used)
+    return cls(**{option: options[option] for option in cls.Options.__annotations__})

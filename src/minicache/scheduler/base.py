@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
-from typing import Required, TypedDict
+from typing import ClassVar, Required, TypedDict
 
 from minicache.errors import InvariantError, RequestTooLargeError, require_count
 from minicache.memory.blocks import BlockPool
@@ -45,6 +45,7 @@ class Scheduler(ABC):
         max_model_len: the most tokens of one request, prompt and output together, ≥ 2. None: as many as fit.
 
     Attributes:
+        Options: a TypedDict of the stage's keyword arguments.
         pool: the `BlockPool`.
         waiting: the `RequestQueue` of requests without a batch slot: a mapping id → request, the next one first.
         running: the batch, in the order of `priority_key`.
@@ -62,6 +63,7 @@ class Scheduler(ABC):
         ValueError: a number is out of its bounds.
     """
 
+    Options: ClassVar[type] = SchedulerOptions
     first_come = True
     chunks_prompts = False
 

@@ -1,6 +1,6 @@
 """Chunked prefill: one token budget a step, and prompts that are computed in chunks while other requests decode.
 
-Phase 9 builds it, on the schedulers of phases 7 and 8. Prefill and decode are no longer separate: every request has
+Phase 9 builds it, on the scheduler of phase 8. Prefill and decode are no longer separate: every request has
 computed some of its tokens, and the step computes as many more as the budget allows. So a long prompt never delays
 the requests in decode by more than one such step (Sarathi-Serve: Agrawal et al., OSDI 2024, §4). Pure standard
 library.
@@ -18,7 +18,7 @@ from minicache.scheduler.fair import STARVATION_BOUND
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.prefix_caching import PrefixCachingOptions
 from minicache.scheduler.queue import arrival_key
-from minicache.scheduler.sharing import FairSharingScheduler
+from minicache.scheduler.sharing import SharingScheduler
 
 
 class ChunkedOptions(PrefixCachingOptions, total=False):
@@ -28,7 +28,7 @@ class ChunkedOptions(PrefixCachingOptions, total=False):
     reserve_full_prompt: bool
 
 
-class ChunkedPrefillScheduler(FairSharingScheduler):
+class ChunkedPrefillScheduler(SharingScheduler):
     """Spends a token budget of max_num_batched_tokens a step: first on the batch, in order, then on waiting requests.
 
     A request in decode takes one token of it, a request in its prompt as many as it has left to compute, but no more
@@ -50,7 +50,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
             together; 0: as many as the budget has left.
         reserve_full_prompt: admit a request only if the blocks of its whole prompt are free. False: those of its first
             chunk are enough.
-        options: `FairSharingScheduler`'s.
+        options: `SharingScheduler`'s.
 
     Attributes:
         long_prefill_threshold: as given.
@@ -58,9 +58,10 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         protected: the request that must generate a token before any other is admitted; None if there is none.
 
     Raises:
-        TypeError, ValueError: as `FairSharingScheduler`.
+        TypeError, ValueError: as `SharingScheduler`.
     """
 
+    Options = ChunkedOptions
     chunks_prompts = True
 
     def __init__(
@@ -165,7 +166,7 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         return self.protected if waits and self.is_compatible(self.protected) else None
 
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """As `FairSharingScheduler.preempt`; a request that loses its token to a later arrival is `protected`.
+        """As `SharingScheduler.preempt`; a request that loses its token to a later arrival is `protected`.
 
         It replaces the previous one, if three conditions hold: it has gained no token since its admission
         (`has_gained_token`); a request that arrived after it is still in the batch; and it arrived first of all
@@ -190,6 +191,6 @@ class ChunkedPrefillScheduler(FairSharingScheduler):
         return has_gained and request.status is RequestStatus.RUNNING
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
-        """As `FairSharingScheduler.admit`; and `num_outputs_at_admission` is set."""
+        """As `SharingScheduler.admit`; and `num_outputs_at_admission` is set."""
         request.num_outputs_at_admission = len(request.output_token_ids)
         super().admit(request, output, found)

@@ -1,6 +1,6 @@
 """Prefix caching: a prefix that cached blocks hold is not computed again.
 
-Phase 8 builds it, on the scheduler of phase 6. A full block is cached under the hash of its tokens and all earlier ones
+Phase 8 builds it, on the scheduler of phase 7. A full block is cached under the hash of its tokens and all earlier ones
 (`minicache.memory.prefix`); a request that is admitted shares the blocks of its longest cached prefix. Pure standard
 library.
 """
@@ -12,8 +12,9 @@ from typing import Unpack
 
 from minicache.memory.prefix import BlockHash, CachingBlockPool, PrefixCacheStats, block_hash, root_hash
 from minicache.request import Request, RequestStatus
+from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.paged import PagedOptions, PagedScheduler
+from minicache.scheduler.paged import PagedOptions
 
 
 class PrefixCachingOptions(PagedOptions, total=False):
@@ -22,7 +23,7 @@ class PrefixCachingOptions(PagedOptions, total=False):
     prefix_caching: bool
 
 
-class PrefixCachingScheduler(PagedScheduler):
+class PrefixCachingScheduler(FairScheduler):
     """Shares the blocks of a prompt's prefix with the requests that have computed it.
 
     When a request is admitted, it shares the full, cached blocks of the longest prefix of its tokens instead of
@@ -38,11 +39,13 @@ class PrefixCachingScheduler(PagedScheduler):
 
     Args:
         prefix_caching: whether to cache and find blocks.
-        options: `PagedScheduler`'s.
+        options: `FairScheduler`'s.
 
     Raises:
-        TypeError, ValueError: as `PagedScheduler`.
+        TypeError, ValueError: as `FairScheduler`.
     """
+
+    Options = PrefixCachingOptions
 
     def __init__(self, *, prefix_caching: bool = False, **options: Unpack[PagedOptions]) -> None:
         super().__init__(**options)
@@ -121,7 +124,7 @@ class PrefixCachingScheduler(PagedScheduler):
         self._filled.clear()
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
-        """As `PagedScheduler.admit`; but the found blocks are shared first, and their tokens count as computed.
+        """As `FairScheduler.admit`; but the found blocks are shared first, and their tokens count as computed.
 
         With a prefix cache, and for a WAITING request, new or preempted by recompute: the found blocks are its first
         `block_ids`, and the `stats` count an admission, the request's tokens, and the found ones, which are its

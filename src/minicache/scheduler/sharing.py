@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Unpack
 
 from minicache.request import Request, RequestId, RequestStatus
-from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.prefix_caching import PrefixCachingOptions, PrefixCachingScheduler
 
@@ -160,10 +159,3 @@ class SharingScheduler(PrefixCachingScheduler):
         super().release(request)
         if not self.running:
             self._may_share_tails = False
-
-
-class FairSharingScheduler(SharingScheduler, FairScheduler):
-    """`SharingScheduler` with the order of `FairScheduler`: priority, arrival, compatibility, and the bound.
-
-    Arguments and errors are `SharingScheduler`'s.
-    """

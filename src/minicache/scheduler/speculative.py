@@ -66,6 +66,12 @@ class DraftStats:
             self.num_accepted_per_position[position] += 1
 
 
+class SpeculativeOptions(ChunkedOptions, total=False):
+    """The keyword arguments of `SpeculativeScheduler`, which documents them; `propose` is the engine's."""
+
+    num_speculative_tokens: int
+
+
 class SpeculativeScheduler(ChunkedPrefillScheduler):
     """`ChunkedPrefillScheduler`, in which requests in decode may also compute draft tokens.
 
@@ -102,6 +108,8 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
     Raises:
         TypeError, ValueError: as `ChunkedPrefillScheduler`, or num_speculative_tokens is no int ≥ 1.
     """
+
+    Options = SpeculativeOptions
 
     def __init__(
         self, *, num_speculative_tokens: int, propose: Propose = placeholders, **options: Unpack[ChunkedOptions]

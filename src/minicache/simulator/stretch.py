@@ -14,7 +14,6 @@ from minicache.scheduler import (
     ChunkedPrefillScheduler,
     ContinuousBatchScheduler,
     FairScheduler,
-    FairSharingScheduler,
     PagedScheduler,
     PrefixCachingScheduler,
     Scheduler,
@@ -28,7 +27,6 @@ STAGES = (
     PagedScheduler,
     FairScheduler,
     SharingScheduler,
-    FairSharingScheduler,
     ChunkedPrefillScheduler,
 )
 """Those known to decide nothing in such a stretch. A subclass may, and is called at every step."""

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final, Self
 
 from minicache.errors import ResultsError, WorkerDiedError, require_count
 from minicache.fleet import create_router
-from minicache.scheduler import Scheduler, create_scheduler
+from minicache.scheduler import Scheduler, create_scheduler, has_option
 from minicache.simulator.fleet import FleetSimulation
 from minicache.simulator.machine import published_machine
 from minicache.simulator.traffic import Traffic
@@ -76,8 +76,8 @@ class Point:
         traffic = Traffic(self.workload, self.rate, self.count, self.seed)
         longest_step = self.max_num_batched_tokens
         if longest_step is None:
-            longest_step = LONGEST_STEP if self.scheduler == "chunked" else max(LONGEST_STEP, traffic.max_model_len)
-        shares_blocks = self.scheduler not in ("static", "continuous")
+            in_chunks = has_option(self.scheduler, "long_prefill_threshold")
+            longest_step = LONGEST_STEP if in_chunks else max(LONGEST_STEP, traffic.max_model_len)
 
         def make_scheduler() -> Scheduler:
             return create_scheduler(
@@ -86,7 +86,7 @@ class Point:
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=longest_step,
                 max_model_len=traffic.max_model_len,
-                prefix_caching=traffic.has_tokens and shares_blocks,
+                prefix_caching=traffic.has_tokens and has_option(self.scheduler, "prefix_caching"),
             )
 
         router = create_router(self.policy, seed=self.seed, capacity_blocks=machine.num_blocks)

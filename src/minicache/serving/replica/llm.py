@@ -12,12 +12,12 @@ from minicache.engine.logprobs import ServedLLM
 from minicache.engine.runner import find_model, load_model
 from minicache.engine.speculation import SpeculativeConfig
 from minicache.engine.stopping import Tokenizer
+from minicache.scheduler import has_option
 from minicache.scheduler.paged import Preemption
 from minicache.serving.replica.messages import EngineInfo, EngineOptions
 from minicache.serving.replica.stats import cache_info
 
 MAX_SMALL = 50_000_000  # parameters up to which a second thread makes a step slower
-SHARING = ("paged", "fair", "chunked")  # the stages that have a prefix cache
 
 
 def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> ServedLLM:
@@ -45,7 +45,7 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
         max_model_len=options.max_model_len,
         preemption=cast(Preemption, options.preemption),
         num_host_blocks=options.num_host_blocks,
-        prefix_caching=options.prefix_caching and options.scheduler in SHARING,
+        prefix_caching=options.prefix_caching and has_option(options.scheduler, "prefix_caching"),
         kv_cache_dtype=options.kv_cache_dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,

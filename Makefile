@@ -11,7 +11,7 @@ say := printf '\n\033[1m%s\033[0m\n'
 $(SETUP): pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
-.PHONY: help setup demo test check lint docs serve figures notebooks gpu clean
+.PHONY: help setup demo test check lint docs serve committed wheel figures notebooks gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,7 +51,11 @@ docs: $(SETUP) ## build the site, both languages at once, into site/
 serve: docs ## read the site on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
 
-wheel: docs ## build the wheel, pages included, into dist/
+committed:
+	@[ -z "$$(git status --porcelain -- notebooks)" ] || \
+		{ echo "notebooks/ has changes that are not committed, and the wheel would carry them: git stash -- notebooks"; exit 1; }
+
+wheel: committed docs ## build the wheel, pages included, into dist/
 	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 figures: $(SETUP) ## draw every figure of the docs again

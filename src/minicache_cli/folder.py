@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from minicache.errors import MissingExtraError
+from minicache_cli.folders import course_meant
 from minicache_course.language import translated
 
 app = typer.Typer()
@@ -37,10 +38,9 @@ def init(
 def update() -> None:
     """Bring this version's starters, tests and notebooks. What you have edited stays as it is."""
     from minicache import __version__
-    from minicache_course.workspace import find_workspace
 
     install = _course()
-    workspace = find_workspace()
+    workspace = course_meant()
     root, before = workspace.root, workspace.version
     changes = install.update(root)
     for change in changes:

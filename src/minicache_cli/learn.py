@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from minicache import __version__
+from minicache_cli.folders import course_meant
 from minicache_cli.help import Group
 from minicache_course import grading, report
 from minicache_course.errors import CourseError
@@ -27,7 +28,7 @@ from minicache_course.progress import Progress as Saved
 from minicache_course.record import TIMEOUT
 from minicache_course.results import PhaseResult
 from minicache_course.table import Phase, Task
-from minicache_course.workspace import Workspace, find_workspace
+from minicache_course.workspace import Workspace, find_workspace, is_elsewhere
 
 app = typer.Typer(cls=Group, pretty_exceptions_show_locals=False)
 console = Console()
@@ -76,7 +77,7 @@ def grade(
     seed: Seed = None,
 ) -> None:
     """Grade your files of a phase. The exit status is 1 if anything did not pass."""
-    workspace = find_workspace(labs)
+    workspace = course_meant(labs)
     result = _grade(workspace, workspace.course.phase(phase), task, timeout, save=labs is None, seed=seed)
     if junit:
         report.write_junit(result, junit)
@@ -133,17 +134,20 @@ def phases_of(workspace: Workspace, phases: Iterable[Phase], changed: set[Path])
 def reset(
     phase: PhaseName,
     file: Annotated[str | None, typer.Option(help="Only this file, such as cache/dense.py.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, even outside the course's folder.")] = False,
 ) -> None:
     """Put the starters back. What you wrote is copied to .minicache/backups first."""
     from minicache_course.starters import restore
 
-    workspace = find_workspace()
+    workspace = course_meant()
     found = workspace.course.phase(phase)
     modules = [module for module, name in found.files.items() if file in (None, str(name), module)]
     if not modules:
         there = ", ".join(str(name) for name in found.files.values()) or _("none yet")
         message = _("phase {number} has no file {file}: there are {there}")
         raise CourseError(message.format(number=found.number, file=file or "", there=there))
+    if not yes and is_elsewhere(workspace):
+        typer.confirm(_("Put the starters back in {folder}?").format(folder=workspace.labs / found.folder), abort=True)
     written = restore(workspace, found, modules)
     for path, copy in written.items():
         done = _("{file} has been reset to the starter").format(file=show(path))

@@ -101,6 +101,11 @@ def find_workspace(labs: Path | None = None) -> Workspace:
     )
 
 
+def is_elsewhere(workspace: Workspace) -> bool:
+    """Whether the working directory is outside the course, and `$MINICACHE_ROOT` does not name it."""
+    return not os.environ.get("MINICACHE_ROOT") and workspace.root not in (Path.cwd(), *Path.cwd().parents)
+
+
 def read_record(root: Path) -> dict[str, Any]:
     """What `init` or `update` wrote into `root` last: `version`, and `files`, path → SHA-256. Empty in a clone.
 

@@ -16,13 +16,14 @@ from minicache import __version__
 from minicache.errors import MinicacheError
 from minicache_cli import app
 from minicache_cli.learn import names, phases_of
+from minicache_course import workspace
 from minicache_course.errors import CourseError
 from minicache_course.starters import write_all
 
 
-def run(*arguments: str, status: int = 0) -> str:
+def run(*arguments: str, status: int = 0, typed: str = "") -> str:
     """The output of `minicache arguments`, whose words are joined by single blanks."""
-    result = CliRunner(env={"COLUMNS": "120", "TERM": "xterm"}).invoke(app, arguments)
+    result = CliRunner(env={"COLUMNS": "120", "TERM": "xterm"}).invoke(app, arguments, typed)
     if isinstance(result.exception, MinicacheError):
         raise result.exception
     assert result.exit_code == status, result.output
@@ -123,6 +124,50 @@ def test_reset_keeps_a_copy(toys: Toys) -> None:
 
 def test_reset_of_a_phase_says_how_to_reset_one_file(toys: Toys) -> None:
     assert "To reset a single file: minicache reset 0 --file palette.py" in run("reset", "0")
+
+
+@pytest.fixture
+def outside(toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toys:
+    """The course is the clone that minicache was installed from, and the working directory is next to it."""
+    monkeypatch.delenv("MINICACHE_ROOT")
+    monkeypatch.setattr(workspace, "CHECKOUT", toys.workspace.root)
+    monkeypatch.chdir(tmp_path)
+    return toys
+
+
+def test_reset_outside_the_course_asks_first(outside: Toys) -> None:
+    root = outside.workspace.root
+    for typed in "n\n", "":  # "": a script, which cannot answer
+        output = run("reset", "0", typed=typed, status=1)
+        assert f"one minicache was installed from: {root} " in output
+        assert f"Put the starters back in {root}/labs/phase-00-toys? [y/N]" in output
+        assert outside.color.read_text() == COLOR
+    assert "palette.py has been reset" in run("reset", "0", "--file", "palette.py", typed="y\n")
+    assert "Put the starters back" not in run("reset", "0", "--yes")
+    assert "NotImplementedError" in outside.nbytes.read_text()
+
+
+def test_grade_and_update_outside_the_course_name_it(outside: Toys, tmp_path: Path) -> None:
+    named = f"You are outside a course folder. Used instead is the one minicache was installed from: {tmp_path}/course"
+    assert named in run("grade", "0")
+    assert named not in run("grade", "0", "--labs", str(outside.workspace.labs))
+    result = CliRunner().invoke(app, ["update"])
+    assert (named in result.output, type(result.exception)) == (True, CourseError)
+
+
+@pytest.mark.parametrize("where", ["course", "course/labs/phase-00-toys"])
+def test_inside_the_course_nothing_is_asked(
+    outside: Toys, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / where)
+    output = run("reset", "0") + run("grade", "0", status=1)
+    assert "outside" not in output
+    assert "Put the starters back" not in output
+
+
+def test_a_course_that_is_named_is_not_asked_about(outside: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINICACHE_ROOT", str(outside.workspace.root))
+    assert "outside" not in run("reset", "0")
 
 
 def test_status_says_what_to_do_about_a_file_that_is_not_there(toys: Toys) -> None:

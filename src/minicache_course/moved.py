@@ -29,7 +29,7 @@ _FOLDERS = {
 
 
 def moved_path(name: str) -> str:
-    """Where a file of `labs/` belongs now: `labs/phase-10-serving/server/streaming.py` is in `serving/http/`."""
+    """Where a file of `labs/` belongs now: phase 10's `streaming.py` was in `server/`, and is in `serving/http/`."""
     labs, phase, *inside = PurePosixPath(name).parts
     path = "/".join(inside)
     for old, new in _FOLDERS.items():

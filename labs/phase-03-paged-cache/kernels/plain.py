@@ -3,7 +3,7 @@
 """Store, gather and attend through block tables in PyTorch: what a CPU runs.
 
 Phase 3 builds it. The functions are those of `minicache.kernels`, which checks shapes, dtypes and devices before it
-calls these. The only option is the scale; `optional` has the others.
+calls these. The only option is the scale.
 
 A cache is `[num_blocks, block_size, H_kv, d]`, and slot s is at offset s % block_size of block s // block_size. On a
 CPU it is fastest to gather one sequence's keys and values, attend while they are in the processor's cache, and continue

@@ -1,7 +1,7 @@
 """Many runs of a simulated fleet: rates, policies, schedulers and sizes. Given, not built. Pure standard library.
 
 A run is a `Point`: names and numbers, so another process can be sent it, and a file can hold it. What carries points to
-processes is a function: `in_processes` here, Ray in `minicache.plugins.ray_sweep`.
+processes is a function: `in_processes` here, Ray in `minicache.plugins.ray_local`.
 """
 
 from __future__ import annotations

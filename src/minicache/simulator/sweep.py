@@ -146,6 +146,8 @@ def grid(
 class ResultsFile:
     """Results as they come, a line of JSON each. Whatever interrupts a sweep, the lines before it stay.
 
+    There is no header: a result's key is its whole `Point`. An unterminated last line is dropped.
+
     Args:
         file: is made if it is not there. Its folder is.
 

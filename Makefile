@@ -36,13 +36,14 @@ check: lint docs ## everything: lint, starters, tests, author gates, notebooks, 
 	@$(say) "The demo"
 	@$(BIN)/minicache demo
 
-lint: $(SETUP) ## ruff, mypy --strict, import-linter, the vocabulary, the catalogues
+lint: $(SETUP) ## ruff, mypy --strict, import-linter, the vocabulary, names in texts, the catalogues
 	@$(say) "Lint"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m scripts.prose
+	@$(BIN)/python -m scripts.names
 	@$(BIN)/python -m scripts.catalogues --check
 
 docs: $(SETUP) ## build the site, both languages at once, into site/

@@ -2,7 +2,7 @@
 
 Llama-3-8B on A100-40GBs, chunked prefill with a prefix cache; time is the roofline's (`minicache.simulator.costs`).
 Chats as long as Azure's of 2023, which have nothing in common, RATE of them a second. Where there are prefill replicas,
-`MovingCosts.choose` says for each prompt whether it is computed on one of them. `blind_2`: two of them, and `choose`
+`MovingCosts.choose` says for each prompt whether it is computed on one of them. `Blind`: two of them, and `choose`
 takes every link for free.
 
 The first token comes from where the prompt is computed, so the link is in the time per token, and not in the TTFT.

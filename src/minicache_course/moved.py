@@ -7,20 +7,20 @@ from pathlib import PurePosixPath
 
 MOVED = {
     "minicache.server": "minicache.serving.http",
-    "minicache.serving.replica": "minicache.serving.replica",
-    "minicache.serving.proxy": "minicache.serving.proxy",
-    "minicache.serving.load": "minicache.serving.load",
-    "minicache_course.incidents": "minicache_course.incidents",
-    "minicache_course.kernels.one_head": "minicache_course.kernels.one_head",
-    "minicache_course.kernels.online_softmax": "minicache_course.kernels.online_softmax",
-    "minicache_course.kernels.tracer": "minicache_course.kernels.tracer",
-    "minicache_course.notebook": "minicache_course.notebook",
-    "minicache_course": "minicache_course",
+    "minicache.replica": "minicache.serving.replica",
+    "minicache.proxy": "minicache.serving.proxy",
+    "minicache.load": "minicache.serving.load",
+    "minicache.scheduler.incidents": "minicache_course.incidents",
+    "minicache.kernels.one_head": "minicache_course.kernels.one_head",
+    "minicache.kernels.online_softmax": "minicache_course.kernels.online_softmax",
+    "minicache.kernels.tracer": "minicache_course.kernels.tracer",
+    "minicache.notebook": "minicache_course.notebook",
+    "minicache.course": "minicache_course",
 }
 """Modules and packages of version 0.1.0 → where they are now."""
 
 _NAMES = re.compile(rf"\b({'|'.join(map(re.escape, MOVED))})\b(?!/)")
-_NOTEBOOK = re.compile(r"from minicache_course import notebook\b")  # as every notebook of 0.1.0 has it
+_NOTEBOOK = re.compile(r"from minicache import notebook\b")  # as every notebook of 0.1.0 has it
 _FOLDERS = {
     "/".join(old.split(".")[1:]): "/".join(new.split(".")[1:])
     for old, new in MOVED.items()
@@ -29,7 +29,7 @@ _FOLDERS = {
 
 
 def moved_path(name: str) -> str:
-    """Where a file of `labs/` belongs now: `labs/phase-10-serving/serving/http/streaming.py` is in `serving/http/`."""
+    """Where a file of `labs/` belongs now: phase 10's `streaming.py` was in `server/`, and is in `serving/http/`."""
     labs, phase, *inside = PurePosixPath(name).parts
     path = "/".join(inside)
     for old, new in _FOLDERS.items():

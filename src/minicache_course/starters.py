@@ -238,7 +238,7 @@ def _statements(tree: cst.Module) -> list[cst.CSTNode]:
 
 
 def _private_name(statement: cst.CSTNode) -> str | None:
-    """The private name that a statement defines, or None. `__dunder__` names are Python's, not private."""
+    """The private name that a statement defines, or None. `__init__` and its like are Python's, not private."""
     name = _defined_name(statement)
     return name if name and name.startswith("_") and not name.endswith("__") else None
 

@@ -178,7 +178,7 @@ def _ids(cell: str) -> Iterator[str]:
 
 
 def _names(cell: str) -> Iterator[str]:
-    """`Lovelace, Ada` is `ada lovelace` too, and `ada@example.org` is `ada`."""
+    """The names in a cell: "Lovelace, Ada" is "ada lovelace" too, and "ada@example.org" is "ada"."""
     name = cell.casefold()
     yield name
     last, comma, given = name.partition(", ")

@@ -136,7 +136,7 @@ def _is_suspicious(module: str) -> bool:
 
 
 def _is_built(node: ast.expr) -> bool:
-    """Whether a name is put together from parts: `"__" + "dict__"`, `"".join(…)`, `f"{a}"`, `text[::-1]`, `chr(95)`."""
+    """Whether a name is put together from parts: `"__" + "dict__"`, `"".join(…)`, `f"{a}"`, `text[::-1]`."""
     return isinstance(node, ast.BinOp | ast.JoinedStr | ast.Call | ast.Subscript)
 
 

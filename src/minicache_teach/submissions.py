@@ -258,7 +258,7 @@ def _closeness(path: PurePosixPath, phase: Phase, name: PurePosixPath, package: 
     """How many parts of `labs/phase-03-paged-cache/kernels/plain.py` the path ends with; 0: it is another file.
 
     Another phase's file and the engine's own, `minicache/kernels/plain.py`, have the same end and are not meant. Nor is
-    `cache/plain.py`: another folder of the package.
+    a `plain.py` in `cache/`: another folder of the package.
     """
     wanted = ("labs", phase.folder, *name.parts)
     same = 0

@@ -72,7 +72,7 @@ def test_thrash_has_the_reported_numbers() -> None:
 
 
 def test_who_was_seated_by_force_waits_its_passes_again() -> None:
-    """A count that is never set back evicts at every step: 89,619 prefill tokens here. `enter` sets it back."""
+    """A count that is never set back evicts at every step: 89,619 prefill tokens here."""
     workload = Workload({"num_blocks": 25}, (("0", 195, 200, "text"), ("1", 200, 200, "text")))
     fixed, engine = (measure(workload, kind) for kind in (INCIDENTS[3].fixed, INCIDENTS[3].base))
     assert fixed == engine

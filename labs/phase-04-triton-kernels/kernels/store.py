@@ -52,8 +52,8 @@ def store_kernel(
         slot_mapping_ptr: `[N]`, contiguous, int32 or int64. A negative slot marks padding: the program returns without
             reading or writing that token.
 
-    Strides, in elements: (n, h, i) of k is at `k_ptr + n * stride_k_token + h * stride_k_head + i * stride_k_dim`; `kc`
-    and `vc` are the caches, addressed by block and by slot in the block. Strides are arbitrary. Multiply tokens, heads,
+    Strides, in elements: (n, h, i) of k is at `k_ptr + n * stride_k_token + h * stride_k_head + i * stride_k_dim`; kc
+    and vc are the caches, addressed by block and by slot in the block. Strides are arbitrary. Multiply tokens, heads,
     slots and block ids in int64: in a cache of more than 2³¹ elements a block id times its stride exceeds 2³¹.
 
     Constants:

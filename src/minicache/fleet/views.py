@@ -38,7 +38,8 @@ class ReplicaView:
 
     Attributes:
         replica_id: its name.
-        num_unfinished: requests that were sent to it and are not finished, as far as is known here.
+        num_unfinished: requests that were sent to it and are not finished, as far as is known here: this router's,
+            which is exact, and other routers' by the replica's last report.
         max_unfinished: the most that it takes.
         stats: the replica's last report, by name. It may be old.
     """

@@ -1,7 +1,7 @@
 """Text to token ids and back: one token a word, punctuation separate.
 
 The vocabulary is the lexicon's; nothing is learned and nothing is split. A word that opens a sentence is another token
-than the same word inside one (`Yesterday`, `yesterday`), so every token has one spelling.
+than the same word inside one ("Yesterday", "yesterday"), so every token has one spelling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Many runs of a simulated fleet: rates, policies, schedulers and sizes. Given, not built. Pure standard library.
 
 A run is a `Point`: names and numbers, so another process can be sent it, and a file can hold it. What carries points to
-processes is a function: `in_processes` here, Ray in `minicache.plugins.ray_sweep`.
+processes is a function: `in_processes` here, Ray in `minicache.plugins.ray_local`.
 """
 
 from __future__ import annotations
@@ -145,6 +145,8 @@ def grid(
 
 class ResultsFile:
     """Results as they come, a line of JSON each. Whatever interrupts a sweep, the lines before it stay.
+
+    There is no header: a result's key is its whole `Point`. An unterminated last line is dropped.
 
     Args:
         file: is made if it is not there. Its folder is.

@@ -67,7 +67,7 @@ class MetricSpec:
     """One metric that `Metrics` exports.
 
     Attributes:
-        name: as in `# TYPE`; a counter's samples have `_total` behind it.
+        name: as in `# TYPE`; a counter's samples have "_total" behind it.
         kind: its type.
         meaning: its `# HELP`.
         labels: those besides model_name and engine.

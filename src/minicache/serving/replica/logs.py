@@ -71,7 +71,7 @@ def logging_to_server() -> None:
 
 
 class EngineLog:
-    """Logs what an engine's process writes to a pipe, as `minicache.engine.NUMBER`.
+    """Logs what an engine's process writes to a pipe, as `minicache.engine.0`, by its number.
 
     Args:
         number: of the engine.

@@ -708,6 +708,13 @@ def test_phase_5_says() -> None:
     assert [part for part in line.split(", {") if part not in shown] == []
 
 
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.5}, {"top_k": 2}, {"temperature": 2.0, "top_p": 0.9}])
+def test_the_figure_of_a_distribution_cuts_as_the_sampler_does(setting: dict[str, Any]) -> None:
+    _, logits = phase_05.words_after("They")
+    drawn = TokenSampler(SamplingParams(**{"temperature": 1.0} | setting)).probabilities(logits)
+    torch.testing.assert_close(drawn, phase_05.kept(logits, **setting).double(), rtol=1e-4, atol=1e-6)
+
+
 def test_phase_6_says() -> None:
     for num_blocks, preempted in ((12, [17]), (13, [17]), (14, [])):
         steps, _ = two_prompts(num_blocks=num_blocks)
@@ -831,6 +838,10 @@ def test_words_about_preemption() -> None:
 
 def test_words_about_starvation() -> None:
     told = results("incidents")["starvation"]
+    for name in ("before", "after"):
+        tally = phase_07.run_forty(name).tally
+        assert told["steps"][name]["requests"] == [tally.finished[number] + 1 for number in range(40)]
+        assert told["work"][name]["num_prefill_tokens"] == tally.num_prefill_tokens
     clocks = told["steps"], told["modelled_seconds"]
     factors = [each["before"]["slowest"] / each["after"]["slowest"] for each in clocks]
     assert round(factors[0]) == 3

@@ -3,7 +3,8 @@
     {$ source("minicache.cache.dense:KVCache.append") $}    the code of that symbol, taken from its file
     {$ figure("name", alt="…", caption="…") $}        a picture drawn by scripts/figures, in both colour schemes; on a
                                                       Spanish page with Spanish words, if it has any
-    {$ result("decode_cost", "speedup.512", ".1f") $} a number that a benchmark wrote
+    {$ result("decode_cost", "speedup.512", ".1f") $} a number that a benchmark wrote, or
+                                                      that scripts/numbers.py computes
     {$ result_table("kernels", "rungs", name="rung", bytes="bytes") $}   a list of results as a table
     {$ gpus() $}                                      what `make gpu` has found, a table for each GPU
     {$ machine("decode_cost") $}                      where and with what command it was measured
@@ -51,6 +52,7 @@ if str(ROOT) not in sys.path:
 from scripts.browser import course  # noqa: E402
 from scripts.browser.playground.schedulers import SCHEDULERS  # noqa: E402
 from scripts.browser.playground.workloads import WORKLOADS, Settings  # noqa: E402
+from scripts.numbers import COMPUTED  # noqa: E402
 
 FIGURES = ROOT / "docs" / "shared" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -278,7 +280,9 @@ def playground_link(text: str, link: str, *, here: str) -> str:
 
 
 def number(name: str, key: str, form: str = "", *, say: Say = str) -> str:
-    """The value at `key` of benchmarks/results/<name>.json, formatted: dots go deeper, numbers index a list.
+    """The value at `key` of a result, formatted: dots go deeper, numbers index a list.
+
+    A result is benchmarks/results/<name>.json, or what the function <name> of scripts/numbers.py computes.
 
     null is "not measured": the benchmark could not run that part where it ran.
     """
@@ -291,7 +295,8 @@ def number(name: str, key: str, form: str = "", *, say: Say = str) -> str:
 def number_table(name: str, key: str, columns: Mapping[str, str], *, say: Say = str) -> str:
     """The list at `key` as a table: a row for each entry, a column for each of its fields that is given a heading.
 
-    Whole numbers get commas and stand on the right. An empty list is "not measured": the benchmark could not run here.
+    Whole numbers get commas; numbers, with their unit or without, stand on the right. An empty list is "not measured":
+    the benchmark could not run here.
     """
     entries = _value(name, key)
     if not entries:
@@ -303,7 +308,7 @@ def number_table(name: str, key: str, columns: Mapping[str, str], *, say: Say = 
         [f"{entry[field]:,}" if field in numbers else in_words(str(entry[field]), say) for field in columns]
         for entry in entries
     ]
-    rules = ["--:" if field in numbers else "---" for field in columns]
+    rules = ["--:" if all(str(entry[field])[:1].isdigit() for entry in entries) else "---" for field in columns]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [list(columns.values()), rules, *rows])
 
 
@@ -342,9 +347,11 @@ def measured_on(name: str, *, say: Say = str) -> str:
 
 
 def _results(name: str) -> dict[str, Any]:
+    if compute := COMPUTED.get(name):
+        return compute()
     path = RESULTS / f"{name}.json"
     if not path.is_file():
-        raise PageError(f"no benchmarks/results/{name}.json")
+        raise PageError(f"no benchmarks/results/{name}.json, and no {name} in scripts/numbers.py")
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return results
 

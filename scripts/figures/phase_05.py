@@ -1,6 +1,6 @@
 """The figures of phase 5: the slots of static and continuous batches, the queue, and what a step is made of.
 
-The grids, queues and latencies are drawn from traces that real schedulers left; `tests/scheduler/` recomputes the
+The grids, queues and latencies are drawn from traces that real schedulers left; `tests/site/` recomputes the
 numbers that the pages state about them from the functions of this module. The distribution is MiniGPT's.
 """
 

@@ -1,7 +1,7 @@
 """The figures of phase 7: a scheduler that thrashes, one that starves, and what order and bound make of them.
 
-All are drawn from traces that real schedulers left, broken ones among them. `tests/scheduler/` recomputes the numbers
-that the pages state from the runs of this module.
+All are drawn from traces that real schedulers left, broken ones among them. `tests/site/test_worked_examples.py`
+recomputes the numbers that the pages state from the runs of this module.
 """
 
 from __future__ import annotations

@@ -209,10 +209,10 @@ def test_a_file_whose_module_has_moved_is_carried_over_with_what_it_has_passed(
     course: dict[str, bytes],
 ) -> None:
     old, new = (f"labs/phase-10-serving/{folder}/streaming.py" for folder in ("server", "serving/http"))
-    first = b"from minicache.serving.http.streaming import STREAM  # starter"
+    first = b"from minicache.server.streaming import STREAM  # starter"
     course[old] = first
     assert done() == {old: "new"}
-    mine = "from minicache.serving.http.streaming import STREAM  # mine"
+    mine = "from minicache.server.streaming import STREAM  # mine"
     Path(old).write_text(mine)
     record = TaskRecord(Outcome.PASSED, 10, fingerprint(Path(old)), "2026-01-01T00:00:00")
     course["labs/course.toml"] = TABLE.encode()

@@ -115,6 +115,10 @@ def test_result_refuses_what_was_not_measured(macros: ModuleType, results: Path,
         macros.number(name, key)
 
 
+def test_a_figure_can_be_computed(macros: ModuleType) -> None:
+    assert macros.number("decode_steps", "minigpt.0.weights", ",") == "3,130,880"
+
+
 def test_result_table_has_a_row_for_each_entry(macros: ModuleType, results: Path) -> None:
     rungs = [{"name": "naive", "bytes": 2048, "time": "not measured"}, {"name": "tuned", "bytes": 512, "time": "3 µs"}]
     (results / "speed.json").write_text(json.dumps({"rungs": rungs, "others": []}), encoding="utf-8")
@@ -133,7 +137,7 @@ def test_each_gpu_has_a_table(macros: ModuleType, results: Path) -> None:
     (results / "gpu-tesla-t4.json").write_text(json.dumps(about | {"summary": rows}), encoding="utf-8")
     assert macros.gpu_tables() == (
         "**Tesla T4** (compute capability 7.5, float16, a notebook, 2027-01-01):\n\n"
-        "| what | Tesla T4 |\n| --- | --- |\n| copy bandwidth | 240 GB/s |"
+        "| what | Tesla T4 |\n| --- | --: |\n| copy bandwidth | 240 GB/s |"
     )
 
 

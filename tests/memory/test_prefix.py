@@ -290,7 +290,7 @@ def test_a_policy_is_a_class_and_a_line(monkeypatch):
     pool.free([0, 2, 1])
     assert pool.allocate(2) == [1, 2]
     assert (pool.find([A]), pool.num_evicted) == ([0], 2)
-    with pytest.raises(ValueError, match="no eviction policy 'fifo': there are lru.*, mru"):
+    with pytest.raises(ValueError, match="no eviction policy 'fifo'"):
         CachingBlockPool(3, 4, "fifo")
 
 

@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.errors import OutOfBlocksError
-from minicache.memory.prefix import (
-    EVICTION,
-    CachingBlockPool,
-    LeastRecentlyUsed,
-    PrefixCacheStats,
-    block_hash,
-    root_hash,
-)
+from minicache.memory.eviction import EVICTION, LeastRecentlyUsed
+from minicache.memory.prefix import CachingBlockPool, PrefixCacheStats, block_hash, root_hash
 
 A, B, C = (block_hash(root_hash(), [number]) for number in range(3))
 
@@ -282,7 +276,7 @@ def test_a_policy_evicts_only_if_nothing_else_is_free(eviction):
 def test_a_policy_is_a_class_and_a_line(monkeypatch):
     class MostRecentlyUsed(LeastRecentlyUsed):
         def popleft(self):
-            return self.plain.pop() if self.plain else self.cached.popitem()[0]
+            return self.popitem()[0]
 
     monkeypatch.setitem(EVICTION, "mru", MostRecentlyUsed)
     pool = CachingBlockPool(3, 4, "mru")

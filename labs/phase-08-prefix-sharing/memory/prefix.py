@@ -10,18 +10,13 @@ tree; the hashes are vLLM's). Pure standard library.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
-from typing import TYPE_CHECKING, Final
 
 from minicache.errors import InvariantError
 from minicache.memory.blocks import BlockPool
-
-if TYPE_CHECKING:
-    from minicache.memory.blocks import FreeList
+from minicache.memory.eviction import EVICTION, TwoEndedFreeList
 
 BlockHash = bytes
 """The hash of a full block's contents: 32 bytes."""
@@ -88,59 +83,6 @@ class PrefixCacheStats:
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
 
-class LeastRecentlyUsed:
-    """The free list of a `CachingBlockPool`: blocks without a hash, then cached ones, the least recently used first.
-
-    Phase 3's `allocate` and `free` work on it as on a deque, but it has two ends: a block that is freed without a hash
-    is the next one, because nothing is lost by reusing it; one with a hash is the last one. Everything but iteration
-    takes constant time.
-
-    Args:
-        num_blocks: blocks 0 … num_blocks − 1 are free, without a hash, and 0 is next.
-        hash_of: of each block that has a hash, its hash: the pool's own dict, in which the pool makes all changes.
-
-    Attributes:
-        plain: a list of the blocks that were freed without a hash. Its last one is the next of all.
-        cached: an `OrderedDict` whose keys are the blocks that were freed with a hash, the next one first. A block that
-            loses its hash keeps its position.
-        hash_of: as given.
-    """
-
-    def __init__(self, num_blocks: int, hash_of: Mapping[int, BlockHash]) -> None:
-        self.plain = list(reversed(range(num_blocks)))
-        self.cached: OrderedDict[int, None] = OrderedDict()
-        self.hash_of = hash_of
-
-    def popleft(self) -> int:
-        """Take the next block out of the list, which is not empty."""
-        raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
-        )
-
-    def append(self, block_id: int, /) -> None:
-        """Add a block that has become free, at the end that its hash decides."""
-        raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
-        )
-
-    def remove(self, block_id: int, /) -> None:
-        """Take a cached block out of the list. The others keep their order."""
-        raise NotImplementedError(
-            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
-        )
-
-    def __len__(self) -> int:
-        return len(self.plain) + len(self.cached)
-
-    def __iter__(self) -> Iterator[int]:
-        """The free blocks, the next one first."""
-        return chain(reversed(self.plain), self.cached)
-
-
-EVICTION: Final[dict[str, Callable[[int, Mapping[int, BlockHash]], FreeList]]] = {"lru": LeastRecentlyUsed}
-"""The eviction policies by name. Each makes the free list of a pool, as `LeastRecentlyUsed` does."""
-
-
 class CachingBlockPool(BlockPool):
     """A `BlockPool` whose blocks can be cached under the hash of their contents, and found by it.
 
@@ -159,7 +101,7 @@ class CachingBlockPool(BlockPool):
     Args:
         num_blocks: as `BlockPool`'s.
         block_size: as `BlockPool`'s.
-        eviction: which cached block is evicted next, a name in `EVICTION`.
+        eviction: which cached block is evicted next, a name in `minicache.memory.eviction.EVICTION`.
 
     Attributes:
         num_evicted: cached blocks that were allocated for other tokens.
@@ -176,7 +118,7 @@ class CachingBlockPool(BlockPool):
         self.num_evicted = 0
         self._hash_of: dict[int, BlockHash] = {}
         self._blocks_of: dict[BlockHash, dict[int, None]] = {}  # of each hash its blocks, the first to be cached first
-        self.free_list = EVICTION[eviction](num_blocks, self._hash_of)
+        self.free_list: TwoEndedFreeList = TwoEndedFreeList(range(num_blocks), EVICTION[eviction]())
 
     @property
     def num_cached(self) -> int:
@@ -212,6 +154,20 @@ class CachingBlockPool(BlockPool):
         Raises:
             TypeError, IndexError: as `BlockPool.share`. Nothing has changed.
             ValueError: a block is free and not cached: its contents are unknown. Nothing has changed.
+        """
+        raise NotImplementedError(
+            "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"
+        )
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Drop a reference to each of these blocks; as `BlockPool.free`. Cached blocks stay cached.
+
+        Args:
+            block_ids: used blocks. Those that lose their last reference go to the free list one after the other: to its
+                back if they have a hash, to its front if they have none.
+
+        Raises:
+            TypeError, IndexError, ValueError: as `BlockPool.free`. Nothing has changed.
         """
         raise NotImplementedError(
             "phase 8, task 2: A pool that remembers; read docs/en/phase-08-prefix-sharing/lab/00-hashes-and-the-pool.md"

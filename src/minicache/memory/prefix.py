@@ -8,18 +8,13 @@ tree; the hashes are vLLM's). Pure standard library.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
-from typing import TYPE_CHECKING, Final
 
 from minicache.errors import InvariantError
 from minicache.memory.blocks import BlockPool
-
-if TYPE_CHECKING:
-    from minicache.memory.blocks import FreeList
+from minicache.memory.eviction import EVICTION, TwoEndedFreeList
 
 BlockHash = bytes
 """The hash of a full block's contents: 32 bytes."""
@@ -82,56 +77,6 @@ class PrefixCacheStats:
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
 
-class LeastRecentlyUsed:
-    """The free list of a `CachingBlockPool`: blocks without a hash, then cached ones, the least recently used first.
-
-    Phase 3's `allocate` and `free` work on it as on a deque, but it has two ends: a block that is freed without a hash
-    is the next one, because nothing is lost by reusing it; one with a hash is the last one. Everything but iteration
-    takes constant time.
-
-    Args:
-        num_blocks: blocks 0 … num_blocks − 1 are free, without a hash, and 0 is next.
-        hash_of: of each block that has a hash, its hash: the pool's own dict, in which the pool makes all changes.
-
-    Attributes:
-        plain: a list of the blocks that were freed without a hash. Its last one is the next of all.
-        cached: an `OrderedDict` whose keys are the blocks that were freed with a hash, the next one first. A block that
-            loses its hash keeps its position.
-        hash_of: as given.
-    """
-
-    def __init__(self, num_blocks: int, hash_of: Mapping[int, BlockHash]) -> None:
-        self.plain = list(reversed(range(num_blocks)))
-        self.cached: OrderedDict[int, None] = OrderedDict()
-        self.hash_of = hash_of
-
-    def popleft(self) -> int:
-        """Take the next block out of the list, which is not empty."""
-        return self.plain.pop() if self.plain else self.cached.popitem(last=False)[0]
-
-    def append(self, block_id: int, /) -> None:
-        """Add a block that has become free, at the end that its hash decides."""
-        if block_id in self.hash_of:
-            self.cached[block_id] = None
-        else:
-            self.plain.append(block_id)
-
-    def remove(self, block_id: int, /) -> None:
-        """Take a cached block out of the list. The others keep their order."""
-        del self.cached[block_id]
-
-    def __len__(self) -> int:
-        return len(self.plain) + len(self.cached)
-
-    def __iter__(self) -> Iterator[int]:
-        """The free blocks, the next one first."""
-        return chain(reversed(self.plain), self.cached)
-
-
-EVICTION: Final[dict[str, Callable[[int, Mapping[int, BlockHash]], FreeList]]] = {"lru": LeastRecentlyUsed}
-"""The eviction policies by name. Each makes the free list of a pool, as `LeastRecentlyUsed` does."""
-
-
 class CachingBlockPool(BlockPool):
     """A `BlockPool` whose blocks can be cached under the hash of their contents, and found by it.
 
@@ -150,7 +95,7 @@ class CachingBlockPool(BlockPool):
     Args:
         num_blocks: as `BlockPool`'s.
         block_size: as `BlockPool`'s.
-        eviction: which cached block is evicted next, a name in `EVICTION`.
+        eviction: which cached block is evicted next, a name in `minicache.memory.eviction.EVICTION`.
 
     Attributes:
         num_evicted: cached blocks that were allocated for other tokens.
@@ -167,7 +112,7 @@ class CachingBlockPool(BlockPool):
         self.num_evicted = 0
         self._hash_of: dict[int, BlockHash] = {}
         self._blocks_of: dict[BlockHash, dict[int, None]] = {}  # of each hash its blocks, the first to be cached first
-        self.free_list = EVICTION[eviction](num_blocks, self._hash_of)
+        self.free_list: TwoEndedFreeList = TwoEndedFreeList(range(num_blocks), EVICTION[eviction]())
 
     @property
     def num_cached(self) -> int:
@@ -215,6 +160,27 @@ class CachingBlockPool(BlockPool):
             if not refs[block_id]:
                 self.free_list.remove(block_id)
             refs[block_id] += 1
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Drop a reference to each of these blocks; as `BlockPool.free`. Cached blocks stay cached.
+
+        Args:
+            block_ids: used blocks. Those that lose their last reference go to the free list one after the other: to its
+                back if they have a hash, to its front if they have none.
+
+        Raises:
+            TypeError, IndexError, ValueError: as `BlockPool.free`. Nothing has changed.
+        """
+        plain, hash_of = self.free_list.plain, self._hash_of
+        num_plain = len(plain)
+        super().free(block_ids)  # to the front
+        freed = plain[num_plain:]
+        del plain[num_plain:]
+        for block_id in freed:
+            if block_id in hash_of:
+                self.free_list.cached.append(block_id)
+            else:
+                plain.append(block_id)
 
     # Finding blocks by their contents
 
@@ -290,8 +256,8 @@ class CachingBlockPool(BlockPool):
         """
         if self.num_used:
             raise ValueError(f"{self.num_used} blocks are in use: finish their requests first")
-        self._hash_of.clear()  # the free list's too: not a new dict
-        self._blocks_of.clear()
+        self._hash_of = {}
+        self._blocks_of = {}
 
     def check(self) -> None:
         """As `BlockPool.check`; and exactly the cached blocks can be found, each under its hash.

@@ -235,6 +235,56 @@ def test_ref_count_refuses_ids_outside_the_pool():
         call(pool.ref_count, bad).raises(TypeError)
 
 
+# What a subclass may rely on
+
+
+class Stack:
+    """A free list that hands out the block freed last, and has nothing but what a pool may use."""
+
+    def __init__(self, block_ids):
+        self._block_ids = block_ids
+
+    def popleft(self):
+        return self._block_ids.pop()
+
+    def append(self, block_id):
+        self._block_ids.append(block_id)
+
+    def __len__(self):
+        return len(self._block_ids)
+
+    def __iter__(self):
+        return reversed(self._block_ids)
+
+
+def test_the_free_list_decides_which_block_is_next():
+    """`free_list` may be replaced: allocate takes blocks from it by popleft, and free adds them by append."""
+    pool = BlockPool(4, SIZE)
+    that("free_list, as a list, in a new pool", list(pool.free_list)).gives([0, 1, 2, 3])
+    pool.free_list = Stack([3, 1, 0, 2])
+    call(pool.allocate, 3).gives([2, 0, 1])
+    check_pool(pool, [1, 1, 1, 0], "after allocate(3) with another free list")
+    call(pool.free, [0, 2]).gives(None)
+    check_pool(pool, [0, 1, 0, 0], "after free([0, 2]) with another free list")
+    call(pool.allocate, 2).gives([2, 0])
+    call(pool.allocate, 2).raises(OutOfBlocksError)
+
+
+def test_ref_counts_are_the_references():
+    """`ref_counts` is the list in which the pool counts references; a subclass may change it."""
+    pool = BlockPool(3, SIZE)
+    call(pool.allocate, 2).gives([0, 1])
+    that("ref_counts after allocate(2)", pool.ref_counts).gives([1, 1, 0])
+    pool.ref_counts[1] += 1
+    that("ref_count(1) after ref_counts[1] += 1", pool.ref_count(1)).gives(2)
+    call(pool.free, [0, 1]).gives(None)
+    that("ref_counts after free([0, 1])", pool.ref_counts).gives([0, 1, 0])
+    check_free_list(pool, [2, 0], "after free([0, 1]), where block 1 had two references")
+
+
+# Any calls
+
+
 @given(st.integers(1, 12), st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 11), min_size=1, max_size=6))))
 def test_any_order_of_calls(num_blocks, calls):
     """Any order of allocate and free: the longest free come first, and no block has two references."""

@@ -335,6 +335,8 @@ def test_reset_forgets_all_hashes(pool):
     that("evicted", pool.num_evicted).gives(0)
     call(pool.cache, [1], [A]).gives(None)
     call(pool.find, [A]).gives([1])
+    call(pool.free, [3, 0]).gives(None)  # 0 had a hash before
+    call(pool.allocate, 2).gives([0, 3])
     agree(pool)
 
 

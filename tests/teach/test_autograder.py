@@ -71,7 +71,7 @@ def test_the_zip_has_what_a_learners_folder_has(tmp_path: Path) -> None:
     learners = {name for name in course_files() if not name.startswith(("labs/phase-", "labs/starters", "notebooks/"))}
     assert {name.removeprefix("course/") for name in names if name.startswith("course/")} == learners
     assert "package/minicache/model/minigpt.safetensors" in names
-    assert not [name for name in names if "__pycache__" in name or "course/files" in name]
+    assert not [name for name in names if "__pycache__" in name or "course/files/" in name]
 
 
 def test_a_phase_without_tests_is_refused(toys: Toys, tmp_path: Path) -> None:

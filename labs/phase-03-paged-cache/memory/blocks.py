@@ -14,7 +14,8 @@ the cache: block · block_size + offset.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from minicache.errors import InvariantError, OutOfBlocksError, SharedBlockError, require_count
 
@@ -35,6 +36,26 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     )
 
 
+class FreeList(Protocol):
+    """The free blocks of a pool, in the order in which they will be allocated; a `collections.deque` of ids is one."""
+
+    def popleft(self) -> int:
+        """Take the next block out of the list, which is not empty."""
+        ...
+
+    def append(self, block_id: int, /) -> None:
+        """Add a block that has become free."""
+        ...
+
+    def remove(self, block_id: int, /) -> None:
+        """Take a block out of the list, wherever it is."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
 class BlockPool:
     """Blocks 0 … num_blocks − 1, each either free or used, with one or more references.
 
@@ -52,6 +73,10 @@ class BlockPool:
     Attributes:
         num_blocks: as given.
         block_size: as given.
+        free_list: the ids of the free blocks, a deque whose left end is next. `allocate` takes blocks from it by
+            `popleft`, and `free` adds them by `append`, one by one, so a subclass that sets another `FreeList` here
+            decides which block is next.
+        ref_counts: a list of the references to each block; 0 if it is free.
 
     Raises:
         TypeError: an argument is not an int.

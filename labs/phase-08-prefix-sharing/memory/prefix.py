@@ -10,13 +10,13 @@ tree; the hashes are vLLM's). Pure standard library.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from minicache.errors import InvariantError, OutOfBlocksError, require_count
+from minicache.errors import InvariantError
 from minicache.memory.blocks import BlockPool
+from minicache.memory.eviction import EVICTION, TwoEndedFreeList
 
 BlockHash = bytes
 """The hash of a full block's contents: 32 bytes."""
@@ -86,12 +86,11 @@ class PrefixCacheStats:
 class CachingBlockPool(BlockPool):
     """A `BlockPool` whose blocks can be cached under the hash of their contents, and found by it.
 
-    A cached block is one that has a hash. It may be used or free. The free list has two ends. `allocate` takes from the
-    front. A block that is freed without a hash goes to the front: nothing is lost by reusing it. One with a hash goes
-    to the back. So cached blocks are evicted last, and among them the one that has been free longest first. A sequence
-    that is freed from its last block to its first therefore loses the end of a prefix before its beginning, without
-    which the end cannot be found. `share` takes a cached block out of any position of the free list; `allocate` drops
-    the hash of a block that it hands out, which is an eviction.
+    A cached block is one that has a hash. It may be used or free. `free_list` hands out blocks without a hash first:
+    nothing is lost by reusing them. So cached blocks are evicted last, and among them, with "lru", the one that has
+    been free longest first. A sequence that is freed from its last block to its first therefore loses the end of a
+    prefix before its beginning, without which the end cannot be found. `share` takes a cached block out of any position
+    of the free list; `allocate` drops the hash of a block that it hands out, which is an eviction.
 
     Several blocks may have one hash, if two sequences computed the same tokens at the same time. The one that was
     cached first is found.
@@ -99,40 +98,35 @@ class CachingBlockPool(BlockPool):
     Everything else is as in `BlockPool`, including arguments and errors. A call takes time in proportion to the
     blocks that it is given, not to the pool; only `reset` and `check` visit all blocks.
 
+    Args:
+        num_blocks: as `BlockPool`'s.
+        block_size: as `BlockPool`'s.
+        eviction: which cached block is evicted next, a name in `minicache.memory.eviction.EVICTION`.
+
     Attributes:
         num_evicted: cached blocks that were allocated for other tokens.
+
+    Raises:
+        TypeError: as `BlockPool`.
+        ValueError: as `BlockPool`; or there is no such policy.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, eviction: str = "lru") -> None:
         super().__init__(num_blocks, block_size)
+        if eviction not in EVICTION:
+            raise ValueError(f"no eviction policy {eviction!r}: there are {', '.join(EVICTION)}")
         self.num_evicted = 0
-        self._free = OrderedDict.fromkeys(range(num_blocks))  # the left end is next, and any may leave it
-        self._num_references = [0] * num_blocks
-        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._hash_of: dict[int, BlockHash] = {}
         self._blocks_of: dict[BlockHash, dict[int, None]] = {}  # of each hash its blocks, the first to be cached first
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can hand out now, cached ones included."""
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that have a reference. A shared block counts once."""
-        return self.num_blocks - len(self._free)
+        self.free_list: TwoEndedFreeList = TwoEndedFreeList(range(num_blocks), EVICTION[eviction]())
 
     @property
     def num_cached(self) -> int:
         """Blocks that have a hash, used or free."""
-        return sum(map(len, self._blocks_of.values()))
-
-    def ref_count(self, block_id: int) -> int:
-        """How many references a block has; as `BlockPool.ref_count`."""
-        self._check_ids((block_id,))
-        return self._num_references[block_id]
+        return len(self._hash_of)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks from the front of the free list; as `BlockPool.allocate`.
+        """Take the next `count` blocks of the free list; as `BlockPool.allocate`.
 
         Cached ones lose their hashes: these are evictions, counted in `num_evicted`.
 
@@ -248,21 +242,9 @@ class CachingBlockPool(BlockPool):
         Raises:
             InvariantError: the attributes disagree. The message names a block.
         """
-        for block_id, references in enumerate(self._num_references):
-            if references < 0 or (block_id in self._free) != (references == 0):
-                raise InvariantError(f"block {block_id} has {references} references; free: {block_id in self._free}")
-        if strange := self._free.keys() - set(range(self.num_blocks)):
-            raise InvariantError(f"{strange} are in the free list, but are no blocks of this pool")
-        for each, blocks in self._blocks_of.items():
-            if not blocks or any(self._hash_of[block_id] != each for block_id in blocks):
+        super().check()
+        for its_hash, blocks in self._blocks_of.items():
+            if not blocks or any(self._hash_of.get(block_id) != its_hash for block_id in blocks):
                 raise InvariantError(f"blocks {list(blocks)} are found under a hash that is not theirs")
-        if (hashed := sum(each is not None for each in self._hash_of)) != self.num_cached:
-            raise InvariantError(f"{hashed} blocks have a hash, {self.num_cached} can be found")
-
-    def _check_ids(self, block_ids: Iterable[int]) -> None:
-        num_blocks = self.num_blocks
-        for block_id in block_ids:
-            if type(block_id) is not int or not 0 <= block_id < num_blocks:
-                if not isinstance(block_id, int) or isinstance(block_id, bool):
-                    raise TypeError(f"a block id must be an int; got {block_id!r}")
-                raise IndexError(f"no block {block_id}: this pool has blocks 0 … {num_blocks - 1}")
+        if (num_found := sum(map(len, self._blocks_of.values()))) != self.num_cached:
+            raise InvariantError(f"{self.num_cached} blocks have a hash, {num_found} can be found")

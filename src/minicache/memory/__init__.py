@@ -4,6 +4,7 @@
 |---|---|---|
 | `reservation` | contiguous reservation over a buddy allocator | phase 2 |
 | `blocks` | `BlockPool`, `BlockTable`: reference-counted blocks and the table of one sequence | phase 3 |
+| `eviction` | which cached block is evicted next: the policies by name | – |
 | `prefix` | `CachingBlockPool`: blocks that are found again by the hash of their contents | phase 8 |
 
 Pure standard library.

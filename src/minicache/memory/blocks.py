@@ -12,7 +12,8 @@ the cache: block · block_size + offset.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from minicache.errors import InvariantError, OutOfBlocksError, SharedBlockError, require_count
 
@@ -33,6 +34,26 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+class FreeList(Protocol):
+    """The free blocks of a pool, in the order in which they will be allocated; a `collections.deque` of ids is one."""
+
+    def popleft(self) -> int:
+        """Take the next block out of the list, which is not empty."""
+        ...
+
+    def append(self, block_id: int, /) -> None:
+        """Add a block that has become free."""
+        ...
+
+    def remove(self, block_id: int, /) -> None:
+        """Take a block out of the list, wherever it is."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
 class BlockPool:
     """Blocks 0 … num_blocks − 1, each either free or used, with one or more references.
 
@@ -50,6 +71,10 @@ class BlockPool:
     Attributes:
         num_blocks: as given.
         block_size: as given.
+        free_list: the ids of the free blocks, a deque whose left end is next. `allocate` takes blocks from it by
+            `popleft`, and `free` adds them by `append`, one by one, so a subclass that sets another `FreeList` here
+            decides which block is next.
+        ref_counts: a list of the references to each block; 0 if it is free.
 
     Raises:
         TypeError: an argument is not an int.
@@ -61,18 +86,18 @@ class BlockPool:
         require_count("block_size", block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free_ids = deque(range(num_blocks))  # the free blocks; the left end is next
-        self._refs = [0] * num_blocks  # references to each block; 0 if it is free
+        self.free_list: FreeList = deque(range(num_blocks))
+        self.ref_counts = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free_ids)
+        return len(self.free_list)
 
     @property
     def num_used(self) -> int:
         """Blocks with a reference. A shared block counts once."""
-        return self.num_blocks - len(self._free_ids)
+        return self.num_blocks - len(self.free_list)
 
     def ref_count(self, block_id: int) -> int:
         """References to a block: 0 if it is free, 1 once it is allocated, one more each time it is shared.
@@ -83,7 +108,7 @@ class BlockPool:
         """
         if type(block_id) is not int or not 0 <= block_id < self.num_blocks:
             self._check_id(block_id)
-        return self._refs[block_id]
+        return self.ref_counts[block_id]
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks; each gets one reference.
@@ -101,7 +126,7 @@ class BlockPool:
         """
         if type(count) is not int or count < 0:  # a valid call pays for one comparison of types only
             require_count("count", count, at_least=0)
-        free, refs = self._free_ids, self._refs
+        free, refs = self.free_list, self.ref_counts
         if count > len(free):
             raise OutOfBlocksError(f"cannot allocate {count} blocks: {len(free)} of {self.num_blocks} are free")
         block_ids = []
@@ -119,7 +144,7 @@ class BlockPool:
             IndexError: an id is outside the pool. Negative ids do not count from the end.
             ValueError: a block is free, so its contents belong to no sequence.
         """
-        refs = self._refs
+        refs = self.ref_counts
         for block_id in self._used(block_ids):
             refs[block_id] += 1
 
@@ -135,7 +160,7 @@ class BlockPool:
             ValueError: a block is already free, or is given more often than it has references.
         """
         block_ids = self._used(block_ids)
-        refs, free = self._refs, self._free_ids
+        refs, free = self.ref_counts, self.free_list
         if len(block_ids) > 1 and len(set(block_ids)) < len(block_ids):
             self._check_refs_suffice(block_ids)
         for block_id in block_ids:
@@ -154,7 +179,7 @@ class BlockPool:
         Raises:
             InvariantError: the state is inconsistent.
         """
-        listed, num_free = Counter(self._free_ids), 0
+        listed, num_free = Counter(self.free_list), 0
         for block_id in range(self.num_blocks):
             refs, times = self.ref_count(block_id), listed.pop(block_id, 0)
             if refs < 0 or times != (refs == 0):
@@ -168,7 +193,7 @@ class BlockPool:
 
     def _used(self, block_ids: Iterable[int]) -> list[int]:
         """`block_ids` as a new list. Raises unless each is the id of a used block."""
-        block_ids, refs, num_blocks = list(block_ids), self._refs, self.num_blocks
+        block_ids, refs, num_blocks = list(block_ids), self.ref_counts, self.num_blocks
         for block_id in block_ids:
             # A negative id would count from the end of `refs`, and True would pass for 1.
             if type(block_id) is not int or not 0 <= block_id < num_blocks:
@@ -185,8 +210,8 @@ class BlockPool:
 
     def _check_refs_suffice(self, block_ids: list[int]) -> None:
         for block_id, times in Counter(block_ids).items():
-            if times > self._refs[block_id]:
-                raise ValueError(f"block {block_id} is given {times} times and has {self._refs[block_id]} references")
+            if times > (refs := self.ref_counts[block_id]):
+                raise ValueError(f"block {block_id} is given {times} times and has {refs} references")
 
 
 class BlockTable:

@@ -99,6 +99,8 @@ def main(
 ) -> None:
     """Compile what the launchers launch."""
     if corners:
+        if unknown := sorted(set(launchers or ()) - {launch.launcher for launch in selection()}):
+            raise typer.BadParameter(f"no launcher {', '.join(unknown)}")
         for launch in selection():
             if not launchers or launch.launcher in launchers:
                 print_rows(launch)
@@ -246,17 +248,26 @@ class Compiles:
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as Triton's run-time would: None and 1 become constants, multiples of 16 are promised to be."""
         options = {name: kwargs.pop(name) for name in LAUNCH_OPTIONS if name in kwargs}
-        values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-        assert list(values) == self.kernel.arg_names, "arguments missing, or in the wrong order"
+        given = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+        if missing := [name for name in self.kernel.arg_names if name not in given]:
+            raise TypeError(f"{self.kernel.__name__} is launched without {', '.join(missing)}")
+        values = {name: given[name] for name in self.kernel.arg_names}
         constants = {name for name, param in zip(values, self.kernel.params, strict=True) if param.is_constexpr}
         signature, constexprs, attributes = {}, {}, {}
-        for index, (name, value) in enumerate(values.items()):
-            if name in constants or value is None or (isinstance(value, int) and value == 1):
-                signature[name], constexprs[name] = "constexpr", value
-                continue
-            signature[name] = type_of(value)
+
+        def specialised(path: tuple[int, ...], value: Any, is_constant: bool = False) -> Any:
+            """The type of the argument at `path`, of a tuple one for each number."""
+            if isinstance(value, tuple):
+                return tuple(specialised((*path, i), each) for i, each in enumerate(value))
+            if is_constant or value is None or (isinstance(value, int) and value == 1):
+                constexprs[path] = value
+                return "constexpr"
             if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-                attributes[(index,)] = [["tt.divisibility", 16]]
+                attributes[path] = [["tt.divisibility", 16]]
+            return type_of(value)
+
+        for index, (name, value) in enumerate(values.items()):
+            signature[name] = specialised((index,), value, name in constants)
         source = ASTSource(self.kernel, signature, constexprs, attributes)
         made = triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options)
         self.found.append(

@@ -43,7 +43,7 @@ from minicache.engine.grammaticality import PROMPTS, judge
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer, sample_text
-from minicache.kernels.quantize import LARGEST, dequantize_rows, quantize, quantize_rows
+from minicache.kernels.quantize import LARGEST, dequantize_rows, nearest, quantize_rows
 from minicache.model import Decoder, MiniGPT, load_minigpt
 from minicache.model.decoder import DecoderConfig
 
@@ -318,7 +318,7 @@ def scales_by_block(model: Model, tokens: Sequence[int]) -> dict[str, dict[str, 
     found = {}
     for name, dtype in KV_CACHE_DTYPES.items():
         scale = blocks.abs().amax(dim=(1, 2)) / LARGEST[dtype]
-        at_once = quantize(blocks.transpose(0, 1), scale, dtype).transpose(0, 1)
+        at_once = nearest(blocks / scale[:, None, None], dtype)
         one_by_one, grown = filled_one_by_one(blocks, dtype)
         assert grown.equal(scale)
         differs = at_once.float() != one_by_one.float()
@@ -337,10 +337,10 @@ def filled_one_by_one(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     for t in range(BLOCK_SIZE):
         grown = torch.maximum(scale, blocks[:, t].abs().amax(dim=1) / LARGEST[dtype])
         before = numbers.float() * scale[:, None, None]
-        again = quantize(before.transpose(0, 1), grown, dtype).transpose(0, 1)
+        again = nearest(before / grown[:, None, None], dtype)
         is_larger = (grown > scale)[:, None, None]
         numbers = torch.where(is_larger, again.float(), numbers.float()).to(dtype)
-        numbers[:, t] = quantize(blocks[:, t], grown, dtype)
+        numbers[:, t] = nearest(blocks[:, t] / grown[:, None], dtype)
         scale = grown
     return numbers, scale
 

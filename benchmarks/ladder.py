@@ -213,11 +213,11 @@ def launch_packed(work: Workload, **constants: Any) -> Tensor:
         work.scale,
         None,
         None,
-        *work.q.stride(),
-        *work.k_cache.stride(),
-        *work.v_cache.stride(),
+        work.q.stride(),
+        work.k_cache.stride(),
+        work.v_cache.stride(),
         work.block_tables.stride(0),
-        *out.stride(),
+        out.stride(),
         **(decode.launch_options(work.q, work.k_cache) | constants),
     )
     return out.to(work.q.dtype)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minicache.kernels import oracle, paged_decode_attention, paged_prefill_attention, plain
-from minicache.kernels.quantize import quantize, scales
+from minicache.kernels.quantize import LARGEST, nearest
 
 NAN = float("nan")
 
@@ -145,8 +145,9 @@ def test_a_quantized_cache(dtype, per_head):
     torch.manual_seed(0)
     lengths, block_size = [9, 4], 4
     exact = [[torch.randn(n, 2, 8) * torch.tensor([1.0, 9.0])[:, None] for n in lengths] for _ in range(2)]
-    found = [scales(torch.cat(rows), dtype, per_head=per_head) for rows in exact]
-    small = [[quantize(each, scale, dtype) for each in rows] for rows, scale in zip(exact, found, strict=True)]
+    largest = [torch.cat(rows).abs().amax(dim=(0, 2) if per_head else (0, 1, 2)) for rows in exact]
+    found = [(each / LARGEST[dtype]).expand(2) for each in largest]
+    small = [[nearest(each / by[:, None], dtype) for each in rows] for rows, by in zip(exact, found, strict=True)]
     (k_cache, tables), (v_cache, _) = (blocks(rows, block_size, range(6)) for rows in small)
     back = [[each.double() * scale[:, None] for each in rows] for rows, scale in zip(small, found, strict=True)]
     q, lens = torch.randn(2, 4, 8), torch.tensor(lengths)

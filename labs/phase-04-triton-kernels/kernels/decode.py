@@ -39,12 +39,8 @@ def attend_range(
     scale,
     sliding_window,
     softcap,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_dim,
+    k_strides,
+    v_strides,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -77,8 +73,8 @@ def attend_range(
         kv_head, num_kv_heads: this head's index, and the number of heads.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.
-        stride_*: in elements, of the block, the slot in the block and the dimension. Multiply block ids and slots in
-            int64.
+        k_strides, v_strides: the caches' strides in elements: of the block, the slot in the block, the head and the
+            dimension. Multiply block ids and slots in int64.
 
     Args that change scores:
         scale: fp32, the factor of the scores.
@@ -115,21 +111,11 @@ def decode_kernel(
     scale,
     sliding_window,
     softcap,
-    stride_q_seq,
-    stride_q_head,
-    stride_q_dim,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    q_strides,
+    k_strides,
+    v_strides,
     stride_table_seq,
-    stride_out_seq,
-    stride_out_head,
-    stride_out_dim,
+    out_strides,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -162,9 +148,8 @@ def decode_kernel(
 
     Numbers: scale, sliding_window (or None), softcap (or None). A None is compiled away.
 
-    Strides, in elements: q's sequence, head and dimension; the caches' block, slot in the block, head and dimension;
-    the tables' sequence; the output's sequence, head and dimension. They are arbitrary. Multiply sequences, block ids
-    and the caches' head in int64.
+    Strides, in elements: a tuple for each tensor, a number per axis, as its shape above; for the tables, whose rows are
+    contiguous, one number. They are arbitrary. Multiply sequences, block ids and the caches' head in int64.
 
     Constants:
         GROUP: query heads per key/value head.

@@ -34,21 +34,11 @@ def prefill_kernel(
     sliding_window,
     softcap,
     num_seqs,
-    stride_q_token,
-    stride_q_head,
-    stride_q_dim,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    q_strides,
+    k_strides,
+    v_strides,
     stride_table_seq,
-    stride_out_token,
-    stride_out_head,
-    stride_out_dim,
+    out_strides,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -83,8 +73,7 @@ def prefill_kernel(
 
     Numbers: num_seqs is B.
 
-    Strides, in elements: of q's and the output's token, head and dimension; the others as in `decode_kernel`. Multiply
-    tokens, sequences, block ids and the caches' head in int64.
+    Strides: as in `decode_kernel`. Multiply tokens, sequences, block ids and the caches' head in int64.
 
     Constants:
         ROWS: a power of two, at least 16 and at least GROUP.

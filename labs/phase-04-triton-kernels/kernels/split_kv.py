@@ -77,17 +77,9 @@ def split_kernel(
     scale,
     sliding_window,
     softcap,
-    stride_q_seq,
-    stride_q_head,
-    stride_q_dim,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    q_strides,
+    k_strides,
+    v_strides,
     stride_table_seq,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -126,9 +118,7 @@ def merge_kernel(
     acc_ptr,
     out_ptr,
     num_splits,
-    stride_out_seq,
-    stride_out_head,
-    stride_out_dim,
+    out_strides,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -147,7 +137,7 @@ def merge_kernel(
         acc_ptr: `[B, H, num_splits, HEAD_DIM]` fp32, contiguous.
         out_ptr: `[B, H, HEAD_DIM]`.
 
-    Numbers: num_splits, and the output's strides in elements: sequence, head, dimension.
+    Numbers: num_splits. Strides: out_strides, the output's three, in elements.
 
     Constants:
         HEAD_DIM, PADDED_HEAD_DIM: as in `decode_kernel`.

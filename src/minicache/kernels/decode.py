@@ -37,12 +37,8 @@ def attend_range(
     scale,
     sliding_window,
     softcap,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_dim,
+    k_strides,
+    v_strides,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -75,8 +71,8 @@ def attend_range(
         kv_head, num_kv_heads: this head's index, and the number of heads.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.
-        stride_*: in elements, of the block, the slot in the block and the dimension. Multiply block ids and slots in
-            int64.
+        k_strides, v_strides: the caches' strides in elements: of the block, the slot in the block, the head and the
+            dimension. Multiply block ids and slots in int64.
 
     Args that change scores:
         scale: fp32, the factor of the scores.
@@ -104,10 +100,10 @@ def attend_range(
         # Each token's block is looked up separately, so a tile may span any number of blocks, of any size.
         blocks = tl.load(block_table_ptr + tokens // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
         slots = (tokens % BLOCK_SIZE).to(tl.int64)
-        k_rows = k_head_ptr + blocks * stride_k_block + slots * stride_k_slot
-        v_rows = v_head_ptr + blocks * stride_v_block + slots * stride_v_slot
-        k = tl.load(k_rows[:, None] + dims * stride_k_dim, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(v_rows[:, None] + dims * stride_v_dim, mask=mask, other=0.0).to(q.dtype)
+        k_rows = k_head_ptr + blocks * k_strides[0] + slots * k_strides[1]
+        v_rows = v_head_ptr + blocks * v_strides[0] + slots * v_strides[1]
+        k = tl.load(k_rows[:, None] + dims * k_strides[3], mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_rows[:, None] + dims * v_strides[3], mask=mask, other=0.0).to(q.dtype)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         token_scales = (blocks * BLOCK_SIZE + slots) * num_kv_heads + kv_head
@@ -153,21 +149,11 @@ def decode_kernel(
     scale,
     sliding_window,
     softcap,
-    stride_q_seq,
-    stride_q_head,
-    stride_q_dim,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    q_strides,
+    k_strides,
+    v_strides,
     stride_table_seq,
-    stride_out_seq,
-    stride_out_head,
-    stride_out_dim,
+    out_strides,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -200,9 +186,8 @@ def decode_kernel(
 
     Numbers: scale, sliding_window (or None), softcap (or None). A None is compiled away.
 
-    Strides, in elements: q's sequence, head and dimension; the caches' block, slot in the block, head and dimension;
-    the tables' sequence; the output's sequence, head and dimension. They are arbitrary. Multiply sequences, block ids
-    and the caches' head in int64.
+    Strides, in elements: a tuple for each tensor, a number per axis, as its shape above; for the tables, whose rows are
+    contiguous, one number. They are arbitrary. Multiply sequences, block ids and the caches' head in int64.
 
     Constants:
         GROUP: query heads per key/value head.
@@ -219,8 +204,8 @@ def decode_kernel(
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
     heads = kv_head * GROUP + rows
     mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)
-    q_rows = q_ptr + seq * stride_q_seq + heads * stride_q_head
-    q = tl.load(q_rows[:, None] + dims * stride_q_dim, mask=mask, other=0.0).to(DOT_DTYPE)
+    q_rows = q_ptr + seq * q_strides[0] + heads * q_strides[1]
+    q = tl.load(q_rows[:, None] + dims * q_strides[2], mask=mask, other=0.0).to(DOT_DTYPE)
 
     slopes = None
     if alibi_slopes_ptr is not None:
@@ -235,8 +220,8 @@ def decode_kernel(
         q,
         tl.zeros([ROWS], tl.int32) + context_len - 1,
         slopes,
-        k_cache_ptr + kv_head * stride_k_head,
-        v_cache_ptr + kv_head * stride_v_head,
+        k_cache_ptr + kv_head * k_strides[2],
+        v_cache_ptr + kv_head * v_strides[2],
         k_token_scale_ptr,
         v_token_scale_ptr,
         kv_head,
@@ -247,12 +232,8 @@ def decode_kernel(
         scale,
         sliding_window,
         softcap,
-        stride_k_block,
-        stride_k_slot,
-        stride_k_dim,
-        stride_v_block,
-        stride_v_slot,
-        stride_v_dim,
+        k_strides,
+        v_strides,
         HEAD_DIM,
         BLOCK_SIZE,
         TILE,
@@ -260,8 +241,8 @@ def decode_kernel(
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + kv_head)
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # no context: 0 / 1
-    out_rows = out_ptr + seq * stride_out_seq + heads * stride_out_head
-    tl.store(out_rows[:, None] + dims * stride_out_dim, out.to(out_ptr.dtype.element_ty), mask=mask)
+    out_rows = out_ptr + seq * out_strides[0] + heads * out_strides[1]
+    tl.store(out_rows[:, None] + dims * out_strides[2], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def paged_decode_attention(
@@ -321,11 +302,11 @@ def paged_decode_attention(
         float(scale),
         sliding_window,
         softcap,
-        *q.stride(),
-        *k_cache.stride(),
-        *v_cache.stride(),
+        q.stride(),
+        k_cache.stride(),
+        v_cache.stride(),
         tables.stride(0),
-        *out.stride(),
+        out.stride(),
         **launch_options(q, k_cache),
     )
     return out.to(q.dtype)

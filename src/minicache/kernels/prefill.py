@@ -32,21 +32,11 @@ def prefill_kernel(
     sliding_window,
     softcap,
     num_seqs,
-    stride_q_token,
-    stride_q_head,
-    stride_q_dim,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    q_strides,
+    k_strides,
+    v_strides,
     stride_table_seq,
-    stride_out_token,
-    stride_out_head,
-    stride_out_dim,
+    out_strides,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -81,8 +71,7 @@ def prefill_kernel(
 
     Numbers: num_seqs is B.
 
-    Strides, in elements: of q's and the output's token, head and dimension; the others as in `decode_kernel`. Multiply
-    tokens, sequences, block ids and the caches' head in int64.
+    Strides: as in `decode_kernel`. Multiply tokens, sequences, block ids and the caches' head in int64.
 
     Constants:
         ROWS: a power of two, at least 16 and at least GROUP.
@@ -111,8 +100,8 @@ def prefill_kernel(
     present = (rows < queries * GROUP) & (row_queries < query_len)
     mask = present[:, None] & (dims < HEAD_DIM)
     tokens = (query_start + row_queries).to(tl.int64)
-    q_rows = q_ptr + tokens * stride_q_token + heads * stride_q_head
-    q = tl.load(q_rows[:, None] + dims * stride_q_dim, mask=mask, other=0.0).to(DOT_DTYPE)
+    q_rows = q_ptr + tokens * q_strides[0] + heads * q_strides[1]
+    q = tl.load(q_rows[:, None] + dims * q_strides[2], mask=mask, other=0.0).to(DOT_DTYPE)
 
     slopes = None
     if alibi_slopes_ptr is not None:
@@ -128,8 +117,8 @@ def prefill_kernel(
         q,
         first_position + row_queries,
         slopes,
-        k_cache_ptr + kv_head * stride_k_head,
-        v_cache_ptr + kv_head * stride_v_head,
+        k_cache_ptr + kv_head * k_strides[2],
+        v_cache_ptr + kv_head * v_strides[2],
         k_token_scale_ptr,
         v_token_scale_ptr,
         kv_head,
@@ -140,12 +129,8 @@ def prefill_kernel(
         scale,
         sliding_window,
         softcap,
-        stride_k_block,
-        stride_k_slot,
-        stride_k_dim,
-        stride_v_block,
-        stride_v_slot,
-        stride_v_dim,
+        k_strides,
+        v_strides,
         HEAD_DIM,
         BLOCK_SIZE,
         TILE,
@@ -153,8 +138,8 @@ def prefill_kernel(
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + kv_head)
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # a padding row may have seen nothing
-    out_rows = out_ptr + tokens * stride_out_token + heads * stride_out_head
-    tl.store(out_rows[:, None] + dims * stride_out_dim, out.to(out_ptr.dtype.element_ty), mask=mask)
+    out_rows = out_ptr + tokens * out_strides[0] + heads * out_strides[1]
+    tl.store(out_rows[:, None] + dims * out_strides[2], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def paged_prefill_attention(
@@ -219,11 +204,11 @@ def paged_prefill_attention(
         sliding_window,
         softcap,
         num_seqs,
-        *q.stride(),
-        *k_cache.stride(),
-        *v_cache.stride(),
+        q.stride(),
+        k_cache.stride(),
+        v_cache.stride(),
         tables.stride(0),
-        *out.stride(),
+        out.stride(),
         **options,
         PADDED_SEQS=triton.next_power_of_2(num_seqs),
     )

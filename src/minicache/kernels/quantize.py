@@ -4,8 +4,6 @@ A quantized KV cache has a scale per token and head, stored in the token's slot 
 block fills token by token, so a scale per block would have to grow and its contents be rounded again, and what a
 request reads would depend on how its prompt was chunked. With a scale per row, what is stored for a token depends on
 that token alone.
-
-`scales` and `quantize` are for caches with fixed scales: one per head, or one for all.
 """
 
 from __future__ import annotations
@@ -17,48 +15,6 @@ from minicache.kernels import plain
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest number used of each dtype. int8 leaves −128 out, which makes the range symmetric."""
-
-
-def scales(rows: Tensor, dtype: torch.dtype, *, per_head: bool = False) -> Tensor:
-    """The scale that maps the largest of `rows` to the largest number of `dtype`.
-
-    Args:
-        rows: keys or values `[…, H_kv, d]`, floating point.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        per_head: a scale per head instead of one for all.
-
-    Returns:
-        fp32 `[H_kv]`; without `per_head` the same number H_kv times. 1 where all rows are (almost) zero. Pass it to
-        `minicache.kernels` as `k_scale` and `v_scale`.
-
-    Raises:
-        ValueError: another dtype, or `rows` has fewer than two dimensions.
-    """
-    _check(rows, dtype)
-    largest = rows.detach().float().abs().transpose(0, -2).flatten(1).amax(dim=1)
-    if not per_head:
-        largest = largest.amax().expand_as(largest)
-    scale = largest / LARGEST[dtype]
-    return torch.where(scale > 0, scale, 1.0)
-
-
-def quantize(rows: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide `rows` by their scale and round to the nearest number of `dtype`, saturating at the largest.
-
-    Args:
-        rows: keys or values `[…, H_kv, d]`, floating point.
-        scale: a positive float, or `[H_kv]`.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-
-    Returns:
-        The shape of `rows`, in `dtype`: multiplied by `scale` it is `rows` again, up to rounding and saturation.
-
-    Raises:
-        ValueError: another dtype, or `rows` has fewer than two dimensions.
-    """
-    _check(rows, dtype)
-    divisor = torch.as_tensor(scale, dtype=torch.float32, device=rows.device).reshape(-1, 1)
-    return _nearest(rows.detach().float() / divisor, dtype)
 
 
 def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -73,15 +29,11 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     Returns:
         The numbers, of the shape of `rows`, and the scales `[…, H_kv]` in fp32. numbers · scale is `rows` again, up to
         half a scale for int8, and for fp8 up to 1/16 of the number or 2⁻¹⁰ scales.
-
-    Raises:
-        ValueError: another dtype, or `rows` has fewer than two dimensions.
     """
-    _check(rows, dtype)
     rows = rows.detach().float()
     largest = rows.abs().amax(dim=-1)
     scale = torch.where(largest.isfinite(), largest / LARGEST[dtype], torch.nan)
-    return _nearest(torch.where(scale[..., None] > 0, rows / scale[..., None], 0.0), dtype), scale
+    return nearest(torch.where(scale[..., None] > 0, rows / scale[..., None], 0.0), dtype), scale
 
 
 def dequantize_rows(numbers: Tensor, scale: Tensor) -> Tensor:
@@ -103,15 +55,8 @@ def store_kv(
     plain.store_kv(k_rows[..., None], v_rows[..., None], k_scale[..., None], v_scale[..., None], slot_mapping)
 
 
-def _nearest(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def nearest(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest numbers of `dtype`, saturating at the largest."""
     numbers = numbers.clamp(-LARGEST[dtype], LARGEST[dtype])
     # A cast to an integer truncates; a cast to fp8 rounds to nearest.
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
-
-
-def _check(rows: Tensor, dtype: torch.dtype) -> None:
-    if dtype not in LARGEST:
-        raise ValueError(f"quantize to torch.int8 or torch.float8_e4m3fn; got {dtype}")
-    if rows.ndim < 2:
-        raise ValueError(f"rows must be [..., H_kv, d]; got {list(rows.shape)}")

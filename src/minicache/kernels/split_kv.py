@@ -75,17 +75,9 @@ def split_kernel(
     scale,
     sliding_window,
     softcap,
-    stride_q_seq,
-    stride_q_head,
-    stride_q_dim,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    q_strides,
+    k_strides,
+    v_strides,
     stride_table_seq,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -120,8 +112,8 @@ def split_kernel(
     dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
     heads = kv_head * GROUP + rows
     mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)
-    q_rows = q_ptr + seq * stride_q_seq + heads * stride_q_head
-    q = tl.load(q_rows[:, None] + dims * stride_q_dim, mask=mask, other=0.0).to(DOT_DTYPE)
+    q_rows = q_ptr + seq * q_strides[0] + heads * q_strides[1]
+    q = tl.load(q_rows[:, None] + dims * q_strides[2], mask=mask, other=0.0).to(DOT_DTYPE)
 
     slopes = None
     if alibi_slopes_ptr is not None:
@@ -138,8 +130,8 @@ def split_kernel(
         q,
         tl.zeros([ROWS], tl.int32) + context_len - 1,
         slopes,
-        k_cache_ptr + kv_head * stride_k_head,
-        v_cache_ptr + kv_head * stride_v_head,
+        k_cache_ptr + kv_head * k_strides[2],
+        v_cache_ptr + kv_head * v_strides[2],
         k_token_scale_ptr,
         v_token_scale_ptr,
         kv_head,
@@ -150,12 +142,8 @@ def split_kernel(
         scale,
         sliding_window,
         softcap,
-        stride_k_block,
-        stride_k_slot,
-        stride_k_dim,
-        stride_v_block,
-        stride_v_slot,
-        stride_v_dim,
+        k_strides,
+        v_strides,
         HEAD_DIM,
         BLOCK_SIZE,
         TILE,
@@ -175,9 +163,7 @@ def merge_kernel(
     acc_ptr,
     out_ptr,
     num_splits,
-    stride_out_seq,
-    stride_out_head,
-    stride_out_dim,
+    out_strides,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -196,7 +182,7 @@ def merge_kernel(
         acc_ptr: `[B, H, num_splits, HEAD_DIM]` fp32, contiguous.
         out_ptr: `[B, H, HEAD_DIM]`.
 
-    Numbers: num_splits, and the output's strides in elements: sequence, head, dimension.
+    Numbers: num_splits. Strides: out_strides, the output's three, in elements.
 
     Constants:
         HEAD_DIM, PADDED_HEAD_DIM: as in `decode_kernel`.
@@ -217,8 +203,8 @@ def merge_kernel(
     weights = tl.exp(split_max - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(weights * split_sum, 0)
     out = tl.sum(weights[:, None] * acc, 0) / tl.where(total > 0, total, 1.0)
-    out_row = out_ptr + seq * stride_out_seq + head * stride_out_head
-    tl.store(out_row + dims * stride_out_dim, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    out_row = out_ptr + seq * out_strides[0] + head * out_strides[1]
+    tl.store(out_row + dims * out_strides[2], out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def paged_decode_attention(
@@ -283,9 +269,9 @@ def paged_decode_attention(
         float(scale),
         sliding_window,
         softcap,
-        *q.stride(),
-        *k_cache.stride(),
-        *v_cache.stride(),
+        q.stride(),
+        k_cache.stride(),
+        v_cache.stride(),
         tables.stride(0),
         **options,
     )
@@ -296,7 +282,7 @@ def paged_decode_attention(
         accs,
         out,
         num_splits,
-        *out.stride(),
+        out.stride(),
         HEAD_DIM=head_dim,
         PADDED_HEAD_DIM=options["PADDED_HEAD_DIM"],
         PADDED_SPLITS=padded_splits,

@@ -263,7 +263,7 @@ def _scheduler(name: SchedulerName, *, num_blocks: int | None, max_model_len: in
     from minicache.scheduler import create_scheduler
 
     if num_blocks is None:
-        from minicache.engine.runner import default_num_blocks
+        from minicache.engine.kv import default_num_blocks
         from minicache.model import load_minigpt
 
         model = load_minigpt()

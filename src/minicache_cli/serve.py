@@ -285,7 +285,7 @@ def serve(
         raise typer.BadParameter("--tensor-parallel needs an engine process: leave out --in-process and --mine")
     try:
         from minicache.engine.async_engine import AsyncEngine
-        from minicache.engine.runner import find_model, load_tokenizer
+        from minicache.engine.loading import find_model, load_tokenizer
         from minicache.serving.http.app import check_origin, create_app
         from minicache.serving.http.keys import ApiKeys
         from minicache.serving.http.logs import logging_to_stderr

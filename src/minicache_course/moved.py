@@ -10,6 +10,8 @@ MOVED = {
     "minicache.replica": "minicache.serving.replica",
     "minicache.proxy": "minicache.serving.proxy",
     "minicache.load": "minicache.serving.load",
+    "minicache.engine.runner": "minicache.engine.kv",
+    "minicache.engine.speculation": "minicache.engine.drafting",
     "minicache.scheduler.incidents": "minicache_course.incidents",
     "minicache.kernels.one_head": "minicache_course.kernels.one_head",
     "minicache.kernels.online_softmax": "minicache_course.kernels.online_softmax",

@@ -17,10 +17,10 @@ from torch import Tensor
 from minicache import kernels
 from minicache.cache.dense import KVCache
 from minicache.cache.quantized import QuantizedStorage
-from minicache.engine import model_runner
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
+from minicache.engine.runners import find
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.grammar import Tokenizer
 from minicache.kernels import plain
@@ -152,7 +152,7 @@ def test_where_a_learners_kernels_stand_in(
 ) -> None:
     """Then nothing compiled runs: numbers and scales are stored by `plain.store_kv`, which may be the learner's."""
     monkeypatch.setattr(kernels, "is_plain_replaced", lambda: True)
-    monkeypatch.setattr(model_runner, "is_plain_replaced", lambda: True)
+    monkeypatch.setattr(find, "is_plain_replaced", lambda: True)
     stored = []
     store = plain.store_kv
     monkeypatch.setattr(plain, "store_kv", lambda *args: stored.append(args[2].dtype) or store(*args))

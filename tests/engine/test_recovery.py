@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import minicache.engine.runner
+import minicache.engine.kv
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams
@@ -118,7 +118,7 @@ def test_copies_that_fail(
     wishes = [
         SamplingParams(max_tokens=14, temperature=1.0, seed=seed, ignore_eos=True, n=3) for seed in range(len(prompts))
     ]
-    owner = minicache.engine.runner if what == "copy_blocks" else llm.memory.host_storage  # type: ignore[attr-defined]
+    owner = minicache.engine.kv if what == "copy_blocks" else llm.memory.host_storage  # type: ignore[attr-defined]
     failing = Failing(getattr(owner, what), 1, 3, after=after)
     monkeypatch.setattr(owner, what, failing)
     got = serve(llm, prompts, wishes)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from minicache.engine.answers import Completion
 from minicache.engine.beam import BeamSearchParams
 from minicache.engine.beam_requests import beam_search
-from minicache.engine.gpu_runner import GPUModelRunner
+from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
+from minicache.engine.runners.gpu import GPUModelRunner
+from minicache.engine.runners.verify import EagerRunner, lookahead
 from minicache.engine.sampling import SamplingParams, TokenSampler
-from minicache.engine.speculation import EagerRunner, SpeculativeConfig, lookahead
 from minicache.engine.speculative import rows_to_verify, verify
 from minicache.grammar import Tokenizer
 from minicache.model import Decoder, DecoderConfig, MiniGPT, load_minigpt

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minicache.engine.runner import ModelConfig
+from minicache.engine.kv import ModelConfig
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.stopping import TextStream, Tokenizer, end_token_ids
 from minicache.errors import RequestTooLargeError

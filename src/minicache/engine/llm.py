@@ -18,27 +18,15 @@ from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
-from minicache.engine.gpu_memory import cache_nbytes
+from minicache.engine.drafting import Speculative, load_speculative, share_of_target, speculate
+from minicache.engine.kv import Model, check_kv_cache_dtype, default_num_blocks
+from minicache.engine.loading import find_model, load_model, load_tokenizer
 from minicache.engine.loop import EngineLoop
-from minicache.engine.model_runner import find_runner, make_memory
-from minicache.engine.parallel_runner import parallelize, require_combination
-from minicache.engine.runner import (
-    Model,
-    check_kv_cache_dtype,
-    default_num_blocks,
-    find_model,
-    load_model,
-    load_tokenizer,
-)
+from minicache.engine.runners.find import find_runner, make_memory
+from minicache.engine.runners.memory import cache_nbytes
+from minicache.engine.runners.parallel import parallelize, require_combination
+from minicache.engine.runners.verify import EagerRunner, SpeculativeRunner
 from minicache.engine.sampling import SamplingParams, TokenSampler
-from minicache.engine.speculation import (
-    EagerRunner,
-    Speculative,
-    SpeculativeRunner,
-    load_speculative,
-    share_of_target,
-    speculate,
-)
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError
 from minicache.request import RequestId, RequestStatus
@@ -65,7 +53,7 @@ class LLM(EngineLoop):
 
     Args:
         model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
-            ("org/name"), or a model (`minicache.engine.runner.Model`).
+            ("org/name"), or a model (`minicache.engine.kv.Model`).
         scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`, whose pool and limits then
             replace the options from num_blocks to reserve_full_prompt.
         cache: "paged": blocks; "dense": a `KVCache` for each request.
@@ -78,18 +66,18 @@ class LLM(EngineLoop):
             (`minicache.cache.quantized`): the same memory holds two to four times as many tokens. Such a cache
             is paged. None: in the dtype of the weights.
         dtype: of the weights; None: float32 for a checkpoint, what config.json says for a
-            folder, but 16 bits on a GPU (`minicache.engine.runner.load_model`). A model that is given has its own.
+            folder, but 16 bits on a GPU (`minicache.engine.loading.load_model`). A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
         gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
-            have theirs (`minicache.engine.gpu_memory`). It counts if num_blocks is None.
-        enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.gpu_runner`): slower, and nothing has to
+            have theirs (`minicache.engine.runners.memory`). It counts if num_blocks is None.
+        enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.runners.gpu`): slower, and nothing has to
             be captured.
         tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on
             GPUs each takes one. What is counted in bytes is of each of them.
         speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
             `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
             `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
-            (`minicache.engine.speculation`).
+            (`minicache.engine.drafting`).
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -103,7 +91,7 @@ class LLM(EngineLoop):
         scheduler: decides what runs; observed, if there are observers.
         forks: whether further answers to a prompt are forks of the first (phase 8).
         memory: where the requests' keys and values are.
-        runner: runs the model's steps in a way of their own (`minicache.engine.model_runner`); None: `run_model` does.
+        runner: runs the model's steps in a way of their own (`minicache.engine.runners.find`); None: `run_model` does.
         speculation: that runner, if the engine speculates; else None. What was accepted is in `scheduler.draft_stats`.
         answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
             and the others have an `AnswerId`.

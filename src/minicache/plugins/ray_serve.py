@@ -289,7 +289,7 @@ def connect(handle: Any, options: FleetOptions) -> FleetClient:
         handle: of the replicas' deployment.
         options: of the fleet.
     """
-    from minicache.engine.runner import find_model, load_tokenizer
+    from minicache.engine.loading import find_model, load_tokenizer
 
     async def send(request: FleetRequest) -> AsyncGenerator[Piece, None]:
         pieces = handle.options(stream=True).generate.remote(request)

@@ -7,10 +7,10 @@ from typing import cast
 import torch
 
 from minicache.cache.quantized import KV_CACHE_DTYPES
+from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
+from minicache.engine.loading import find_model, load_model
 from minicache.engine.logprobs import ServedLLM
-from minicache.engine.runner import find_model, load_model
-from minicache.engine.speculation import SpeculativeConfig
 from minicache.engine.stopping import Tokenizer
 from minicache.scheduler.paged import Preemption
 from minicache.serving.replica.messages import EngineInfo, EngineOptions

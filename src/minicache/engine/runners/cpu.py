@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minicache.cache.packed import step_tensors
-from minicache.engine.runner import PagedMemory, require_blocks
+from minicache.engine.kv import PagedMemory, require_blocks
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.model import fused
 from minicache.model.minigpt import Transformer
@@ -16,7 +16,7 @@ from minicache.scheduler import SchedulerOutput
 
 
 class CPUModelRunner:
-    """Runs an engine's steps on a CPU, as `minicache.engine.model_runner.ModelRunner`.
+    """Runs an engine's steps on a CPU, as `minicache.engine.runners.find.ModelRunner`.
 
     Args:
         model: after `minicache.model.fused.fuse`.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from minicache.cache.packed import StepSize, aligned, pack
-from minicache.engine.gpu_sampling import GPUSampler
-from minicache.engine.runner import Model, PagedMemory, require_blocks
+from minicache.engine.kv import Model, PagedMemory, require_blocks
+from minicache.engine.runners.sampling import GPUSampler
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.errors import InvariantError
 from minicache.model.minigpt import Cache
@@ -24,7 +24,7 @@ from minicache.scheduler import Scheduler, SchedulerOutput
 def parallelize(model: Model, size: int, dtype: torch.dtype | None, device: torch.device | str | None) -> ParallelModel:
     """Divide an engine's model among ranks.
 
-    A model in the CPU's memory that goes to GPUs becomes 16 bits, as `minicache.engine.runner.half_on_gpu` makes it,
+    A model in the CPU's memory that goes to GPUs becomes 16 bits, as `minicache.engine.loading.half_on_gpu` makes it,
     unless a dtype is asked for.
 
     Args:
@@ -93,7 +93,7 @@ class ParallelMemory(PagedMemory):
 
 
 class ParallelRunner:
-    """Runs an engine's steps on all ranks, as `minicache.engine.model_runner.ModelRunner`.
+    """Runs an engine's steps on all ranks, as `minicache.engine.runners.find.ModelRunner`.
 
     Args:
         memory: rank 0's; its model is what is run.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from minicache.cache.packed import PADDING, PackedStep, StepSize, aligned, pack
 from minicache.cache.paged import PagedStorage
-from minicache.engine.gpu_sampling import GPUSampler
-from minicache.engine.runner import Model, PagedMemory, logits_at, require_blocks
+from minicache.engine.kv import Model, PagedMemory, logits_at, require_blocks
+from minicache.engine.runners.sampling import GPUSampler
 from minicache.engine.sampling import TokenSampler
 from minicache.model.minigpt import Transformer
 from minicache.request import Request

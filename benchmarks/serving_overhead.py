@@ -256,9 +256,10 @@ def serve(name: str, in_process: bool, wire: Connection) -> None:
     import threading
 
     from minicache.engine.async_engine import AsyncEngine
+    from minicache.engine.options import ReplicaOptions
     from minicache.serving.http.app import create_app
     from minicache.serving.http.running import Server
-    from minicache.serving.replica import EngineClient, EngineOptions
+    from minicache.serving.replica import EngineClient
     from minicache.serving.replica.process import starter
 
     torch.set_num_threads(1)
@@ -272,7 +273,9 @@ def serve(name: str, in_process: bool, wire: Connection) -> None:
             if name != "minigpt":
                 model = f"{folder}/model.safetensors"
                 save_minigpt(make_model(name)[0], model)
-            options = EngineOptions(model=model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_threads=1)
+            options = ReplicaOptions(
+                model=model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_threads=1, prefix_caching=True
+            )
             engine = EngineClient(starter(options), tokenizer)
         server = Server(
             create_app(engine, served_model_name="bench"), port=0, drain_seconds=1.0, on_listening=wire.send

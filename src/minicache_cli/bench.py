@@ -18,9 +18,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from minicache.engine.options import Stage as SchedulerName
 from minicache_cli.folders import make_folder
 from minicache_cli.help import Group
-from minicache_cli.serve import Stage as SchedulerName
 from minicache_cli.simulate import WorkloadName
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from minicache.engine.beam_requests import beam_search
 from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
 from minicache.engine.logprobs import ServedLLM
+from minicache.engine.options import ReplicaOptions
 from minicache.engine.runners.gpu import GPUModelRunner
 from minicache.engine.runners.verify import EagerRunner, lookahead
 from minicache.engine.sampling import SamplingParams, TokenSampler
@@ -31,7 +32,6 @@ from minicache.model.training import draft_config
 from minicache.scheduler import ChunkedPrefillScheduler, SpeculativeScheduler
 from minicache.scheduler.audit_speculation import SpeculationAuditor
 from minicache.serving.replica.llm import make_llm
-from minicache.serving.replica.messages import EngineOptions
 from minicache.serving.replica.stats import SchedulerStats
 
 DRAFTERS = ("ngram", "minigpt-draft")
@@ -443,12 +443,12 @@ def test_the_shipped_draft_model(draft_model: MiniGPT, model: MiniGPT) -> None:
 
 
 def test_a_server_s_engine_speculates_as_it_is_asked_to() -> None:
-    llm = make_llm(EngineOptions(speculative="minigpt-draft", num_speculative_tokens=3, num_blocks=40))
+    llm = make_llm(ReplicaOptions(speculative="minigpt-draft", num_speculative_tokens=3, num_blocks=40))
     assert isinstance(llm.scheduler, SpeculativeScheduler)
     assert llm.scheduler.num_speculative_tokens == 3
     llm.generate([[3, 4]], SamplingParams(max_tokens=9, ignore_eos=True))
     assert llm.scheduler.draft_stats.num_draft_tokens
-    assert make_llm(EngineOptions(num_blocks=40)).speculation is None
+    assert make_llm(ReplicaOptions(num_blocks=40)).speculation is None
 
 
 def test_what_does_not_go_together(model: MiniGPT, llama: Decoder) -> None:

@@ -12,6 +12,7 @@
 | `drafting` | draft tokens for a whole batch: n-gram drafter, draft model | – |
 | `logprobs` | `ServedLLM`: an `LLM` that reports log probabilities | – |
 | `answers` | a prompt on its way to a completion | – |
+| `options` | its options: what `LLM`, a process and the command line take | – |
 | `loading`, `kv` | from a model's name to a model; the memory that a step runs on | – |
 | `runners` | a step in a device's own way | – |
 | `stopping` | where a text ends: stop strings, text that can be shown | – |

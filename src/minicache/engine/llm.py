@@ -7,8 +7,9 @@ and the runners that compute a step as each device does it best.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
-from minicache.engine.drafting import Speculative, load_speculative, share_of_target, speculate
+from minicache.engine.drafting import SpeculativeConfig, load_speculative, share_of_target, speculate
 from minicache.engine.kv import Model, check_kv_cache_dtype, default_num_blocks
 from minicache.engine.loading import find_model, load_model, load_tokenizer
 from minicache.engine.loop import EngineLoop
+from minicache.engine.options import EngineOptions, with_options
 from minicache.engine.runners.find import find_runner, make_memory
 from minicache.engine.runners.memory import cache_nbytes
 from minicache.engine.runners.parallel import parallelize, require_combination
@@ -32,7 +34,6 @@ from minicache.errors import InvariantError
 from minicache.request import RequestId, RequestStatus
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
-from minicache.scheduler.paged import Preemption
 from minicache.scheduler.sharing import SharingScheduler
 from minicache.scheduler.speculative import SpeculativeScheduler
 
@@ -52,32 +53,8 @@ class LLM(EngineLoop):
     **When one request fails**, it alone is finished: its last chunk has the finish_reason "error".
 
     Args:
-        model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
-            ("org/name"), or a model (`minicache.engine.kv.Model`).
-        scheduler: "static", "continuous", "paged", "fair" or "chunked"; or a `Scheduler`, whose pool and limits then
-            replace the options from num_blocks to reserve_full_prompt.
-        cache: "paged": blocks; "dense": a `KVCache` for each request.
-        num_blocks: blocks of the cache. None: as many as 64 MiB hold, on a GPU as gpu_memory_utilization says; but at
-            least for one request of max_model_len tokens and at most for max_num_seqs such.
-        block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
-            `minicache.scheduler.create_scheduler`, which documents them. A dense cache neither swaps nor shares.
-        max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
-        kv_cache_dtype: "int8" or "fp8_e4m3": keys and values in one byte a number, with a scale for each token and head
-            (`minicache.cache.quantized`): the same memory holds two to four times as many tokens. Such a cache
-            is paged. None: in the dtype of the weights.
-        dtype: of the weights; None: float32 for a checkpoint, what config.json says for a
-            folder, but 16 bits on a GPU (`minicache.engine.loading.load_model`). A model that is given has its own.
-        device: of the weights; None: the CPU. A model that is given has its own.
-        gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
-            have theirs (`minicache.engine.runners.memory`). It counts if num_blocks is None.
-        enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.runners.gpu`): slower, and nothing has to
-            be captured.
-        tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on
-            GPUs each takes one. What is counted in bytes is of each of them.
-        speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
-            `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
-            `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
-            (`minicache.engine.drafting`).
+        options: those of `EngineOptions`, as keywords; the model may come first without one. A model, a `Scheduler`, a
+            `torch.dtype` and a `SpeculativeConfig` may stand where a name does there.
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -108,72 +85,33 @@ class LLM(EngineLoop):
 
     def __init__(
         self,
-        model: str | Path | Model = "minigpt",
+        model: str | Path | Model = EngineOptions.model,
         *,
-        scheduler: str | Scheduler = "chunked",
-        cache: str = "paged",
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        max_model_len: int | None = None,
-        preemption: Preemption = "recompute",
-        num_host_blocks: int = 0,
-        watermark: float = 0.0,
-        prefix_caching: bool = False,
-        long_prefill_threshold: int = 0,
-        reserve_full_prompt: bool = True,
-        kv_cache_dtype: str | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enforce_eager: bool = False,
-        tensor_parallel_size: int = 1,
-        speculative: Speculative = None,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
+        **options: Any,
     ) -> None:
-        check_kv_cache_dtype(kv_cache_dtype, cache)
-        require_combination(tensor_parallel_size, cache)
+        given = EngineOptions(model=cast(str, model), **options)
+        size, held, eager = given.tensor_parallel_size, given.kv_cache_dtype, given.enforce_eager
+        check_kv_cache_dtype(held, given.cache)
+        require_combination(size, given.cache)
         found = find_model(model)
-        model = load_model(found, dtype, device if tensor_parallel_size == 1 else None)
-        if tensor_parallel_size != 1:
-            model = parallelize(model, tensor_parallel_size, dtype, device)
+        dtype = cast("torch.dtype | None", given.dtype)
+        model = load_model(found, dtype, given.device if size == 1 else None)
+        if size != 1:
+            model = parallelize(model, size, dtype, given.device)
         self.tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer
-        longest = model.config.max_seq_len
-        config = load_speculative(speculative, model)
-        if not isinstance(scheduler, Scheduler):
-            if isinstance(max_model_len, int) and max_model_len > longest:
-                raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
-            max_model_len = longest if max_model_len is None else max_model_len
-            if num_blocks is None:
-                limits = max_num_batched_tokens, max_num_seqs, max_model_len
-                nbytes = cache_nbytes(model, *limits, gpu_memory_utilization, kv_cache_dtype)
-                nbytes = int(nbytes * share_of_target(config, model, kv_cache_dtype))
-                num_blocks = default_num_blocks(model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype)
-            scheduler = create_scheduler(
-                scheduler,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                preemption=preemption,
-                num_host_blocks=num_host_blocks,
-                watermark=watermark,
-                prefix_caching=prefix_caching,
-                long_prefill_threshold=long_prefill_threshold,
-                reserve_full_prompt=reserve_full_prompt,
-                num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
-            )
+        config = load_speculative(given.speculative, model)
+        scheduler = make_scheduler(given, model, config)
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
-        if cache not in ("paged", "dense"):
-            raise ValueError(f'cache must be "paged" or "dense"; got {cache!r}')
-        super().__init__(model, observe(scheduler, *observers), make_memory(model, scheduler, cache, kv_cache_dtype))
+        if given.cache not in ("paged", "dense"):
+            raise ValueError(f'cache must be "paged" or "dense"; got {given.cache!r}')
+        super().__init__(model, observe(scheduler, *observers), make_memory(model, scheduler, given.cache, held))
+        longest = model.config.max_seq_len
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
-        self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
-        self.runner = find_runner(model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
+        self.forks = isinstance(scheduler, SharingScheduler) and given.cache == "paged"
+        self.runner = find_runner(model, self.memory, scheduler.max_num_seqs, enforce_eager=eager)
         self.speculation: SpeculativeRunner | None = None
         if config is not None or isinstance(scheduler, SpeculativeScheduler):
             self.runner = self.speculation = speculate(
@@ -183,11 +121,13 @@ class LLM(EngineLoop):
                 scheduler,
                 self._sampler_of,
                 self.max_model_len,
-                enforce_eager=enforce_eager,
+                enforce_eager=eager,
             )
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
         self._names = count()
+
+    __init__.__signature__ = with_options(__init__)  # type: ignore[attr-defined]
 
     # What callers use
 
@@ -463,6 +403,35 @@ class LLM(EngineLoop):
     def _free_name(self) -> RequestId:
         """An id for a request that came without one: a number that no unfinished request has."""
         return next(name for name in self._names if not self.answers_of(name))
+
+
+def make_scheduler(options: EngineOptions, model: Model, speculative: SpeculativeConfig | None) -> Scheduler:
+    """The scheduler that an engine's options name, with as many blocks as there is memory for; or the one given.
+
+    Args:
+        options: of the engine.
+        model: what it runs; it is on its device.
+        speculative: how it speculates.
+
+    Raises:
+        TypeError, ValueError: as `create_scheduler`; or max_model_len is more than the model takes.
+    """
+    if isinstance(options.scheduler, Scheduler):
+        return options.scheduler
+    longest, max_model_len = model.config.max_seq_len, options.max_model_len
+    if isinstance(max_model_len, int) and max_model_len > longest:
+        raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
+    names = inspect.signature(create_scheduler).parameters.keys() & {each.name for each in fields(options)}
+    given = {name: getattr(options, name) for name in names}
+    given["max_model_len"] = max_model_len = longest if max_model_len is None else max_model_len
+    if options.num_blocks is None:
+        held, max_num_seqs = options.kv_cache_dtype, options.max_num_seqs
+        limits = options.max_num_batched_tokens, max_num_seqs, max_model_len
+        nbytes = cache_nbytes(model, *limits, options.gpu_memory_utilization, held)
+        nbytes = int(nbytes * share_of_target(speculative, model, held))
+        given["num_blocks"] = default_num_blocks(model, options.block_size, max_num_seqs, max_model_len, nbytes, held)
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    return create_scheduler(options.scheduler, **given, num_speculative_tokens=num_drafts)
 
 
 def _named(chunk: Chunk) -> Chunk:

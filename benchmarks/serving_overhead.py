@@ -45,7 +45,6 @@ from rich.table import Table
 from benchmarks._record import record
 from benchmarks.engine import SHAPE
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
 from minicache.engine.picking import greedy
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
@@ -266,7 +265,7 @@ def serve(name: str, in_process: bool, wire: Connection) -> None:
     engine: AsyncEngine | EngineClient
     with TemporaryDirectory() as folder:
         if in_process:
-            engine = AsyncEngine(make_llm(ServedLLM, name))
+            engine = AsyncEngine(make_llm(LLM, name))
         else:
             _, tokenizer = make_model(name)
             model = name

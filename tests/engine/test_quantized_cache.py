@@ -19,7 +19,6 @@ from minicache.cache.dense import KVCache
 from minicache.cache.quantized import QuantizedStorage
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
 from minicache.engine.runners import find
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.grammar import Tokenizer
@@ -302,7 +301,7 @@ def test_log_probabilities_are_those_of_the_rounded_cache(model: MiniGPT, prompt
     """They differ from the float cache's, a little: it is the quantized one that is served."""
     by_cache = []
     for dtype in (None, "int8"):
-        llm = ServedLLM(model, kv_cache_dtype=dtype, num_blocks=64)
+        llm = LLM(model, kv_cache_dtype=dtype, num_blocks=64)
         llm.add_request(prompts[2], SamplingParams(max_tokens=8, ignore_eos=True), num_logprobs=0)
         found = []
         while llm.has_unfinished:

@@ -19,7 +19,6 @@ from minicache.engine.beam import BeamSearchParams
 from minicache.engine.beam_requests import beam_search
 from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
 from minicache.engine.options import ReplicaOptions
 from minicache.engine.runners.gpu import GPUModelRunner
 from minicache.engine.runners.verify import EagerRunner, lookahead
@@ -236,7 +235,7 @@ def test_a_stream_has_a_chunk_for_each_token_in_order(
 
 def test_every_token_has_its_log_probabilities(model: MiniGPT, prompts: Any) -> None:
     def served(**options: Any) -> dict[Any, list[Any]]:
-        llm = ServedLLM(model, num_blocks=400, **options)
+        llm = LLM(model, num_blocks=400, **options)
         names = [
             llm.add_request(prompt, params_of(index, temperature=0.7), num_logprobs=(None, 0, 3)[index % 3])
             for index, prompt in enumerate(prompts)

@@ -10,7 +10,7 @@
 | `beam_requests` | beam search, on requests of an engine | – |
 | `speculative` | draft tokens, checked by the model in one forward pass | phase 9 |
 | `drafting` | draft tokens for a whole batch: n-gram drafter, draft model | – |
-| `logprobs` | `ServedLLM`: an `LLM` that reports log probabilities | – |
+| `logprobs` | the log probabilities of a step's tokens | – |
 | `answers` | a prompt on its way to a completion | – |
 | `options` | its options: what `LLM`, a process and the command line take | – |
 | `loading`, `kv` | from a model's name to a model; the memory that a step runs on | – |
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from minicache.engine.decoding import decode as decode
     from minicache.engine.drafting import SpeculativeConfig as SpeculativeConfig
     from minicache.engine.llm import LLM as LLM
-    from minicache.engine.logprobs import ServedLLM as ServedLLM
     from minicache.engine.sampling import SamplingParams as SamplingParams
     from minicache.engine.speculative import NgramDrafter as NgramDrafter
 
@@ -50,7 +49,6 @@ __getattr__, __dir__ = lazily(
     decoding="decode",
     drafting="SpeculativeConfig",
     llm="LLM",
-    logprobs="ServedLLM",
     sampling="SamplingParams",
     speculative="NgramDrafter",
 )

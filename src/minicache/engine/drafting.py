@@ -218,7 +218,8 @@ def _picked(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
 
 def speculate(
     config: SpeculativeConfig | None,
-    runner: ModelRunner,
+    model: Model,
+    runner: ModelRunner | None,
     memory: Memory,
     scheduler: Scheduler,
     find_sampler: FindSampler,
@@ -230,7 +231,8 @@ def speculate(
 
     Args:
         config: of `load_speculative`.
-        runner: runs the model.
+        model: the engine's.
+        runner: runs it; None: it is run as any model.
         memory: the engine's.
         scheduler: the engine's, not observed.
         find_sampler: of the engine's requests.
@@ -264,6 +266,6 @@ def speculate(
             )
         held = memory.kv_cache_dtype
         drafter = DraftModel(config.model, scheduler, held, find_sampler, enforce_eager=enforce_eager)
-    speculation = SpeculativeRunner(runner, scheduler, drafter, find_sampler)
+    speculation = SpeculativeRunner(runner or EagerRunner(model, memory), scheduler, drafter, find_sampler)
     scheduler.propose = speculation.propose
     return speculation

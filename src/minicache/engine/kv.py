@@ -214,18 +214,27 @@ class PagedMemory:
 
     def make_step(self, output: SchedulerOutput) -> Cache:
         """As `Memory.make_step`: a `RaggedStep` over the requests' blocks, or a `PackedStep` of a quantized storage."""
-        block_size = self.storage.pool.block_size
-        require_blocks(output, block_size)
-        counts = list(output.num_scheduled_tokens.values())
+        return self.cache_of(self.begin(output))
+
+    def begin(self, output: SchedulerOutput) -> Step:
+        """A step's requests, checked and counted: what each runner begins with.
+
+        Raises:
+            InvariantError: as `Memory.make_step`.
+        """
+        step = Step(output, self.storage.pool.block_size)
         self.num_steps += 1
+        return step
+
+    def cache_of(self, step: Step) -> Cache:
+        """The cache for a step, for any model."""
         if not isinstance(self.storage, QuantizedStorage):
-            tables = [RequestTable(self.storage, request) for request in output.scheduled]
-            return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
-        width = max(len(request.block_ids) for request in output.scheduled)
-        tensors = step_tensors(output.scheduled, counts, block_size, width)
+            tables = [RequestTable(self.storage, request) for request in step.requests]
+            return RaggedStep(self.storage, cast("list[BlockTable]", tables), step.counts)
+        tensors = step.tensors()
         lengths = tensors.context_lens.tolist()
         tensors = StepTensors._make(each.to(self.storage.device) for each in tensors)
-        return PackedStep(self.storage, tensors, num_new_tokens=counts, lengths=lengths)
+        return PackedStep(self.storage, tensors, num_new_tokens=step.counts, lengths=lengths)
 
     def forget(self, request_id: RequestId) -> None:
         """Nothing to do: the scheduler has freed the blocks."""
@@ -234,14 +243,42 @@ class PagedMemory:
         """Nothing to do: as `forget`."""
 
 
-def require_blocks(output: SchedulerOutput, block_size: int) -> None:
-    """Raise InvariantError unless every request of a step has blocks for its new tokens."""
-    for request, count in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
-        if request.num_computed_tokens + count > len(request.block_ids) * block_size:
-            raise InvariantError(
-                f"the scheduler has {request!r} compute {count} tokens, and has given it {len(request.block_ids)} "
-                f"blocks of {block_size}"
-            )
+class Step:
+    """The requests of a step over blocks, made once of what the scheduler has put out.
+
+    Args:
+        output: of `schedule()`, with at least one request.
+        block_size: tokens of a block.
+
+    Attributes:
+        requests: in batch order.
+        counts: how many tokens each computes.
+        block_size: as given.
+        width: the blocks of the request that has the most.
+
+    Raises:
+        InvariantError: a request has fewer blocks than its tokens need.
+    """
+
+    __slots__ = ("block_size", "counts", "requests", "width")
+
+    def __init__(self, output: SchedulerOutput, block_size: int) -> None:
+        self.requests = output.scheduled
+        self.counts = list(output.num_scheduled_tokens.values())
+        self.block_size = block_size
+        self.width = 0
+        for request, count in zip(self.requests, self.counts, strict=True):
+            num_blocks = len(request.block_ids)
+            if request.num_computed_tokens + count > num_blocks * block_size:
+                raise InvariantError(
+                    f"the scheduler has {request!r} compute {count} tokens, and has given it {num_blocks} "
+                    f"blocks of {block_size}"
+                )
+            self.width = max(self.width, num_blocks)
+
+    def tensors(self) -> StepTensors:
+        """Its integers, on the CPU."""
+        return step_tensors(self.requests, self.counts, self.block_size, self.width)
 
 
 class RequestTable:

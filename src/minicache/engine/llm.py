@@ -8,29 +8,31 @@ and the runners that compute a step as each device does it best.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
-from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
+from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, TokenLogprobs, new_answers, request_of
 from minicache.engine.drafting import SpeculativeConfig, load_speculative, share_of_target, speculate
 from minicache.engine.kv import Model, check_kv_cache_dtype, default_num_blocks
 from minicache.engine.loading import find_model, load_model, load_tokenizer
+from minicache.engine.logprobs import MAX_LOGPROBS, token_logprobs
 from minicache.engine.loop import EngineLoop
 from minicache.engine.options import EngineOptions, with_options
 from minicache.engine.runners.find import find_runner, make_memory
 from minicache.engine.runners.memory import cache_nbytes
 from minicache.engine.runners.parallel import parallelize, require_combination
-from minicache.engine.runners.verify import EagerRunner, SpeculativeRunner
+from minicache.engine.runners.verify import SpeculativeRunner
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.stopping import Tokenizer
-from minicache.errors import InvariantError
+from minicache.errors import InvariantError, require_count
 from minicache.request import RequestId, RequestStatus
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
@@ -116,13 +118,16 @@ class LLM(EngineLoop):
         if config is not None or isinstance(scheduler, SpeculativeScheduler):
             self.runner = self.speculation = speculate(
                 config,
-                self.runner or EagerRunner(model, self.memory),
+                model,
+                self.runner,
                 self.memory,
                 scheduler,
                 self._sampler_of,
                 self.max_model_len,
                 enforce_eager=eager,
             )
+        self._asking: WeakKeyDictionary[TokenSampler, int] = WeakKeyDictionary()  # answers that want log probabilities
+        self._logprobs: dict[TokenSampler, list[TokenLogprobs]] = {}  # of the step's tokens that are not emitted yet
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
         self._names = count()
@@ -186,6 +191,7 @@ class LLM(EngineLoop):
         group: str = "text",
         cache_salt: str | None = None,
         arrival_time: float = 0.0,
+        num_logprobs: int | None = None,
     ) -> RequestId:
         """Have a request served by the steps to come.
 
@@ -200,14 +206,21 @@ class LLM(EngineLoop):
             group: its compatibility class: only requests of one may share a batch, if the scheduler has such classes.
             cache_salt: requests with different salts share no block, whatever their prompts.
             arrival_time: in seconds on the caller's clock, for a scheduler with priorities.
+            num_logprobs: how many of the likeliest tokens each chunk has with their log probabilities
+                (`minicache.engine.logprobs`), 0 … MAX_LOGPROBS; 0: only the token that was picked. None: no log
+                probabilities at all.
 
         Returns:
             Its id.
 
         Raises:
             TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError: as `generate`; also for an id
-                that is in use. Nothing was added.
+                that is in use, or if num_logprobs is no such number. Nothing was added.
         """
+        if num_logprobs is not None:
+            require_count("num_logprobs", num_logprobs, at_least=0)
+            if num_logprobs > MAX_LOGPROBS:
+                raise ValueError(f"num_logprobs must be at most {MAX_LOGPROBS}; got {num_logprobs}")
         name = self._free_name() if request_id is None else request_id
         keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
         keys["arrival_time"] = arrival_time
@@ -215,6 +228,8 @@ class LLM(EngineLoop):
             prompt, params, name, self._chunks, self.model.config, self.max_model_len, self.tokenizer, **keys
         )
         self._begin(answers)
+        if num_logprobs is not None:
+            self._asking.update((answer.sampler, num_logprobs) for answer in answers)
         return name
 
     def abort_request(self, request_id: RequestId) -> bool:
@@ -236,6 +251,20 @@ class LLM(EngineLoop):
             self._chunks[:] = [chunk for chunk in self._chunks if request_of(chunk.request_id) != request_id]
         return ended
 
+    def stop_answer(self, request_id: RequestId, index: int) -> None:
+        """End one answer of a request, as a stop string in its text does: for callers that keep the texts themselves.
+
+        It gets no further chunk. The request's other answers go on. One that is finished already stays as it is.
+
+        Args:
+            request_id: of `add_request`.
+            index: which of its answers.
+        """
+        name = AnswerId(request_id, index) if index else request_id
+        if self.answers.pop(name, None) is not None:
+            self.scheduler.finish_request(name, RequestStatus.FINISHED_STOPPED)
+            self.memory.forget(name)
+
     @property
     def has_unfinished(self) -> bool:
         """Whether `step()` has anything to compute, or to return."""
@@ -253,20 +282,68 @@ class LLM(EngineLoop):
         return super().run_model(output) if self.runner is None else self.runner.run_model(output)
 
     def sample(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
-        """As `EngineLoop.sample`; by the runner, if there is one."""
+        """As `EngineLoop.sample`; by the runner, if there is one. Log probabilities are kept for `emit`."""
         if self.runner is None:
-            return super().sample(logits, rows, samplers)
-        return self.runner.pick_tokens(logits, rows, samplers)
+            tokens = super().sample(logits, rows, samplers)
+        else:
+            tokens = self.runner.pick_tokens(logits, rows, samplers)
+        if self._asking:
+            self._note_logprobs(logits, zip(rows, samplers, tokens, strict=True))
+        return tokens
 
     def emit(self, request_id: RequestId, token_id: int | None) -> None:
-        """As `EngineLoop.emit`; accepted draft tokens get their chunks first. If one finishes the answer, that is all.
+        """As `EngineLoop.emit`, which makes the chunks of accepted draft tokens first; each with its log probabilities.
 
         Args:
             request_id: of `answers`; the scheduler has recorded the token.
             token_id: its new token; None if it was finished without one.
         """
-        if self.speculation is None or not self._emit_accepted(self.answers[request_id], token_id):
-            super().emit(request_id, token_id)
+        answer = self.answers[request_id]
+        if self.speculation is not None:
+            outputs = answer.request.output_token_ids
+            for accepted in outputs[answer.num_chunks : len(outputs) - (token_id is not None)]:
+                self._emit_accepted(answer, accepted)
+                if request_id not in self.answers:
+                    del outputs[answer.num_chunks :]  # the text has ended before them
+                    return
+        super().emit(request_id, token_id)
+        self._add_logprobs(answer)
+
+    def _emit_accepted(self, answer: Answer, token_id: int) -> None:
+        """Make the chunk of a token that others follow: whatever finished the request, it was not this one."""
+        request, status = answer.request, answer.request.status
+        if status.is_finished:
+            request.status = RequestStatus.RUNNING
+        super().emit(request.request_id, token_id)
+        if status.is_finished and request.status is RequestStatus.RUNNING:
+            request.status = status
+        self._add_logprobs(answer)
+
+    def _note_logprobs(self, logits: Tensor, picked: Iterable[tuple[int, TokenSampler, int | None]]) -> None:
+        """Keep the log probabilities of a step's tokens for `emit`, as far as they were asked for.
+
+        Args:
+            logits: as `sample` has them.
+            picked: rows of these, whose sampler has picked, and the token.
+        """
+        self._logprobs = {}
+        accepted = {} if self.speculation is None else self.speculation.accepted
+        asked = [each for each in picked if each[1] in self._asking and each[2] is not None]
+        if not asked:
+            return
+        rows, samplers, tokens = zip(*asked, strict=True)
+        numbers = tuple(self._asking[sampler] for sampler in samplers)
+        found = token_logprobs(logits[list(rows)], list(tokens), numbers)
+        for row, sampler, number, its_own in zip(rows, samplers, numbers, found, strict=True):
+            before, its_logits = accepted.get(row, ([], logits[:0]))
+            earlier = token_logprobs(its_logits, before, (number,) * len(before)) if before else []
+            self._logprobs[sampler] = [*earlier, its_own]
+
+    def _add_logprobs(self, answer: Answer) -> None:
+        """Give an answer's newest chunk its log probabilities, if there are any left."""
+        chunk = answer.chunks[-1]
+        if chunk.token_id is not None and (left := self._logprobs.get(answer.sampler)):
+            chunk.logprobs = left.pop(0)
 
     def collect(self) -> list[Chunk]:
         """Begin the answers that can be forked now, and return the chunks of requests of `add_request`.
@@ -280,37 +357,6 @@ class LLM(EngineLoop):
             if self._fork(answer):
                 self._waiting_to_fork.remove(answer)
         return [_named(chunk) for chunk in super().collect()]
-
-    def _emit_accepted(self, answer: Answer, token_id: int | None) -> bool:
-        """Make the chunks of an answer's accepted draft tokens, which come before `token_id`.
-
-        If the text ends with one of them, the request keeps no token behind it.
-
-        Returns:
-            Whether the answer is finished by them.
-        """
-        request = answer.request
-        outputs = request.output_token_ids
-        pending = outputs[answer.num_chunks : len(outputs) - (token_id is not None)]
-        for num_chunks, accepted in enumerate(pending, answer.num_chunks + 1):
-            text, reason = "", None
-            try:
-                if answer.text is not None:
-                    text = answer.text.push(accepted)
-                    if answer.text.is_stopped:
-                        self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_STOPPED)
-                        reason = "stop"
-            except Exception as error:
-                self.fail(request, error)
-                reason = "error"
-            answer.chunks.append(Chunk(answer.index, accepted, text, reason, request.request_id))
-            answer.num_chunks = num_chunks
-            if reason:
-                del outputs[num_chunks:]
-                del self.answers[request.request_id]
-                self.memory.forget(request.request_id)
-                return True
-        return False
 
     def _sampler_of(self, request_id: RequestId) -> TokenSampler | None:
         """The sampler of an answer's request; None for the request of a beam."""

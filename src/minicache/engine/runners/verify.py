@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minicache.engine.kv import Memory, Model, logits_at
+from minicache.engine.kv import Model, PagedMemory, logits_at
 from minicache.engine.runners.find import ModelRunner
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.engine.speculative import rows_to_verify, verify
@@ -53,8 +53,8 @@ class SpeculativeRunner:
         find_sampler: of the requests with draft tokens.
 
     Attributes:
-        accepted: id → the tokens that the last step has recorded before its last, and the logits `[n, vocab]` that they
-            were picked from; only requests with at least one.
+        accepted: row of what `run_model` gave → the tokens that the step has recorded before the one of that row, and
+            the logits `[n, vocab]` that they were picked from; only rows with at least one.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SpeculativeRunner:
         self._drafter = drafter
         self._find_sampler = find_sampler
         self._picked: dict[int, tuple[int | None, TokenSampler]] = {}  # by row of what `run_model` gave
-        self.accepted: dict[RequestId, tuple[list[int], Tensor]] = {}
+        self.accepted: dict[int, tuple[list[int], Tensor]] = {}
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         """As `minicache.scheduler.speculative.Propose`."""
@@ -100,7 +100,7 @@ class SpeculativeRunner:
                 self._picked[at] = last_tokens.get(each), samplers[each]
                 last_rows[at] += num_accepted
                 if num_accepted:
-                    self.accepted[each] = tokens[each][:num_accepted], logits[starts[at] : last_rows[at]]
+                    self.accepted[at] = tokens[each][:num_accepted], logits[starts[at] : last_rows[at]]
         return logits[last_rows]
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
@@ -129,24 +129,17 @@ class EagerRunner:
         memory: where the requests' keys and values are.
     """
 
-    def __init__(self, model: Model, memory: Memory) -> None:
+    def __init__(self, model: Model, memory: PagedMemory) -> None:
         self._model = model
         self._memory = memory
-        self._device: torch.device = next(iter(model.parameters())).device
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `minicache.engine.runners.find.ModelRunner.run_model`."""
-        counts = list(output.num_scheduled_tokens.values())
-        tokens: list[int] = []
-        for request, num_new in zip(output.scheduled, counts, strict=True):
-            start = request.num_computed_tokens
-            tokens += request.token_ids(start, start + num_new)
-        rows = rows_to_verify(counts, [len(request.draft_token_ids) for request in output.scheduled])
-        token_ids = torch.tensor([tokens], device=self._device)
+        step, device = self._memory.begin(output), self._memory.storage.device
+        token_ids = step.tensors().token_ids[None].to(device)
+        rows = rows_to_verify(step.counts, [len(request.draft_token_ids) for request in step.requests])
         with torch.inference_mode():
-            return logits_at(
-                self._model, token_ids, self._memory.make_step(output), torch.tensor(rows, device=self._device)
-            )
+            return logits_at(self._model, token_ids, self._memory.cache_of(step), torch.tensor(rows, device=device))
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """As `ModelRunner.pick_tokens`."""

@@ -10,7 +10,6 @@ from minicache.cache.quantized import KV_CACHE_DTYPES
 from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
 from minicache.engine.loading import find_model, load_model
-from minicache.engine.logprobs import ServedLLM
 from minicache.engine.options import EngineOptions, ReplicaOptions
 from minicache.engine.stopping import Tokenizer
 from minicache.serving.replica.messages import EngineInfo
@@ -20,7 +19,7 @@ MAX_SMALL = 50_000_000  # parameters up to which a second thread makes a step sl
 SHARING = ("paged", "fair", "chunked")  # the stages that have a prefix cache
 
 
-def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> ServedLLM:
+def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> LLM:
     """Load the model, and make an engine for it.
 
     Args:
@@ -40,7 +39,7 @@ def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> Ser
     # Loaded here, as `LLM` would load the name's tokenizer too. With several ranks it is they that go to the device.
     device = options.device if options.tensor_parallel_size == 1 else None
     given["model"] = load_model(find_model(options.model), given["dtype"], device)
-    llm = ServedLLM(**given, tokenizer=tokenizer)
+    llm = LLM(**given, tokenizer=tokenizer)
     parameters: list[torch.Tensor] = list(llm.model.parameters())
     if options.num_threads is None and sum(each.numel() for each in parameters) <= MAX_SMALL:
         torch.set_num_threads(1)

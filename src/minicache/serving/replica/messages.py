@@ -36,7 +36,7 @@ class AddRequest(Message, tag="add"):
         request_id: of no other request, ever.
         prompt_token_ids: at least one.
         params: what to generate; stop_token_ids has the tokenizer's end tokens.
-        num_logprobs, priority, cache_salt, arrival_time: as `ServedLLM.add_request`.
+        num_logprobs, priority, cache_salt, arrival_time: as `LLM.add_request`.
     """
 
     request_id: int

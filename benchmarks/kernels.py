@@ -40,7 +40,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks._record import record
 from minicache import kernels
 from minicache.arithmetic import specs
-from minicache.engine.gpu_runner import CUDACapture
+from minicache.engine.runners.gpu import CUDACapture
 from minicache.kernels import runtime
 
 if TYPE_CHECKING:

@@ -191,11 +191,11 @@ def ray_fronts() -> Iterator[Fronts]:
     from ray.serve.config import RequestRouterConfig
 
     from benchmarks._ray_prefix_aware import OnTokens
+    from minicache.engine.options import ReplicaOptions
     from minicache.plugins.ray_serve import FleetOptions
-    from minicache.serving.replica.messages import EngineOptions
     from minicache_cli.fleet import make_api
 
-    engine, port = EngineOptions(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS), free_port()
+    engine, port = ReplicaOptions(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, prefix_caching=True), free_port()
     fleets = {policy: FleetOptions(engine, policy=policy) for policy in OURS}
     fleets["its power of two"] = FleetOptions(engine, router=RequestRouterConfig())
     fleets["its prefix-aware router"] = FleetOptions(engine, router=RequestRouterConfig(request_router_class=OnTokens))

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._record import record
-from minicache.engine.runner import default_num_blocks
+from minicache.engine.kv import default_num_blocks
 from minicache.model import load_minigpt
 from minicache.scheduler import Scheduler, create_scheduler
 from minicache.serving.load import (

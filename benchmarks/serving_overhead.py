@@ -45,7 +45,6 @@ from rich.table import Table
 from benchmarks._record import record
 from benchmarks.engine import SHAPE
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
 from minicache.engine.picking import greedy
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
@@ -256,23 +255,26 @@ def serve(name: str, in_process: bool, wire: Connection) -> None:
     import threading
 
     from minicache.engine.async_engine import AsyncEngine
+    from minicache.engine.options import ReplicaOptions
     from minicache.serving.http.app import create_app
     from minicache.serving.http.running import Server
-    from minicache.serving.replica import EngineClient, EngineOptions
+    from minicache.serving.replica import EngineClient
     from minicache.serving.replica.process import starter
 
     torch.set_num_threads(1)
     engine: AsyncEngine | EngineClient
     with TemporaryDirectory() as folder:
         if in_process:
-            engine = AsyncEngine(make_llm(ServedLLM, name))
+            engine = AsyncEngine(make_llm(LLM, name))
         else:
             _, tokenizer = make_model(name)
             model = name
             if name != "minigpt":
                 model = f"{folder}/model.safetensors"
                 save_minigpt(make_model(name)[0], model)
-            options = EngineOptions(model=model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_threads=1)
+            options = ReplicaOptions(
+                model=model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_threads=1, prefix_caching=True
+            )
             engine = EngineClient(starter(options), tokenizer)
         server = Server(
             create_app(engine, served_model_name="bench"), port=0, drain_seconds=1.0, on_listening=wire.send

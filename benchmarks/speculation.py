@@ -28,9 +28,9 @@ import torch
 from rich.progress import track
 
 from benchmarks._record import record
+from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
-from minicache.engine.speculation import SpeculativeConfig
 from minicache.grammar import Tokenizer, sample_text
 from minicache.model import MiniGPT, load_minigpt
 from minicache.model.checkpoint import SHIPPED_DRAFT

@@ -39,7 +39,7 @@ from rich.progress import track
 
 from benchmarks._record import record
 from minicache.engine import LLM, SamplingParams
-from minicache.engine.speculation import SpeculativeConfig
+from minicache.engine.drafting import SpeculativeConfig
 from minicache.grammar import Tokenizer, sample_text
 from minicache.model import MiniGPT, load_minigpt
 from minicache.scheduler.speculative import SpeculativeScheduler

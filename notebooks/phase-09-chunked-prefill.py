@@ -289,7 +289,7 @@ nb.check(num_rows, sum(1 + k for k in (0, 0, 5, 2)))
 # %%
 import random
 
-from minicache.engine.speculation import SpeculativeConfig
+from minicache.engine.drafting import SpeculativeConfig
 from minicache.grammar import sample_text
 
 

@@ -115,7 +115,7 @@ import json
 import threading
 from contextlib import contextmanager
 
-from minicache.engine.logprobs import ServedLLM
+from minicache.engine.llm import LLM
 from minicache.serving.http.app import create_app
 from minicache.serving.http.running import Server
 
@@ -123,7 +123,7 @@ from minicache.serving.http.running import Server
 @contextmanager
 def a_server(max_num_seqs=16, max_waiting=64):
     """A server on 127.0.0.1: its port and its engine."""
-    app = create_app(AsyncEngine(ServedLLM(max_num_seqs=max_num_seqs), max_waiting=max_waiting))
+    app = create_app(AsyncEngine(LLM(max_num_seqs=max_num_seqs), max_waiting=max_waiting))
     port, listening = [], threading.Event()
     heard = lambda at: (port.append(at), listening.set())
     server = Server(app, port=0, drain_seconds=1, on_listening=heard)

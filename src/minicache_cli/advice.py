@@ -6,10 +6,11 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minicache.serving.replica.messages import EngineInfo, EngineOptions
+    from minicache.engine.options import ReplicaOptions
+    from minicache.serving.replica.messages import EngineInfo
 
 
-def advice(info: EngineInfo, options: EngineOptions, *, replicas: int, drain_seconds: float) -> list[str]:
+def advice(info: EngineInfo, options: ReplicaOptions, *, replicas: int, drain_seconds: float) -> list[str]:
     """A sentence for each option that was set to what will disappoint; none for what serves well.
 
     Args:
@@ -45,7 +46,7 @@ def _about_cache(info: EngineInfo) -> list[str]:
     return told
 
 
-def _about_steps(info: EngineInfo, options: EngineOptions) -> list[str]:
+def _about_steps(info: EngineInfo, options: ReplicaOptions) -> list[str]:
     from minicache.scheduler import has_option  # as above
 
     told, budget, longest = [], options.max_num_batched_tokens, info.max_model_len
@@ -66,7 +67,7 @@ def _about_steps(info: EngineInfo, options: EngineOptions) -> list[str]:
     return told
 
 
-def _about_machine(options: EngineOptions, replicas: int, drain_seconds: float) -> list[str]:
+def _about_machine(options: ReplicaOptions, replicas: int, drain_seconds: float) -> list[str]:
     told, is_on_gpu = [], (options.device or "cpu").startswith("cuda")
     num_cores, num_processes = os.cpu_count() or 1, replicas * options.tensor_parallel_size
     if not is_on_gpu and num_processes * (options.num_threads or 1) > num_cores:

@@ -263,7 +263,7 @@ def _scheduler(name: str, *, num_blocks: int | None, max_model_len: int | None, 
     from minicache.scheduler import create_scheduler
 
     if num_blocks is None:
-        from minicache.engine.runner import default_num_blocks
+        from minicache.engine.kv import default_num_blocks
         from minicache.model import load_minigpt
 
         model = load_minigpt()

@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from minicache.engine.options import ReplicaOptions
 from minicache_cli.labs import Mine, labs_on_ray, use_labs
+from minicache_cli.options import engine_options
 
 if TYPE_CHECKING:
     from minicache.serving.replica.fleet import FleetClient
@@ -21,6 +23,7 @@ Policy = Literal["round_robin", "power_of_two", "prefix_affinity"]
 
 
 @app.command()
+@engine_options(ReplicaOptions, "fleet", ("model", "num_blocks", "max_num_seqs"))
 def fleet(
     replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Number of engine processes (the minimum).")] = 2,
     policy: Annotated[
@@ -41,23 +44,17 @@ def fleet(
         ),
     ] = 60.0,
     mine: Mine = False,
-    model: Annotated[
-        str, typer.Option(metavar="MODEL", help='"minigpt", a checkpoint, a Hugging Face folder, or "org/name".')
-    ] = "minigpt",
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535)] = 8000,
-    num_blocks: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Cache blocks per replica; default: 64 MiB of them.")
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Batch slots per replica.")] = 16,
     max_waiting: Annotated[
         int, typer.Option(metavar="N", min=0, help="Capacity of the waiting queue; above it, 429.")
     ] = 256,
     drain_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.0, help="How long a stopping replica waits for its answers.")
     ] = 30.0,
+    **engine: Any,
 ) -> None:
     """Serve a model by several engines on Ray Serve (extra scale), with the router of phase 11.
 
@@ -69,11 +66,10 @@ def fleet(
     if mine:
         use_labs(console)
     from minicache.plugins.ray_serve import FleetOptions, fleet_running, ray_started
-    from minicache.serving.replica.messages import EngineOptions
 
     try:
         options = FleetOptions(
-            EngineOptions(model=model, num_blocks=num_blocks, max_num_seqs=max_num_seqs),
+            ReplicaOptions(**engine, prefix_caching=True),
             policy=policy,
             num_replicas=replicas,
             max_replicas=max_replicas,

@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from minicache.engine.options import BATCH, MODEL, PROCESSES, ReplicaOptions
 from minicache.errors import MinicacheError, MissingExtraError
 from minicache_cli.advice import advice
 from minicache_cli.labs import Mine, use_labs
+from minicache_cli.options import engine_options
 
 if TYPE_CHECKING:
     from minicache.serving.replica.messages import EngineInfo
@@ -31,21 +33,16 @@ app = typer.Typer()
 GAVE_UP = 4
 """The exit status if answers were not complete when the server ended. (0: all were. uvicorn has 3.)"""
 
-DType = Literal["float32", "float16", "bfloat16"]
-KVCacheDType = Literal["int8", "fp8_e4m3"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
-NETWORK, BATCH, MODEL = "Network", "Cache and batch", "Model and device"
-PROCESSES, LOGS, TLS_FILES = "Processes", "Logs", "TLS"
+NETWORK, LOGS, TLS_FILES = "Network", "Logs", "TLS"
 
 logger = logging.getLogger("minicache.server")
 
 
 @app.command()
+@engine_options(ReplicaOptions, "serve")
 def serve(
-    model: Annotated[
-        str, typer.Option(metavar="MODEL", help='"minigpt", a checkpoint, a Hugging Face folder, or "org/name".')
-    ] = "minigpt",
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
@@ -81,105 +78,16 @@ def serve(
         str | None,
         typer.Option(metavar="NAME", help="Model name in the API; default: the model's.", rich_help_panel=MODEL),
     ] = None,
-    dtype: Annotated[
-        DType | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Weights in float32, float16 or bfloat16; default: the model's, 16 bits on a GPU.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help='"cpu" or "cuda"; default: cpu.', rich_help_panel=MODEL)
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            help="Fraction of the GPU's free memory for the cache.",
-            rich_help_panel=MODEL,
-        ),
-    ] = 0.9,
-    enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs (GPU only).", rich_help_panel=MODEL)
-    ] = False,
-    speculative: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help='Drafter: "ngram", "minigpt-draft" or another draft model; default: none.',
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    num_speculative_tokens: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="Maximum draft tokens per request and step.", rich_help_panel=MODEL),
-    ] = 4,
-    scheduler: Annotated[
-        str,
-        typer.Option(
-            metavar="STAGE",
-            help="Scheduler: static, continuous, paged, fair or chunked.",
-            rich_help_panel=BATCH,
-        ),
-    ] = "chunked",
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Number of cache blocks; default: 64 MiB of them.", rich_help_panel=BATCH
-        ),
-    ] = None,
-    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per block.", rich_help_panel=BATCH)] = 16,
-    max_num_seqs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Batch slots: maximum running requests.", rich_help_panel=BATCH)
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Token budget of a step.", rich_help_panel=BATCH)
-    ] = 8192,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=2, help="Maximum tokens of a request; default: the model's.", rich_help_panel=BATCH
-        ),
-    ] = None,
     max_waiting: Annotated[
         int,
         typer.Option(metavar="N", min=0, help="Capacity of the waiting queue; above it, 429.", rich_help_panel=BATCH),
     ] = 256,
-    no_prefix_caching: Annotated[
-        bool,
-        typer.Option("--no-prefix-caching", help="Disable the prefix cache.", rich_help_panel=BATCH),
-    ] = False,
-    kv_cache_dtype: Annotated[
-        KVCacheDType | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Quantize keys and values to one byte: int8 or fp8_e4m3; default: the weights' type.",
-            rich_help_panel=BATCH,
-        ),
-    ] = None,
-    preemption: Annotated[
-        Literal["recompute", "swap"],
-        typer.Option(metavar="HOW", help="How to preempt: recompute or swap.", rich_help_panel=BATCH),
-    ] = "recompute",
-    num_host_blocks: Annotated[
-        int, typer.Option(metavar="N", min=0, help="CPU swap space, in blocks.", rich_help_panel=BATCH)
-    ] = 0,
     replicas: Annotated[
         int,
         typer.Option(
             metavar="N",
             min=1,
             help="Number of engine processes; requests go to the least loaded.",
-            rich_help_panel=PROCESSES,
-        ),
-    ] = 1,
-    tensor_parallel: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Processes per engine for tensor parallelism; on GPUs, one GPU each.",
             rich_help_panel=PROCESSES,
         ),
     ] = 1,
@@ -191,15 +99,6 @@ def serve(
             rich_help_panel=PROCESSES,
         ),
     ] = False,
-    num_threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="CPU threads per engine; default: 1 for a small model, else all.",
-            rich_help_panel=PROCESSES,
-        ),
-    ] = None,
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -263,12 +162,15 @@ def serve(
         Literal["text", "json"],
         typer.Option(metavar="FORMAT", help="text, or json: one object per line.", rich_help_panel=LOGS),
     ] = "text",
+    **engine: Any,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page that shows the engine at work.
 
     The engine runs in a child process, which is restarted if it dies. With
     --mine, your engine runs in a thread of the server (--in-process).
     """
+    options = ReplicaOptions(**engine)
+    num_ranks = options.tensor_parallel_size
     if api_keys is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, lambda *_: None)  # until the application takes it, it must not end the process
     has_json = log_format == "json"
@@ -280,11 +182,11 @@ def serve(
         in_process = True
     if in_process and replicas > 1:
         raise typer.BadParameter("several --replicas need processes: leave out --in-process and --mine")
-    if in_process and tensor_parallel > 1:
+    if in_process and num_ranks > 1:
         raise typer.BadParameter("--tensor-parallel needs an engine process: leave out --in-process and --mine")
     try:
         from minicache.engine.async_engine import AsyncEngine
-        from minicache.engine.runner import find_model, load_tokenizer
+        from minicache.engine.loading import find_model, load_tokenizer
         from minicache.scheduler import require_scheduler
         from minicache.serving.http.app import check_origin, create_app
         from minicache.serving.http.keys import ApiKeys
@@ -292,34 +194,12 @@ def serve(
         from minicache.serving.http.running import TLS, Server
         from minicache.serving.replica.client import EngineClient
         from minicache.serving.replica.llm import make_llm
-        from minicache.serving.replica.messages import EngineOptions
         from minicache.serving.replica.process import starter
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"serving needs {error.name}: pip install 'minicache[serve]'") from error
-    options = EngineOptions(
-        model=model,
-        scheduler=scheduler,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        preemption=preemption,
-        num_host_blocks=num_host_blocks,
-        prefix_caching=not no_prefix_caching,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
-        device=device,
-        gpu_memory_utilization=gpu_memory_utilization,
-        enforce_eager=enforce_eager,
-        tensor_parallel_size=tensor_parallel,
-        speculative=speculative,
-        num_speculative_tokens=num_speculative_tokens,
-        num_threads=num_threads,
-    )
-    name = served_model_name or model
+    name = served_model_name or options.model
     with logging_to_stderr(log_level, log_format), refusals(has_json):
-        require_scheduler(scheduler)
+        require_scheduler(options.scheduler)
         tls = None
         if ssl_certfile is not None:
             tls = TLS(certfile=ssl_certfile, keyfile=ssl_keyfile, password=ssl_keyfile_password, ca_certs=ssl_ca_certs)
@@ -351,24 +231,24 @@ def serve(
                 gc.freeze()  # what lives as long as the process is not looked at again by each collection
                 info = api.state.served.backend.info
                 url = _url(listener, at, is_encrypted=tls is not None)
-                told = {"url": url, "model": name, "scheduler": scheduler, "num_blocks": info.cache.num_blocks}
+                told = {"url": url, "model": name, "scheduler": options.scheduler, "num_blocks": info.cache.num_blocks}
                 told |= {"block_size": info.cache.block_size, "max_num_seqs": info.max_num_seqs, "engines": replicas}
                 logger.info("listening", extra={"fields": told})
                 for sentence in advice(info, options, replicas=replicas, drain_seconds=drain_seconds):
                     logger.warning(sentence)
                 what = name + (f", {replicas} engines" if replicas > 1 else "")
-                what += f", {tensor_parallel} processes per engine" if tensor_parallel > 1 else ""
+                what += f", {num_ranks} processes per engine" if num_ranks > 1 else ""
                 _say(console, info, what, url, keys is not None)
 
-            tokenizer = load_tokenizer(find_model(model))
-            engine: AsyncEngine | EngineClient
+            tokenizer = load_tokenizer(find_model(options.model))
+            client: AsyncEngine | EngineClient
             if in_process:
-                engine = AsyncEngine(make_llm(options, tokenizer), max_waiting=max_waiting)
+                client = AsyncEngine(make_llm(options, tokenizer), max_waiting=max_waiting)
             else:
-                engine = EngineClient(starter(options), tokenizer, num_replicas=replicas, max_waiting=max_waiting)
-                engine.on_progress = on_progress
+                client = EngineClient(starter(options), tokenizer, num_replicas=replicas, max_waiting=max_waiting)
+                client.on_progress = on_progress
             api = create_app(
-                engine,
+                client,
                 served_model_name=name,
                 api_keys=keys,
                 allow_origins=allow_origin or (),

@@ -15,10 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from minicache.engine.options import EngineOptions, KVCacheDType
 from minicache.palette import color
 from minicache.plots import save_plot
 from minicache_cli.folders import make_folder
 from minicache_cli.labs import Mine, use_labs
+from minicache_cli.options import engine_options
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,8 +38,6 @@ WorkloadName = Literal["sharegpt", "alpaca", "azure-code", "azure-conversation",
 ModelName = Literal["opt-13b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "qwen3-32b"]
 AcceleratorName = Literal["a100-40gb", "a100-80gb", "h100", "h200", "l4", "laptop-cpu"]
 PolicyName = Literal["round_robin", "power_of_two", "prefix_affinity"]
-PreemptionName = Literal["recompute", "swap"]
-KVCacheDType = Literal["int8", "fp8_e4m3"]
 
 HOST_BLOCKS = 1024
 """Blocks of the cache on a calibrated host, if not given."""
@@ -46,6 +46,7 @@ NUM_POINTS = 5000
 
 
 @app.command()
+@engine_options(EngineOptions, "simulate")
 def simulate(
     workload: Annotated[
         WorkloadName,
@@ -84,35 +85,6 @@ def simulate(
         Path | None,
         typer.Option(help="File written by `minicache calibrate`: simulate MiniGPT on that machine instead."),
     ] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="Number of cache blocks; default: the memory that the weights leave.")
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
-    kv_cache_dtype: Annotated[
-        KVCacheDType | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Quantize keys and values to one byte: int8 or fp8_e4m3; default: 16 bits.",
-        ),
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Batch slots: maximum running requests.")] = 256,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Token budget of a step; default: 8192, or the longest prompt.")
-    ] = None,
-    preemption: Annotated[
-        PreemptionName, typer.Option(metavar="HOW", help="How to preempt: recompute or swap.")
-    ] = "recompute",
-    num_host_blocks: Annotated[
-        int | None, typer.Option(help="CPU swap space, in blocks; default: as many as on the device.")
-    ] = None,
-    watermark: Annotated[float, typer.Option(help="Fraction of the blocks that an admission must leave free.")] = 0.0,
-    no_prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--no-prefix-caching",
-            help="Disable the prefix cache (used where prompts have tokens).",
-        ),
-    ] = False,
     replicas: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Simulate a fleet of N such servers behind a router.")
     ] = None,
@@ -124,6 +96,7 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(help="File for the trace, JSON lines, one per step.")] = None,
     audit: Annotated[bool, typer.Option("--audit", help="Check the scheduler's invariants after every step.")] = False,
     mine: Mine = False,
+    **engine: Any,
 ) -> None:
     """Serve a workload in simulated time: latencies, throughput, batch and memory use of a simulated server."""
     console = Console(highlight=False)
@@ -133,24 +106,15 @@ def simulate(
 
     with _usage_errors():
         traffic = _traffic(workload, rate, count, seed)
-        machine = _machine(model, accelerator, host, num_blocks, block_size, kv_cache_dtype)
-        longest_step = max(8192, traffic.max_model_len) if max_num_batched_tokens is None else max_num_batched_tokens
-        if num_host_blocks is None:
-            num_host_blocks = machine.num_blocks if preemption == "swap" else 0
-        prefix_caching = traffic.has_tokens and has_option(scheduler, "prefix_caching") and not no_prefix_caching
-        make_scheduler = partial(
-            _scheduler,
-            scheduler,
-            num_blocks=machine.num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=longest_step,
-            max_model_len=traffic.max_model_len,
-            preemption=preemption,
-            num_host_blocks=num_host_blocks,
-            watermark=watermark,
-            prefix_caching=prefix_caching,
-        )
+        kv_cache_dtype = engine.pop("kv_cache_dtype")
+        machine = _machine(model, accelerator, host, engine["num_blocks"], engine["block_size"], kv_cache_dtype)
+        engine["num_blocks"], engine["max_model_len"] = machine.num_blocks, traffic.max_model_len
+        if engine["max_num_batched_tokens"] is None:
+            engine["max_num_batched_tokens"] = max(8192, traffic.max_model_len)
+        if engine["num_host_blocks"] is None:
+            engine["num_host_blocks"] = machine.num_blocks if engine["preemption"] == "swap" else 0
+        engine["prefix_caching"] &= traffic.has_tokens and has_option(scheduler, "prefix_caching")
+        make_scheduler = partial(_scheduler, scheduler, **engine)
         _require_one_kind(replicas, policy, trace, audit)
         if out is not None:
             make_folder(out)
@@ -178,14 +142,8 @@ def simulate(
             "seed": seed,
             "scheduler": scheduler,
             "machine": machine.name,
-            "num_blocks": machine.num_blocks,
-            "block_size": block_size,
             "kv_cache_dtype": kv_cache_dtype,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": longest_step,
-            "preemption": preemption,
-            "watermark": watermark,
-            "prefix_caching": prefix_caching,
+            **engine,
             "replicas": replicas,
             "policy": policy,
         }

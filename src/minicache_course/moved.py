@@ -10,6 +10,8 @@ MOVED = {
     "minicache.replica": "minicache.serving.replica",
     "minicache.proxy": "minicache.serving.proxy",
     "minicache.load": "minicache.serving.load",
+    "minicache.engine.runner": "minicache.engine.kv",
+    "minicache.engine.speculation": "minicache.engine.drafting",
     "minicache.scheduler.incidents": "minicache_course.incidents",
     "minicache.kernels.one_head": "minicache_course.kernels.one_head",
     "minicache.kernels.online_softmax": "minicache_course.kernels.online_softmax",
@@ -21,6 +23,7 @@ MOVED = {
 
 _NAMES = re.compile(rf"\b({'|'.join(map(re.escape, MOVED))})\b(?!/)")
 _NOTEBOOK = re.compile(r"from minicache import notebook\b")  # as every notebook of 0.1.0 has it
+_SERVED = re.compile(r"from minicache\.engine(?:\.logprobs)? import ServedLLM\b")  # an `LLM` of its own in 0.1.0
 _FOLDERS = {
     "/".join(old.split(".")[1:]): "/".join(new.split(".")[1:])
     for old, new in MOVED.items()
@@ -40,5 +43,6 @@ def moved_path(name: str) -> str:
 
 def with_new_names(text: str) -> str:
     """A file's text, in which imports of modules that have moved find them."""
+    text = _SERVED.sub("from minicache.engine.llm import LLM as ServedLLM", text)
     text = _NOTEBOOK.sub("from minicache_course import notebook", text)
     return _NAMES.sub(lambda found: MOVED[found[1]], text)

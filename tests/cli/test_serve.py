@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from minicache.engine.options import ReplicaOptions
 from minicache.errors import CheckpointError
-from minicache.serving.replica.messages import CacheInfo, EngineInfo, EngineOptions
+from minicache.serving.replica.messages import CacheInfo, EngineInfo
 from minicache_cli import app
 from minicache_cli.advice import advice
 
@@ -119,7 +120,7 @@ def test_what_will_disappoint_is_told_with_what_to_set(
     monkeypatch: pytest.MonkeyPatch, info: EngineInfo, options: dict[str, Any], others: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    (sentence,) = advice(info, EngineOptions(**options), **{"replicas": 1, "drain_seconds": 30.0, **others})
+    (sentence,) = advice(info, ReplicaOptions(**options), **{"replicas": 1, "drain_seconds": 30.0, **others})
     assert words in sentence
 
 
@@ -136,4 +137,4 @@ def test_what_serves_well_is_not_talked_about(
     monkeypatch: pytest.MonkeyPatch, info: EngineInfo, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    assert advice(info, EngineOptions(**options), replicas=1, drain_seconds=1.0) == []
+    assert advice(info, ReplicaOptions(**options), replicas=1, drain_seconds=1.0) == []

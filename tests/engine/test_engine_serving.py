@@ -352,7 +352,7 @@ def test_a_dense_cache_has_room_for_what_a_request_can_reach(monkeypatch, model,
             super().__init__(*sizes, **options)
             made.append(self.max_seq_len)
 
-    monkeypatch.setattr("minicache.engine.runner.KVCache", Noting)
+    monkeypatch.setattr("minicache.engine.kv.KVCache", Noting)
     llm = LLM(model, cache="dense", max_model_len=64)
     llm.generate([prompts[0]], SamplingParams(max_tokens=400, ignore_eos=True))
     llm.generate([prompts[0]], SamplingParams(max_tokens=3, ignore_eos=True))

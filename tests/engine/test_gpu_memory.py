@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minicache.engine.llm import LLM
-from minicache.engine.runner import half_on_gpu
+from minicache.engine.loading import half_on_gpu
 from minicache.kernels import runtime
 from minicache.model import MiniGPT
 

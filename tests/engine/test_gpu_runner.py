@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from minicache import kernels
-from minicache.engine import model_runner
 from minicache.engine.decoding import decode
-from minicache.engine.gpu_runner import GPUModelRunner, Run, eagerly, padded_batch
+from minicache.engine.kv import PagedMemory
 from minicache.engine.llm import LLM
-from minicache.engine.runner import PagedMemory
+from minicache.engine.runners import find
+from minicache.engine.runners.gpu import GPUModelRunner, Run, eagerly, padded_batch
 from minicache.engine.sampling import SamplingParams
 from minicache.kernels import oracle, plain, quantize, runtime
 from minicache.model import MiniGPT, MiniGPTConfig
@@ -68,7 +68,7 @@ def test_a_step_is_one_copy_and_waits_once(
     graphs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_runner, "CUDACapture", lambda device: eagerly)
+    monkeypatch.setattr(find, "CUDACapture", lambda device: eagerly)
     llm = LLM(gpu_model, enforce_eager=not graphs, **({"num_blocks": 100} | options))
     fine = llm.run_model
     copies, reads = [], []

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from minicache.engine.gpu_sampling import GPUSampler, draw
+from minicache.engine.runners.sampling import GPUSampler, draw
 from minicache.engine.sampling import SamplingParams, TokenSampler, pick_tokens
 
 NUM_DRAWS = 4000

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM, TokenLogprobs, token_logprobs
+from minicache.engine.logprobs import TokenLogprobs, token_logprobs
 from minicache.engine.sampling import SamplingParams
 
 LENGTH = 6
@@ -62,7 +62,7 @@ def check(chunks, prompt, rows_of, num_logprobs):
     ids=str,
 )
 def test_a_batch_in_which_some_ask(model, prompts, rows_of, options):
-    llm = ServedLLM(model, **options)
+    llm = LLM(model, **options)
     asked = [0, None, 5, 20, 1, None, 3, 2]
     for place, (prompt, num_logprobs) in enumerate(zip(prompts, asked, strict=True)):
         params = SAMPLED if place % 2 else GREEDY
@@ -82,7 +82,7 @@ def test_a_batch_in_which_some_ask(model, prompts, rows_of, options):
 @pytest.mark.parametrize("options", [{"num_blocks": 64}, {"scheduler": "fair", "num_blocks": 64}], ids=str)
 def test_of_all_answers_to_a_prompt(model, prompts, rows_of, options):
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, seed=1, n=3)
-    llm = ServedLLM(model, **options)
+    llm = LLM(model, **options)
     name = llm.add_request(prompts[0], params, num_logprobs=2)
     got = finish(llm)[name]
     assert sorted(got) == [0, 1, 2]
@@ -91,7 +91,7 @@ def test_of_all_answers_to_a_prompt(model, prompts, rows_of, options):
 
 
 def test_a_greedy_token_is_the_likeliest(model, prompts):
-    llm = ServedLLM(model, num_blocks=64)
+    llm = LLM(model, num_blocks=64)
     name = llm.add_request(prompts[0], GREEDY, num_logprobs=1)
     for chunk in finish(llm)[name][0]:
         assert chunk.logprobs.top == ((chunk.token_id, chunk.logprobs.logprob),)
@@ -99,7 +99,7 @@ def test_a_greedy_token_is_the_likeliest(model, prompts):
 
 def test_steps_that_streams_make_and_steps_that_fail(model, prompts, rows_of):
     """Chunks wait in the engine while a stream steps; a name is used again before they are fetched."""
-    llm = ServedLLM(model, num_blocks=64)
+    llm = LLM(model, num_blocks=64)
     fine, num_passes = llm.run_model, 0
 
     def run_model(output):
@@ -128,7 +128,7 @@ def test_steps_that_streams_make_and_steps_that_fail(model, prompts, rows_of):
 
 @pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (21, ValueError), (True, TypeError), ("3", TypeError)])
 def test_what_is_refused(model, prompts, wrong, error):
-    llm = ServedLLM(model, num_blocks=64)
+    llm = LLM(model, num_blocks=64)
     with pytest.raises(error, match="num_logprobs"):
         llm.add_request(prompts[0], GREEDY, num_logprobs=wrong)
     assert not llm.has_unfinished

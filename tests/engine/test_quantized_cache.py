@@ -16,10 +16,9 @@ from torch import Tensor
 
 from minicache.cache.dense import KVCache
 from minicache.cache.quantized import QuantizedStorage
-from minicache.engine import model_runner
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
+from minicache.engine.runners import find
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.grammar import Tokenizer
 from minicache.kernels import backends, plain
@@ -151,7 +150,7 @@ def test_where_a_learners_kernels_stand_in(
 ) -> None:
     """Then nothing compiled runs: numbers and scales are stored by `plain.store_kv`, which may be the learner's."""
     monkeypatch.setattr(backends, "is_plain_replaced", lambda: True)
-    monkeypatch.setattr(model_runner, "is_plain_replaced", lambda: True)
+    monkeypatch.setattr(find, "is_plain_replaced", lambda: True)
     stored = []
     store = plain.store_kv
     monkeypatch.setattr(plain, "store_kv", lambda *args: stored.append(args[2].dtype) or store(*args))
@@ -301,7 +300,7 @@ def test_log_probabilities_are_those_of_the_rounded_cache(model: MiniGPT, prompt
     """They differ from the float cache's, a little: it is the quantized one that is served."""
     by_cache = []
     for dtype in (None, "int8"):
-        llm = ServedLLM(model, kv_cache_dtype=dtype, num_blocks=64)
+        llm = LLM(model, kv_cache_dtype=dtype, num_blocks=64)
         llm.add_request(prompts[2], SamplingParams(max_tokens=8, ignore_eos=True), num_logprobs=0)
         found = []
         while llm.has_unfinished:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-import minicache.engine.runner
+import minicache.engine.kv
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 from minicache.model import MiniGPT
@@ -118,7 +117,7 @@ def test_copies_that_fail(
     wishes = [
         SamplingParams(max_tokens=14, temperature=1.0, seed=seed, ignore_eos=True, n=3) for seed in range(len(prompts))
     ]
-    owner = minicache.engine.runner if what == "copy_blocks" else llm.memory.host_storage  # type: ignore[attr-defined]
+    owner = minicache.engine.kv if what == "copy_blocks" else llm.memory.host_storage  # type: ignore[attr-defined]
     failing = Failing(getattr(owner, what), 1, 3, after=after)
     monkeypatch.setattr(owner, what, failing)
     got = serve(llm, prompts, wishes)
@@ -170,7 +169,7 @@ def test_a_request_that_outgrew_the_memory_in_the_failed_step_is_told(model: Min
 
 
 def test_log_probabilities_of_recovered_requests(model: MiniGPT, prompts: list[list[int]]) -> None:
-    def run(llm: ServedLLM, **options: int) -> list[Any]:
+    def run(llm: LLM, **options: int) -> list[Any]:
         failing = sabotage(llm, "run_model", **options) if options else None
         for prompt in prompts[:3]:
             llm.add_request(prompt, SamplingParams(max_tokens=6, ignore_eos=True), num_logprobs=2)
@@ -186,7 +185,7 @@ def test_log_probabilities_of_recovered_requests(model: MiniGPT, prompts: list[l
         assert failing is None or failing.num_failures
         return [chunks[each] for each in range(3)]
 
-    assert run(ServedLLM(model, num_blocks=64), first=3, every=4) == run(ServedLLM(model, num_blocks=64))
+    assert run(LLM(model, num_blocks=64), first=3, every=4) == run(LLM(model, num_blocks=64))
 
 
 def test_a_tokenizer_that_fails_on_a_finished_request_hangs_no_stream(

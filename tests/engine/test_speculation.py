@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from minicache.engine.answers import Completion
 from minicache.engine.beam import BeamSearchParams
 from minicache.engine.beam_requests import beam_search
-from minicache.engine.gpu_runner import GPUModelRunner
+from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
+from minicache.engine.options import ReplicaOptions
+from minicache.engine.runners.gpu import GPUModelRunner
+from minicache.engine.runners.verify import EagerRunner, lookahead
 from minicache.engine.sampling import SamplingParams, TokenSampler
-from minicache.engine.speculation import EagerRunner, SpeculativeConfig, lookahead
 from minicache.engine.speculative import rows_to_verify, verify
 from minicache.grammar import Tokenizer
 from minicache.model import Decoder, DecoderConfig, MiniGPT, load_minigpt
@@ -30,7 +31,6 @@ from minicache.model.training import draft_config
 from minicache.scheduler import ChunkedPrefillScheduler, SpeculativeScheduler
 from minicache.scheduler.audit_speculation import SpeculationAuditor
 from minicache.serving.replica.llm import make_llm
-from minicache.serving.replica.messages import EngineOptions
 from minicache.serving.replica.stats import SchedulerStats
 
 DRAFTERS = ("ngram", "minigpt-draft")
@@ -235,7 +235,7 @@ def test_a_stream_has_a_chunk_for_each_token_in_order(
 
 def test_every_token_has_its_log_probabilities(model: MiniGPT, prompts: Any) -> None:
     def served(**options: Any) -> dict[Any, list[Any]]:
-        llm = ServedLLM(model, num_blocks=400, **options)
+        llm = LLM(model, num_blocks=400, **options)
         names = [
             llm.add_request(prompt, params_of(index, temperature=0.7), num_logprobs=(None, 0, 3)[index % 3])
             for index, prompt in enumerate(prompts)
@@ -442,12 +442,12 @@ def test_the_shipped_draft_model(draft_model: MiniGPT, model: MiniGPT) -> None:
 
 
 def test_a_server_s_engine_speculates_as_it_is_asked_to() -> None:
-    llm = make_llm(EngineOptions(speculative="minigpt-draft", num_speculative_tokens=3, num_blocks=40))
+    llm = make_llm(ReplicaOptions(speculative="minigpt-draft", num_speculative_tokens=3, num_blocks=40))
     assert isinstance(llm.scheduler, SpeculativeScheduler)
     assert llm.scheduler.num_speculative_tokens == 3
     llm.generate([[3, 4]], SamplingParams(max_tokens=9, ignore_eos=True))
     assert llm.scheduler.draft_stats.num_draft_tokens
-    assert make_llm(EngineOptions(num_blocks=40)).speculation is None
+    assert make_llm(ReplicaOptions(num_blocks=40)).speculation is None
 
 
 def test_what_does_not_go_together(model: MiniGPT, llama: Decoder) -> None:

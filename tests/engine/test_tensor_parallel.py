@@ -22,7 +22,6 @@ from minicache.arithmetic.parallel import rank_kv_bytes_per_token, rank_weight_b
 from minicache.arithmetic.specs import MINIGPT
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import InvariantError, RankDiedError, RankFailedError
 from minicache.model import Decoder, DecoderConfig, MiniGPT, MiniGPTConfig, fused
@@ -193,7 +192,7 @@ def test_draft_tokens(ranks, prompts, expected, speculative, options):
     assert speculative == "ngram" or stats.num_accepted_tokens > 0
 
 
-def decided(llm: ServedLLM, prompts: list[list[int]]) -> list[list[int]]:
+def decided(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy answers, each up to where two tokens are nearly equally likely.
 
     There a sum in another order decides: it may round a number of the cache up instead of down.
@@ -220,7 +219,7 @@ def decided(llm: ServedLLM, prompts: list[list[int]]) -> list[list[int]]:
 )
 def test_a_quantized_cache(model, ranks, prompts, watch, kv_cache_dtype, options):
     """Each head has its scales, so a rank's blocks hold what they hold on one rank."""
-    right = decided(ServedLLM(model, kv_cache_dtype=kv_cache_dtype, num_blocks=64), prompts)
+    right = decided(LLM(model, kv_cache_dtype=kv_cache_dtype, num_blocks=64), prompts)
     llm = LLM(ranks, kv_cache_dtype=kv_cache_dtype, observers=[watch], **{"num_blocks": 64, **options})
     got = token_ids(llm.generate(prompts, greedy()))
     assert [tokens[: len(those)] for tokens, those in zip(got, right, strict=True)] == right

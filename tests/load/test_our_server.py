@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import minicache_cli as cli
 from minicache.engine.async_engine import AsyncEngine
-from minicache.engine.logprobs import ServedLLM
+from minicache.engine.llm import LLM
 from minicache.serving.http.app import create_app
 from minicache.serving.http.running import Server
 from minicache.serving.load import Endpoint, LoadRun, fixed_arrivals, make_requests
@@ -23,7 +23,7 @@ def url():
     """A server with two batch slots and four places in the line."""
     torch.set_num_threads(1)
     ports, is_up = [], threading.Event()
-    app = create_app(AsyncEngine(ServedLLM(max_num_seqs=2), max_waiting=4), served_model_name="minigpt")
+    app = create_app(AsyncEngine(LLM(max_num_seqs=2), max_waiting=4), served_model_name="minigpt")
     server = Server(app, port=0, on_listening=lambda port: (ports.append(port), is_up.set()))
     thread = threading.Thread(target=server.run)
     thread.start()

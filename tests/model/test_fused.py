@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from minicache.cache.packed import StepTensors
 from minicache.cache.paged import PagedStorage, RaggedStep
+from minicache.engine.kv import logits_at
 from minicache.engine.llm import LLM
-from minicache.engine.runner import logits_at
 from minicache.engine.sampling import SamplingParams
 from minicache.memory.blocks import BlockPool, BlockTable
 from minicache.model import Decoder, DecoderConfig, MiniGPT, MiniGPTConfig, fused

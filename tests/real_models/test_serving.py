@@ -10,7 +10,7 @@ import torch
 from fastapi.testclient import TestClient
 
 from minicache.engine.async_engine import AsyncEngine
-from minicache.engine.logprobs import ServedLLM
+from minicache.engine.llm import LLM
 from minicache.serving.http.app import create_app
 
 MESSAGES = [
@@ -25,7 +25,7 @@ ASKED = {"max_completion_tokens": 24, "temperature": 0, "ignore_eos": True}
 def served(save, add_tokenizer) -> Iterator[tuple]:
     saved = save("llama", vocab_size=300, eos_token_id=1, fresh=True)
     theirs = add_tokenizer(saved.folder)
-    llm = ServedLLM(saved.folder, num_blocks=200, prefix_caching=True)
+    llm = LLM(saved.folder, num_blocks=200, prefix_caching=True)
     with TestClient(create_app(AsyncEngine(llm), served_model_name="org/cat")) as client:
         yield client, saved.theirs, theirs
     assert llm.scheduler.num_running == 0

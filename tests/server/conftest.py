@@ -19,7 +19,7 @@ import zmq
 from torch import Tensor
 
 from minicache.engine.async_engine import AsyncEngine
-from minicache.engine.logprobs import ServedLLM
+from minicache.engine.llm import LLM
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
 from minicache.model.minigpt import MiniGPT, MiniGPTConfig
@@ -109,13 +109,13 @@ class CoreInThread:
 
     pid = 0
 
-    def __init__(self, llm: ServedLLM, address: str) -> None:
+    def __init__(self, llm: LLM, address: str) -> None:
         self._context = zmq.Context()
         self._is_killed = False
         self.thread = threading.Thread(target=self._run, args=(llm, address), name="engine under test")
         self.thread.start()
 
-    def _run(self, llm: ServedLLM, address: str) -> None:
+    def _run(self, llm: LLM, address: str) -> None:
         with suppress(zmq.ContextTerminated), self._context.socket(zmq.PAIR) as socket:
             socket.connect(address)
             core = EngineCore(llm, socket)
@@ -147,7 +147,7 @@ class Running:
         kind: "thread": an `AsyncEngine`; "process": an `EngineClient` and an `EngineCore`, which runs in a thread.
     """
 
-    llm: ServedLLM
+    llm: LLM
     kind: str
     tokenizer: Any
     options: dict[str, Any]
@@ -309,7 +309,7 @@ def engine_kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def serve(model: Breakable, engine_kind: str) -> Iterator[Serve]:
-    """A function that starts a server with options of `ServedLLM` and `create_app`, and the test's model."""
+    """A function that starts a server with options of `LLM` and `create_app`, and the test's model."""
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(running(model, engine_kind, **options))
 
@@ -334,5 +334,5 @@ def running(model: Breakable, kind: str, **options: Any) -> Running:
     of_app = {name: options.pop(name) for name in OF_APP if name in options}
     tokenizer = options.pop("tokenizer", None) or Tokenizer()
     settings: dict[str, Any] = {"num_blocks": 256, "prefix_caching": True, **options}
-    llm = ServedLLM(model, tokenizer=tokenizer if kind == "thread" else None, **settings)
+    llm = LLM(model, tokenizer=tokenizer if kind == "thread" else None, **settings)
     return Running(llm, kind, tokenizer, of_app, of_server, max_waiting)

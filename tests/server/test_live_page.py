@@ -20,7 +20,7 @@ from tests.site.chromium import FLAGS, chromium
 
 from minicache.engine.answers import Chunk
 from minicache.engine.async_engine import AsyncEngine
-from minicache.engine.logprobs import ServedLLM
+from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.serving.http.app import create_app
 from minicache.serving.http.running import Server
@@ -102,7 +102,7 @@ class Page:
                 self.complaints.append(params["entry"]["text"])
 
 
-class UnhurriedLLM(ServedLLM):
+class UnhurriedLLM(LLM):
     """On any machine a run takes long enough to be looked at."""
 
     def step(self) -> list[Chunk]:
@@ -162,7 +162,7 @@ def test_it_draws_a_request_and_shows_its_answer(address: str, page: Page) -> No
     assert most["rows"] == 1
     assert most["cells"] >= 2  # of the 26 blocks that it needs at its end
     assert most["path"] >= 2
-    expected = ServedLLM().generate(["Yesterday I"], SamplingParams(max_tokens=100))[0]
+    expected = LLM().generate(["Yesterday I"], SamplingParams(max_tokens=100))[0]
     assert page.evaluate("document.querySelector('#answers .given').textContent") == expected.text
     assert page.evaluate("document.querySelector('#answers .ended').textContent") == expected.finish_reason
     assert page.evaluate("document.querySelectorAll('#steps .decode').length") == 60

@@ -19,6 +19,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from minicache.engine.llm import LLM
+from minicache.engine.options import ReplicaOptions
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestId, RequestStatus
@@ -27,7 +28,6 @@ from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Observer, Recorder, observe
 from minicache.serving.http.metrics import KEY_METRICS, METRICS, Metrics
 from minicache.serving.replica.llm import info_of, make_llm
-from minicache.serving.replica.messages import EngineOptions
 from minicache.trace import TraceStep
 
 ROOT = Path(__file__).parents[2]
@@ -556,7 +556,7 @@ def test_names_types_and_labels_are_vllms() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", [None, "int8", "fp8_e4m3"])
 def test_what_the_cache_holds_is_a_label(kv_cache_dtype: str | None) -> None:
     """As an engine's process makes it from its options; without a word, vLLM's "auto"."""
-    options = EngineOptions(kv_cache_dtype=kv_cache_dtype, num_blocks=40, num_threads=torch.get_num_threads())
+    options = ReplicaOptions(kv_cache_dtype=kv_cache_dtype, num_blocks=40, num_threads=torch.get_num_threads())
     llm = make_llm(options)
     metrics = Metrics("minigpt")
     metrics.add_engine(0, info_of(llm).cache)

@@ -13,14 +13,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from minicache.engine.llm import LLM
+from minicache.engine.options import ReplicaOptions
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import CheckpointError, EngineDiedError, EngineNotReadyError
 from minicache.grammar import Tokenizer
@@ -29,18 +30,17 @@ from minicache.serving.http.metrics import Metrics
 from minicache.serving.http.running import Server
 from minicache.serving.replica import client as replica_client
 from minicache.serving.replica.client import EngineClient
-from minicache.serving.replica.messages import EngineOptions
 from minicache.serving.replica.process import starter
 
 SECONDS = 60
-OPTIONS = EngineOptions(num_blocks=600, num_threads=1)
+OPTIONS = ReplicaOptions(num_blocks=600, num_threads=1)
 LONG = {"prompt": "Yesterday I", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
 class Served:
     """A server with an engine in a process, or with several."""
 
-    def __init__(self, num_replicas: int = 1, max_waiting: int = 256, options: EngineOptions = OPTIONS) -> None:
+    def __init__(self, num_replicas: int = 1, max_waiting: int = 256, options: ReplicaOptions = OPTIONS) -> None:
         self.client = EngineClient(starter(options), Tokenizer(), num_replicas=num_replicas, max_waiting=max_waiting)
         listening = threading.Event()
 
@@ -187,7 +187,7 @@ def test_the_stack_of_an_engine_that_crashes_is_in_the_log(served: Served, caplo
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
 def test_an_engine_of_several_ranks_is_started_again_when_one_is_killed() -> None:
-    served = Served(options=msgspec.structs.replace(OPTIONS, tensor_parallel_size=2))
+    served = Served(options=replace(OPTIONS, tensor_parallel_size=2))
     try:
         engine = served.pid()
         [rank] = map(int, Path(f"/proc/{engine}/task/{engine}/children").read_text().split())
@@ -223,7 +223,7 @@ def test_an_engine_that_hangs_is_killed(served: Served, monkeypatch: pytest.Monk
 
 def test_what_an_engine_cannot_be_made_of_is_told_as_it_would_be_here() -> None:
     async def start() -> None:
-        async with EngineClient(starter(EngineOptions(model="nowhere.safetensors")), None) as client:
+        async with EngineClient(starter(ReplicaOptions(model="nowhere.safetensors")), None) as client:
             with pytest.raises(EngineNotReadyError):
                 client.check_admission(1)
             await client.ready()

@@ -9,9 +9,12 @@
 | `beam` | which hypotheses of a beam search go on | phase 8 |
 | `beam_requests` | beam search, on requests of an engine | – |
 | `speculative` | draft tokens, checked by the model in one forward pass | phase 9 |
-| `speculation` | draft tokens for a whole batch: n-gram drafter, draft model | – |
-| `logprobs` | `ServedLLM`: an `LLM` that reports log probabilities | – |
-| `answers`, `runner` | a prompt on its way to a completion; the model and the memory that a step runs on | – |
+| `drafting` | draft tokens for a whole batch: n-gram drafter, draft model | – |
+| `logprobs` | the log probabilities of a step's tokens | – |
+| `answers` | a prompt on its way to a completion | – |
+| `options` | its options: what `LLM`, a process and the command line take | – |
+| `loading`, `kv` | from a model's name to a model; the memory that a step runs on | – |
+| `runners` | a step in a device's own way | – |
 | `stopping` | where a text ends: stop strings, text that can be shown | – |
 | `decoding` | model + cache → tokens, one batch from start to end | phase 1 |
 | `picking` | `greedy` and `sampler`, which pick for a whole batch alike | – |
@@ -32,10 +35,9 @@ if TYPE_CHECKING:
     from minicache.engine.beam import BeamSearchParams as BeamSearchParams
     from minicache.engine.beam_requests import beam_search as beam_search
     from minicache.engine.decoding import decode as decode
+    from minicache.engine.drafting import SpeculativeConfig as SpeculativeConfig
     from minicache.engine.llm import LLM as LLM
-    from minicache.engine.logprobs import ServedLLM as ServedLLM
     from minicache.engine.sampling import SamplingParams as SamplingParams
-    from minicache.engine.speculation import SpeculativeConfig as SpeculativeConfig
     from minicache.engine.speculative import NgramDrafter as NgramDrafter
 
 __getattr__, __dir__ = lazily(
@@ -45,9 +47,8 @@ __getattr__, __dir__ = lazily(
     beam="BeamSearchParams",
     beam_requests="beam_search",
     decoding="decode",
+    drafting="SpeculativeConfig",
     llm="LLM",
-    logprobs="ServedLLM",
     sampling="SamplingParams",
-    speculation="SpeculativeConfig",
     speculative="NgramDrafter",
 )

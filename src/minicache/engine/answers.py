@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minicache.engine.runner import ModelConfig
+from minicache.engine.kv import ModelConfig
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.stopping import TextStream, Tokenizer, end_token_ids
 from minicache.errors import RequestTooLargeError
@@ -99,7 +99,6 @@ class Answer:
         index: of its chunks.
         first: the request of the first answer to the same prompt, if this is another; else None.
         num_chunks: how many chunks were emitted.
-        num_logprobs: how many log probabilities its chunks have (`minicache.engine.logprobs`); None: none.
     """
 
     request: Request
@@ -109,7 +108,6 @@ class Answer:
     index: int = 0
     first: Request | None = None
     num_chunks: int = 0
-    num_logprobs: int | None = None
 
     @property
     def finish_reason(self) -> str | None:

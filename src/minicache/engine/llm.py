@@ -7,44 +7,35 @@ and the runners that compute a step as each device does it best.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
-from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
-from minicache.engine.gpu_memory import cache_nbytes
+from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, TokenLogprobs, new_answers, request_of
+from minicache.engine.drafting import SpeculativeConfig, load_speculative, share_of_target, speculate
+from minicache.engine.kv import Model, check_kv_cache_dtype, default_num_blocks
+from minicache.engine.loading import find_model, load_model, load_tokenizer
+from minicache.engine.logprobs import MAX_LOGPROBS, token_logprobs
 from minicache.engine.loop import EngineLoop
-from minicache.engine.model_runner import find_runner, make_memory
-from minicache.engine.parallel_runner import parallelize, require_combination
-from minicache.engine.runner import (
-    Model,
-    check_kv_cache_dtype,
-    default_num_blocks,
-    find_model,
-    load_model,
-    load_tokenizer,
-)
+from minicache.engine.options import EngineOptions, with_options
+from minicache.engine.runners.find import find_runner, make_memory
+from minicache.engine.runners.memory import cache_nbytes
+from minicache.engine.runners.parallel import parallelize, require_combination
+from minicache.engine.runners.verify import SpeculativeRunner
 from minicache.engine.sampling import SamplingParams, TokenSampler
-from minicache.engine.speculation import (
-    EagerRunner,
-    Speculative,
-    SpeculativeRunner,
-    load_speculative,
-    share_of_target,
-    speculate,
-)
 from minicache.engine.stopping import Tokenizer
-from minicache.errors import InvariantError
+from minicache.errors import InvariantError, require_count
 from minicache.request import RequestId, RequestStatus
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
-from minicache.scheduler.paged import Preemption
 from minicache.scheduler.sharing import SharingScheduler
 from minicache.scheduler.speculative import SpeculativeScheduler
 
@@ -64,32 +55,8 @@ class LLM(EngineLoop):
     **When one request fails**, it alone is finished: its last chunk has the finish_reason "error".
 
     Args:
-        model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
-            ("org/name"), or a model (`minicache.engine.runner.Model`).
-        scheduler: a name of `minicache.scheduler.SCHEDULERS`; or a `Scheduler`, whose pool and limits then
-            replace the options from num_blocks to reserve_full_prompt.
-        cache: "paged": blocks; "dense": a `KVCache` for each request.
-        num_blocks: blocks of the cache. None: as many as 64 MiB hold, on a GPU as gpu_memory_utilization says; but at
-            least for one request of max_model_len tokens and at most for max_num_seqs such.
-        block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
-            `minicache.scheduler.create_scheduler`, which documents them. A dense cache neither swaps nor shares.
-        max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
-        kv_cache_dtype: "int8" or "fp8_e4m3": keys and values in one byte a number, with a scale for each token and head
-            (`minicache.cache.quantized`): the same memory holds two to four times as many tokens. Such a cache
-            is paged. None: in the dtype of the weights.
-        dtype: of the weights; None: float32 for a checkpoint, what config.json says for a
-            folder, but 16 bits on a GPU (`minicache.engine.runner.load_model`). A model that is given has its own.
-        device: of the weights; None: the CPU. A model that is given has its own.
-        gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
-            have theirs (`minicache.engine.gpu_memory`). It counts if num_blocks is None.
-        enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.gpu_runner`): slower, and nothing has to
-            be captured.
-        tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on
-            GPUs each takes one. What is counted in bytes is of each of them.
-        speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
-            `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
-            `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
-            (`minicache.engine.speculation`).
+        options: those of `EngineOptions`, as keywords; the model may come first without one. A model, a `Scheduler`, a
+            `torch.dtype` and a `SpeculativeConfig` may stand where a name does there.
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
             folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
             ids, and answers have no text.
@@ -103,7 +70,7 @@ class LLM(EngineLoop):
         scheduler: decides what runs; observed, if there are observers.
         forks: whether further answers to a prompt are forks of the first (phase 8).
         memory: where the requests' keys and values are.
-        runner: runs the model's steps in a way of their own (`minicache.engine.model_runner`); None: `run_model` does.
+        runner: runs the model's steps in a way of their own (`minicache.engine.runners.find`); None: `run_model` does.
         speculation: that runner, if the engine speculates; else None. What was accepted is in `scheduler.draft_stats`.
         answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
             and the others have an `AnswerId`.
@@ -120,86 +87,52 @@ class LLM(EngineLoop):
 
     def __init__(
         self,
-        model: str | Path | Model = "minigpt",
+        model: str | Path | Model = EngineOptions.model,
         *,
-        scheduler: str | Scheduler = "chunked",
-        cache: str = "paged",
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        max_model_len: int | None = None,
-        preemption: Preemption = "recompute",
-        num_host_blocks: int = 0,
-        watermark: float = 0.0,
-        prefix_caching: bool = False,
-        long_prefill_threshold: int = 0,
-        reserve_full_prompt: bool = True,
-        kv_cache_dtype: str | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enforce_eager: bool = False,
-        tensor_parallel_size: int = 1,
-        speculative: Speculative = None,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
+        **options: Any,
     ) -> None:
-        check_kv_cache_dtype(kv_cache_dtype, cache)
-        require_combination(tensor_parallel_size, cache)
+        given = EngineOptions(model=cast(str, model), **options)
+        size, held, eager = given.tensor_parallel_size, given.kv_cache_dtype, given.enforce_eager
+        check_kv_cache_dtype(held, given.cache)
+        require_combination(size, given.cache)
         found = find_model(model)
-        model = load_model(found, dtype, device if tensor_parallel_size == 1 else None)
-        if tensor_parallel_size != 1:
-            model = parallelize(model, tensor_parallel_size, dtype, device)
+        dtype = cast("torch.dtype | None", given.dtype)
+        model = load_model(found, dtype, given.device if size == 1 else None)
+        if size != 1:
+            model = parallelize(model, size, dtype, given.device)
         self.tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer
-        longest = model.config.max_seq_len
-        config = load_speculative(speculative, model)
-        if not isinstance(scheduler, Scheduler):
-            if isinstance(max_model_len, int) and max_model_len > longest:
-                raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
-            max_model_len = longest if max_model_len is None else max_model_len
-            if num_blocks is None:
-                limits = max_num_batched_tokens, max_num_seqs, max_model_len
-                nbytes = cache_nbytes(model, *limits, gpu_memory_utilization, kv_cache_dtype)
-                nbytes = int(nbytes * share_of_target(config, model, kv_cache_dtype))
-                num_blocks = default_num_blocks(model, block_size, max_num_seqs, max_model_len, nbytes, kv_cache_dtype)
-            scheduler = create_scheduler(
-                scheduler,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                preemption=preemption,
-                num_host_blocks=num_host_blocks,
-                watermark=watermark,
-                prefix_caching=prefix_caching,
-                long_prefill_threshold=long_prefill_threshold,
-                reserve_full_prompt=reserve_full_prompt,
-                num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
-            )
+        config = load_speculative(given.speculative, model)
+        scheduler = make_scheduler(given, model, config)
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
-        if cache not in ("paged", "dense"):
-            raise ValueError(f'cache must be "paged" or "dense"; got {cache!r}')
-        super().__init__(model, observe(scheduler, *observers), make_memory(model, scheduler, cache, kv_cache_dtype))
+        if given.cache not in ("paged", "dense"):
+            raise ValueError(f'cache must be "paged" or "dense"; got {given.cache!r}')
+        super().__init__(model, observe(scheduler, *observers), make_memory(model, scheduler, given.cache, held))
+        longest = model.config.max_seq_len
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
-        self.forks = isinstance(scheduler, SharingScheduler) and cache == "paged"
-        self.runner = find_runner(model, self.memory, scheduler.max_num_seqs, enforce_eager=enforce_eager)
+        self.forks = isinstance(scheduler, SharingScheduler) and given.cache == "paged"
+        self.runner = find_runner(model, self.memory, scheduler.max_num_seqs, enforce_eager=eager)
         self.speculation: SpeculativeRunner | None = None
         if config is not None or isinstance(scheduler, SpeculativeScheduler):
             self.runner = self.speculation = speculate(
                 config,
-                self.runner or EagerRunner(model, self.memory),
+                model,
+                self.runner,
                 self.memory,
                 scheduler,
                 self._sampler_of,
                 self.max_model_len,
-                enforce_eager=enforce_eager,
+                enforce_eager=eager,
             )
+        self._asking: WeakKeyDictionary[TokenSampler, int] = WeakKeyDictionary()  # answers that want log probabilities
+        self._logprobs: dict[TokenSampler, list[TokenLogprobs]] = {}  # of the step's tokens that are not emitted yet
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
         self._names = count()
+
+    __init__.__signature__ = with_options(__init__)  # type: ignore[attr-defined]
 
     # What callers use
 
@@ -258,6 +191,7 @@ class LLM(EngineLoop):
         group: str = "text",
         cache_salt: str | None = None,
         arrival_time: float = 0.0,
+        num_logprobs: int | None = None,
     ) -> RequestId:
         """Have a request served by the steps to come.
 
@@ -272,14 +206,21 @@ class LLM(EngineLoop):
             group: its compatibility class: only requests of one may share a batch, if the scheduler has such classes.
             cache_salt: requests with different salts share no block, whatever their prompts.
             arrival_time: in seconds on the caller's clock, for a scheduler with priorities.
+            num_logprobs: how many of the likeliest tokens each chunk has with their log probabilities
+                (`minicache.engine.logprobs`), 0 … MAX_LOGPROBS; 0: only the token that was picked. None: no log
+                probabilities at all.
 
         Returns:
             Its id.
 
         Raises:
             TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError: as `generate`; also for an id
-                that is in use. Nothing was added.
+                that is in use, or if num_logprobs is no such number. Nothing was added.
         """
+        if num_logprobs is not None:
+            require_count("num_logprobs", num_logprobs, at_least=0)
+            if num_logprobs > MAX_LOGPROBS:
+                raise ValueError(f"num_logprobs must be at most {MAX_LOGPROBS}; got {num_logprobs}")
         name = self._free_name() if request_id is None else request_id
         keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
         keys["arrival_time"] = arrival_time
@@ -287,6 +228,8 @@ class LLM(EngineLoop):
             prompt, params, name, self._chunks, self.model.config, self.max_model_len, self.tokenizer, **keys
         )
         self._begin(answers)
+        if num_logprobs is not None:
+            self._asking.update((answer.sampler, num_logprobs) for answer in answers)
         return name
 
     def abort_request(self, request_id: RequestId) -> bool:
@@ -308,6 +251,20 @@ class LLM(EngineLoop):
             self._chunks[:] = [chunk for chunk in self._chunks if request_of(chunk.request_id) != request_id]
         return ended
 
+    def stop_answer(self, request_id: RequestId, index: int) -> None:
+        """End one answer of a request, as a stop string in its text does: for callers that keep the texts themselves.
+
+        It gets no further chunk. The request's other answers go on. One that is finished already stays as it is.
+
+        Args:
+            request_id: of `add_request`.
+            index: which of its answers.
+        """
+        name = AnswerId(request_id, index) if index else request_id
+        if self.answers.pop(name, None) is not None:
+            self.scheduler.finish_request(name, RequestStatus.FINISHED_STOPPED)
+            self.memory.forget(name)
+
     @property
     def has_unfinished(self) -> bool:
         """Whether `step()` has anything to compute, or to return."""
@@ -325,20 +282,68 @@ class LLM(EngineLoop):
         return super().run_model(output) if self.runner is None else self.runner.run_model(output)
 
     def sample(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
-        """As `EngineLoop.sample`; by the runner, if there is one."""
+        """As `EngineLoop.sample`; by the runner, if there is one. Log probabilities are kept for `emit`."""
         if self.runner is None:
-            return super().sample(logits, rows, samplers)
-        return self.runner.pick_tokens(logits, rows, samplers)
+            tokens = super().sample(logits, rows, samplers)
+        else:
+            tokens = self.runner.pick_tokens(logits, rows, samplers)
+        if self._asking:
+            self._note_logprobs(logits, zip(rows, samplers, tokens, strict=True))
+        return tokens
 
     def emit(self, request_id: RequestId, token_id: int | None) -> None:
-        """As `EngineLoop.emit`; accepted draft tokens get their chunks first. If one finishes the answer, that is all.
+        """As `EngineLoop.emit`, which makes the chunks of accepted draft tokens first; each with its log probabilities.
 
         Args:
             request_id: of `answers`; the scheduler has recorded the token.
             token_id: its new token; None if it was finished without one.
         """
-        if self.speculation is None or not self._emit_accepted(self.answers[request_id], token_id):
-            super().emit(request_id, token_id)
+        answer = self.answers[request_id]
+        if self.speculation is not None:
+            outputs = answer.request.output_token_ids
+            for accepted in outputs[answer.num_chunks : len(outputs) - (token_id is not None)]:
+                self._emit_accepted(answer, accepted)
+                if request_id not in self.answers:
+                    del outputs[answer.num_chunks :]  # the text has ended before them
+                    return
+        super().emit(request_id, token_id)
+        self._add_logprobs(answer)
+
+    def _emit_accepted(self, answer: Answer, token_id: int) -> None:
+        """Make the chunk of a token that others follow: whatever finished the request, it was not this one."""
+        request, status = answer.request, answer.request.status
+        if status.is_finished:
+            request.status = RequestStatus.RUNNING
+        super().emit(request.request_id, token_id)
+        if status.is_finished and request.status is RequestStatus.RUNNING:
+            request.status = status
+        self._add_logprobs(answer)
+
+    def _note_logprobs(self, logits: Tensor, picked: Iterable[tuple[int, TokenSampler, int | None]]) -> None:
+        """Keep the log probabilities of a step's tokens for `emit`, as far as they were asked for.
+
+        Args:
+            logits: as `sample` has them.
+            picked: rows of these, whose sampler has picked, and the token.
+        """
+        self._logprobs = {}
+        accepted = {} if self.speculation is None else self.speculation.accepted
+        asked = [each for each in picked if each[1] in self._asking and each[2] is not None]
+        if not asked:
+            return
+        rows, samplers, tokens = zip(*asked, strict=True)
+        numbers = tuple(self._asking[sampler] for sampler in samplers)
+        found = token_logprobs(logits[list(rows)], list(tokens), numbers)
+        for row, sampler, number, its_own in zip(rows, samplers, numbers, found, strict=True):
+            before, its_logits = accepted.get(row, ([], logits[:0]))
+            earlier = token_logprobs(its_logits, before, (number,) * len(before)) if before else []
+            self._logprobs[sampler] = [*earlier, its_own]
+
+    def _add_logprobs(self, answer: Answer) -> None:
+        """Give an answer's newest chunk its log probabilities, if there are any left."""
+        chunk = answer.chunks[-1]
+        if chunk.token_id is not None and (left := self._logprobs.get(answer.sampler)):
+            chunk.logprobs = left.pop(0)
 
     def collect(self) -> list[Chunk]:
         """Begin the answers that can be forked now, and return the chunks of requests of `add_request`.
@@ -352,37 +357,6 @@ class LLM(EngineLoop):
             if self._fork(answer):
                 self._waiting_to_fork.remove(answer)
         return [_named(chunk) for chunk in super().collect()]
-
-    def _emit_accepted(self, answer: Answer, token_id: int | None) -> bool:
-        """Make the chunks of an answer's accepted draft tokens, which come before `token_id`.
-
-        If the text ends with one of them, the request keeps no token behind it.
-
-        Returns:
-            Whether the answer is finished by them.
-        """
-        request = answer.request
-        outputs = request.output_token_ids
-        pending = outputs[answer.num_chunks : len(outputs) - (token_id is not None)]
-        for num_chunks, accepted in enumerate(pending, answer.num_chunks + 1):
-            text, reason = "", None
-            try:
-                if answer.text is not None:
-                    text = answer.text.push(accepted)
-                    if answer.text.is_stopped:
-                        self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_STOPPED)
-                        reason = "stop"
-            except Exception as error:
-                self.fail(request, error)
-                reason = "error"
-            answer.chunks.append(Chunk(answer.index, accepted, text, reason, request.request_id))
-            answer.num_chunks = num_chunks
-            if reason:
-                del outputs[num_chunks:]
-                del self.answers[request.request_id]
-                self.memory.forget(request.request_id)
-                return True
-        return False
 
     def _sampler_of(self, request_id: RequestId) -> TokenSampler | None:
         """The sampler of an answer's request; None for the request of a beam."""
@@ -475,6 +449,35 @@ class LLM(EngineLoop):
     def _free_name(self) -> RequestId:
         """An id for a request that came without one: a number that no unfinished request has."""
         return next(name for name in self._names if not self.answers_of(name))
+
+
+def make_scheduler(options: EngineOptions, model: Model, speculative: SpeculativeConfig | None) -> Scheduler:
+    """The scheduler that an engine's options name, with as many blocks as there is memory for; or the one given.
+
+    Args:
+        options: of the engine.
+        model: what it runs; it is on its device.
+        speculative: how it speculates.
+
+    Raises:
+        TypeError, ValueError: as `create_scheduler`; or max_model_len is more than the model takes.
+    """
+    if isinstance(options.scheduler, Scheduler):
+        return options.scheduler
+    longest, max_model_len = model.config.max_seq_len, options.max_model_len
+    if isinstance(max_model_len, int) and max_model_len > longest:
+        raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
+    names = inspect.signature(create_scheduler).parameters.keys() & {each.name for each in fields(options)}
+    given = {name: getattr(options, name) for name in names}
+    given["max_model_len"] = max_model_len = longest if max_model_len is None else max_model_len
+    if options.num_blocks is None:
+        held, max_num_seqs = options.kv_cache_dtype, options.max_num_seqs
+        limits = options.max_num_batched_tokens, max_num_seqs, max_model_len
+        nbytes = cache_nbytes(model, *limits, options.gpu_memory_utilization, held)
+        nbytes = int(nbytes * share_of_target(speculative, model, held))
+        given["num_blocks"] = default_num_blocks(model, options.block_size, max_num_seqs, max_model_len, nbytes, held)
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    return create_scheduler(options.scheduler, **given, num_speculative_tokens=num_drafts)
 
 
 def _named(chunk: Chunk) -> Chunk:

@@ -1,6 +1,6 @@
 """The engine's loop, which phase 5 builds: schedule, run the model, pick tokens, commit them, emit chunks.
 
-The scheduler decides what runs, and in what order; the memory (`minicache.engine.runner`) holds keys and values. A
+The scheduler decides what runs, and in what order; the memory (`minicache.engine.kv`) holds keys and values. A
 request gets the tokens that it would get alone. `minicache.engine.llm.LLM` is this loop with prompts and answers around
 it.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minicache.engine.answers import Answer, Chunk
-from minicache.engine.runner import Memory, Model, logits_at
+from minicache.engine.kv import Memory, Model, logits_at
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import Scheduler, SchedulerOutput

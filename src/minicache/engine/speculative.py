@@ -7,7 +7,7 @@ those of decoding without draft tokens, in fewer forward passes (Leviathan et al
 
 An engine does this for a whole batch in one ragged step: `rows_to_verify` returns the rows of logits that it needs,
 `verify` the tokens that each request gains. The rest, from the drafts to the blocks of rejected ones, is in
-`minicache.engine.speculation`. The draft tokens come from the text itself: those that followed the last few tokens at
+`minicache.engine.drafting`. The draft tokens come from the text itself: those that followed the last few tokens at
 their previous occurrence (prompt lookup; Saxena 2023).
 """
 

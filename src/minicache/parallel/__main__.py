@@ -112,7 +112,7 @@ class Server:
         self._rank.begin(storage)
 
     def move(self, move: Move) -> None:
-        """Move blocks, in the order of `minicache.engine.runner.PagedMemory.move_blocks`."""
+        """Move blocks, in the order of `minicache.engine.kv.PagedMemory.move_blocks`."""
         for storage, host_storage in self._storages:
             if host_storage is not None:
                 for pairs in move.swapped_out:

@@ -26,10 +26,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 # isort: on
 
+from minicache.engine.options import ReplicaOptions
 from minicache.errors import EngineDiedError, EngineStoppedError, NoReplicaError, require_count
 from minicache.fleet import Autoscaler
 from minicache.serving.replica.fleet import FleetClient, FleetRequest, Piece
-from minicache.serving.replica.messages import EngineInfo, EngineOptions, Update
+from minicache.serving.replica.messages import EngineInfo, Update
 
 APP: Final = "minicache"
 ENGINES: Final = "Engine"
@@ -57,7 +58,7 @@ class FleetOptions:
         TypeError, ValueError: a number has the wrong type or is out of its bounds.
     """
 
-    engine: EngineOptions
+    engine: ReplicaOptions
     policy: str = "prefix_affinity"
     num_replicas: int = 2
     max_replicas: int | None = None
@@ -227,7 +228,7 @@ class EngineReplica:
         options: of the engine.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: ReplicaOptions) -> None:
         from minicache.engine.async_engine import AsyncEngine
         from minicache.scheduler.observe import observe
         from minicache.serving.replica.llm import info_of, make_llm
@@ -289,7 +290,7 @@ def connect(handle: Any, options: FleetOptions) -> FleetClient:
         handle: of the replicas' deployment.
         options: of the fleet.
     """
-    from minicache.engine.runner import find_model, load_tokenizer
+    from minicache.engine.loading import find_model, load_tokenizer
 
     async def send(request: FleetRequest) -> AsyncGenerator[Piece, None]:
         pieces = handle.options(stream=True).generate.remote(request)

@@ -174,8 +174,7 @@ def create_app(
     """The API as an ASGI application. Its lifespan starts the engine and stops it.
 
     Args:
-        engine: in a thread of this process (its `LLM` a `ServedLLM`, if log probabilities are to be had), or in
-            processes of its own, or a fleet.
+        engine: in a thread of this process, or in processes of its own, or a fleet.
         served_model_name: what clients call the model.
         api_key: what clients of `/v1/…` and of the live page have to show; None: nothing.
         api_keys: several, with names and limits, instead. SIGHUP has their file read again.

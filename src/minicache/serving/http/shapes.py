@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from minicache.engine.answers import Chunk
-from minicache.engine.logprobs import TokenLogprobs
+from minicache.engine.answers import Chunk, TokenLogprobs
 from minicache.engine.stopping import TextStream, Tokenizer
 from minicache.serving.http.protocol import Usage
 from minicache.serving.http.streaming import sse_event

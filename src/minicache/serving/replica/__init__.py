@@ -8,7 +8,7 @@
 | `process` | `starter`: one engine's process, from outside | the server's process |
 | `messages` | what goes between the two | both |
 | `core` | `EngineCore`: the loop: messages, a step, a message | the engine's process |
-| `llm` | `EngineOptions`; `make_llm` | the engine's process |
+| `llm` | `make_llm`: an engine from its options | the engine's process |
 | `stats`, `view` | what it tells of itself: numbers for Prometheus, pictures for the live page | the engine's process |
 
 No phase builds this package; phase 10 builds the same with a thread (`minicache.engine.async_engine`).
@@ -23,6 +23,5 @@ from minicache.lazy import lazily
 if TYPE_CHECKING:
     from minicache.serving.replica.client import EngineClient as EngineClient
     from minicache.serving.replica.core import EngineCore as EngineCore
-    from minicache.serving.replica.messages import EngineOptions as EngineOptions
 
-__getattr__, __dir__ = lazily(__name__, client="EngineClient", core="EngineCore", messages="EngineOptions")
+__getattr__, __dir__ = lazily(__name__, client="EngineClient", core="EngineCore")

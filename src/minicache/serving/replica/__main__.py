@@ -15,12 +15,13 @@ import threading
 import msgspec
 import zmq
 
+from minicache.engine.options import ReplicaOptions
 from minicache.errors import RankDiedError
 from minicache.serving.replica.logs import logging_to_server
-from minicache.serving.replica.messages import EngineOptions, Progress, Ready, StartFailed, encode
+from minicache.serving.replica.messages import Progress, Ready, StartFailed, encode
 
 
-def main(address: str, options: EngineOptions) -> int:
+def main(address: str, options: ReplicaOptions) -> int:
     """Make the engine, and run it until `Shutdown`; the exit status."""
     logging_to_server()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,4 +61,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=EngineOptions)))
+    sys.exit(main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=ReplicaOptions)))

@@ -350,7 +350,7 @@ class EngineClient:
         Args:
             prompt: token ids.
             params: what to generate; its n answers need n admission slots.
-            num_logprobs: as `ServedLLM.add_request`.
+            num_logprobs: as `LLM.add_request`.
             priority: as `LLM.add_request`.
             cache_salt: as `LLM.add_request`.
 
@@ -360,7 +360,7 @@ class EngineClient:
         Raises:
             ValueError: stop strings without a tokenizer, or a cache_salt that is no Unicode.
             EngineDiedError: the engine has died before it answered.
-            Exception: what `check_admission` or `ServedLLM.add_request` raises. No slot is taken then.
+            Exception: what `check_admission` or `LLM.add_request` raises. No slot is taken then.
         """
         self.check_admission(params.n)
         if params.stop and self.tokenizer is None:

@@ -14,7 +14,7 @@ import zmq
 
 from minicache.engine.answers import Chunk, request_of
 from minicache.engine.async_engine import LastStep
-from minicache.engine.logprobs import ServedLLM
+from minicache.engine.llm import LLM
 from minicache.errors import InvariantError, RankDiedError, StepFailedError
 from minicache.scheduler.observe import observe
 from minicache.serving.replica.messages import (
@@ -46,7 +46,7 @@ class EngineCore:
         socket: a PAIR socket, connected.
     """
 
-    def __init__(self, llm: ServedLLM, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, llm: LLM, socket: zmq.Socket[bytes]) -> None:
         self._llm = llm
         self._socket = socket
         self._news = StepResult()  # to be sent with the next step, or before

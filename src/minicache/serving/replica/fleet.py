@@ -52,7 +52,7 @@ class FleetRequest:
         routed: what a router sees of it.
         token_ids: what is to be continued.
         params: with n = 1 and without stop strings, which are found where the text is.
-        num_logprobs, priority, cache_salt: as `ServedLLM.add_request`.
+        num_logprobs, priority, cache_salt: as `LLM.add_request`.
     """
 
     routed: RoutedRequest
@@ -215,7 +215,7 @@ class FleetClient:
         Args:
             prompt: token ids.
             params: what to generate; its n answers need n admission slots.
-            num_logprobs: as `ServedLLM.add_request`.
+            num_logprobs: as `LLM.add_request`.
             priority: as `LLM.add_request`.
             cache_salt: as `LLM.add_request`.
 
@@ -225,7 +225,7 @@ class FleetClient:
         Raises:
             ValueError: stop strings without a tokenizer.
             EngineDiedError: every replica that was asked has died.
-            Exception: what `check_admission` or `ServedLLM.add_request` raises. No slot is taken then.
+            Exception: what `check_admission` or `LLM.add_request` raises. No slot is taken then.
         """
         self.check_admission(params.n)
         if params.stop and self.tokenizer is None:

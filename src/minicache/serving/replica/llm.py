@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import fields
 
 import torch
 
 from minicache.cache.quantized import KV_CACHE_DTYPES
+from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
-from minicache.engine.logprobs import ServedLLM
-from minicache.engine.runner import find_model, load_model
-from minicache.engine.speculation import SpeculativeConfig
+from minicache.engine.loading import find_model, load_model
+from minicache.engine.options import EngineOptions, ReplicaOptions
 from minicache.engine.stopping import Tokenizer
 from minicache.scheduler import has_option
-from minicache.scheduler.paged import Preemption
-from minicache.serving.replica.messages import EngineInfo, EngineOptions
+from minicache.serving.replica.messages import EngineInfo
 from minicache.serving.replica.stats import cache_info
 
 MAX_SMALL = 50_000_000  # parameters up to which a second thread makes a step slower
 
 
-def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> ServedLLM:
+def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> LLM:
     """Load the model, and make an engine for it.
 
     Args:
@@ -32,29 +31,15 @@ def make_llm(options: EngineOptions, tokenizer: Tokenizer | None = None) -> Serv
     """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    is_divided = options.tensor_parallel_size > 1  # then it is the ranks that go to the device
-    speculative = options.speculative and SpeculativeConfig(options.speculative, options.num_speculative_tokens)
-    llm = ServedLLM(
-        load_model(find_model(options.model), dtype, None if is_divided else options.device),
-        scheduler=options.scheduler,
-        num_blocks=options.num_blocks,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=options.max_model_len,
-        preemption=cast(Preemption, options.preemption),
-        num_host_blocks=options.num_host_blocks,
-        prefix_caching=options.prefix_caching and has_option(options.scheduler, "prefix_caching"),
-        kv_cache_dtype=options.kv_cache_dtype,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        enforce_eager=options.enforce_eager,
-        tensor_parallel_size=options.tensor_parallel_size,
-        dtype=dtype,
-        device=options.device if is_divided else None,
-        speculative=speculative,
-        tokenizer=tokenizer,
-    )
+    given = {each.name: getattr(options, each.name) for each in fields(EngineOptions)}
+    given["dtype"] = options.dtype and getattr(torch, options.dtype)
+    if options.speculative:
+        given["speculative"] = SpeculativeConfig(options.speculative, options.num_speculative_tokens)
+    given["prefix_caching"] &= has_option(options.scheduler, "prefix_caching")
+    # Loaded here, as `LLM` would load the name's tokenizer too. With several ranks it is they that go to the device.
+    device = options.device if options.tensor_parallel_size == 1 else None
+    given["model"] = load_model(find_model(options.model), given["dtype"], device)
+    llm = LLM(**given, tokenizer=tokenizer)
     parameters: list[torch.Tensor] = list(llm.model.parameters())
     if options.num_threads is None and sum(each.numel() for each in parameters) <= MAX_SMALL:
         torch.set_num_threads(1)

@@ -22,38 +22,6 @@ Token = tuple[int, int, int | None, str | None]
 """What a step gave one answer: request id, index of the answer, token id, finish_reason; as `Chunk`."""
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is made: `LLM`'s options, as far as they fit into JSON. They mean the same there, but for these.
-
-    Attributes:
-        model: "minigpt", a path, or a hub name.
-        dtype: "float32", "float16" or "bfloat16"; None: the model's.
-        speculative: "ngram", or a draft model by name or path; None: no draft tokens.
-        num_speculative_tokens: the most draft tokens of a request in one step.
-        num_threads: of PyTorch; None: 1 for a small model, else PyTorch's own choice.
-    """
-
-    model: str = "minigpt"
-    scheduler: str = "chunked"
-    num_blocks: int | None = None
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_model_len: int | None = None
-    preemption: str = "recompute"
-    num_host_blocks: int = 0
-    prefix_caching: bool = True
-    kv_cache_dtype: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    tensor_parallel_size: int = 1
-    speculative: str | None = None
-    num_speculative_tokens: int = 4
-    num_threads: int | None = None
-
-
 class Message(msgspec.Struct, array_like=True):
     """Base of all messages."""
 
@@ -68,7 +36,7 @@ class AddRequest(Message, tag="add"):
         request_id: of no other request, ever.
         prompt_token_ids: at least one.
         params: what to generate; stop_token_ids has the tokenizer's end tokens.
-        num_logprobs, priority, cache_salt, arrival_time: as `ServedLLM.add_request`.
+        num_logprobs, priority, cache_salt, arrival_time: as `LLM.add_request`.
     """
 
     request_id: int

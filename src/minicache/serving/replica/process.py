@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
+from minicache.engine.options import ReplicaOptions
 from minicache.serving.replica.logs import EngineLog
-from minicache.serving.replica.messages import EngineOptions
 
 
 class EngineProcess(Protocol):
@@ -55,7 +55,7 @@ class _Subprocess:
             self._process.kill()
 
 
-def starter(options: EngineOptions) -> Start:
+def starter(options: ReplicaOptions) -> Start:
     """What starts processes with an engine of these options."""
 
     async def start(number: int, address: str) -> EngineProcess:

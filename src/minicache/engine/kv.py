@@ -1,4 +1,4 @@
-"""What a step of the engine runs on: the model, and the keys and values of the requests that it serves.
+"""What a step of the engine runs on: a model, and the keys and values of the requests that it serves.
 
 A scheduler's blocks are numbers. `PagedMemory` keeps their contents in a `PagedStorage`, and moves those that a step
 swaps or copies; `DenseMemory` gives each request a `KVCache` of its own. Either makes the cache of one step, on which
@@ -7,13 +7,11 @@ any model runs. No phase builds this module.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minicache.cache.dense import KVCache
 from minicache.cache.packed import PackedStep, StepTensors, step_tensors
@@ -21,21 +19,11 @@ from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.cache.quantized import KV_CACHE_DTYPES, QuantizedStorage, quantized_token_nbytes
 from minicache.cache.selective import SelectiveStep
 from minicache.cache.swap import HostStorage, copy_blocks
-from minicache.engine.stopping import Tokenizer
 from minicache.errors import InvariantError, require_count
-from minicache.grammar import Tokenizer as MiniGPTTokenizer
-from minicache.kernels import cpu
 from minicache.memory.blocks import BlockTable, blocks_for
-from minicache.model import Decoder, MiniGPT, load_minigpt
-from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
-from minicache.model.folder import load_folder
-from minicache.model.hub import download, is_hub_name
 from minicache.model.minigpt import Cache
-from minicache.model.tokenizer import folder_tokenizer
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
-
-logger = logging.getLogger("minicache")
 
 DEFAULT_NBYTES: Final = 64 * 2**20
 """The size of an engine's cache if num_blocks is not given: 64 MiB, 32,768 tokens of MiniGPT."""
@@ -83,148 +71,21 @@ class Model(Protocol):
         """The weights; dtype and device are the first one's."""
 
 
-_Module = TypeVar("_Module", bound=nn.Module)
-
-
-_Given = TypeVar("_Given")
-
-
-def find_model(model: str | Path | _Given) -> Path | _Given:
-    """Find the model that an engine was asked for.
+def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Tensor:
+    """Run a model over a step's tokens, and return the logits of some of them.
 
     Args:
-        model: "minigpt", "minigpt-draft", the path of a checkpoint or of a Hugging Face folder, a hub name, or a
-            model. A local path goes before a hub name.
+        model: is run once.
+        token_ids: `[1, N]` int64, on the model's device.
+        cache: of the step; it receives the tokens' keys and values.
+        rows: `[B]` int64, the positions among the N of the tokens whose logits are wanted.
 
     Returns:
-        The path of the file or folder, which may not exist; a model as it was given.
-
-    Raises:
-        HubError: a hub name, and the model is neither here already nor can it be downloaded.
-        MissingExtraError: a hub name, and `huggingface_hub` is not installed.
+        `[B, vocab]`.
     """
-    if not isinstance(model, str | Path):
-        return model
-    if model in ("minigpt", "minigpt-draft"):
-        return SHIPPED if model == "minigpt" else SHIPPED_DRAFT
-    if isinstance(model, str) and is_hub_name(model) and not Path(model).exists():
-        return download(model)
-    return Path(model)
-
-
-def load_tokenizer(model: Path | object) -> Tokenizer | None:
-    """The tokenizer of the model that `find_model` has found: MiniGPT's, the folder's, or None.
-
-    Raises:
-        CheckpointError: the folder has one that cannot be read.
-        MissingExtraError: it has one, and `transformers` is not installed.
-    """
-    if not isinstance(model, Path):
-        return None
-    return folder_tokenizer(model) if model.is_dir() else MiniGPTTokenizer()
-
-
-def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: torch.device | str | None) -> Model:
-    """The model that an engine was asked for.
-
-    Args:
-        model: as for `find_model`.
-        dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder. But 16
-            bits become float32, with a warning, on a CPU that has no instructions for them and would be many times
-            slower; and on a GPU float32 becomes bfloat16, or float16 if that is an older one (`half_on_gpu`).
-        device: where to hold them; None: the CPU.
-
-    Returns:
-        The given model; or the one that was loaded, its weights joined for the CPU (`minicache.model.fused`).
-
-    Raises:
-        CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
-        TypeError: the model is none of these, or the dtype is no `torch.dtype`.
-        ValueError: there is no such device here; or a dtype or device is given with a model that has others.
-    """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, torch.float16 for instance; got {dtype!r}")
-    if device is not None:
-        _require_device(device)
-    model = find_model(model)
-    if isinstance(model, Path):
-        with torch.inference_mode(False):  # whatever the caller's mode: the model may be trained later
-            return _load(model, dtype, device or "cpu")
-    if not (hasattr(model, "config") and hasattr(model, "parameters")):
-        raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
-    weights = next(iter(model.parameters()))
-    if dtype not in (None, weights.dtype) or (device is not None and torch.device(device).type != weights.device.type):
-        raise ValueError(
-            f"the model's weights are {weights.dtype} on {weights.device}: for another dtype or device convert the "
-            f"model itself, model.to(…), and leave dtype and device out"
-        )
-    return model
-
-
-def _load(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
-    """As `load_model`, of a checkpoint's or a folder's path."""
-    loaded: MiniGPT | Decoder
-    if path.is_dir():
-        loaded = load_folder(path, dtype=dtype, device=device)
-        loaded = _widened(loaded if dtype else half_on_gpu(loaded), path, dtype)
-    else:
-        loaded = load_minigpt(path, dtype=dtype or torch.float32, device=device)
-        loaded = loaded if dtype else half_on_gpu(loaded)
-    if cpu.is_available():
-        from minicache.model.fused import fuse  # imports numba
-
-        fuse(loaded, in_place=True)  # no other code has this model, so no weight need be held twice
-    return loaded
-
-
-def _require_device(device: torch.device | str) -> None:
-    """Refuse a device that PyTorch does not know, or does not find on this machine."""
-    try:
-        torch.empty(0, device=device)
-    except (TypeError, RuntimeError, AssertionError) as error:  # the last from a PyTorch that was built without CUDA
-        raise ValueError(f'no device {device!r} here, give "cpu" or leave it out: {error}') from error
-
-
-def _widened(model: Decoder, folder: Path, dtype: torch.dtype | None) -> Decoder:
-    """The model, converted to float32 if no dtype was asked for and this CPU has no instructions for its own."""
-    weights = next(iter(model.parameters()))
-    if dtype is not None or weights.device.type != "cpu" or computes_in(weights.dtype):
-        return model
-    name = str(weights.dtype).removeprefix("torch.")
-    logger.warning(
-        "%s holds %s, in which this CPU does not compute: loaded as float32, in twice the memory. "
-        "To keep it, slow as it is, give dtype=torch.%s",
-        folder,
-        name,
-        name,
-    )
-    return model.float()
-
-
-def half_on_gpu(model: _Module) -> _Module:
-    """Convert a model on a CUDA device, in place, to the 16 bits that its matrix units take; not one on the CPU.
-
-    float32 becomes bfloat16, which has its range. A GPU before compute capability 8.0 has no bfloat16: there it, too,
-    becomes float16.
-
-    Returns:
-        The model itself.
-    """
-    weights = next(iter(model.parameters()))
-    if weights.device.type != "cuda":
-        return model
-    has_bfloat16 = torch.cuda.get_device_capability(weights.device) >= (8, 0)
-    if has_bfloat16 and weights.dtype == torch.float16:
-        return model
-    return model.to(torch.bfloat16 if has_bfloat16 else torch.float16)
-
-
-def computes_in(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for a floating-point dtype. Without them PyTorch converts every number."""
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
-    # Older releases of PyTorch cannot tell; then float32 is the safe answer.
-    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return kind is None or any(has and kind in name for name, has in capabilities.items())
+    if hasattr(model, "hidden_states") and hasattr(model, "logits"):
+        return cast(Tensor, model.logits(model.hidden_states(token_ids, cache)[0, rows]))
+    return model(token_ids, cache)[0, rows]
 
 
 def check_kv_cache_dtype(kv_cache_dtype: object, cache: str) -> None:
@@ -277,23 +138,6 @@ def default_num_blocks(
     block_nbytes = kv_token_nbytes(model, kv_cache_dtype) * block_size
     for_one = blocks_for(max_model_len, block_size)
     return max(for_one, min(nbytes // block_nbytes, for_one * max_num_seqs))
-
-
-def logits_at(model: Model, token_ids: Tensor, cache: Cache, rows: Tensor) -> Tensor:
-    """Run a model over a step's tokens, and return the logits of some of them.
-
-    Args:
-        model: is run once.
-        token_ids: `[1, N]` int64, on the model's device.
-        cache: of the step; it receives the tokens' keys and values.
-        rows: `[B]` int64, the positions among the N of the tokens whose logits are wanted.
-
-    Returns:
-        `[B, vocab]`.
-    """
-    if hasattr(model, "hidden_states") and hasattr(model, "logits"):
-        return cast(Tensor, model.logits(model.hidden_states(token_ids, cache)[0, rows]))
-    return model(token_ids, cache)[0, rows]
 
 
 class Memory(Protocol):
@@ -370,18 +214,27 @@ class PagedMemory:
 
     def make_step(self, output: SchedulerOutput) -> Cache:
         """As `Memory.make_step`: a `RaggedStep` over the requests' blocks, or a `PackedStep` of a quantized storage."""
-        block_size = self.storage.pool.block_size
-        require_blocks(output, block_size)
-        counts = list(output.num_scheduled_tokens.values())
+        return self.cache_of(self.begin(output))
+
+    def begin(self, output: SchedulerOutput) -> Step:
+        """A step's requests, checked and counted: what each runner begins with.
+
+        Raises:
+            InvariantError: as `Memory.make_step`.
+        """
+        step = Step(output, self.storage.pool.block_size)
         self.num_steps += 1
+        return step
+
+    def cache_of(self, step: Step) -> Cache:
+        """The cache for a step, for any model."""
         if not isinstance(self.storage, QuantizedStorage):
-            tables = [RequestTable(self.storage, request) for request in output.scheduled]
-            return RaggedStep(self.storage, cast("list[BlockTable]", tables), counts)
-        width = max(len(request.block_ids) for request in output.scheduled)
-        tensors = step_tensors(output.scheduled, counts, block_size, width)
+            tables = [RequestTable(self.storage, request) for request in step.requests]
+            return RaggedStep(self.storage, cast("list[BlockTable]", tables), step.counts)
+        tensors = step.tensors()
         lengths = tensors.context_lens.tolist()
         tensors = StepTensors._make(each.to(self.storage.device) for each in tensors)
-        return PackedStep(self.storage, tensors, num_new_tokens=counts, lengths=lengths)
+        return PackedStep(self.storage, tensors, num_new_tokens=step.counts, lengths=lengths)
 
     def forget(self, request_id: RequestId) -> None:
         """Nothing to do: the scheduler has freed the blocks."""
@@ -390,14 +243,42 @@ class PagedMemory:
         """Nothing to do: as `forget`."""
 
 
-def require_blocks(output: SchedulerOutput, block_size: int) -> None:
-    """Raise InvariantError unless every request of a step has blocks for its new tokens."""
-    for request, count in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
-        if request.num_computed_tokens + count > len(request.block_ids) * block_size:
-            raise InvariantError(
-                f"the scheduler has {request!r} compute {count} tokens, and has given it {len(request.block_ids)} "
-                f"blocks of {block_size}"
-            )
+class Step:
+    """The requests of a step over blocks, made once of what the scheduler has put out.
+
+    Args:
+        output: of `schedule()`, with at least one request.
+        block_size: tokens of a block.
+
+    Attributes:
+        requests: in batch order.
+        counts: how many tokens each computes.
+        block_size: as given.
+        width: the blocks of the request that has the most.
+
+    Raises:
+        InvariantError: a request has fewer blocks than its tokens need.
+    """
+
+    __slots__ = ("block_size", "counts", "requests", "width")
+
+    def __init__(self, output: SchedulerOutput, block_size: int) -> None:
+        self.requests = output.scheduled
+        self.counts = list(output.num_scheduled_tokens.values())
+        self.block_size = block_size
+        self.width = 0
+        for request, count in zip(self.requests, self.counts, strict=True):
+            num_blocks = len(request.block_ids)
+            if request.num_computed_tokens + count > num_blocks * block_size:
+                raise InvariantError(
+                    f"the scheduler has {request!r} compute {count} tokens, and has given it {num_blocks} "
+                    f"blocks of {block_size}"
+                )
+            self.width = max(self.width, num_blocks)
+
+    def tensors(self) -> StepTensors:
+        """Its integers, on the CPU."""
+        return step_tensors(self.requests, self.counts, self.block_size, self.width)
 
 
 class RequestTable:

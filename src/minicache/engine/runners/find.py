@@ -15,9 +15,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from minicache.engine import loop
-from minicache.engine.gpu_runner import CUDACapture, GPUModelRunner
-from minicache.engine.parallel_runner import ParallelMemory, ParallelRunner, require_combination
-from minicache.engine.runner import DenseMemory, Memory, Model, PagedMemory
+from minicache.engine.kv import DenseMemory, Memory, Model, PagedMemory
+from minicache.engine.runners.gpu import CUDACapture, GPUModelRunner
+from minicache.engine.runners.parallel import ParallelMemory, ParallelRunner, require_combination
 from minicache.engine.sampling import TokenSampler
 from minicache.kernels import cpu
 from minicache.kernels.backends import is_plain_replaced
@@ -86,7 +86,7 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
         return GPUModelRunner(model, memory, max_num_seqs, None if enforce_eager else CUDACapture(device))
     if device.type != "cpu" or not cpu.is_available() or is_plain_replaced():
         return None
-    from minicache.engine.cpu_runner import CPUModelRunner  # these import numba
+    from minicache.engine.runners.cpu import CPUModelRunner  # these import numba
     from minicache.kernels.cpu.warming import warm_up
     from minicache.model.fused import fuse
 
@@ -102,4 +102,4 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
 
 def is_loop_replaced() -> bool:
     """Whether a learner's file stands in for `minicache.engine.loop`: then its `run_model` runs the model."""
-    return dirname(str(loop.__file__)) != dirname(__file__)
+    return dirname(str(loop.__file__)) != dirname(dirname(__file__))

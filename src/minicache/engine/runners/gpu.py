@@ -18,11 +18,10 @@ from torch import Tensor
 
 from minicache.cache.packed import PADDING, PackedStep, StepSize, aligned, pack
 from minicache.cache.paged import PagedStorage
-from minicache.engine.gpu_sampling import GPUSampler
-from minicache.engine.runner import Model, PagedMemory, logits_at, require_blocks
+from minicache.engine.kv import Model, PagedMemory, Step, logits_at
+from minicache.engine.runners.sampling import GPUSampler
 from minicache.engine.sampling import TokenSampler
 from minicache.model.minigpt import Transformer
-from minicache.request import Request
 from minicache.scheduler import SchedulerOutput
 
 logger = logging.getLogger("minicache")
@@ -138,22 +137,20 @@ class GPUModelRunner:
         Raises:
             InvariantError: the scheduler has given a request fewer blocks than its tokens need.
         """
-        require_blocks(output, self._memory.storage.pool.block_size)
-        self._memory.num_steps += 1
-        counts = list(output.num_scheduled_tokens.values())
+        step = self._memory.begin(output)
         with torch.inference_mode():
-            if max(counts) == 1 and self._capture is not None and isinstance(self._model, Transformer):
-                return self._model.logits(self._decode(self._model, self._capture, output.scheduled))
-            return self._run(output.scheduled, counts)
+            if max(step.counts) == 1 and self._capture is not None and isinstance(self._model, Transformer):
+                return self._model.logits(self._decode(self._model, self._capture, step))
+            return self._run(step)
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """Pick tokens as `GPUSampler.pick_tokens`."""
         return self._sampler.pick_tokens(logits, rows, samplers)
 
-    def _decode(self, model: Transformer, capture: Capture, requests: list[Request]) -> Tensor:
+    def _decode(self, model: Transformer, capture: Capture, step: Step) -> Tensor:
         """The hidden states of a step of one token each, `[B, hidden_size]`, by the graph of the next size."""
-        num_seqs = min(padded_batch(len(requests)), self._max_num_seqs)
-        size = StepSize(num_seqs, num_seqs, padded_width(_longest(requests)))
+        num_seqs = min(padded_batch(len(step.requests)), self._max_num_seqs)
+        size = StepSize(num_seqs, num_seqs, padded_width(step.width))
         if size not in self._graphs:
             try:
                 self._graphs[size] = DecodeGraph(model, self._memory.storage, size, capture)
@@ -162,27 +159,27 @@ class GPUModelRunner:
                 self._graphs.clear()
                 self._capture = capture = eagerly
                 self._graphs[size] = DecodeGraph(model, self._memory.storage, size, capture)
-        packed = pack(requests, [1] * len(requests), self._memory.storage.pool.block_size, size)
-        return self._graphs[size](packed)[: len(requests)]
+        packed = pack(step.requests, step.counts, step.block_size, size)
+        return self._graphs[size](packed)[: len(step.requests)]
 
-    def _run(self, requests: list[Request], counts: list[int]) -> Tensor:
+    def _run(self, step: Step) -> Tensor:
         """The logits after the last token of each request and after its draft tokens, by as many calls as it takes.
 
         In the step decodes stand before chunks, so attention computes each kind from views of the step's tensors.
         """
         storage = self._memory.storage
-        order = sorted(range(len(requests)), key=lambda i: counts[i] > 1)
-        requests, counts = [requests[i] for i in order], [counts[i] for i in order]
+        order = sorted(range(len(step.requests)), key=lambda i: step.counts[i] > 1)
+        requests, counts = [step.requests[i] for i in order], [step.counts[i] for i in order]
         num_rows = [1 + len(request.draft_token_ids) for request in requests]
-        size = StepSize(sum(counts), len(requests), aligned(_longest(requests)), sum(num_rows) - len(requests))
-        packed = pack(requests, counts, storage.pool.block_size, size)
+        size = StepSize(sum(counts), len(requests), aligned(step.width), sum(num_rows) - len(requests))
+        packed = pack(requests, counts, step.block_size, size)
         last = size.views(packed).last
         rows = dict(zip(order, torch.split(last.clone(), num_rows), strict=True))
         torch.cat([rows[index] for index in range(len(order))], out=last)  # in the order of the batch
         tensors = size.views(packed.to(storage.device, non_blocking=True))
         lengths = [request.num_computed_tokens + count for request, count in zip(requests, counts, strict=True)]
-        step = PackedStep(storage, tensors, num_new_tokens=counts, lengths=lengths)
-        return logits_at(self._model, tensors.token_ids[None], step, tensors.last)
+        cache = PackedStep(storage, tensors, num_new_tokens=counts, lengths=lengths)
+        return logits_at(self._model, tensors.token_ids[None], cache, tensors.last)
 
 
 def eagerly(run: Run) -> Run:
@@ -201,8 +198,3 @@ def padded_width(num_blocks: int) -> int:
     while width < num_blocks:
         width *= 4
     return width
-
-
-def _longest(requests: Sequence[Request]) -> int:
-    """The blocks of the request that has the most."""
-    return max(len(request.block_ids) for request in requests)

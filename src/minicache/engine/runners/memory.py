@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from minicache.engine.gpu_sampling import draw
-from minicache.engine.runner import DEFAULT_NBYTES, Model, kv_token_nbytes
+from minicache.engine.kv import DEFAULT_NBYTES, Model, kv_token_nbytes
+from minicache.engine.runners.sampling import draw
 from minicache.model.minigpt import Transformer
 from minicache.parallel import ParallelModel
 

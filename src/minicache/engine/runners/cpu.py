@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minicache.cache.packed import step_tensors
-from minicache.engine.runner import PagedMemory, require_blocks
+from minicache.engine.kv import PagedMemory
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.model import fused
 from minicache.model.minigpt import Transformer
@@ -16,7 +15,7 @@ from minicache.scheduler import SchedulerOutput
 
 
 class CPUModelRunner:
-    """Runs an engine's steps on a CPU, as `minicache.engine.model_runner.ModelRunner`.
+    """Runs an engine's steps on a CPU, as `minicache.engine.runners.find.ModelRunner`.
 
     Args:
         model: after `minicache.model.fused.fuse`.
@@ -30,14 +29,9 @@ class CPUModelRunner:
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `ModelRunner.run_model`."""
-        counts = list(output.num_scheduled_tokens.values())
-        block_size = self._memory.storage.pool.block_size
-        require_blocks(output, block_size)
-        self._memory.num_steps += 1
-        width = max(len(request.block_ids) for request in output.scheduled)
-        step = step_tensors(output.scheduled, counts, block_size, width)
+        tensors = self._memory.begin(output).tensors()
         with torch.inference_mode():
-            return fused.logits_at(self._model, self._caches, step)
+            return fused.logits_at(self._model, self._caches, tensors)
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """As `ModelRunner.pick_tokens`."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from minicache.cache.packed import StepSize, aligned, pack
-from minicache.engine.gpu_sampling import GPUSampler
-from minicache.engine.runner import Model, PagedMemory, require_blocks
+from minicache.engine.kv import Model, PagedMemory
+from minicache.engine.runners.sampling import GPUSampler
 from minicache.engine.sampling import TokenSampler, pick_tokens
 from minicache.errors import InvariantError
 from minicache.model.minigpt import Cache
@@ -24,7 +24,7 @@ from minicache.scheduler import Scheduler, SchedulerOutput
 def parallelize(model: Model, size: int, dtype: torch.dtype | None, device: torch.device | str | None) -> ParallelModel:
     """Divide an engine's model among ranks.
 
-    A model in the CPU's memory that goes to GPUs becomes 16 bits, as `minicache.engine.runner.half_on_gpu` makes it,
+    A model in the CPU's memory that goes to GPUs becomes 16 bits, as `minicache.engine.loading.half_on_gpu` makes it,
     unless a dtype is asked for.
 
     Args:
@@ -93,7 +93,7 @@ class ParallelMemory(PagedMemory):
 
 
 class ParallelRunner:
-    """Runs an engine's steps on all ranks, as `minicache.engine.model_runner.ModelRunner`.
+    """Runs an engine's steps on all ranks, as `minicache.engine.runners.find.ModelRunner`.
 
     Args:
         memory: rank 0's; its model is what is run.
@@ -109,14 +109,12 @@ class ParallelRunner:
         Raises:
             Exception: as `ParallelModel.run`.
         """
-        memory, requests = self._memory, output.scheduled
-        block_size = memory.storage.pool.block_size
-        require_blocks(output, block_size)
-        memory.num_steps += 1
-        counts = list(output.num_scheduled_tokens.values())
-        width = aligned(max(len(request.block_ids) for request in requests))
-        size = StepSize(sum(counts), len(requests), width, sum(len(each.draft_token_ids) for each in requests))
-        return memory.model.run(memory.storage, size, pack(requests, counts, block_size, size))
+        memory = self._memory
+        step = memory.begin(output)
+        requests, counts = step.requests, step.counts
+        num_drafts = sum(len(each.draft_token_ids) for each in requests)
+        size = StepSize(sum(counts), len(requests), aligned(step.width), num_drafts)
+        return memory.model.run(memory.storage, size, pack(requests, counts, step.block_size, size))
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """As `ModelRunner.pick_tokens`: rank 0 alone samples."""

@@ -1,4 +1,4 @@
-"""Speculation in an engine: drafts for a whole batch, verified in the step's one forward pass.
+"""Draft tokens for a whole batch of an engine, which its step verifies in one forward pass.
 
 The scheduler reserves the draft tokens' slots (`minicache.scheduler.speculative`). An n-gram drafter proposes them
 while the step is scheduled. A draft model, a smaller model over the same blocks, fills them in afterwards. Then the
@@ -9,35 +9,30 @@ phase builds this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
-import torch
 from torch import Tensor
 
-from minicache.engine.model_runner import ModelRunner, find_runner
-from minicache.engine.runner import (
-    Memory,
-    Model,
-    PagedMemory,
-    find_model,
-    kv_token_nbytes,
-    load_model,
-    logits_at,
+from minicache.engine.kv import Memory, Model, PagedMemory, kv_token_nbytes
+from minicache.engine.loading import find_model, load_model
+from minicache.engine.runners.find import ModelRunner, find_runner
+from minicache.engine.runners.verify import (
+    EagerRunner,
+    FindSampler,
+    SpeculativeRunner,
+    StepDrafter,
+    lookahead,
+    sampler_of,
 )
 from minicache.engine.sampling import TokenSampler, pick_tokens
-from minicache.engine.speculative import NgramDrafter, rows_to_verify, verify
+from minicache.engine.speculative import NgramDrafter
 from minicache.errors import require_count
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
 from minicache.scheduler.speculative import SpeculativeScheduler, placeholders
-
-FindSampler = Callable[[RequestId], TokenSampler | None]
-"""The sampler of a request; None for one that is not to have draft tokens."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ def load_speculative(speculative: Speculative, target: Model) -> SpeculativeConf
 
     Raises:
         ValueError: the draft model has another vocabulary than the target.
-        Exception: as `minicache.engine.runner.load_model`.
+        Exception: as `minicache.engine.loading.load_model`.
     """
     if speculative is None:
         return None
@@ -104,19 +99,6 @@ def share_of_target(config: SpeculativeConfig | None, target: Model, kv_cache_dt
         return 1.0
     sizes = [kv_token_nbytes(model, kv_cache_dtype) for model in (target, config.model)]
     return sizes[0] / sum(sizes)
-
-
-class StepDrafter(Protocol):
-    """Where an engine's draft tokens come from."""
-
-    def propose(self, request: Request, num_tokens: int) -> list[int]:
-        """As `minicache.scheduler.speculative.Propose`."""
-
-    def fill(self, output: SchedulerOutput) -> None:
-        """Put tokens into the reserved slots: into the lists of `output.draft_token_ids`.
-
-        Called for every step, before the model runs: a draft model must also run on requests without draft tokens.
-        """
 
 
 class TextDrafter:
@@ -196,7 +178,7 @@ class DraftModel:
             return
         views = [views[row] for row in rows]
         logits = logits[rows]
-        samplers = [lookahead(_sampler_of(view.request, self._find_sampler)) for view in views]
+        samplers = [lookahead(sampler_of(view.request, self._find_sampler)) for view in views]
         position = 0
         while True:
             for view, token in zip(views, _picked(logits, samplers), strict=True):
@@ -229,143 +211,15 @@ class _View:
         self.token_ids = request.token_ids
 
 
-def lookahead(sampler: TokenSampler) -> TokenSampler:
-    """A copy of a sampler, which makes the same next draws. The sampler itself does not change."""
-    other = copy(sampler)
-    if sampler.generator is not None:
-        other.generator = sampler.generator.clone_state()
-    return other
-
-
-def _sampler_of(request: Request, find_sampler: FindSampler) -> TokenSampler:
-    """The sampler of a request that has draft tokens."""
-    sampler = find_sampler(request.request_id)
-    assert sampler is not None
-    return sampler
-
-
 def _picked(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
     """A draft token from each row; any, where a row gives none."""
     return [token or 0 for token in pick_tokens(logits, samplers)]
 
 
-class EagerRunner:
-    """Runs any model, call by call, as `LLM.run_model` does, and gives logits for draft tokens too.
-
-    Args:
-        model: is run.
-        memory: where the requests' keys and values are.
-    """
-
-    def __init__(self, model: Model, memory: Memory) -> None:
-        self._model = model
-        self._memory = memory
-        self._device: torch.device = next(iter(model.parameters())).device
-
-    def run_model(self, output: SchedulerOutput) -> Tensor:
-        """As `minicache.engine.model_runner.ModelRunner.run_model`."""
-        counts = list(output.num_scheduled_tokens.values())
-        tokens: list[int] = []
-        for request, num_new in zip(output.scheduled, counts, strict=True):
-            start = request.num_computed_tokens
-            tokens += request.token_ids(start, start + num_new)
-        rows = rows_to_verify(counts, [len(request.draft_token_ids) for request in output.scheduled])
-        token_ids = torch.tensor([tokens], device=self._device)
-        with torch.inference_mode():
-            return logits_at(
-                self._model, token_ids, self._memory.make_step(output), torch.tensor(rows, device=self._device)
-            )
-
-    def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
-        """As `ModelRunner.pick_tokens`."""
-        return pick_tokens(logits[list(rows)], samplers)
-
-
-class SpeculativeRunner:
-    """Runs an engine's steps with draft tokens: a `ModelRunner` in front of the one that runs the model.
-
-    `run_model` has the draft tokens filled in, runs the model, and passes the accepted tokens to the scheduler
-    (`SpeculativeScheduler.accept`). To the engine's loop the step then looks as if it had computed accepted tokens
-    only: it picks a token for each request, which `pick_tokens` has already, and commits it.
-
-    Args:
-        runner: runs the model.
-        scheduler: of the engine.
-        drafter: where the draft tokens come from.
-        find_sampler: of the requests with draft tokens.
-
-    Attributes:
-        accepted: id → the tokens that the last step has recorded before its last, and the logits `[n, vocab]` that they
-            were picked from; only requests with at least one.
-    """
-
-    def __init__(
-        self, runner: ModelRunner, scheduler: SpeculativeScheduler, drafter: StepDrafter, find_sampler: FindSampler
-    ) -> None:
-        self._runner = runner
-        self._scheduler = scheduler
-        self._drafter = drafter
-        self._find_sampler = find_sampler
-        self._picked: dict[int, tuple[int | None, TokenSampler]] = {}  # by row of what `run_model` gave
-        self.accepted: dict[RequestId, tuple[list[int], Tensor]] = {}
-
-    def propose(self, request: Request, num_tokens: int) -> list[int]:
-        """As `minicache.scheduler.speculative.Propose`."""
-        return self._drafter.propose(request, num_tokens) if self._find_sampler(request.request_id) else []
-
-    def run_model(self, output: SchedulerOutput) -> Tensor:
-        """As `LLM.run_model`: `[B, vocab]`, of each request those that its last token of the step is picked from."""
-        self._picked, self.accepted = {}, {}
-        self._drafter.fill(output)
-        logits = self._runner.run_model(output)
-        drafts = output.draft_token_ids
-        if not drafts:
-            return logits
-        # The requests' own samplers stay where they are until the tokens are picked: the step may fail before.
-        samplers = {
-            each.request_id: lookahead(_sampler_of(each, self._find_sampler))
-            for each in output.scheduled
-            if each.request_id in drafts
-        }
-        ids = [request.request_id for request in output.scheduled]
-        starts = [0, *accumulate(1 + len(drafts.get(each, ())) for each in ids)]
-        rows = [row for at, each in enumerate(ids) if each in drafts for row in range(starts[at], starts[at + 1])]
-        found = verify(
-            logits if len(rows) == len(logits) else logits[rows], list(drafts.values()), list(samplers.values())
-        )
-        tokens = dict(zip(drafts, found, strict=True))
-        last_tokens = self._scheduler.accept(output, {each: given for each, given in tokens.items() if given})
-        last_rows = starts[:-1]
-        for at, each in enumerate(ids):
-            if each in drafts:
-                num_accepted = output.num_scheduled_tokens[each] - 1
-                self._picked[at] = last_tokens.get(each), samplers[each]
-                last_rows[at] += num_accepted
-                if num_accepted:
-                    self.accepted[each] = tokens[each][:num_accepted], logits[starts[at] : last_rows[at]]
-        return logits[last_rows]
-
-    def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
-        """As `ModelRunner.pick_tokens`: of requests with draft tokens those that are picked already.
-
-        On every device the samplers draw themselves, so a request's tokens do not depend on when it has draft tokens.
-        """
-        others = [at for at, row in enumerate(rows) if row not in self._picked]
-        tokens: list[int | None] = [None] * len(rows)
-        for at, row in enumerate(rows):
-            if row in self._picked:
-                tokens[at], drawn = self._picked[row]
-                samplers[at].generator = drawn.generator  # consume the draws that were looked ahead
-        if others:
-            picked = pick_tokens(logits[[rows[at] for at in others]], [samplers[at] for at in others])
-            for at, token in zip(others, picked, strict=True):
-                tokens[at] = token
-        return tokens
-
-
 def speculate(
     config: SpeculativeConfig | None,
-    runner: ModelRunner,
+    model: Model,
+    runner: ModelRunner | None,
     memory: Memory,
     scheduler: Scheduler,
     find_sampler: FindSampler,
@@ -377,7 +231,8 @@ def speculate(
 
     Args:
         config: of `load_speculative`.
-        runner: runs the model.
+        model: the engine's.
+        runner: runs it; None: it is run as any model.
         memory: the engine's.
         scheduler: the engine's, not observed.
         find_sampler: of the engine's requests.
@@ -411,6 +266,6 @@ def speculate(
             )
         held = memory.kv_cache_dtype
         drafter = DraftModel(config.model, scheduler, held, find_sampler, enforce_eager=enforce_eager)
-    speculation = SpeculativeRunner(runner, scheduler, drafter, find_sampler)
+    speculation = SpeculativeRunner(runner or EagerRunner(model, memory), scheduler, drafter, find_sampler)
     scheduler.propose = speculation.propose
     return speculation

@@ -1,0 +1,168 @@
+"""From a model's name to a model: found, loaded or downloaded, in the dtype that its device computes in.
+
+No phase builds this module.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from minicache.engine.kv import Model
+from minicache.engine.stopping import Tokenizer
+from minicache.grammar import Tokenizer as MiniGPTTokenizer
+from minicache.kernels import cpu
+from minicache.model import Decoder, MiniGPT, load_minigpt
+from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
+from minicache.model.folder import load_folder
+from minicache.model.hub import download, is_hub_name
+from minicache.model.tokenizer import folder_tokenizer
+
+logger = logging.getLogger("minicache")
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+_Given = TypeVar("_Given")
+
+
+def find_model(model: str | Path | _Given) -> Path | _Given:
+    """Find the model that an engine was asked for.
+
+    Args:
+        model: "minigpt", "minigpt-draft", the path of a checkpoint or of a Hugging Face folder, a hub name, or a
+            model. A local path goes before a hub name.
+
+    Returns:
+        The path of the file or folder, which may not exist; a model as it was given.
+
+    Raises:
+        HubError: a hub name, and the model is neither here already nor can it be downloaded.
+        MissingExtraError: a hub name, and `huggingface_hub` is not installed.
+    """
+    if not isinstance(model, str | Path):
+        return model
+    if model in ("minigpt", "minigpt-draft"):
+        return SHIPPED if model == "minigpt" else SHIPPED_DRAFT
+    if isinstance(model, str) and is_hub_name(model) and not Path(model).exists():
+        return download(model)
+    return Path(model)
+
+
+def load_tokenizer(model: Path | object) -> Tokenizer | None:
+    """The tokenizer of the model that `find_model` has found: MiniGPT's, the folder's, or None.
+
+    Raises:
+        CheckpointError: the folder has one that cannot be read.
+        MissingExtraError: it has one, and `transformers` is not installed.
+    """
+    if not isinstance(model, Path):
+        return None
+    return folder_tokenizer(model) if model.is_dir() else MiniGPTTokenizer()
+
+
+def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: torch.device | str | None) -> Model:
+    """The model that an engine was asked for.
+
+    Args:
+        model: as for `find_model`.
+        dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder. But 16
+            bits become float32, with a warning, on a CPU that has no instructions for them and would be many times
+            slower; and on a GPU float32 becomes bfloat16, or float16 if that is an older one (`half_on_gpu`).
+        device: where to hold them; None: the CPU.
+
+    Returns:
+        The given model; or the one that was loaded, its weights joined for the CPU (`minicache.model.fused`).
+
+    Raises:
+        CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
+        TypeError: the model is none of these, or the dtype is no `torch.dtype`.
+        ValueError: there is no such device here; or a dtype or device is given with a model that has others.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, torch.float16 for instance; got {dtype!r}")
+    if device is not None:
+        _require_device(device)
+    model = find_model(model)
+    if isinstance(model, Path):
+        with torch.inference_mode(False):  # whatever the caller's mode: the model may be trained later
+            return _load(model, dtype, device or "cpu")
+    if not (hasattr(model, "config") and hasattr(model, "parameters")):
+        raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
+    weights = next(iter(model.parameters()))
+    if dtype not in (None, weights.dtype) or (device is not None and torch.device(device).type != weights.device.type):
+        raise ValueError(
+            f"the model's weights are {weights.dtype} on {weights.device}: for another dtype or device convert the "
+            f"model itself, model.to(…), and leave dtype and device out"
+        )
+    return model
+
+
+def _load(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
+    """As `load_model`, of a checkpoint's or a folder's path."""
+    loaded: MiniGPT | Decoder
+    if path.is_dir():
+        loaded = load_folder(path, dtype=dtype, device=device)
+        loaded = _widened(loaded if dtype else half_on_gpu(loaded), path, dtype)
+    else:
+        loaded = load_minigpt(path, dtype=dtype or torch.float32, device=device)
+        loaded = loaded if dtype else half_on_gpu(loaded)
+    if cpu.is_available():
+        from minicache.model.fused import fuse  # imports numba
+
+        fuse(loaded, in_place=True)  # no other code has this model, so no weight need be held twice
+    return loaded
+
+
+def _require_device(device: torch.device | str) -> None:
+    """Refuse a device that PyTorch does not know, or does not find on this machine."""
+    try:
+        torch.empty(0, device=device)
+    except (TypeError, RuntimeError, AssertionError) as error:  # the last from a PyTorch that was built without CUDA
+        raise ValueError(f'no device {device!r} here, give "cpu" or leave it out: {error}') from error
+
+
+def _widened(model: Decoder, folder: Path, dtype: torch.dtype | None) -> Decoder:
+    """The model, converted to float32 if no dtype was asked for and this CPU has no instructions for its own."""
+    weights = next(iter(model.parameters()))
+    if dtype is not None or weights.device.type != "cpu" or computes_in(weights.dtype):
+        return model
+    name = str(weights.dtype).removeprefix("torch.")
+    logger.warning(
+        "%s holds %s, in which this CPU does not compute: loaded as float32, in twice the memory. "
+        "To keep it, slow as it is, give dtype=torch.%s",
+        folder,
+        name,
+        name,
+    )
+    return model.float()
+
+
+def half_on_gpu(model: _Module) -> _Module:
+    """Convert a model on a CUDA device, in place, to the 16 bits that its matrix units take; not one on the CPU.
+
+    float32 becomes bfloat16, which has its range. A GPU before compute capability 8.0 has no bfloat16: there it, too,
+    becomes float16.
+
+    Returns:
+        The model itself.
+    """
+    weights = next(iter(model.parameters()))
+    if weights.device.type != "cuda":
+        return model
+    has_bfloat16 = torch.cuda.get_device_capability(weights.device) >= (8, 0)
+    if has_bfloat16 and weights.dtype == torch.float16:
+        return model
+    return model.to(torch.bfloat16 if has_bfloat16 else torch.float16)
+
+
+def computes_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for a floating-point dtype. Without them PyTorch converts every number."""
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    # Older releases of PyTorch cannot tell; then float32 is the safe answer.
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return kind is None or any(has and kind in name for name, has in capabilities.items())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 
 from minicache.simulator.sweep import Point, grid
@@ -11,9 +9,8 @@ from minicache.simulator.sweep import Point, grid
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.usefixtures("ray_installed")
 def test_a_sweep() -> None:
-    if find_spec("ray") is None:
-        pytest.skip("no Ray: pip install 'minicache[scale]' to have sweeps on it tested")
     from minicache.plugins.ray_local import in_ray, ray_running
 
     points = grid(Point(count=12, num_blocks=2000), [10.0, 30.0], ["round_robin"], ["fair", "chunked"], [2], [0])

@@ -110,6 +110,7 @@ def steps_of_the_burst() -> dict[str, int]:
     return {"static": sum(map(max, batches)), "continuous": max(free)}
 
 
+@pytest.mark.slow
 def test_demo_serves_a_burst_with_both_schedulers(demo: Demo) -> None:
     for stage, steps in steps_of_the_burst().items():
         assert f"{stage} batching, {steps} steps" in demo.output
@@ -122,6 +123,7 @@ def test_demo_serves_a_burst_with_both_schedulers(demo: Demo) -> None:
     assert (demo.out / "burst.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_schedulers_take_turns(demo: Demo) -> None:
     assert demo.schedulers == ["static", "continuous"] * 3
 

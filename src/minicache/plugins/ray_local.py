@@ -13,11 +13,14 @@ from typing import Any, Final
 from minicache.errors import EngineDiedError, MissingExtraError, WorkerDiedError
 from minicache.simulator.sweep import Point, Result
 
-# Ray's ports are open to the network: with a token they refuse code from strangers. Set here, the token is not written
-# into the home folder. Ray reads it on import, so it has no effect in a process that has imported Ray already.
+# Ray's ports run what they are sent: with a token they refuse other users of this machine. Set here, the token is not
+# written into the home folder. Ray reads it on import, so it has no effect in a process that has imported Ray already.
 if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+# Without clusters of several machines Ray listens on the loopback address only. On Linux it would replace that address,
+# given as `_node_ip_address`, by the machine's, and listen on all.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 try:
@@ -54,7 +57,6 @@ def ray_running(num_cpus: int, *, runtime_env: Mapping[str, Any] | None = None) 
                 log_to_driver=False,
                 runtime_env=runtime,
                 _temp_dir=folder,
-                _node_ip_address="127.0.0.1",
             )
         except Exception as error:  # Ray's timeout is half a minute
             ray.shutdown()

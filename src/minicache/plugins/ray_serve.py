@@ -221,6 +221,17 @@ def number_of_replicas(options: FleetOptions) -> dict[str, Any]:
 # A replica
 
 
+def listen_on_loopback() -> None:
+    """Keep a process of Ray Serve off the network: called before Ray opens the process's port for other deployments.
+
+    Ray 2.60 opens it on all addresses, asks for no token there and unpickles what comes. No setting prevents it.
+    """
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, _: add_port(server, "127.0.0.1:0")
+
+
 class EngineReplica:
     """An engine, as Ray Serve runs it in a process of its own: token ids in, token ids out.
 
@@ -234,6 +245,7 @@ class EngineReplica:
         from minicache.serving.replica.llm import info_of, make_llm
         from minicache.serving.replica.stats import SchedulerStats
 
+        listen_on_loopback()
         llm = make_llm(options)
         self._info = info_of(llm)
         self._stats: deque[Update] = deque()  # filled by the engine's thread
@@ -334,6 +346,7 @@ def application(options: FleetOptions, make_app: MakeApp) -> Any:
     )
 
     def build() -> Any:
+        listen_on_loopback()
         return make_app(connect(serve.get_deployment_handle(ENGINES, APP), options))
 
     ingress = serve.deployment(serve.ingress(build)(), name="Ingress").options(

@@ -66,10 +66,8 @@ def fleet(
     if mine:
         use_labs(console)
     from minicache.plugins.ray_serve import FleetOptions, fleet_running, ray_started
-    from minicache.scheduler import require_scheduler
 
     try:
-        require_scheduler(engine["scheduler"])
         options = FleetOptions(
             ReplicaOptions(**engine, prefix_caching=True),
             policy=policy,

@@ -67,6 +67,7 @@ def test_protection_ends_with_a_token_or_the_end(chunked, a_request, num_output,
     request.output_token_ids += [7] * num_output
     request.num_outputs_at_admission, request.status = at_admission, status
     scheduler.protected, seen = request, []
+    scheduler.add_request(a_request("b", 20))
     scheduler.head = lambda: seen.append(scheduler.protected)  # there is no next request
     call(scheduler.schedule)
     that("the protected request when others could be admitted", seen).gives([request if stays else None])

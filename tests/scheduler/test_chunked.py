@@ -129,8 +129,10 @@ def test_a_budget_that_is_left_over(threshold, less):
     """With room for 30 tokens, one token less than could be computed is one too few, with a threshold and without."""
 
     class Sparing(ChunkedPrefillScheduler):
-        def chunk(self, num_tokens):
-            return max(super().chunk(num_tokens) - less, 1)
+        def schedule_tokens(self, request, output):
+            super().schedule_tokens(request, output)
+            if output.num_scheduled_tokens[request.request_id] > 1:
+                output.num_scheduled_tokens[request.request_id] -= less
 
     scheduler = Sparing(num_blocks=20, max_num_batched_tokens=30, long_prefill_threshold=threshold)
     assert observe(scheduler, SharingAuditor()).largest_chunk(9) == (threshold or 9)
@@ -144,8 +146,9 @@ def test_a_budget_that_is_left_over(threshold, less):
 
 def test_more_than_the_threshold():
     class Greedy(ChunkedPrefillScheduler):
-        def chunk(self, num_tokens):
-            return super().chunk(num_tokens) + 1
+        def schedule_tokens(self, request, output):
+            super().schedule_tokens(request, output)
+            output.num_scheduled_tokens[request.request_id] += 1
 
     scheduler = Greedy(num_blocks=20, max_num_batched_tokens=30, long_prefill_threshold=4)
     with pytest.raises(InvariantError, match=r"step 0, work: .* computes 5 tokens, and could compute 4"):

@@ -108,6 +108,21 @@ def test_it_promises_what_the_scheduler_promises(stage: str) -> None:
     )
 
 
+def test_observers_are_added_to_those_there_are() -> None:
+    """An observed scheduler that is observed again is the same one, and every observer sees the scheduler itself."""
+    scheduler, seen = create_scheduler("paged", num_blocks=10), []
+
+    class Noting(Observer):
+        def on_add(self, scheduler: Scheduler, request: Request) -> None:
+            seen.append((self, scheduler))
+
+    first, second = Noting(), Noting()
+    watched = observe(scheduler, first)
+    assert observe(watched, second) is watched
+    watched.add_request(request_of("a"))
+    assert seen == [(first, scheduler), (second, scheduler)]
+
+
 def test_nobody_watches() -> None:
     scheduler = create_scheduler("paged", num_blocks=10)
     assert observe(scheduler) is scheduler

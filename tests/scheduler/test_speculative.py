@@ -217,6 +217,24 @@ def test_options():
             speculative(num_speculative_tokens=wrong)
 
 
+def test_the_auditor_changes_nothing():
+    """While its rules run, the requests are as they were: the draft tokens are in copies."""
+    seen = []
+
+    class Looking(SpeculationAuditor):
+        def check_work(self, audited, output):
+            super().check_work(audited, output)
+            seen.append((list(request.output_token_ids), len(audited.running[0].output_token_ids)))
+
+    request = Request("a", [1] * 5, 20)
+    scheduler = observe(speculative(propose=lambda request, num_tokens: [7] * num_tokens), Looking())
+    decoding(scheduler, request)
+    scheduler.schedule()
+    outputs, num_audited = seen[-1]
+    assert outputs == request.output_token_ids
+    assert num_audited == len(outputs) + len(request.draft_token_ids) > len(outputs)
+
+
 def test_drive():
     """Two of three are accepted: 3 tokens a step, of 19 after the first."""
     scheduler = speculative()

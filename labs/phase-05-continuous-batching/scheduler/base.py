@@ -56,6 +56,8 @@ class Scheduler(ABC):
         max_num_seqs: as given.
         max_num_batched_tokens: as given.
         max_model_len: as given.
+        host_pool: the `BlockPool` of the CPU swap space (phase 6); None without one.
+        prefix_caching: whether there is a prefix cache (phase 8).
         first_come: whether the stage guarantees that no request in `waiting` arrived before one ahead of it there, or
             in `running`. False for a stage with another order.
         chunks_prompts: whether a prompt may be longer than one step (phase 9).
@@ -90,7 +92,9 @@ class Scheduler(ABC):
         self.running: list[Request] = []
         self.token_budget = max_num_batched_tokens
         self.outstanding: SchedulerOutput | None = None
-        self._requests: dict[RequestId, Request] = {}  # all unfinished ones, waiting and running
+        self.host_pool: BlockPool | None = None
+        self.prefix_caching = False
+        self._requests: dict[RequestId, Request] = {}  # all unfinished ones: those of `waiting` and `running`
         self._num_added = 0  # requests registered so far: the next one's arrival_index
 
     @property
@@ -156,9 +160,9 @@ class Scheduler(ABC):
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: which requests are computed, and how many tokens of each.
 
-        The step begins with the whole token budget. Requests of the batch come first (`schedule_running`), then, if
-        the stage admits any in this step (`may_admit`), waiting ones (`schedule_waiting`). If the previous step had
-        work and was never committed, it has failed and is given up first (`recover`).
+        The step begins with the whole token budget. Requests of the batch come first (`schedule_running`), then waiting
+        ones (`schedule_waiting`), if there are any and the stage admits requests in this step (`may_admit`). If the
+        previous step had work and was never committed, it has failed and is given up first (`recover`).
 
         Returns:
             The step's work. Pass it to `update_from_output` with the generated tokens.
@@ -168,7 +172,7 @@ class Scheduler(ABC):
         output = SchedulerOutput()
         self.token_budget = self.max_num_batched_tokens
         self.schedule_running(output)
-        if self.may_admit(output):
+        if len(self._requests) > len(self.running) and self.may_admit(output):  # some request waits
             self.schedule_waiting(output)
         self.outstanding = output
         return output

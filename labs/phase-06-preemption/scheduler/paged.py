@@ -153,11 +153,13 @@ class PagedScheduler(Scheduler):
 
         A found block that is free counts like any other: sharing it takes it out of the free list.
         """
-        return self.blocks_to_admit(request) - sum(self.pool.ref_count(block_id) > 0 for block_id in found)
+        needed = self.blocks_to_admit(request)
+        return needed - sum([self.pool.ref_count(block_id) > 0 for block_id in found]) if found else needed
 
     def num_new_tokens(self, request: Request, found: Sequence[int] = ()) -> int:
         """Tokens that this step computes if it admits `request`: all that are neither computed nor found."""
-        return request.num_tokens - max(request.num_computed_tokens, len(found) * self.pool.block_size)
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        return num_tokens - max(request.num_computed_tokens, len(found) * self.pool.block_size)
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
         """As `Scheduler.admit`; if the request was SWAPPED, its blocks are copied back (`swap_in`).

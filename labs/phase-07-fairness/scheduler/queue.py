@@ -4,8 +4,8 @@
 """The waiting queue: requests in priority order, any of which may leave at any time.
 
 Phase 7 builds it; the stages of phases 5 and 6 use it as given, ordered by arrival. A heap gives the first request in
-logarithmic time, but cannot remove one from its middle: `remove` only notes that the request has left, and the heap
-drops its key when it comes to the top. Pure standard library.
+logarithmic time, but cannot remove one from its middle: a request that leaves is only taken off the list of members,
+and the heap drops its key when it comes to the top. Pure standard library.
 """
 
 from __future__ import annotations
@@ -27,34 +27,24 @@ def arrival_key(request: Request) -> PriorityKey:
 class LazyHeap:
     """A set of requests with fast access to the one with the lowest key.
 
-    `add`, `remove` and `first` take logarithmic time, on average over many calls; memory is proportional to its size.
-    `_members` has the requests by their keys. `_heap` is a heap (`heapq`) of keys, those of all members and some of
-    requests that have left.
+    `add` and `first` take logarithmic time, on average over many calls; memory is proportional to the most members that
+    it had at a time. `_heap` is a heap (`heapq`) of pairs (key, id): those of all members, and some of requests that
+    have left.
 
     Args:
         key: of a request; must not change while the request is in the heap.
+
+    Attributes:
+        members: id → (key, request). A request leaves the heap by `del members[id]`.
     """
 
     def __init__(self, key: Callable[[Request], PriorityKey]) -> None:
         self.key = key
-        self._members: dict[PriorityKey, Request] = {}
-        self._heap: list[PriorityKey] = []
-
-    def __len__(self) -> int:
-        return len(self._members)
+        self.members: dict[RequestId, tuple[PriorityKey, Request]] = {}
+        self._heap: list[tuple[PriorityKey, RequestId]] = []
 
     def add(self, request: Request) -> None:
-        """Add a request that is not in the heap."""
-        raise NotImplementedError(
-            "phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md"
-        )
-
-    def remove(self, request: Request) -> None:
-        """Remove a request. Its key may stay in `_heap`, but `_heap` is never longer than 2 · `len(self)` + 8 keys.
-
-        Raises:
-            KeyError: it is not in the heap.
-        """
+        """Add a request that is not in the heap. `_heap` is then never longer than 2 · `len(members)` + 8 pairs."""
         raise NotImplementedError(
             "phase 7, task 9: The waiting queue; read docs/en/phase-07-fairness/lab/01-a-fair-scheduler.md"
         )

@@ -56,13 +56,9 @@ class PrefixCachingScheduler(FairScheduler):
         self._cache = CachingBlockPool(self.pool.num_blocks, self.pool.block_size) if prefix_caching else None
         if self._cache is not None:
             self.pool = self._cache
+        self.prefix_caching = prefix_caching
         self._stats = PrefixCacheStats()
         self._filled: list[tuple[Request, int, int]] = []  # requests whose tokens start … stop − 1 filled blocks
-
-    @property
-    def prefix_caching(self) -> bool:
-        """Whether there is a prefix cache."""
-        return self._cache is not None
 
     @property
     def stats(self) -> PrefixCacheStats:

@@ -10,6 +10,7 @@ library.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -78,6 +79,7 @@ class ChunkedPrefillScheduler(SharingScheduler):
         if not isinstance(reserve_full_prompt, bool):
             raise TypeError(f"reserve_full_prompt must be True or False; got {reserve_full_prompt!r}")
         self.long_prefill_threshold = long_prefill_threshold
+        self._max_chunk = long_prefill_threshold or sys.maxsize  # of one request in one step, whatever the budget
         self.reserve_full_prompt = reserve_full_prompt
         self.protected: Request | None = None
 
@@ -85,7 +87,7 @@ class ChunkedPrefillScheduler(SharingScheduler):
 
     def largest_chunk(self, num_tokens: int) -> int:
         """As `Scheduler.largest_chunk`: at most long_prefill_threshold, unless that is 0."""
-        return min(num_tokens, self.long_prefill_threshold) if self.long_prefill_threshold else num_tokens
+        return min(num_tokens, self._max_chunk)
 
     def chunk(self, num_tokens: int) -> int:
         """How many of a request's `num_tokens` uncomputed tokens this step may compute. Spends nothing.

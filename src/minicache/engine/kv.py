@@ -193,7 +193,7 @@ class PagedMemory:
         kind = PagedStorage if kv_cache_dtype is None else QuantizedStorage
         dtype = weights.dtype if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
         self.storage = kind(scheduler.pool, *sizes, dtype=dtype, device=weights.device)
-        host_pool = getattr(scheduler, "host_pool", None)
+        host_pool = scheduler.host_pool
         self.kv_cache_dtype = kv_cache_dtype
         self.host_storage = None if host_pool is None else HostStorage(self.storage, host_pool.num_blocks)
         self._storages = [(self.storage, self.host_storage)]
@@ -338,9 +338,9 @@ class DenseMemory:
     storage: Final = None
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
-        if getattr(scheduler, "host_pool", None) is not None:
+        if scheduler.host_pool is not None:
             raise ValueError('a dense cache has no blocks to swap: take preemption="recompute", or cache="paged"')
-        if getattr(scheduler, "prefix_caching", False):
+        if scheduler.prefix_caching:
             raise ValueError('a dense cache has no blocks to share: leave out prefix_caching, or take cache="paged"')
         self._new_cache = _cache_maker(model, scheduler.max_model_len)
         self._caches: dict[RequestId, KVCache] = {}

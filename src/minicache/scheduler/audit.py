@@ -199,9 +199,8 @@ class Auditor(Observer):
         """
         requests = [*scheduler.running, *scheduler.waiting.values()]
         self._check_pool("block", scheduler.pool, (request.block_ids for request in requests))
-        host_pool: BlockPool | None = getattr(scheduler, "host_pool", None)
-        if host_pool is not None:
-            self._check_pool("CPU block", host_pool, (request.host_block_ids for request in requests))
+        if scheduler.host_pool is not None:
+            self._check_pool("CPU block", scheduler.host_pool, (request.host_block_ids for request in requests))
         elif any(request.host_block_ids for request in requests):
             self.fail("blocks", "a request lists CPU blocks, and there is no CPU swap space")
 

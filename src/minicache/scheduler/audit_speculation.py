@@ -1,12 +1,13 @@
 """The auditor for schedulers that speculate: draft tokens cost no other request anything, and leave nothing behind.
 
 It adds a rule to those of `SharingAuditor`, and shows the other rules a step without speculation: when it is scheduled,
-as if the draft tokens had been generated; when it is committed, as if the accepted ones had been. Given, not built.
-Pure standard library.
+copies of the requests that have generated their draft tokens; when it is committed, the accepted ones. Given, not
+built. Pure standard library.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 from minicache.memory.blocks import blocks_for
@@ -38,17 +39,9 @@ class SpeculationAuditor(SharingAuditor):
             if request.request_id in drafts
         ]
         self.check_drafts(scheduler, output)
-        for request, *_ in self._drafting:
-            request.output_token_ids += drafts[request.request_id]
-            self._move_note(request, len(drafts[request.request_id]))
-        try:
-            super().on_schedule(scheduler, output)
-        finally:
-            for request, *_ in self._drafting:
-                del request.output_token_ids[-len(drafts[request.request_id]) :]
+        self._audit_copies(scheduler, output)
         block_size = scheduler.pool.block_size
-        for request, num_tokens, num_drafts, block_ids in self._drafting:
-            self._move_note(request, -num_drafts)
+        for _, num_tokens, _, block_ids in self._drafting:
             for block_id in block_ids[num_tokens // block_size :]:  # its contents are unknown until the commit
                 self.contents.pop(block_id, None)
 
@@ -99,8 +92,29 @@ class SpeculationAuditor(SharingAuditor):
             if needed <= scheduler.pool.num_free + num_blocks:
                 self.fail("drafts", f"{victim!r} is preempted, and draft tokens have {num_blocks} blocks")
 
-    def _move_note(self, request: Request, num_outputs: int) -> None:
-        """Change the request's number of output tokens in the notes by `num_outputs`."""
-        if (note := self.notes.get(request.request_id)) is not None and note.request is request:
-            moved = replace(note, num_output_tokens=note.num_output_tokens + num_outputs)
-            self.notes[request.request_id] = moved
+    def _audit_copies(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Audit the step by the other rules, with copies of scheduler and requests that have generated their drafts."""
+        copies = {request.request_id: copy(request) for request, *_ in self._drafting}
+        for request in copies.values():
+            request.output_token_ids = request.output_token_ids + request.draft_token_ids
+            request.draft_token_ids = []
+        seen = copy(scheduler)
+        seen.running = [copies.get(request.request_id, request) for request in scheduler.running]
+        step = replace(output, scheduled=[copies.get(each.request_id, each) for each in output.scheduled])
+        for request, _, num_drafts, _ in self._drafting:
+            self._move_note(request, num_drafts, copies[request.request_id])
+        self.batch = [copies.get(request.request_id, request) for request in self.batch]
+        if self._watched is scheduler:
+            self._watched = seen
+        super().on_schedule(seen, step)
+        self._watched, self.batch = scheduler, list(scheduler.running)
+        for request, _, num_drafts, _ in self._drafting:
+            self._move_note(copies[request.request_id], -num_drafts, request)
+
+    def _move_note(self, request: Request, num_outputs: int, moved: Request | None = None) -> None:
+        """Change a request's number of output tokens in the notes by `num_outputs`; its note may become `moved`'s."""
+        note = self.notes.get(request.request_id)
+        if note is not None and note.request is request:
+            self.notes[request.request_id] = replace(
+                note, request=moved or request, num_output_tokens=note.num_output_tokens + num_outputs
+            )

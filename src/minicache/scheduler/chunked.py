@@ -8,6 +8,7 @@ library.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -76,6 +77,7 @@ class ChunkedPrefillScheduler(SharingScheduler):
         if not isinstance(reserve_full_prompt, bool):
             raise TypeError(f"reserve_full_prompt must be True or False; got {reserve_full_prompt!r}")
         self.long_prefill_threshold = long_prefill_threshold
+        self._max_chunk = long_prefill_threshold or sys.maxsize  # of one request in one step, whatever the budget
         self.reserve_full_prompt = reserve_full_prompt
         self.protected: Request | None = None
 
@@ -83,7 +85,7 @@ class ChunkedPrefillScheduler(SharingScheduler):
 
     def largest_chunk(self, num_tokens: int) -> int:
         """As `Scheduler.largest_chunk`: at most long_prefill_threshold, unless that is 0."""
-        return min(num_tokens, self.long_prefill_threshold) if self.long_prefill_threshold else num_tokens
+        return min(num_tokens, self._max_chunk)
 
     def chunk(self, num_tokens: int) -> int:
         """How many of a request's `num_tokens` uncomputed tokens this step may compute. Spends nothing.
@@ -93,11 +95,12 @@ class ChunkedPrefillScheduler(SharingScheduler):
         Args:
             num_tokens: ≥ 0.
         """
-        return min(self.largest_chunk(num_tokens), self.token_budget)
+        return min(num_tokens, self._max_chunk, self.token_budget)
 
     def num_new_tokens(self, request: Request, found: Sequence[int] = ()) -> int:
         """Tokens that this step computes if `request` is admitted: a `chunk` of what is neither computed nor found."""
-        return self.chunk(super().num_new_tokens(request, found))
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        return self.chunk(num_tokens - max(request.num_computed_tokens, len(found) * self.pool.block_size))
 
     def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
         """Have the step compute a `chunk` of what the request has left to compute, and charge the `token_budget`.
@@ -110,7 +113,8 @@ class ChunkedPrefillScheduler(SharingScheduler):
                 `num_scheduled_tokens`.
         """
         num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
-        num_new = self.chunk(num_tokens - request.num_computed_tokens)
+        # `chunk`, without its call: this and `blocks_missing` are the cost of a token.
+        num_new = min(num_tokens - request.num_computed_tokens, self._max_chunk, self.token_budget)
         if num_new:
             output.num_scheduled_tokens[request.request_id] = num_new
             output.scheduled.append(request)
@@ -138,7 +142,7 @@ class ChunkedPrefillScheduler(SharingScheduler):
         it writes nothing.
         """
         num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
-        num_new = self.chunk(num_tokens - request.num_computed_tokens)
+        num_new = min(num_tokens - request.num_computed_tokens, self._max_chunk, self.token_budget)
         if not num_new:
             return 0
         missing = -(-(request.num_computed_tokens + num_new) // self.pool.block_size) - len(request.block_ids)

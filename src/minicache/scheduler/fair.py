@@ -92,6 +92,6 @@ class FairScheduler(PriorityScheduler):
             found: of its tokens, the blocks that `find_prefix` has found.
         """
         super().admit(request, output, found)
-        oldest = self.waiting.oldest()
+        oldest = self.waiting.oldest() if len(self._requests) > len(self.running) else None  # None: no request waits
         bypassed = oldest is not None and arrival_key(oldest) < arrival_key(request)
         self.num_bypasses = self.num_bypasses + 1 if bypassed else 0

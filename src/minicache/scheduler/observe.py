@@ -145,9 +145,15 @@ class ObservedScheduler(Scheduler):
 def observe(scheduler: Scheduler, *observers: Observer) -> Scheduler:
     """A scheduler that works as `scheduler`, whose calls and attributes it passes on, and notifies `observers`.
 
-    Use it in place of `scheduler` from then on: what is called on `scheduler` directly is not seen.
+    Use it in place of `scheduler` from then on: what is called on `scheduler` directly is not seen. A scheduler that is
+    observed already is returned itself: it notifies these observers too, after those that it has.
     """
-    return ObservedScheduler(scheduler, observers) if observers else scheduler
+    if not observers:
+        return scheduler
+    if isinstance(scheduler, ObservedScheduler):
+        scheduler.observers += observers
+        return scheduler
+    return ObservedScheduler(scheduler, observers)
 
 
 class Recorder(Observer):

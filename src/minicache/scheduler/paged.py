@@ -127,6 +127,8 @@ class PagedScheduler(Scheduler):
             if status is AllocStatus.LATER or (num_new > self.token_budget and not outgrown):
                 return
             self.admit(request, output, found)
+            if len(self.running) == len(self._requests):
+                return  # no request waits
 
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks that hold the beginning of a waiting request's tokens already: none before phase 8."""
@@ -134,7 +136,7 @@ class PagedScheduler(Scheduler):
 
     def blocks_to_admit(self, request: Request) -> int:
         """Blocks for the tokens that the request has now, prompt and output. None are reserved."""
-        return -(-request.num_tokens // self.pool.block_size)
+        return -(-(request.num_prompt_tokens + len(request.output_token_ids)) // self.pool.block_size)
 
     def can_allocate(self, request: Request, found: Sequence[int] = ()) -> AllocStatus:
         """Whether the blocks to admit `request` can be allocated. Allocates none.
@@ -148,7 +150,7 @@ class PagedScheduler(Scheduler):
             are the watermark's ⌊watermark · num_blocks⌋. With an empty batch the watermark needs none, or a large
             request could wait forever for blocks that no request uses. LATER: neither.
         """
-        if self.blocks_to_admit(request) > self.pool.num_blocks:
+        if request.num_prompt_tokens + len(request.output_token_ids) > self.pool.num_blocks * self.pool.block_size:
             return AllocStatus.NEVER
         spared = self._num_watermark_blocks if self.running else 0
         enough = self.blocks_to_take(request, found) + spared <= self.pool.num_free
@@ -159,11 +161,13 @@ class PagedScheduler(Scheduler):
 
         A found block that is free counts like any other: sharing it takes it out of the free list.
         """
-        return self.blocks_to_admit(request) - sum(self.pool.ref_count(block_id) > 0 for block_id in found)
+        needed = self.blocks_to_admit(request)
+        return needed - sum([self.pool.ref_count(block_id) > 0 for block_id in found]) if found else needed
 
     def num_new_tokens(self, request: Request, found: Sequence[int] = ()) -> int:
         """Tokens that this step computes if it admits `request`: all that are neither computed nor found."""
-        return request.num_tokens - max(request.num_computed_tokens, len(found) * self.pool.block_size)
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        return num_tokens - max(request.num_computed_tokens, len(found) * self.pool.block_size)
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
         """As `Scheduler.admit`; if the request was SWAPPED, its blocks are copied back (`swap_in`).

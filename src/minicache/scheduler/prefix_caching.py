@@ -54,13 +54,9 @@ class PrefixCachingScheduler(FairScheduler):
         self._cache = CachingBlockPool(self.pool.num_blocks, self.pool.block_size) if prefix_caching else None
         if self._cache is not None:
             self.pool = self._cache
+        self.prefix_caching = prefix_caching
         self._stats = PrefixCacheStats()
         self._filled: list[tuple[Request, int, int]] = []  # requests whose tokens start … stop − 1 filled blocks
-
-    @property
-    def prefix_caching(self) -> bool:
-        """Whether there is a prefix cache."""
-        return self._cache is not None
 
     @property
     def stats(self) -> PrefixCacheStats:
@@ -80,9 +76,10 @@ class PrefixCachingScheduler(FairScheduler):
         """
         if self._cache is None or request.status is RequestStatus.SWAPPED:
             return []
-        self.cache_filled()
-        num_blocks = (request.num_tokens - 1) // self._cache.block_size
-        return self._cache.find(self.hashes(request, num_blocks)[:num_blocks])
+        if self._filled:
+            self.cache_filled()
+        num_blocks = (request.num_prompt_tokens + len(request.output_token_ids) - 1) // self._cache.block_size
+        return self._cache.find(self.hashes(request, num_blocks)[:num_blocks]) if num_blocks else []
 
     def hashes(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` blocks of a request's tokens, each computed once.
@@ -98,9 +95,12 @@ class PrefixCachingScheduler(FairScheduler):
             `request.block_hashes`. It may have more than `num_blocks`: take a slice.
         """
         hashes, block_size = request.block_hashes, self.pool.block_size
-        for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+        if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.adapter)
-            hashes.append(block_hash(parent, request.token_ids(start, start + block_size)))
+            tokens = request.token_ids(len(hashes) * block_size, num_blocks * block_size)
+            for start in range(0, len(tokens), block_size):
+                parent = block_hash(parent, tokens[start : start + block_size])
+                hashes.append(parent)
         return hashes
 
     def cache_blocks(self, request: Request, start: int, stop: int) -> None:
@@ -137,17 +137,20 @@ class PrefixCachingScheduler(FairScheduler):
             found: the blocks that `find_prefix` has found for it.
         """
         if self._cache is not None and request.status is RequestStatus.WAITING:
-            self._cache.share(found)  # before anything is allocated, or they could be handed out
+            if found:
+                self._cache.share(found)  # before anything is allocated, or they could be handed out
             request.block_ids = list(found)
             request.num_computed_tokens = len(found) * self.pool.block_size
             if not request.num_preemptions:
                 request.num_cached_tokens = request.num_computed_tokens
-            self.stats.num_requests += 1
-            self.stats.num_queried_tokens += request.num_tokens
-            self.stats.num_hit_tokens += request.num_computed_tokens
+            stats = self._stats
+            stats.num_requests += 1
+            stats.num_queried_tokens += request.num_prompt_tokens + len(request.output_token_ids)
+            stats.num_hit_tokens += request.num_computed_tokens
         super().admit(request, output, found)
-        num_computed = request.num_computed_tokens
-        self.cache_blocks(request, num_computed, num_computed + output.num_scheduled_tokens[request.request_id])
+        num_computed, num_new = request.num_computed_tokens, output.num_scheduled_tokens[request.request_id]
+        if self._cache is not None and num_computed % self.pool.block_size + num_new >= self.pool.block_size:
+            self.cache_blocks(request, num_computed, num_computed + num_new)
 
     def schedule_running(self, output: SchedulerOutput) -> None:
         """As `PagedScheduler.schedule_running`; with a prefix cache, requests that fill a block in this step are noted.
@@ -155,7 +158,7 @@ class PrefixCachingScheduler(FairScheduler):
         `_filled` gets (request, start, stop) for each, in batch order: the step computes its tokens start … stop − 1.
         """
         super().schedule_running(output)
-        if self._cache is None:
+        if self._cache is None or not output.scheduled:
             return
         block_size = self.pool.block_size
         self._filled += [

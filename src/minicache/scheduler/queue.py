@@ -1,8 +1,8 @@
 """The waiting queue: requests in priority order, any of which may leave at any time.
 
 Phase 7 builds it; the stages of phases 5 and 6 use it as given, ordered by arrival. A heap gives the first request in
-logarithmic time, but cannot remove one from its middle: `remove` only notes that the request has left, and the heap
-drops its key when it comes to the top. Pure standard library.
+logarithmic time, but cannot remove one from its middle: a request that leaves is only taken off the list of members,
+and the heap drops its key when it comes to the top. Pure standard library.
 """
 
 from __future__ import annotations
@@ -24,44 +24,40 @@ def arrival_key(request: Request) -> PriorityKey:
 class LazyHeap:
     """A set of requests with fast access to the one with the lowest key.
 
-    `add`, `remove` and `first` take logarithmic time, on average over many calls; memory is proportional to its size.
-    `_members` has the requests by their keys. `_heap` is a heap (`heapq`) of keys, those of all members and some of
-    requests that have left.
+    `add` and `first` take logarithmic time, on average over many calls; memory is proportional to the most members that
+    it had at a time. `_heap` is a heap (`heapq`) of pairs (key, id): those of all members, and some of requests that
+    have left.
 
     Args:
         key: of a request; must not change while the request is in the heap.
+
+    Attributes:
+        members: id → (key, request). A request leaves the heap by `del members[id]`.
     """
 
     def __init__(self, key: Callable[[Request], PriorityKey]) -> None:
         self.key = key
-        self._members: dict[PriorityKey, Request] = {}
-        self._heap: list[PriorityKey] = []
-
-    def __len__(self) -> int:
-        return len(self._members)
+        self.members: dict[RequestId, tuple[PriorityKey, Request]] = {}
+        self._heap: list[tuple[PriorityKey, RequestId]] = []
 
     def add(self, request: Request) -> None:
-        """Add a request that is not in the heap."""
-        key = self.key(request)
-        self._members[key] = request
-        heappush(self._heap, key)
-
-    def remove(self, request: Request) -> None:
-        """Remove a request. Its key may stay in `_heap`, but `_heap` is never longer than 2 · `len(self)` + 8 keys.
-
-        Raises:
-            KeyError: it is not in the heap.
-        """
-        del self._members[self.key(request)]
-        if len(self._heap) > 2 * len(self._members) + 8:  # rare: half of all that were added since have left
-            self._heap = sorted(self._members)
+        """Add a request that is not in the heap. `_heap` is then never longer than 2 · `len(members)` + 8 pairs."""
+        key, request_id = self.key(request), request.request_id
+        self.members[request_id] = key, request
+        heappush(self._heap, (key, request_id))
+        if len(self._heap) > 2 * len(self.members) + 8:  # rare: half of all that were added since have left
+            self._heap = sorted((key, request_id) for request_id, (key, _) in self.members.items())
 
     def first(self) -> Request | None:
         """The request with the lowest key, which stays; None if there is none."""
-        heap, members = self._heap, self._members
-        while heap and heap[0] not in members:
+        heap, members = self._heap, self.members
+        while heap:
+            key, request_id = heap[0]
+            member = members.get(request_id)
+            if member is not None and member[0] == key:  # another request may have the id, but not the key
+                return member[1]
             heappop(heap)
-        return members[heap[0]] if heap else None
+        return None
 
 
 class RequestQueue(Mapping[RequestId, Request]):
@@ -117,10 +113,11 @@ class RequestQueue(Mapping[RequestId, Request]):
         if self._requests.get(request.request_id) is not request:
             raise KeyError(request.request_id)
         del self._requests[request.request_id]
-        self._by_arrival.remove(request)
+        del self._by_arrival.members[request.request_id]
         for group in (None, request.group):
-            self._by_group[group].remove(request)
-            if not self._by_group[group]:
+            members = self._by_group[group].members
+            del members[request.request_id]
+            if not members:
                 del self._by_group[group]
 
     def first(self, group: str | None = None) -> Request | None:
@@ -130,7 +127,7 @@ class RequestQueue(Mapping[RequestId, Request]):
             group: look only at requests of this compatibility class. None: at all of them.
         """
         heap = self._by_group.get(group)
-        return heap.first() if heap else None
+        return None if heap is None else heap.first()
 
     def oldest(self) -> Request | None:
         """The request that arrived first (`arrival_key`), which stays in the queue; None if there is none."""

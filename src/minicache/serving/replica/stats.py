@@ -66,7 +66,7 @@ class SchedulerStats(Observer):
     ) -> None:
         self._clock = clock
         self._pass_on = pass_on
-        self._prefix_caching = bool(getattr(scheduler, "prefix_caching", False))
+        self._prefix_caching = scheduler.prefix_caching
         self._num_blocks = scheduler.pool.num_blocks
         self._lives: dict[Request, Life] = {}
         self._unadmitted: set[Request] = set()  # of these, the ones that no step has had yet
@@ -208,12 +208,12 @@ class SchedulerStats(Observer):
 
 def cache_info(scheduler: Scheduler, cache_dtype: str = "auto") -> CacheInfo:
     """A scheduler's cache, and what it holds."""
-    pool, host_pool = scheduler.pool, getattr(scheduler, "host_pool", None)
+    pool, host_pool = scheduler.pool, scheduler.host_pool
     return CacheInfo(
         block_size=pool.block_size,
         num_blocks=pool.num_blocks,
         num_host_blocks=0 if host_pool is None else host_pool.num_blocks,
-        prefix_caching=bool(getattr(scheduler, "prefix_caching", False)),
+        prefix_caching=scheduler.prefix_caching,
         max_model_len=scheduler.max_model_len or pool.num_blocks * pool.block_size,
         cache_dtype=cache_dtype,
     )

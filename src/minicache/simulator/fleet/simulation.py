@@ -17,6 +17,7 @@ from minicache.fleet.views import ReplicaId
 from minicache.memory.prefix import PrefixCacheStats
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.base import Scheduler
+from minicache.scheduler.prefix_caching import PrefixCachingScheduler
 from minicache.simulator.costs import StepCost
 from minicache.simulator.fleet.job import Job, part_of
 from minicache.simulator.fleet.options import Crash, Disaggregation, Scaling
@@ -482,7 +483,8 @@ class FleetSimulation:
         self._left.append(self._told(replica, crashed=crashed))
 
     def _told(self, replica: Replica, *, crashed: bool = False) -> ReplicaReport:
-        stats = getattr(replica.scheduler, "stats", PrefixCacheStats())
+        scheduler = replica.scheduler
+        stats = scheduler.stats if isinstance(scheduler, PrefixCachingScheduler) else PrefixCacheStats()
         seconds, name = self.now - replica.started, replica.replica_id
         queried, hit = stats.num_queried_tokens, stats.num_hit_tokens
         return ReplicaReport(name, replica.num_sent, seconds, replica.busy_seconds, queried, hit, crashed)

@@ -17,9 +17,9 @@ from minicache.simulator.sweep import Point, Result
 # written into the home folder. Ray reads it on import, so it has no effect in a process that has imported Ray already.
 if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
     os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 # Without clusters of several machines Ray listens on the loopback address only. On Linux it would replace that address,
 # the `ray.init` argument below, by the machine's, and listen on all.
-# given as `_node_ip_address`, by the machine's, and listen on all.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 

@@ -22,8 +22,15 @@ MOVED = {
 """Modules and packages of version 0.1.0 → where they are now."""
 
 _NAMES = re.compile(rf"\b({'|'.join(map(re.escape, MOVED))})\b(?!/)")
+<<<<<<< ours
 _NOTEBOOK = re.compile(r"from minicache import notebook\b")  # as every notebook of 0.1.0 has it
 _SERVED = re.compile(r"from minicache\.engine(?:\.logprobs)? import ServedLLM\b")  # an `LLM` of its own in 0.1.0
+||||||| base
+_NOTEBOOK = re.compile(r"\bfrom minicache import notebook\b")  # as every notebook of 0.1.0 has it
+_SERVED = re.compile(r"\bfrom minicache\.engine(?:\.logprobs)? import ServedLLM\b")  # an `LLM` of its own in 0.1.0
+=======
+_NOTEBOOK = re.compile(r"\bfrom minicache import notebook\b")  # as every notebook of 0.1.0 has it
+>>>>>>> theirs
 _FOLDERS = {
     "/".join(old.split(".")[1:]): "/".join(new.split(".")[1:])
     for old, new in MOVED.items()
@@ -43,6 +50,8 @@ def moved_path(name: str) -> str:
 
 def with_new_names(text: str) -> str:
     """A file's text, in which imports of modules that have moved find them."""
-    text = _SERVED.sub("from minicache.engine.llm import LLM as ServedLLM", text)
+    text = text.replace(
+        "from minicache.engine.logprobs import ServedLLM", "from minicache.engine.llm import LLM as ServedLLM"
+    )
     text = _NOTEBOOK.sub("from minicache_course import notebook", text)
     return _NAMES.sub(lambda found: MOVED[found[1]], text)

@@ -61,11 +61,11 @@ class SpeculativeConfig:
         require_count("prompt_lookup_max", self.prompt_lookup_max)
 
 
-Speculative = str | Path | Model | SpeculativeConfig | None
-"""An engine's argument: a config, or the `model` of one; None: no speculation."""
+Speculative = str | Path | Model | SpeculativeConfig
+"""An engine's argument: a config, or the `model` of one."""
 
 
-def load_speculative(speculative: Speculative, target: Model) -> SpeculativeConfig | None:
+def load_speculative(speculative: Speculative, target: Model) -> SpeculativeConfig:
     """The config of an engine, with its draft model loaded.
 
     Args:
@@ -76,8 +76,6 @@ def load_speculative(speculative: Speculative, target: Model) -> SpeculativeConf
         ValueError: the draft model has another vocabulary than the target.
         Exception: as `minicache.engine.loading.load_model`.
     """
-    if speculative is None:
-        return None
     config = speculative if isinstance(speculative, SpeculativeConfig) else SpeculativeConfig(speculative)
     if config.model == "ngram":
         return config
@@ -93,9 +91,9 @@ def load_speculative(speculative: Speculative, target: Model) -> SpeculativeConf
     return replace(config, model=draft)
 
 
-def share_of_target(config: SpeculativeConfig | None, target: Model, kv_cache_dtype: str | None) -> float:
+def share_of_target(config: SpeculativeConfig, target: Model, kv_cache_dtype: str | None) -> float:
     """The target's share of the memory for keys and values: a draft model has as many blocks."""
-    if config is None or isinstance(config.model, str | Path):
+    if isinstance(config.model, str | Path):
         return 1.0
     sizes = [kv_token_nbytes(model, kv_cache_dtype) for model in (target, config.model)]
     return sizes[0] / sum(sizes)

@@ -266,7 +266,7 @@ class Step:
         self.requests = output.scheduled
         self.counts = list(output.num_scheduled_tokens.values())
         self.block_size = block_size
-        self.width = 0
+        width = 0
         for request, count in zip(self.requests, self.counts, strict=True):
             num_blocks = len(request.block_ids)
             if request.num_computed_tokens + count > num_blocks * block_size:
@@ -274,7 +274,9 @@ class Step:
                     f"the scheduler has {request!r} compute {count} tokens, and has given it {num_blocks} "
                     f"blocks of {block_size}"
                 )
-            self.width = max(self.width, num_blocks)
+            if num_blocks > width:
+                width = num_blocks
+        self.width = width
 
     def tensors(self) -> StepTensors:
         """Its integers, on the CPU."""

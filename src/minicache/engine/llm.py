@@ -96,20 +96,22 @@ class LLM(EngineLoop):
         given = EngineOptions(model=cast(str, model), **options)
         size, held, eager = given.tensor_parallel_size, given.kv_cache_dtype, given.enforce_eager
         check_kv_cache_dtype(held, given.cache)
-        require_combination(size, given.cache)
+        if size != 1:
+            require_combination(size, given.cache)
         found = find_model(model)
         dtype = cast("torch.dtype | None", given.dtype)
         model = load_model(found, dtype, given.device if size == 1 else None)
         if size != 1:
             model = parallelize(model, size, dtype, given.device)
         self.tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer
-        config = load_speculative(given.speculative, model)
+        config = None if given.speculative is None else load_speculative(given.speculative, model)
         scheduler = make_scheduler(given, model, config)
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
         if given.cache not in ("paged", "dense"):
             raise ValueError(f'cache must be "paged" or "dense"; got {given.cache!r}')
-        super().__init__(model, observe(scheduler, *observers), make_memory(model, scheduler, given.cache, held))
+        observed = observe(scheduler, *observers) if observers else scheduler
+        super().__init__(model, observed, make_memory(model, scheduler, given.cache, held))
         longest = model.config.max_seq_len
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.forks = isinstance(scheduler, SharingScheduler) and given.cache == "paged"
@@ -307,7 +309,8 @@ class LLM(EngineLoop):
                     del outputs[answer.num_chunks :]  # the text has ended before them
                     return
         super().emit(request_id, token_id)
-        self._add_logprobs(answer)
+        if self._logprobs:
+            self._add_logprobs(answer)
 
     def _emit_accepted(self, answer: Answer, token_id: int) -> None:
         """Make the chunk of a token that others follow: whatever finished the request, it was not this one."""
@@ -474,7 +477,8 @@ def make_scheduler(options: EngineOptions, model: Model, speculative: Speculativ
         held, max_num_seqs = options.kv_cache_dtype, options.max_num_seqs
         limits = options.max_num_batched_tokens, max_num_seqs, max_model_len
         nbytes = cache_nbytes(model, *limits, options.gpu_memory_utilization, held)
-        nbytes = int(nbytes * share_of_target(speculative, model, held))
+        if speculative is not None:
+            nbytes = int(nbytes * share_of_target(speculative, model, held))
         given["num_blocks"] = default_num_blocks(model, options.block_size, max_num_seqs, max_model_len, nbytes, held)
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
     return create_scheduler(options.scheduler, **given, num_speculative_tokens=num_drafts)

@@ -22,15 +22,12 @@ MOVED = {
 """Modules and packages of version 0.1.0 → where they are now."""
 
 _NAMES = re.compile(rf"\b({'|'.join(map(re.escape, MOVED))})\b(?!/)")
-<<<<<<< ours
-_NOTEBOOK = re.compile(r"from minicache import notebook\b")  # as every notebook of 0.1.0 has it
-_SERVED = re.compile(r"from minicache\.engine(?:\.logprobs)? import ServedLLM\b")  # an `LLM` of its own in 0.1.0
-||||||| base
-_NOTEBOOK = re.compile(r"\bfrom minicache import notebook\b")  # as every notebook of 0.1.0 has it
-_SERVED = re.compile(r"\bfrom minicache\.engine(?:\.logprobs)? import ServedLLM\b")  # an `LLM` of its own in 0.1.0
-=======
-_NOTEBOOK = re.compile(r"\bfrom minicache import notebook\b")  # as every notebook of 0.1.0 has it
->>>>>>> theirs
+_RENAMED = {
+    "from minicache import notebook": "from minicache_course import notebook",
+    "from minicache.engine.logprobs import ServedLLM": "from minicache.engine.llm import LLM as ServedLLM",
+    "FairSharingScheduler": "SharingScheduler",
+}
+"""Text of files of version 0.1.0 → what stands there now."""
 _FOLDERS = {
     "/".join(old.split(".")[1:]): "/".join(new.split(".")[1:])
     for old, new in MOVED.items()
@@ -50,8 +47,6 @@ def moved_path(name: str) -> str:
 
 def with_new_names(text: str) -> str:
     """A file's text, in which imports of modules that have moved find them."""
-    text = text.replace(
-        "from minicache.engine.logprobs import ServedLLM", "from minicache.engine.llm import LLM as ServedLLM"
-    )
-    text = _NOTEBOOK.sub("from minicache_course import notebook", text)
+    for old, new in _RENAMED.items():
+        text = text.replace(old, new)
     return _NAMES.sub(lambda found: MOVED[found[1]], text)

@@ -238,7 +238,7 @@ def ask_all(fleet: Fleet, asked: Sequence[Sequence[int]], max_tokens: int, on: A
 
 def test_a_fleet(tmp_path: Path) -> None:
     """One test, since a fleet takes ten seconds to start and more on a busy machine."""
-    scaling = ("--replicas=2", "--max-replicas=3", "--target-unfinished=2", "--downscale-delay=1")
+    scaling = ("--replicas=2", "--max-replicas=3", "--target-unfinished=4", "--downscale-delay=1")
     with fleet_of(tmp_path, "--policy=prefix_affinity", "--num-blocks=64", "--max-num-seqs=16", *scaling) as fleet:
         check_that_nothing_listens_to_the_network(fleet)
         check_that_a_prompt_goes_where_its_beginning_is(fleet)
@@ -301,7 +301,7 @@ def check_that_a_killed_replica_costs_no_token(fleet: Fleet) -> None:
 
 def check_that_replicas_come_with_load_and_leave_without_breaking_an_answer(fleet: Fleet) -> None:
     """Each of three replicas has answers under way when Ray ends one of them."""
-    asked = short_prompts(4)
+    asked = short_prompts(8)
     expected = ask_all(fleet, asked, MOST_TOKENS)
     with fleet.watched_by_ray() as seen:
         # On a quick machine all may be over before one replica too many is noticed.
@@ -324,12 +324,12 @@ def drains_under_answers(fleet: Fleet, asked: Sequence[Sequence[int]], expected:
 async def load_leaves_answers(
     fleet: Fleet, asked: Sequence[Sequence[int]]
 ) -> tuple[float, dict[str, float], list[tuple[str, float]]]:
-    """Six clients ask and ask, until three replicas answer; four more come; then the six leave.
+    """Twelve clients ask and ask, until three replicas answer; eight more come; then the twelve leave.
 
-    Three replicas are wanted for six and for ten, if each should have two requests, and two for four.
+    Three replicas are wanted for twenty, if each should have four requests, and two for eight.
 
     Returns:
-        When the six had left; how many tokens each engine had sent then; and of each of the four its answer, and
+        When the twelve had left; how many tokens each engine had sent then; and of each of the eight its answer, and
         when it had that.
     """
     async with httpx.AsyncClient(base_url=fleet.url, timeout=SECONDS) as client:
@@ -342,7 +342,7 @@ async def load_leaves_answers(
             texts = await stream(client, prompt, MOST_TOKENS, lambda num_texts: has_begun.set())
             return "".join(texts), time.time()
 
-        load = [asyncio.create_task(ask_and_ask(prompt)) for prompt in short_prompts(6)]
+        load = [asyncio.create_task(ask_and_ask(prompt)) for prompt in short_prompts(12)]
         earlier = await asyncio.to_thread(fleet.generated)
         await asyncio.to_thread(wait_until, lambda: num_that_answer(fleet, earlier) == 3, "three replicas answer")
         begun = [asyncio.Event() for _ in asked]

@@ -42,7 +42,9 @@ from babel.messages.catalog import Catalog
 from mkdocs.utils import get_relative_url
 
 from minicache.palette import PALETTE
+from minicache_course.errors import CourseError
 from minicache_course.language import LOCALE
+from minicache_course.symbols import find_symbol
 from minicache_course.table import Phase, Task, load_course
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,7 +180,10 @@ def source(symbol: str, *, docstring: bool = False) -> str:
         raise PageError(f'source("{symbol}"): write "module:name"')
     path = _module_path(module)
     text = path.read_text(encoding="utf-8")
-    node = _find(ast.parse(text), name.split("."), symbol)
+    try:
+        node = find_symbol(ast.parse(text), name)
+    except CourseError as error:
+        raise PageError(f'source("{symbol}"): {error}') from error
     code = _cut(text.splitlines(), node, keep_docstrings=docstring)
     return f'```python title="{path.relative_to(ROOT).as_posix()}"\n{code}\n```'
 
@@ -191,27 +196,6 @@ def _module_path(module: str) -> Path:
             if path.is_file():
                 return path
     raise PageError(f"no module {module!r}")
-
-
-def _find(tree: ast.Module, names: list[str], symbol: str) -> ast.stmt:
-    """The statement that defines the name, one class deeper with each part."""
-    body = tree.body
-    for position, name in enumerate(names):
-        found = next((node for node in body if name in _defined(node)), None)
-        if found is None:
-            raise PageError(f'source("{symbol}"): there is no {".".join(names[: position + 1])}')
-        if position == len(names) - 1:
-            return found
-        body = getattr(found, "body", [])
-    raise PageError(f'source("{symbol}"): write "module:name"')
-
-
-def _defined(node: ast.stmt) -> set[str]:
-    """The names that a statement defines."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _cut(lines: list[str], node: ast.stmt, *, keep_docstrings: bool) -> str:
@@ -454,7 +438,7 @@ def _lines_to_write(task: Task) -> int:
     text = _module_path(task.module).read_text(encoding="utf-8")
     tree, lines, count = ast.parse(text), text.splitlines(), 0
     for target in task.targets:
-        node = _find(tree, target.split("."), f"{task.module}:{target}")
+        node = find_symbol(tree, target)
         body = getattr(node, "body", [node])
         inside = set(range(body[0].lineno, (node.end_lineno or node.lineno) + 1)) - _docstring_lines(node, lines)
         count += sum(1 for number in inside if lines[number - 1].strip())

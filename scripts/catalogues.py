@@ -35,7 +35,7 @@ COURSE = ROOT / "src" / "minicache_course"
 MOST_MISSING = 0.05
 """The share of the messages that may lack their Spanish."""
 
-NOT_FOR_LEARNERS = ("notebook", "server", "wrong")
+NOT_FOR_LEARNERS = ("notebook", "server", "symbols", "wrong")
 """Of the course's modules, those whose words are not translated."""
 
 # What Typer says by itself, in a help text or an error.

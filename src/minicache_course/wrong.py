@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from minicache_course.errors import CourseError
 from minicache_course.grading import grade
 from minicache_course.results import PhaseResult
 from minicache_course.server import PytestServer
+from minicache_course.symbols import find_symbol
 from minicache_course.table import Entry, Phase, read_toml
 from minicache_course.workspace import Workspace, reference_file
 
@@ -22,7 +24,8 @@ class Wrong:
     Attributes:
         phase: the phase that it is about.
         module: the module to change.
-        find: the text to replace; it must be in the reference exactly once.
+        symbol: the function, class or method in it that `find` is in, `KVCache.append`; "" for the module's top level.
+        find: the text to replace; it must be in the symbol exactly once.
         replace: what stands there instead.
         caught_by: the number of the task whose tests must fail.
         story: what the learner was thinking.
@@ -31,6 +34,7 @@ class Wrong:
 
     phase: Phase
     module: str
+    symbol: str
     find: str
     replace: str
     caught_by: int
@@ -41,12 +45,22 @@ class Wrong:
         """The reference with the mistake in it.
 
         Raises:
-            CourseError: `find` is not in the reference, or more than once.
+            CourseError: there is no such symbol, or `find` is not in it, or more than once.
         """
-        text = reference_file(self.module).read_text(encoding="utf-8")
+        here = f"{self.phase.folder}/wrong.toml, {self.story!r}"
+        lines = reference_file(self.module).read_text(encoding="utf-8").splitlines(keepends=True)
+        first, last = 0, len(lines)
+        if self.symbol:
+            try:
+                node = find_symbol(ast.parse("".join(lines)), self.symbol)
+            except CourseError as error:
+                raise CourseError(f"{here}: in {self.module}, {error}") from error
+            decorators = getattr(node, "decorator_list", [])
+            first, last = min(each.lineno for each in (node, *decorators)) - 1, node.end_lineno or 0
+        text = "".join(lines[first:last])
         if (count := text.count(self.find)) != 1:
-            raise CourseError(f"{self.phase.folder}/wrong.toml, {self.story!r}: `find` matches {count} times, not once")
-        return text.replace(self.find, self.replace)
+            raise CourseError(f"{here}: `find` matches {count} times, not once")
+        return "".join((*lines[:first], text.replace(self.find, self.replace), *lines[last:]))
 
 
 def load_wrong(workspace: Workspace, phase: Phase) -> tuple[Wrong, ...]:
@@ -59,12 +73,13 @@ def load_wrong(workspace: Workspace, phase: Phase) -> tuple[Wrong, ...]:
     root = Entry(read_toml(file), str(file))
     found = []
     for entry in root.entries("wrong"):
-        module, task = entry.text("module"), phase.task(entry.integer("caught_by", at_least=1))
+        module, _, symbol = entry.text("in").partition(":")
+        task = phase.task(entry.integer("caught_by", at_least=1))
         if module not in phase.files:
             raise CourseError(f"{file}: {module} is not a module of phase {phase.number}")
         texts = [entry.text(key, r"(?s).*") for key in ("find", "replace", "story")]
         shows = entry.texts("shows") if "shows" in entry.data else ()
-        found.append(Wrong(phase, module, texts[0], texts[1], task.number, texts[2], shows))
+        found.append(Wrong(phase, module, symbol, texts[0], texts[1], task.number, texts[2], shows))
         entry.done()
     root.done()
     return tuple(found)

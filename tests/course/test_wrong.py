@@ -13,7 +13,7 @@ from minicache_course.wrong import grade_wrong, load_wrong
 
 WRONG = """
 [[wrong]]
-module = "minicache.palette"
+in = "minicache.palette:color"
 find = "def color("
 replace = "def colour("
 caught_by = 1
@@ -40,3 +40,19 @@ def test_an_entry_that_is_not_understood_is_refused(toys: Toys, line: str) -> No
     (toys.tests / "wrong.toml").write_text(f"{WRONG}{line}\n", encoding="utf-8")
     with pytest.raises(CourseError, match=line.split()[0]):
         load_wrong(toys.workspace, toys.phase)
+
+
+@pytest.mark.parametrize(
+    ("place", "find", "said"),
+    [
+        ("minicache.palette:colour", "def", r"'spells it as at home': in minicache\.palette, there is no colour"),
+        ("minicache.palette:color", "def shade(", "`find` matches 0 times, not once"),  # it is elsewhere in the module
+        ("minicache.palette", "def ", r"`find` matches \d+ times, not once"),
+    ],
+)
+def test_a_mistake_that_is_not_in_its_place_is_refused(toys: Toys, place: str, find: str, said: str) -> None:
+    entry = WRONG.replace("minicache.palette:color", place).replace("def color(", find)
+    (toys.tests / "wrong.toml").write_text(entry, encoding="utf-8")
+    (wrong,) = load_wrong(toys.workspace, toys.phase)
+    with pytest.raises(CourseError, match=said):
+        wrong.source()

@@ -212,6 +212,8 @@ def _carry_over(root: Path, old: Mapping[str, str]) -> list[Change]:
         replace_file(root / target, renamed.encode("utf-8", errors="surrogateescape"))
         if target != name:
             (root / name).unlink()
+            with contextlib.suppress(OSError):
+                (root / name).parent.rmdir()  # unless it has something
         what = f"moved here from {name}" if target != name else "kept with your changes"
         changes.append(Change(target, f"{what}, its imports brought up to date; as it was: {kept}/{name}"))
         carried[before] = fingerprint(root / target)

@@ -229,7 +229,7 @@ def test_a_file_whose_module_has_moved_is_carried_over_with_what_it_has_passed(
         "from minicache.serving.http.streaming import STREAM  # mine",
         course[new].decode(),
     ]
-    assert not Path(old).exists()
+    assert not Path(old).parent.exists()
     assert changes[0].what.startswith(f"moved here from {old}, its imports brought up to date; as it was: ")
     assert Path(changes[0].what.split("as it was: ")[1]).read_text() == mine
     carried = Progress.load(open_workspace(Path.cwd())).tasks["10.1"]

@@ -66,6 +66,8 @@ class Scheduler(ABC):
     """
 
     Options: ClassVar[type] = SchedulerOptions
+    host_pool: BlockPool | None = None
+    prefix_caching = False
     first_come = True
     chunks_prompts = False
 
@@ -90,8 +92,6 @@ class Scheduler(ABC):
         self.running: list[Request] = []
         self.token_budget = max_num_batched_tokens
         self.outstanding: SchedulerOutput | None = None
-        self.host_pool: BlockPool | None = None
-        self.prefix_caching = False
         self._requests: dict[RequestId, Request] = {}  # all unfinished ones: those of `waiting` and `running`
         self._num_added = 0  # requests registered so far: the next one's arrival_index
 

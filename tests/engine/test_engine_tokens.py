@@ -33,7 +33,7 @@ def expected(prompts, alone):
 
 @grid(
     {
-        "scheduler": SCHEDULERS,
+        "scheduler": list(SCHEDULERS),
         "cache,block_size": [("paged", 1), ("paged", 3), ("paged", 16), ("dense", 16)],
         "max_num_seqs": [3, 64],
     }

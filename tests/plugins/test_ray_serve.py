@@ -25,7 +25,7 @@ import httpx
 import psutil
 import pytest
 
-from minicache.serving.replica.messages import EngineOptions
+from minicache.engine.options import ReplicaOptions
 from minicache_cli.fleet import make_api
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_installed")]
@@ -258,7 +258,7 @@ def test_the_policy_of_the_router_is_the_fleets(monkeypatch: pytest.MonkeyPatch)
 
     configured = ray_serve.RequestRouterConfig
     monkeypatch.setattr(ray_serve, "RequestRouterConfig", config)
-    ray_serve.application(ray_serve.FleetOptions(EngineOptions(), policy="power_of_two"), make_api)
+    ray_serve.application(ray_serve.FleetOptions(ReplicaOptions(), policy="power_of_two"), make_api)
     router = object.__new__(given["request_router_class"])
     router.initialize_state(**given["request_router_kwargs"])
     assert type(router.policy) is type(create_router("power_of_two"))

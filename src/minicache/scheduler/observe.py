@@ -51,8 +51,8 @@ class ObservedScheduler(Scheduler):
         self.scheduler = scheduler
         self.observers = observers
         # The class has these, so __getattr__ is not called for them.
-        self.first_come = scheduler.first_come
-        self.chunks_prompts = scheduler.chunks_prompts
+        self.host_pool, self.prefix_caching = scheduler.host_pool, scheduler.prefix_caching
+        self.first_come, self.chunks_prompts = scheduler.first_come, scheduler.chunks_prompts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["scheduler"], name)

@@ -52,10 +52,10 @@ cd "$checkout"
 .venv/bin/pip --quiet --disable-pip-version-check --python "$folder/engine" install --no-deps "$folder"/minicache-*.whl
 engine_packages=${site_packages/"$folder/venv"/"$folder/engine"}
 rm -r "$engine_packages"/minicache_{course,teach,cli}
-.venv/bin/python -m scripts.link_requirements "$engine_packages" torch numpy safetensors
+.venv/bin/python -m scripts.link_requirements "$engine_packages" torch numpy safetensors rich
 cd "$folder"
 "$folder/engine/bin/python" -c 'from minicache import LLM; print(LLM().generate(["Yesterday I"])[0].text)' ||
-  fail "the engine needs the course, its command line, or a package that is not torch, numpy or safetensors"
+  fail "the engine needs the course, its command line, or a package that is not torch, numpy, safetensors or rich"
 
 echo "Taking the course"
 cd "$checkout"

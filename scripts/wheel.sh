@@ -54,7 +54,7 @@ engine_packages=${site_packages/"$folder/venv"/"$folder/engine"}
 rm -r "$engine_packages"/minicache_{course,teach,cli}
 .venv/bin/python -m scripts.link_requirements "$engine_packages" torch numpy safetensors rich
 cd "$folder"
-"$folder/engine/bin/python" -c 'from minicache import LLM; print(LLM().generate(["Yesterday I"])[0].text)' ||
+"$folder/engine/bin/python" -c 'from minicache import LLM, SamplingParams; print(LLM().generate(["Yesterday I"], SamplingParams())[0].text)' ||
   fail "the engine needs the course, its command line, or a package that is not torch, numpy, safetensors or rich"
 
 echo "Taking the course"

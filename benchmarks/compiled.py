@@ -123,9 +123,16 @@ def print_rows(launch: Launch) -> None:
     try:
         found = rows(launch)
     except Exception as error:  # the next launch may tell more
-        found = [{"launcher": launch.launcher, "architecture": f"sm_{launch.architecture}", "error": repr(error)}]
+        found = [{"launcher": launch.launcher, "architecture": f"sm_{launch.architecture}", "error": reason(error)}]
     for each in found:
         print(json.dumps(each), flush=True)
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong first, in a line: Triton's own message quotes the whole kernel above it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
 
 
 def by_architecture(found: Iterable[Row]) -> dict[str, list[Row]]:

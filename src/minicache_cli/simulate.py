@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from minicache.simulator.machine import Machine
     from minicache.simulator.report import RequestTimes, ServingReport
     from minicache.simulator.traffic import Traffic
-    from minicache.trace import TraceStep
 
 app = typer.Typer()
 
@@ -194,24 +193,17 @@ def _serve(
     from minicache.simulator.serving import ServingSimulation
     from minicache.trace import to_json
 
-    with ExitStack() as stack:
-        sink: Callable[[TraceStep], object] | None = None
-        if run.trace is not None:
-            lines = stack.enter_context(run.trace.open("w", encoding="utf-8"))
-
-            def sink(step: TraceStep) -> object:
-                return lines.write(to_json(step) + "\n")
-
-        tell = stack.enter_context(progress(console, "Serving", traffic.count))
+    with nullcontext() if run.trace is None else run.trace.open("w", encoding="utf-8") as lines:
         simulation = ServingSimulation(
             scheduler,
             machine.cost,
             traffic,
             observers=[Auditor()] if run.audit else [],
-            trace=sink,
+            trace=None if lines is None else lambda step: lines.write(to_json(step) + "\n"),
             skip_quiet=not mine,  # a learner's scheduler is called at every step
         )
-        return simulation.run(tell)
+        with progress(console, "Serving", traffic.count) as tell:
+            return simulation.run(tell)
 
 
 def _serve_by_fleet(

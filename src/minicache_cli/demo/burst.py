@@ -247,6 +247,7 @@ def _plot(figure: Figure, runs: dict[str, Run]) -> None:
         axes.set_title(f"{stage} batching: {len(run.steps)} steps", loc="left")
         axes.set_ylabel("request")
         axes.invert_yaxis()
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.grid(visible=False, axis="y")
     panels[-1].set_xlabel("step")
     labels = [Patch(color=color(role), label=PALETTE[role].meaning) for role in GLYPHS]

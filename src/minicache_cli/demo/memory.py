@@ -42,14 +42,14 @@ class Run:
     """All requests decoded over one kind of cache, step by step.
 
     Attributes:
-        reserved: bytes reserved, from start to end.
         token_ids: the new tokens of each request.
+        reserved: bytes reserved, from start to end.
         taken: bytes of these that a request has for itself, after each step.
         used: bytes of these that hold a token of a request still running.
     """
 
-    reserved: int
-    token_ids: list[list[int]] = field(default_factory=list)
+    token_ids: list[list[int]]
+    reserved: int = 0
     taken: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
 
@@ -69,13 +69,13 @@ def show(
     prompts, config = [tokenizer.encode(text) for text in texts], model.config
     sizes = (config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim)
     caches = [KVCache(*sizes) for _ in prompts]
-    dense = Run(reserved=sum(cache.nbytes for cache in caches))
-    _decode_all(model, tokenizer, prompts, max_seq_len, caches, dense, console)
+    dense = _decode_all(model, tokenizer, prompts, caches, console)
+    dense.reserved = sum(cache.nbytes for cache in caches)
     pool = BlockPool(_most_blocks_at_once(prompts, dense.token_ids), BLOCK_SIZE)
     storage = PagedStorage(pool, config.num_layers, config.num_kv_heads, config.head_dim)
     caches = [PagedKVCache(*sizes, storage=storage) for _ in prompts]
-    paged = Run(reserved=storage.nbytes)
-    _decode_all(model, tokenizer, prompts, max_seq_len, caches, paged, console)
+    paged = _decode_all(model, tokenizer, prompts, caches, console)
+    paged.reserved = storage.nbytes
     for text, expected, got in zip(texts, dense.token_ids, paged.token_ids, strict=True):
         if expected != got:
             raise MinicacheError(f"{text!r}: the paged cache changed the tokens. That is a bug: please report it.")
@@ -101,21 +101,15 @@ def _most_blocks_at_once(prompts: list[list[int]], token_ids: list[list[int]]) -
 
 
 def _decode_all(
-    model: MiniGPT,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    max_seq_len: int,
-    caches: Sequence[KVCache],
-    run: Run,
-    console: Console,
-) -> None:
-    """One token of every unfinished request a step, until all have ended; `run` gets tokens, and bytes at each step."""
+    model: MiniGPT, tokenizer: Tokenizer, prompts: list[list[int]], caches: Sequence[KVCache], console: Console
+) -> Run:
+    """One token of every unfinished request a step, until all have ended: their tokens, and bytes at each step."""
     import torch
 
     from minicache.engine.decoding import decode
     from minicache.engine.picking import sampler
 
-    run.token_ids = [[] for _ in prompts]
+    run, max_seq_len = Run([[] for _ in prompts]), caches[0].max_seq_len
     running = {
         index: decode(model, torch.tensor([ids]), max_seq_len - len(ids), cache=cache, pick=sampler(1.0, seed=index))
         for index, (ids, cache) in enumerate(zip(prompts, caches, strict=True))
@@ -132,6 +126,7 @@ def _decode_all(
             break
         run.taken.append(sum(cache.nbytes for cache in caches))
         run.used.append(sum(cache.nbytes_used for cache in caches))
+    return run
 
 
 def verdict(saving: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from minicache_cli.labs import Mine, labs_on_ray, use_labs
 from minicache_cli.listening import Host
 from minicache_cli.options import asked, usage_errors, with_options
 from minicache_cli.show import facts
+from minicache_cli.simulate import PolicyName
 
 if TYPE_CHECKING:
     from minicache.serving.replica.fleet import FleetClient
@@ -27,9 +28,7 @@ class Fleet:
     """How many engines there are, which gets a request, and where one asks."""
 
     replicas: int = asked(2, "Number of engine processes (the minimum).", "N", min=1)
-    policy: Literal["round_robin", "power_of_two", "prefix_affinity"] = asked(
-        "prefix_affinity", "Router: round_robin, power_of_two or prefix_affinity.", "POLICY"
-    )
+    policy: PolicyName = asked("prefix_affinity", "Router: round_robin, power_of_two or prefix_affinity.", "POLICY")
     max_replicas: int | None = asked(None, "Maximum number of replicas; default: no scaling.", "N", min=1)
     target_unfinished: float = asked(
         8.0, "Target number of unfinished requests per replica, for scaling.", "X", min=0.0

@@ -53,7 +53,7 @@ def needing_extra(doing: str) -> Iterator[None]:
 
 @contextmanager
 def logged(logs: Logs, logger: logging.Logger) -> Iterator[None]:
-    """Logs go to stderr. Why it does not serve is told as a command does, or in a log that programs read."""
+    """Logs go to stderr. Why it does not serve is an error of the command, or a line of a log for programs."""
     from minicache.serving.http.logs import logging_to_stderr
 
     with logging_to_stderr(logs.log_level, logs.log_format):
@@ -89,7 +89,7 @@ def url_of(listener: socket.socket, port: int, scheme: str = "http") -> str:
 
 
 def run(server: Server, listener: socket.socket) -> None:
-    """Serve until it is told to stop."""
+    """Serve until SIGTERM or Ctrl-C."""
     server.run(sockets=[listener])
     if server.start_error is not None:
         raise server.start_error

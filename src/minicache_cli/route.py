@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -14,6 +14,7 @@ from minicache_cli.labs import Mine, use_labs
 from minicache_cli.listening import Host, Logs, Port, bind, logged, needing_extra, run, url_of
 from minicache_cli.options import asked, with_options
 from minicache_cli.show import facts
+from minicache_cli.simulate import PolicyName
 
 app = typer.Typer()
 
@@ -25,9 +26,7 @@ class Routing:
     """The workers, which of them gets a request, and where one asks."""
 
     workers: list[str] | None = asked(None, "URLs of the servers to route to.", "URL")
-    policy: Literal["round_robin", "power_of_two", "prefix_affinity"] = asked(
-        "prefix_affinity", "round_robin, power_of_two or prefix_affinity.", "POLICY"
-    )
+    policy: PolicyName = asked("prefix_affinity", "round_robin, power_of_two or prefix_affinity.", "POLICY")
     mine: Mine = False
     host: Host = "127.0.0.1"
     port: Port = 8100

@@ -52,7 +52,7 @@ class FleetReport(Report):
     """What came of a fleet's run. The counts of tokens are of finished requests, as their clients got them.
 
     Attributes:
-        num_given_up: requests that ended early, as too many replicas died over them.
+        num_given_up: requests that finished early, as too many replicas died over them.
         num_resent: how often a request was sent again, as its replica had died.
         num_moved: prompts that were computed on one replica and moved to another.
         hit_rate: the part of the tokens of admitted requests that a prefix cache had, 0 … 1. What was moved to it

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from minicache.engine.options import ReplicaOptions
 from minicache_cli.folders import make_folder
 from minicache_cli.help import Group
+from minicache_cli.options import asked, usage_errors, with_options
+from minicache_cli.show import REPORT, digits, facts, figures, latencies, save_json, show_files
 from minicache_cli.simulate import WorkloadName
 
 if TYPE_CHECKING:
@@ -41,8 +42,46 @@ FILES_BESIDE = 64
 UNCUT = 10**9
 """Tokens: longer than any request."""
 
-PREDICTION = "Prediction"
-"""The heading in --help of the options that only --predict looks at."""
+PREDICTION = "Prediction: how the server was started"
+"""The heading in --help of the options that only --predict looks at: those of `minicache serve`."""
+OF_THE_SERVER = ("scheduler", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "prefix_caching")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the server is sent, and what is kept of its answers."""
+
+    url: str = asked("http://127.0.0.1:8000", "URL of the server.")
+    model: str | None = asked(None, "Model name; default: the first in /v1/models.")
+    num_requests: int = asked(100, "Requests.", min=1)
+    rate: float | None = asked(None, "Requests per second, Poisson; inf: all at once, the default without a workload.")
+    seed: int = asked(0, "The same seed makes the same load.")
+    workload: WorkloadName | None = asked(
+        None,
+        "Lengths and bursts of a published workload, scaled down to the model's context: sharegpt, alpaca, azure-code "
+        "or azure-conversation.",
+        "WORKLOAD",
+    )
+    num_prompt_tokens: int | None = asked(
+        None, f"Tokens per prompt; default: {NUM_PROMPT_TOKENS}. Not with a workload.", min=1
+    )
+    num_output_tokens: int | None = asked(
+        None, f"Tokens per answer; default: {NUM_OUTPUT_TOKENS}. Not with a workload.", min=1
+    )
+    num_shared_tokens: int = asked(
+        0, "Length of a prefix that all prompts share, for a server with a prefix cache.", min=0
+    )
+    vocab_size: int | None = asked(
+        None, "Send random token ids below this; default: random words of MiniGPT's vocabulary, as text.", min=2
+    )
+    max_model_len: int | None = asked(None, "Maximum tokens of a request; default: from /v1/models.", min=2)
+    api_key: str | None = asked(None, "API key, sent as a bearer token.", envvar="OPENAI_API_KEY")
+    timeout: float = asked(600.0, "Timeout of a request in seconds.")
+    max_in_flight: int | None = asked(None, "Maximum concurrent requests; default: no limit (open loop).", min=1)
+    out: Path | None = asked(None, "Folder for report.json and the plots.")
+    json: bool = asked(False, "Print the report as JSON instead of tables.")
+    predict: bool = asked(False, "Compare with a simulation of the same load, for `minicache serve` with MiniGPT.")
+    calibration: Path = asked(Path("out/calibration.json"), "File written by `minicache calibrate`.", panel=PREDICTION)
 
 
 @app.callback()
@@ -51,82 +90,8 @@ def bench() -> None:
 
 
 @app.command()
-def serve(
-    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Model name; default: the first in /v1/models.")] = None,
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests.")] = 100,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Requests per second, Poisson; inf: all at once, the default without a workload."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same load.")] = 0,
-    workload: Annotated[
-        WorkloadName | None,
-        typer.Option(
-            metavar="WORKLOAD",
-            help="Lengths and bursts of a published workload, scaled down to the model's context: sharegpt, alpaca, "
-            "azure-code or azure-conversation.",
-        ),
-    ] = None,
-    num_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens per prompt; default: {NUM_PROMPT_TOKENS}. Not with a workload.")
-    ] = None,
-    num_output_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens per answer; default: {NUM_OUTPUT_TOKENS}. Not with a workload.")
-    ] = None,
-    num_shared_tokens: Annotated[
-        int, typer.Option(min=0, help="Length of a prefix that all prompts share, for a server with a prefix cache.")
-    ] = 0,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Send random token ids below this; default: random words of MiniGPT's vocabulary, as text."
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Maximum tokens of a request; default: from /v1/models.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Timeout of a request in seconds.")] = 600.0,
-    max_in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Maximum concurrent requests; default: no limit (open loop).")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.json and the plots.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
-    with_prediction: Annotated[
-        bool,
-        typer.Option(
-            "--predict", help="Compare with a simulation of the same load, for `minicache serve` with MiniGPT."
-        ),
-    ] = False,
-    calibration: Annotated[
-        Path, typer.Option(help="File written by `minicache calibrate`.", rich_help_panel=PREDICTION)
-    ] = Path("out/calibration.json"),
-    scheduler: Annotated[
-        str,
-        typer.Option(
-            metavar="STAGE",
-            help="The server's scheduler: static, continuous, paged, fair or chunked.",
-            rich_help_panel=PREDICTION,
-        ),
-    ] = "chunked",
-    num_blocks: Annotated[
-        int | None, typer.Option(help="Number of cache blocks; default: the engine's.", rich_help_panel=PREDICTION)
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=PREDICTION)] = 16,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Batch slots: maximum running requests.", rich_help_panel=PREDICTION)
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Token budget of a step.", rich_help_panel=PREDICTION)
-    ] = 8192,
-    no_prefix_caching: Annotated[
-        bool,
-        typer.Option("--no-prefix-caching", help="The server has no prefix cache.", rich_help_panel=PREDICTION),
-    ] = False,
-) -> None:
+@with_options(ReplicaOptions, "serve", OF_THE_SERVER, PREDICTION)
+def serve(wanted: Wanted, **server: Any) -> None:
     """Send requests in an open loop, and report latencies and throughput.
 
     Each request streams its answer from POST /v1/completions, on a separate
@@ -134,63 +99,54 @@ def serve(
     from when it was sent; the delay of sending is reported too. Ctrl-C ends
     the run and reports the answers so far.
     """
-    from minicache.scheduler import has_option
     from minicache.serving.load import Endpoint, LoadReport, LoadRun, fetch_model, make_requests, predict, reach
     from minicache.simulator.costs import HostCost
 
-    console = Console(highlight=False, stderr=as_json)
-    with _usage_errors():
-        endpoint = Endpoint.parse(url, api_key)
-        if workload is not None and (num_prompt_tokens or num_output_tokens):
+    console = Console(highlight=False, stderr=wanted.json)
+    with usage_errors():
+        endpoint = Endpoint.parse(wanted.url, wanted.api_key)
+        if wanted.workload is not None and (wanted.num_prompt_tokens or wanted.num_output_tokens):
             raise ValueError("a workload has its own lengths: leave out --num-prompt-tokens and --num-output-tokens")
-        cost = HostCost.load(calibration) if with_prediction else None
-        if out is not None:
-            make_folder(out)
+        cost = HostCost.load(wanted.calibration) if wanted.predict else None
+        if wanted.out is not None:
+            make_folder(wanted.out)
     endpoint = asyncio.run(reach(endpoint))
-    if model is None or (max_model_len is None and (workload is not None or with_prediction)):
-        first, longest = asyncio.run(fetch_model(endpoint))
-        model, max_model_len = model or first, max_model_len or longest
-    with _usage_errors():
-        if workload is None:
-            load = _fixed(num_requests, rate, num_prompt_tokens, num_output_tokens, seed, num_shared_tokens)
-        else:
-            load = _published(workload, max_model_len, num_requests, rate, seed, num_shared_tokens)
+    model, longest = wanted.model, wanted.max_model_len
+    if model is None or (longest is None and (wanted.workload is not None or wanted.predict)):
+        first, of_model = asyncio.run(fetch_model(endpoint))
+        model, longest = model or first, longest or of_model
+    with usage_errors():
+        load = _fixed(wanted) if wanted.workload is None else _published(wanted, wanted.workload, longest)
         requests = make_requests(
-            load.arrivals, model=model, vocab_size=vocab_size, num_shared=num_shared_tokens, seed=seed
+            load.arrivals,
+            model=model,
+            vocab_size=wanted.vocab_size,
+            num_shared=wanted.num_shared_tokens,
+            seed=wanted.seed,
         )
-        if cost is not None:
-            chosen = _scheduler(
-                scheduler,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                prefix_caching=not no_prefix_caching and has_option(scheduler, "prefix_caching"),
-            )
-        run = LoadRun(endpoint, requests, timeout=timeout, max_in_flight=max_in_flight)
-    title = f"{num_requests:,} × {load.name} · {model} · {url}"
-    was_stopped = _run(run, num_requests, console)
-    report = LoadReport.of(run, num_requests)
+        scheduler = None if cost is None else _scheduler(max_model_len=longest, **server)
+        run = LoadRun(endpoint, requests, timeout=wanted.timeout, max_in_flight=wanted.max_in_flight)
+    was_stopped = _run(run, wanted.num_requests, console)
+    report = LoadReport.of(run, wanted.num_requests)
     report.notes.extend(load.notes)
     predicted = None
     if was_stopped:
         report.notes.append("The run was stopped: all numbers lack the requests that would have taken longest.")
-    elif cost is not None:
-        predicted = predict(requests, chosen, cost)
-        report.notes.extend(_differences(report, predicted, max_in_flight))
-    told = _told(report, predicted, {"url": url, "model": model, "load": load.name, "seed": seed})
-    if as_json:
+    elif cost is not None and scheduler is not None:
+        predicted = predict(requests, scheduler, cost)
+        report.notes.extend(_differences(report, predicted, wanted.max_in_flight))
+    title = f"{wanted.num_requests:,} × {load.name} · {model} · {wanted.url}"
+    told = _told(report, predicted, {"url": wanted.url, "model": model, "load": load.name, "seed": wanted.seed})
+    if wanted.json:
         typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
     else:
         _show(report, predicted, title, console)
-    if out is not None:
+    if wanted.out is not None:
         from minicache.serving.load.plots import save_plots
 
-        file = out / "report.json"
-        file.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        for saved in (file, *save_plots(report, predicted, title, out)):
-            console.print(f"[bold]{escape(str(saved))}[/]", soft_wrap=True)
+        file = wanted.out / "report.json"
+        save_json(told, file)
+        show_files(console, (file, *save_plots(report, predicted, title, wanted.out)))
     if not report.num_ok:
         raise typer.Exit(1)
 
@@ -213,26 +169,23 @@ class Load:
     notes: list[str]
 
 
-def _fixed(
-    count: int, rate: float | None, num_prompt: int | None, num_output: int | None, seed: int, num_shared: int
-) -> Load:
+def _fixed(wanted: Wanted) -> Load:
     """Requests of one length; a prompt that is not asked for is as long as the default behind what is shared."""
     from minicache.serving.load import fixed_arrivals
 
-    rate = math.inf if rate is None else rate
-    num_prompt = num_prompt or num_shared + NUM_PROMPT_TOKENS
-    num_output = num_output or NUM_OUTPUT_TOKENS
-    arrivals = fixed_arrivals(count, rate, num_prompt, num_output, seed)
+    rate = math.inf if wanted.rate is None else wanted.rate
+    num_prompt = wanted.num_prompt_tokens or wanted.num_shared_tokens + NUM_PROMPT_TOKENS
+    num_output = wanted.num_output_tokens or NUM_OUTPUT_TOKENS
+    arrivals = fixed_arrivals(wanted.num_requests, rate, num_prompt, num_output, wanted.seed)
     return Load(f"{num_prompt} + {num_output} tokens {_pace(rate)}", arrivals, [])
 
 
-def _published(
-    name: WorkloadName, max_model_len: int | None, count: int, rate: float | None, seed: int, num_shared: int
-) -> Load:
+def _published(wanted: Wanted, name: WorkloadName, max_model_len: int | None) -> Load:
     """Requests of a published workload, made to fit the model; what had to be cut is noted."""
     from minicache.serving.load import fit_workload, workload_arrivals
     from minicache.simulator import workload
 
+    rate, num_shared = wanted.rate, wanted.num_shared_tokens
     if max_model_len is None:
         raise ValueError("the server does not report its model's context length: set --max-model-len")
     if num_shared + 2 > max_model_len:
@@ -247,8 +200,10 @@ def _published(
             f"{published.name} is for {published.max_model_len:,} tokens: all lengths are multiplied by "
             f"{room / published.max_model_len:.3g}, to fit {room:,}."
         )
-    arrivals = workload_arrivals(replace(fitting, max_model_len=limit), count, rate, seed, num_shared)
-    uncut = workload_arrivals(replace(fitting, max_model_len=UNCUT), count, rate, seed, num_shared)
+    arrivals, uncut = (
+        workload_arrivals(replace(fitting, max_model_len=most), wanted.num_requests, rate, wanted.seed, num_shared)
+        for most in (limit, UNCUT)
+    )
     if num_cut := sum(cut != whole for cut, whole in zip(arrivals, uncut, strict=True)):
         notes.append(f"{num_cut:,} requests were cut to {limit:,} tokens.")
     return Load(f"{published.name} {_pace(published.rate if rate is None else rate)}", arrivals, notes)
@@ -258,27 +213,19 @@ def _pace(rate: float) -> str:
     return "at once" if rate == math.inf else f"at {rate:g}/s"
 
 
-def _scheduler(name: str, *, num_blocks: int | None, max_model_len: int | None, **options: Any) -> Scheduler:
+def _scheduler(*, max_model_len: int | None, **options: Any) -> Scheduler:
     """The server's scheduler, with as many blocks as `minicache serve` gives MiniGPT by default."""
-    from minicache.scheduler import create_scheduler
+    from minicache.scheduler import create_scheduler, has_option
 
-    if num_blocks is None:
+    options["prefix_caching"] &= has_option(options["scheduler"], "prefix_caching")
+    if options["num_blocks"] is None:
         from minicache.engine.kv import default_num_blocks
         from minicache.model import load_minigpt
 
         model = load_minigpt()
         longest = max_model_len or model.config.max_seq_len
-        num_blocks = default_num_blocks(model, options["block_size"], options["max_num_seqs"], longest)
-    return create_scheduler(name, num_blocks=num_blocks, max_model_len=max_model_len, **options)
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Report errors caused by the options as usage errors, in one line."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+        options["num_blocks"] = default_num_blocks(model, options["block_size"], options["max_num_seqs"], longest)
+    return create_scheduler(options.pop("scheduler"), max_model_len=max_model_len, **options)
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -357,7 +304,14 @@ def _told(report: LoadReport, predicted: ServingReport | None, settings: dict[st
 
 def _show(report: LoadReport, predicted: ServingReport | None, title: str, console: Console) -> None:
     """The tables."""
-    console.print(_latencies(report, title))
+    felt = {
+        "time to first token, ms": report.ttft,
+        "time per output token, ms": report.tpot,
+        "inter-token latency, ms": report.itl,
+        "end-to-end latency, ms": report.latency,
+        "sent later than planned, ms": report.lag,
+    }
+    console.print(latencies(title, [(name, summary, 1e3) for name, summary in felt.items()]))
     console.print(_totals(report))
     if predicted is not None:
         console.print(_comparison(report, predicted))
@@ -367,51 +321,26 @@ def _show(report: LoadReport, predicted: ServingReport | None, title: str, conso
         console.print(f"[yellow]Note:[/] {escape(note)}", soft_wrap=True)
 
 
-def _latencies(report: LoadReport, title: str) -> Table:
-    """What the senders felt."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-    for heading in ("", "mean", "p50", "p90", "p99", "max"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, summary in (
-        ("time to first token, ms", report.ttft),
-        ("time per output token, ms", report.tpot),
-        ("inter-token latency, ms", report.itl),
-        ("end-to-end latency, ms", report.latency),
-        ("sent later than planned, ms", report.lag),
-    ):
-        told = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
-        table.add_row(name, *[_digits(1e3 * value) for value in told])
-    return table
-
-
-def _digits(value: float) -> str:
-    """Three digits, and never a power of ten: 0.0412, 41.2, 8,990."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.0f}"
-
-
 def _totals(report: LoadReport) -> Table:
     """What was sent, and what came back."""
-    table = Table(box=None, show_header=False)
     refused = f"{report.num_refused:,}"
     if report.retry_after.max:
         refused += f" (Retry-After {report.retry_after.p50:g} s median)"
     sent = f"{report.num_sent:,} of {report.num_requests:,}" + (
         f", {report.num_unfinished:,} cut off" if report.num_unfinished else ""
     )
-    for name, value in (
-        ("sent", sent),
-        ("answered", f"{report.num_ok:,}"),
-        ("refused", refused),
-        ("failed / timed out", f"{report.num_failed:,} / {report.num_timed_out:,}"),
-        ("throughput", f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"),
-        (
-            "tokens",
-            f"{report.num_prompt_tokens:,} in, {report.num_output_tokens:,} out, in {report.num_events:,} events",
-        ),
-        ("time", f"{report.seconds:,.1f} s, {report.cpu_share:.0%} of a core for this client"),
-    ):
-        table.add_row(name, value)
-    return table
+    tokens = f"{report.num_prompt_tokens:,} in, {report.num_output_tokens:,} out, in {report.num_events:,} events"
+    return facts(
+        [
+            ("sent", sent),
+            ("answered", f"{report.num_ok:,}"),
+            ("refused", refused),
+            ("failed / timed out", f"{report.num_failed:,} / {report.num_timed_out:,}"),
+            ("throughput", f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"),
+            ("tokens", tokens),
+            ("time", f"{report.seconds:,.1f} s, {report.cpu_share:.0%} of a core for this client"),
+        ]
+    )
 
 
 def _comparison(report: LoadReport, predicted: ServingReport) -> Table:
@@ -425,12 +354,11 @@ def _comparison(report: LoadReport, predicted: ServingReport) -> Table:
         "requests_per_second": ("requests/s", 1.0),
         "tokens_per_second": ("tokens/s", 1.0),
     }
-    table = Table(title="The simulator's prediction", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-    for heading in ("", " ", "measured", "predicted", "prediction error"):
-        table.add_column(heading, justify="right" if heading.strip() else "left")
+    headings = ("", " ", "measured", "predicted", "prediction error")
+    table = figures(*headings, title="The simulator's prediction", **REPORT)
     for each in compare(report, predicted):
         name, scale = names[each.metric]
         off = f"{each.error:+.1%}" if each.measured else "–"
         shown = name if each.statistic in ("mean", "") else ""
-        table.add_row(shown, each.statistic, _digits(scale * each.measured), _digits(scale * each.predicted), off)
+        table.add_row(shown, each.statistic, digits(scale * each.measured), digits(scale * each.predicted), off)
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from minicache.engine.llm import LLM
-    from minicache.request import Request
     from minicache.scheduler import Scheduler, SchedulerOutput
     from minicache.simulator.costs import HostCost, StepLoad
 
@@ -96,6 +96,7 @@ def measure(rounds: int, console: Console) -> list[Measurement]:
     """
     from minicache.engine.llm import LLM
     from minicache.scheduler.observe import Observer
+    from minicache.simulator.costs import StepLoad
 
     class Loads(Observer):
         """Notes what the next step will compute."""
@@ -103,7 +104,8 @@ def measure(rounds: int, console: Console) -> list[Measurement]:
         latest: StepLoad
 
         def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-            self.latest = _load(output.scheduled, list(output.num_scheduled_tokens.values()))
+            batch = zip(output.num_scheduled_tokens.values(), output.scheduled, strict=True)
+            self.latest = StepLoad.of((num_new, request.num_computed_tokens) for num_new, request in batch)
 
     loads = Loads()
     engine = LLM(
@@ -113,11 +115,10 @@ def measure(rounds: int, console: Console) -> list[Measurement]:
         observers=[loads],
     )
     bursts = [(batch, prompt) for batch in BATCHES for prompt in PROMPTS]
-    times: dict[tuple[int, int], list[list[float]]] = {burst: [] for burst in bursts}
+    times: defaultdict[tuple[int, int], list[list[float]]] = defaultdict(list)
     seen: dict[tuple[int, int], list[StepLoad]] = {}
-    _serve(engine, 4, 24)  # the first steps of a process are slower
-    jobs = [burst for _ in range(rounds) for burst in bursts]
-    for burst in track(jobs, description="Measuring", console=console, transient=True):
+    warm_up = (3, 24)  # the first steps of a process are slower: none of the bursts
+    for burst in track([warm_up, *bursts * rounds], description="Measuring", console=console, transient=True):
         _add(engine, *burst)
         seconds, seen[burst] = [], []
         while engine.has_unfinished:
@@ -133,12 +134,6 @@ def measure(rounds: int, console: Console) -> list[Measurement]:
     ]
 
 
-def _load(scheduled: Sequence[Request], num_new: Sequence[int]) -> StepLoad:
-    from minicache.simulator.costs import StepLoad
-
-    return StepLoad.of((new, request.num_computed_tokens) for request, new in zip(scheduled, num_new, strict=True))
-
-
 def _add(engine: LLM, batch: int, prompt: int) -> None:
     """Give the engine a burst of requests with random prompts of about that length, always the same ones."""
     from minicache.engine.sampling import SamplingParams
@@ -148,12 +143,6 @@ def _add(engine: LLM, batch: int, prompt: int) -> None:
     for _ in range(batch):
         length = rng.randint(prompt // 2, prompt * 3 // 2)
         engine.add_request([rng.randrange(vocab_size) for _ in range(length)], params)
-
-
-def _serve(engine: LLM, batch: int, prompt: int) -> None:
-    _add(engine, batch, prompt)
-    while engine.has_unfinished:
-        engine.step()
 
 
 def fit(measurements: Sequence[Measurement], per_swapped_token: float) -> HostCost:

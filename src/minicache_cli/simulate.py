@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from minicache.engine.options import EngineOptions, KVCacheDType
 from minicache.palette import color
 from minicache.plots import save_plot
 from minicache_cli.folders import make_folder
 from minicache_cli.labs import Mine, use_labs
-from minicache_cli.options import engine_options
+from minicache_cli.options import asked, usage_errors, with_options
+from minicache_cli.show import facts, latencies, progress, save_json, show_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from minicache.simulator.machine import Machine
     from minicache.simulator.report import RequestTimes, ServingReport
     from minicache.simulator.traffic import Traffic
-    from minicache.trace import TraceStep
 
 app = typer.Typer()
 
@@ -45,150 +42,106 @@ NUM_POINTS = 5000
 """The most requests that a plot shows one by one."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """What is simulated, and what is kept of it."""
+
+    workload: WorkloadName = asked(
+        "sharegpt",
+        "Lengths and arrivals: sharegpt, alpaca, azure-code or azure-conversation; or prompts with tokens: chats or "
+        "system-prompt.",
+        "WORKLOAD",
+    )
+    rate: float | None = asked(None, "Requests per second; default: the workload's own.")
+    count: int = asked(1000, "Number of requests.", "N", min=1)
+    seed: int = asked(0, "The same seed gives the same requests.")
+    scheduler: str = asked(
+        "fair",
+        "Scheduler: static, continuous, paged, fair or chunked; or with contiguous memory: orca-max, orca-pow2 or "
+        "orca-oracle.",
+        "STAGE",
+    )
+    model: ModelName | None = asked(
+        None, "A published model: opt-13b, llama-3-8b, llama-3-70b, qwen3-8b or qwen3-32b; default: opt-13b.", "MODEL"
+    )
+    accelerator: AcceleratorName | None = asked(
+        None, "Accelerator: a100-40gb, a100-80gb, h100, h200, l4 or laptop-cpu; default: a100-40gb.", "NAME"
+    )
+    host: Path | None = asked(None, "File written by `minicache calibrate`: simulate MiniGPT on that machine instead.")
+    replicas: int | None = asked(None, "Simulate a fleet of N such servers behind a router.", "N", min=1)
+    policy: PolicyName | None = asked(
+        None, "Router: round_robin, power_of_two or prefix_affinity (the default).", "POLICY"
+    )
+    out: Path | None = asked(None, "Folder for report.json and the plots.")
+    trace: Path | None = asked(None, "File for the trace, JSON lines, one per step.")
+    audit: bool = asked(False, "Check the scheduler's invariants after every step.")
+
+
 @app.command()
-@engine_options(EngineOptions, "simulate")
-def simulate(
-    workload: Annotated[
-        WorkloadName,
-        typer.Option(
-            metavar="WORKLOAD",
-            help="Lengths and arrivals: sharegpt, alpaca, azure-code or azure-conversation; or prompts with "
-            "tokens: chats or system-prompt.",
-        ),
-    ] = "sharegpt",
-    rate: Annotated[float | None, typer.Option(help="Requests per second; default: the workload's own.")] = None,
-    count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of requests.")] = 1000,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
-    scheduler: Annotated[
-        str,
-        typer.Option(
-            metavar="STAGE",
-            help="Scheduler: static, continuous, paged, fair or chunked; or with contiguous memory: "
-            "orca-max, orca-pow2 or orca-oracle.",
-        ),
-    ] = "fair",
-    model: Annotated[
-        ModelName | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A published model: opt-13b, llama-3-8b, llama-3-70b, qwen3-8b or qwen3-32b; default: opt-13b.",
-        ),
-    ] = None,
-    accelerator: Annotated[
-        AcceleratorName | None,
-        typer.Option(
-            metavar="NAME",
-            help="Accelerator: a100-40gb, a100-80gb, h100, h200, l4 or laptop-cpu; default: a100-40gb.",
-        ),
-    ] = None,
-    host: Annotated[
-        Path | None,
-        typer.Option(help="File written by `minicache calibrate`: simulate MiniGPT on that machine instead."),
-    ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Simulate a fleet of N such servers behind a router.")
-    ] = None,
-    policy: Annotated[
-        PolicyName | None,
-        typer.Option(metavar="POLICY", help="Router: round_robin, power_of_two or prefix_affinity (the default)."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.json and the plots.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="File for the trace, JSON lines, one per step.")] = None,
-    audit: Annotated[bool, typer.Option("--audit", help="Check the scheduler's invariants after every step.")] = False,
-    mine: Mine = False,
-    **engine: Any,
-) -> None:
+@with_options(EngineOptions, "simulate")
+def simulate(run: Run, mine: Mine = False, **engine: Any) -> None:
     """Serve a workload in simulated time: latencies, throughput, batch and memory use of a simulated server."""
     console = Console(highlight=False)
     if mine:
         use_labs(console)
     from minicache.scheduler import has_option  # a learner's file may take its place until now
+    from minicache.simulator.traffic import Traffic, usual_rate
 
-    with _usage_errors():
-        traffic = _traffic(workload, rate, count, seed)
+    with usage_errors():
+        rate = usual_rate(run.workload) if run.rate is None else run.rate
+        traffic = Traffic(run.workload, rate, run.count, run.seed)
         kv_cache_dtype = engine.pop("kv_cache_dtype")
-        machine = _machine(model, accelerator, host, engine["num_blocks"], engine["block_size"], kv_cache_dtype)
+        machine = _machine(run, engine["num_blocks"], engine["block_size"], kv_cache_dtype)
         engine["num_blocks"], engine["max_model_len"] = machine.num_blocks, traffic.max_model_len
         if engine["max_num_batched_tokens"] is None:
             engine["max_num_batched_tokens"] = max(8192, traffic.max_model_len)
         if engine["num_host_blocks"] is None:
             engine["num_host_blocks"] = machine.num_blocks if engine["preemption"] == "swap" else 0
-        engine["prefix_caching"] &= traffic.has_tokens and has_option(scheduler, "prefix_caching")
-        make_scheduler = partial(_scheduler, scheduler, **engine)
-        _require_one_kind(replicas, policy, trace, audit)
-        if out is not None:
-            make_folder(out)
+        engine["prefix_caching"] &= traffic.has_tokens and has_option(run.scheduler, "prefix_caching")
+        make_scheduler = partial(_scheduler, run.scheduler, **engine)
+        _require_one_kind(run)
+        if run.out is not None:
+            make_folder(run.out)
         report: ServingReport | FleetReport
-        if replicas is None:
-            report = _run(make_scheduler(), machine, traffic, trace, audit, mine, console)
+        if run.replicas is None:
+            policy = None
+            report = _serve(run, make_scheduler(), machine, traffic, mine, console)
             refusal = f". The first: {report.refusal}"
         else:
-            policy = policy or "prefix_affinity"
-            report = _run_fleet(make_scheduler, machine, traffic, replicas, policy, console)
+            policy = run.policy or "prefix_affinity"
+            report = _serve_by_fleet(run.replicas, policy, make_scheduler, machine, traffic, console)
             refusal = ": they were too large for a replica"
-        if report.num_refused == count:
-            raise ValueError(f"all {count:,} requests were refused{refusal}")
-    fleet = "" if replicas is None else f" · {replicas} replicas, {policy}"
-    title = f"{count:,} × {traffic.title} at {traffic.rate:g}/s · {scheduler} · {machine.name}{fleet}"
-    console.print(_latencies(report, title))
-    console.print(_totals(report))
+        if report.num_refused == run.count:
+            raise ValueError(f"all {run.count:,} requests were refused{refusal}")
+    fleet = "" if policy is None else f" · {run.replicas} replicas, {policy}"
+    title = f"{run.count:,} × {traffic.title} at {rate:g}/s · {run.scheduler} · {machine.name}{fleet}"
+    _show(report, title, console)
     if report.num_refused:
         console.print(f"{report.num_refused:,} requests were refused{refusal}", soft_wrap=True)
-    if out is not None:
-        settings = {
-            "workload": workload,
-            "rate": traffic.rate,
-            "count": count,
-            "seed": seed,
-            "scheduler": scheduler,
-            "machine": machine.name,
-            "kv_cache_dtype": kv_cache_dtype,
-            **engine,
-            "replicas": replicas,
-            "policy": policy,
-        }
-        for file in _save(report, settings, title, out):
-            console.print(f"[bold]{file}[/]", soft_wrap=True)
+    if run.out is not None:
+        settings = {name: getattr(run, name) for name in ("workload", "count", "seed", "scheduler", "replicas")}
+        settings |= {"rate": rate, "machine": machine.name, "kv_cache_dtype": kv_cache_dtype, "policy": policy}
+        file = run.out / "report.json"
+        save_json({"settings": settings | engine, "report": report.to_json()}, file)
+        show_files(console, (file, *_save_plots(report, title, run.out)))
 
 
 # --- what was asked for ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """An error that the options lead to is reported as one of usage, in one line."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _traffic(name: WorkloadName, rate: float | None, count: int, seed: int) -> Traffic:
-    from minicache.simulator.traffic import Traffic, usual_rate
-
-    return Traffic(name, usual_rate(name) if rate is None else rate, count, seed)
-
-
-def _require_one_kind(replicas: int | None, policy: str | None, trace: Path | None, audit: bool) -> None:
+def _require_one_kind(run: Run) -> None:
     """Refuse options of a fleet for one server, and of one server for a fleet.
 
     Raises:
         ValueError: there is one.
     """
-    if replicas is None and policy is not None:
+    if run.replicas is None and run.policy is not None:
         raise ValueError("--policy needs --replicas")
-    if replicas is not None and (trace is not None or audit):
+    if run.replicas is not None and (run.trace is not None or run.audit):
         raise ValueError("--trace and --audit need a single server: leave out --replicas")
 
 
-def _machine(
-    model: ModelName | None,
-    accelerator: AcceleratorName | None,
-    host: Path | None,
-    num_blocks: int | None,
-    block_size: int,
-    kv_cache_dtype: KVCacheDType | None,
-) -> Machine:
+def _machine(run: Run, num_blocks: int | None, block_size: int, kv_cache_dtype: KVCacheDType | None) -> Machine:
     """What serves: a published model on a published accelerator, or this course's engine on a calibrated host.
 
     Raises:
@@ -198,19 +151,19 @@ def _machine(
     from minicache.simulator.costs import HostCost
     from minicache.simulator.machine import Machine, published_machine
 
-    if host is None:
+    if run.host is None:
         return published_machine(
-            model or "opt-13b",
-            accelerator or "a100-40gb",
+            run.model or "opt-13b",
+            run.accelerator or "a100-40gb",
             num_blocks=num_blocks,
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
         )
-    if model or accelerator:
+    if run.model or run.accelerator:
         raise ValueError("--host sets machine and model: leave out --model and --accelerator")
     if kv_cache_dtype is not None:
         raise ValueError("--host was measured without quantization: leave out --kv-cache-dtype")
-    calibrated = HostCost.load(host)
+    calibrated = HostCost.load(run.host)
     num_blocks = HOST_BLOCKS if num_blocks is None else num_blocks
     return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks)
 
@@ -224,58 +177,41 @@ def _scheduler(name: str, **options: Any) -> Scheduler:
     if not name.startswith("orca-"):
         return create_scheduler(name, **options)
     require_paged_options(options["preemption"], options["num_host_blocks"], options["watermark"])
-    return OrcaScheduler(
-        name.removeprefix("orca-"),
-        num_slots=options["num_blocks"] * options["block_size"],
-        max_model_len=options["max_model_len"],
-        max_num_seqs=options["max_num_seqs"],
-        max_num_batched_tokens=options["max_num_batched_tokens"],
-    )
+    limits = {limit: options[limit] for limit in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
+    num_slots = options["num_blocks"] * options["block_size"]
+    return OrcaScheduler(name.removeprefix("orca-"), num_slots=num_slots, **limits)
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def _run(
-    scheduler: Scheduler,
-    machine: Machine,
-    traffic: Traffic,
-    trace: Path | None,
-    audit: bool,
-    mine: bool,
-    console: Console,
+def _serve(
+    run: Run, scheduler: Scheduler, machine: Machine, traffic: Traffic, mine: bool, console: Console
 ) -> ServingReport:
     """Serve all requests, with a progress bar; the trace is written as it grows."""
     from minicache.scheduler.audit import Auditor
     from minicache.simulator.serving import ServingSimulation
     from minicache.trace import to_json
 
-    with ExitStack() as stack:
-        sink: Callable[[TraceStep], object] | None = None
-        if trace is not None:
-            lines = stack.enter_context(trace.open("w", encoding="utf-8"))
-
-            def sink(step: TraceStep) -> object:
-                return lines.write(to_json(step) + "\n")
-
-        tell = stack.enter_context(_progress(console, traffic.count))
+    with nullcontext() if run.trace is None else run.trace.open("w", encoding="utf-8") as lines:
         simulation = ServingSimulation(
             scheduler,
             machine.cost,
             traffic,
-            observers=[Auditor()] if audit else [],
-            trace=sink,
+            observers=[Auditor()] if run.audit else [],
+            trace=None if lines is None else lambda step: lines.write(to_json(step) + "\n"),
             skip_quiet=not mine,  # a learner's scheduler is called at every step
         )
-        return simulation.run(tell)
+        with progress(console, "Serving", traffic.count) as tell:
+            return simulation.run(tell)
 
 
-def _run_fleet(
+def _serve_by_fleet(
+    num_replicas: int,
+    policy: PolicyName,
     make_scheduler: Callable[[], Scheduler],
     machine: Machine,
     traffic: Traffic,
-    num_replicas: int,
-    policy: PolicyName,
     console: Console,
 ) -> FleetReport:
     """Serve all requests with a fleet, with a progress bar."""
@@ -284,98 +220,53 @@ def _run_fleet(
 
     router = create_router(policy, seed=traffic.seed, capacity_blocks=machine.num_blocks)
     simulation = FleetSimulation(router, make_scheduler, machine.cost, traffic, num_replicas=num_replicas)
-    with _progress(console, traffic.count) as tell:
+    with progress(console, "Serving", traffic.count) as tell:
         return simulation.run(tell)
 
 
-@contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar, and what moves it."""
-    columns = (TextColumn("Serving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("Serving", total=total)
-        yield lambda num_done: bar.update(task, completed=num_done)
+# --- what came of it ------------------------------------------------------------------------------------------------
 
 
-def _latencies(report: ServingReport | FleetReport, title: str) -> Table:
-    """The latencies of the requests."""
+def _show(report: ServingReport | FleetReport, title: str, console: Console) -> None:
+    """The latencies of the requests, and what the server, or the fleet, did."""
     from minicache.simulator.report import ServingReport
 
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-    for heading in ("", "mean", "p50", "p90", "p99", "max"):
-        table.add_column(heading, justify="right" if heading else "left")
-    rows = [
+    felt = [
         ("time to first token, s", report.ttft, 1.0),
         ("time per output token, ms", report.tpot, 1e3),
         ("end-to-end latency, s", report.latency, 1.0),
     ]
-    if isinstance(report, ServingReport):
-        rows.insert(2, ("normalised latency, ms/token", report.normalized_latency, 1e3))
-    for name, summary, scale in rows:
-        told = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
-        table.add_row(name, *[_digits(value * scale) for value in told])
-    return table
-
-
-def _digits(value: float) -> str:
-    """Three digits, and never a power of ten: 0.0412, 41.2, 8,990."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _totals(report: ServingReport | FleetReport) -> Table:
-    """What the server, or the fleet, did."""
-    from minicache.simulator.report import ServingReport
-
-    table = Table(box=None, show_header=False)
     done = f"{report.num_finished:,} / {report.num_refused:,} / {report.num_outgrown:,}"
-    rows = _of_server(report) if isinstance(report, ServingReport) else _of_fleet(report)
-    for name, value in (("finished / refused / outgrown", done), *rows):
-        table.add_row(name, value)
-    return table
+    rates = f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"
+    rows = [("finished / refused / outgrown", done), ("throughput", rates)]
+    if isinstance(report, ServingReport):
+        felt.insert(2, ("normalised latency, ms/token", report.normalized_latency, 1e3))
+        rows += [
+            ("batch size, mean / max", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
+            ("memory in use, mean / max", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
+            ("preemptions", f"{report.num_preemptions:,}"),
+            ("tokens recomputed", f"{report.num_recomputed_tokens:,}"),
+            ("blocks swapped", f"{report.num_swapped_blocks:,}"),
+            ("makespan", f"{report.makespan:,.1f} s in {report.num_steps:,} steps"),
+        ]
+    else:
+        sent = sorted(each.num_sent for each in report.replicas)
+        busy = sum(each.busy_seconds for each in report.replicas) / (report.replica_seconds or 1.0)
+        rows += [
+            ("prompt tokens found in a prefix cache", f"{report.hit_rate:.1%}"),
+            ("requests per replica, min / max", f"{sent[0]:,} / {sent[-1]:,}"),
+            ("replicas busy, mean", f"{busy:.1%}"),
+            ("makespan", f"{report.makespan:,.1f} s, {report.replica_seconds / 3600:.3g} replica-hours"),
+        ]
+    console.print(latencies(title, felt))
+    console.print(facts(rows))
 
 
-def _of_server(report: ServingReport) -> tuple[tuple[str, str], ...]:
-    throughput = f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"
-    return (
-        ("throughput", throughput),
-        ("batch size, mean / max", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
-        ("memory in use, mean / max", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
-        ("preemptions", f"{report.num_preemptions:,}"),
-        ("tokens recomputed", f"{report.num_recomputed_tokens:,}"),
-        ("blocks swapped", f"{report.num_swapped_blocks:,}"),
-        ("makespan", f"{report.makespan:,.1f} s in {report.num_steps:,} steps"),
-    )
-
-
-def _of_fleet(report: FleetReport) -> tuple[tuple[str, str], ...]:
-    seconds = report.makespan or 1.0
-    sent = sorted(each.num_sent for each in report.replicas)
-    busy = sum(each.busy_seconds for each in report.replicas) / (report.replica_seconds or 1.0)
-    rates = f"{report.num_finished / seconds:.3g} requests/s, {report.num_output_tokens / seconds:,.0f} tokens/s"
-    return (
-        ("throughput", rates),
-        ("prompt tokens found in a prefix cache", f"{report.hit_rate:.1%}"),
-        ("requests per replica, min / max", f"{sent[0]:,} / {sent[-1]:,}"),
-        ("replicas busy, mean", f"{busy:.1%}"),
-        ("makespan", f"{report.makespan:,.1f} s, {report.replica_seconds / 3600:.3g} replica-hours"),
-    )
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-def _save(report: ServingReport | FleetReport, settings: dict[str, Any], title: str, out: Path) -> list[Path]:
-    """Write the report and its plots into `out`.
-
-    Returns:
-        The files.
-    """
+def _save_plots(report: ServingReport | FleetReport, title: str, out: Path) -> list[Path]:
+    """Draw the report into `out`. The files."""
     from minicache.simulator.report import ServingReport
 
-    files = [out / "report.json"]
-    told = {"settings": settings, "report": report.to_json()}
-    files[0].write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    plots = {
+    plots: dict[str, Callable[[Figure], None]] = {
         "latency": partial(_latency, times=report.times),
         "distributions": partial(_distributions, times=report.times),
     }
@@ -384,9 +275,8 @@ def _save(report: ServingReport | FleetReport, settings: dict[str, Any], title: 
     else:
         plots["replicas"] = partial(_by_replica, report=report)
     for name, paint in plots.items():
-        files.append(out / f"{name}.png")
-        save_plot(paint, title, files[-1])
-    return files
+        save_plot(paint, title, out / f"{name}.png")
+    return [out / f"{name}.png" for name in plots]
 
 
 def _latency(figure: Figure, times: RequestTimes) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from minicache.palette import color
 from minicache.plots import save_plot
 from minicache_cli.folders import make_folder
 from minicache_cli.labs import Mine, labs_on_ray, use_labs
+from minicache_cli.options import asked, usage_errors, with_options
+from minicache_cli.show import REPORT, progress, show_files
 from minicache_cli.simulate import AcceleratorName, ModelName, WorkloadName
 
 if TYPE_CHECKING:
@@ -44,7 +44,43 @@ MARKERS = "osD^v"
 """Lines of a plot take their colors from the first, and when those are used up, the next marker."""
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The values of which every combination is run."""
+
+    rates: str = asked("1,2,4,8", "Requests per second to the whole fleet.", "R,R")
+    policies: str = asked(
+        "round_robin,power_of_two,prefix_affinity",
+        "Routers, of round_robin, power_of_two, prefix_affinity; default: all.",
+        "P,P",
+        show_default=False,
+    )
+    schedulers: str = asked("chunked", "Schedulers, of static, continuous, paged, fair, chunked.", "S,S")
+    sizes: str = asked("2,4", "Numbers of replicas; 1: a server without a router.", "N,N")
+    seeds: str = asked("0", "Seeds; one run each, and the table shows their mean.", "S,S")
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all runs have in common: fields of `minicache.simulator.sweep.Point`."""
+
+    workload: WorkloadName = asked(
+        "chats", "chats, system-prompt; or lengths alone: sharegpt, alpaca, azure-code, azure-conversation.", "WORKLOAD"
+    )
+    count: int = asked(1000, "Requests per run.", "N", min=1)
+    model: ModelName = asked("llama-3-8b", "The model, as for `minicache simulate`.", "MODEL")
+    accelerator: AcceleratorName = asked(
+        "a100-40gb", "Each replica's accelerator, as for `minicache simulate`.", "NAME"
+    )
+    num_blocks: int | None = asked(None, "Cache blocks per replica; default: as many as fit.", "N", min=1)
+    max_num_seqs: int = asked(64, "Batch slots per replica.", "N", min=1)
+    max_num_batched_tokens: int | None = asked(
+        None, "Token budget of a step; default: 2048, or the longest whole prompt.", "N", min=1
+    )
+
+
 @app.command()
+@with_options()
 def sweep(
     out: Annotated[
         Path,
@@ -52,46 +88,8 @@ def sweep(
             metavar="FOLDER", help=f"Where {RESULTS} and {PLOT} are written; an interrupted sweep resumes there."
         ),
     ],
-    rates: Annotated[str, typer.Option(metavar="R,R", help="Requests per second to the whole fleet.")] = "1,2,4,8",
-    policies: Annotated[
-        str,
-        typer.Option(
-            metavar="P,P",
-            help="Routers, of round_robin, power_of_two, prefix_affinity; default: all.",
-            show_default=False,
-        ),
-    ] = "round_robin,power_of_two,prefix_affinity",
-    schedulers: Annotated[
-        str, typer.Option(metavar="S,S", help="Schedulers, of static, continuous, paged, fair, chunked.")
-    ] = "chunked",
-    sizes: Annotated[
-        str, typer.Option(metavar="N,N", help="Numbers of replicas; 1: a server without a router.")
-    ] = "2,4",
-    seeds: Annotated[
-        str, typer.Option(metavar="S,S", help="Seeds; one run each, and the table shows their mean.")
-    ] = "0",
-    workload: Annotated[
-        WorkloadName,
-        typer.Option(
-            metavar="WORKLOAD",
-            help="chats, system-prompt; or lengths alone: sharegpt, alpaca, azure-code, azure-conversation.",
-        ),
-    ] = "chats",
-    count: Annotated[int, typer.Option(metavar="N", min=1, help="Requests per run.")] = 1000,
-    model: Annotated[
-        ModelName, typer.Option(metavar="MODEL", help="The model, as for `minicache simulate`.")
-    ] = "llama-3-8b",
-    accelerator: Annotated[
-        AcceleratorName, typer.Option(metavar="NAME", help="Each replica's accelerator, as for `minicache simulate`.")
-    ] = "a100-40gb",
-    num_blocks: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Cache blocks per replica; default: as many as fit.")
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Batch slots per replica.")] = 64,
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Token budget of a step; default: 2048, or the longest whole prompt."),
-    ] = None,
+    varied: Grid,
+    common: Common,
     jobs: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Number of processes; default: one per processor.")
     ] = None,
@@ -110,50 +108,39 @@ def sweep(
     from minicache.simulator.sweep import Point, ResultsFile, grid
 
     jobs = jobs or os.cpu_count() or 1
-    try:
-        base = Point(
-            workload=workload,
-            count=count,
-            model=model,
-            accelerator=accelerator,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            code=_fingerprint(mine),
-        )
+    with usage_errors():
         points = grid(
-            base,
-            _values("--rates", rates, float),
-            _values("--policies", policies, str),
-            _values("--schedulers", schedulers, str),
-            _values("--sizes", sizes, int),
-            _values("--seeds", seeds, int),
+            Point(**asdict(common), code=_fingerprint(mine)),
+            _values("--rates", varied.rates, float),
+            _values("--policies", varied.policies, str),
+            _values("--schedulers", varied.schedulers, str),
+            _values("--sizes", varied.sizes, int),
+            _values("--seeds", varied.seeds, int),
         )
         for point in points:
             point.check()
-    except (ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error)) from error
     make_folder(out)
     with ResultsFile(out / RESULTS) as results:
         missing = [point for point in points if point not in results]
-        if len(missing) < len(points):
-            kept = len(points) - len(missing)
-            console.print(f"{kept} of {len(points)} runs are in {out / RESULTS} already", style="dim", soft_wrap=True)
+        num_done = len(points) - len(missing)
+        if num_done:
+            told = f"{num_done} of {len(points)} runs are in {out / RESULTS} already"
+            console.print(told, style="dim", soft_wrap=True)
         try:
-            with _progress(console, len(points), len(points) - len(missing)) as advance:
-                for point, result in _run(missing, jobs, ray, mine):
+            with progress(console, "Simulating", len(points), num_done) as tell:
+                for number, (point, result) in enumerate(_run(missing, jobs, ray, mine), start=num_done + 1):
                     results.add(point, result)
-                    advance()
+                    tell(number)
         except KeyboardInterrupt:
             kept = sum(point in results for point in points)
             console.print(f"Stopped: {kept} of {len(points)} runs are kept. Run the same command to resume.")
             raise typer.Exit(130) from None
         found = [(point, results[point]) for point in points]
-    console.print(_table(found, f"{count:,} × {workload} · {model} on {accelerator}"))
-    title = f"{count:,} × {workload}, {model} on {accelerator}: a simulated fleet"
+    what = f"{common.count:,} × {common.workload}"
+    console.print(_table(found, f"{what} · {common.model} on {common.accelerator}"))
+    title = f"{what}, {common.model} on {common.accelerator}: a simulated fleet"
     save_plot(partial(_plot, found=found), title, out / PLOT)
-    for name in (RESULTS, PLOT):
-        console.print(f"[bold]{out / name}[/]", soft_wrap=True)
+    show_files(console, (out / RESULTS, out / PLOT))
 
 
 # --- what was asked for ---------------------------------------------------------------------------------------------
@@ -213,14 +200,6 @@ def _use_finished_labs() -> None:
     install_finished_labs()
 
 
-@contextmanager
-def _progress(console: Console, total: int, done: int) -> Iterator[Callable[[], None]]:
-    columns = (TextColumn("Simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("Simulating", total=total, completed=done)
-        yield lambda: bar.advance(task)
-
-
 # --- what came of them ----------------------------------------------------------------------------------------------
 
 
@@ -236,8 +215,8 @@ def _means(found: Sequence[tuple[Point, Result]]) -> dict[tuple[int, str, str, f
 
 
 def _table(found: Sequence[tuple[Point, Result]], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, collapse_padding=True)
     metrics = [each for each in METRICS if each[0] != "num_refused" or any(result[each[0]] for _, result in found)]
+    table = Table(title=title, collapse_padding=True, **REPORT)
     table.add_column("replicas", justify="right")
     table.add_column("policy", no_wrap=True)
     table.add_column("scheduler", no_wrap=True)

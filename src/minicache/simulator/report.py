@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 NUM_SAMPLES: Final = 512
@@ -91,65 +91,63 @@ class RequestTimes:
 
 
 @dataclass(slots=True)
-class Series:
-    """The server's state over time, as at most `NUM_SAMPLES` samples, evenly spread over however long it runs.
+class Samples:
+    """A state over time, as at most `NUM_SAMPLES` samples, evenly spread over however long it takes.
 
     Attributes:
         seconds: between two samples, or a little more: a sample is taken when a step ends.
         time: of the samples.
+    """
+
+    seconds: float = 0.1
+    time: list[float] = field(default_factory=list)
+
+    def add(self, time: float, *state: float) -> float:
+        """Take a sample: a value for each field of the state, in their order.
+
+        Returns:
+            When the next one is due.
+        """
+        columns = [getattr(self, each.name) for each in fields(self)[1:]]
+        for column, value in zip(columns, (time, *state), strict=True):
+            column.append(value)
+        if len(self.time) > NUM_SAMPLES:
+            self.seconds *= 2
+            for column in columns:
+                del column[1::2]
+        return time + self.seconds
+
+
+@dataclass(slots=True)
+class Series(Samples):
+    """The server's state over time.
+
+    Attributes:
         num_running: requests in the batch.
         num_waiting: requests in the waiting queue.
         memory: the part of the blocks that are in use, 0 … 1.
     """
 
-    seconds: float = 0.1
-    time: list[float] = field(default_factory=list)
     num_running: list[int] = field(default_factory=list)
     num_waiting: list[int] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
 
-    def add(self, time: float, num_running: int, num_waiting: int, memory: float) -> float:
-        """Take a sample.
 
-        Returns:
-            When the next one is due.
-        """
-        self.time.append(time)
-        self.num_running.append(num_running)
-        self.num_waiting.append(num_waiting)
-        self.memory.append(memory)
-        if len(self.time) > NUM_SAMPLES:
-            self.seconds *= 2
-            for column in (self.time, self.num_running, self.num_waiting, self.memory):
-                del column[1::2]
-        return time + self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class ServingReport:
-    """What came of a run. Times are in seconds of the server's clock, which starts at 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What came of a run, of a server or a fleet. Times are in seconds of its clock, which starts at 0.
 
     Attributes:
-        num_requests: that arrived: finished + refused + outgrown.
+        num_requests: that arrived: those of the next three, and in a fleet those that it has given up.
         num_finished: that got all of their tokens.
         num_refused: that were too large, and turned away at once.
         num_outgrown: that finished early, for the whole memory was too small for one of them (FINISHED_CAPACITY).
-        refusal: the message of the first refusal; None if there was none.
         num_prompt_tokens: of the requests that were not refused.
         num_output_tokens: that were generated.
-        num_recomputed_tokens: that were computed a second time, after a preemption.
-        num_preemptions: how often a request lost its place in the batch.
-        num_swapped_blocks: that were copied to the host or back.
-        num_steps: that the model took.
         makespan: when the last request finished.
-        busy_seconds: during which a step ran.
-        ttft: time to first token.
+        ttft: time to first token, from the arrival.
         tpot: time per output token after the first, by request.
-        normalized_latency: end-to-end latency over output tokens, by request.
         latency: end to end.
-        mean_batch_size, max_batch_size: requests in a step; the mean is over the busy time.
-        mean_memory, max_memory: the part of the blocks that were in use, 0 … 1; the mean is over the busy time.
-        series: batch, waiting queue and memory over time.
         times: what the summaries are made of, request by request. Not in `to_json`.
     """
 
@@ -157,24 +155,12 @@ class ServingReport:
     num_finished: int
     num_refused: int
     num_outgrown: int
-    refusal: str | None
     num_prompt_tokens: int
     num_output_tokens: int
-    num_recomputed_tokens: int
-    num_preemptions: int
-    num_swapped_blocks: int
-    num_steps: int
     makespan: float
-    busy_seconds: float
     ttft: Summary
     tpot: Summary
-    normalized_latency: Summary
     latency: Summary
-    mean_batch_size: float
-    max_batch_size: int
-    mean_memory: float
-    max_memory: float
-    series: Series
     times: RequestTimes
 
     @property
@@ -189,7 +175,37 @@ class ServingReport:
 
     def to_json(self) -> dict[str, Any]:
         """All but `times`, as `json.dump` takes it."""
-        told = {name: getattr(self, name) for name in self.__slots__ if name != "times"}
-        for name in ("ttft", "tpot", "normalized_latency", "latency", "series"):
-            told[name] = asdict(told[name])
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "times"}
+        told = {name: asdict(value) if isinstance(value, Summary | Samples) else value for name, value in told.items()}
         return told | {"requests_per_second": self.requests_per_second, "tokens_per_second": self.tokens_per_second}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingReport(Report):
+    """What came of a server's run.
+
+    Attributes:
+        refusal: the message of the first refusal; None if there was none.
+        num_recomputed_tokens: that were computed a second time, after a preemption.
+        num_preemptions: how often a request lost its place in the batch.
+        num_swapped_blocks: that were copied to the host or back.
+        num_steps: that the model took.
+        busy_seconds: during which a step ran.
+        normalized_latency: end-to-end latency over output tokens, by request.
+        mean_batch_size, max_batch_size: requests in a step; the mean is over the busy time.
+        mean_memory, max_memory: the part of the blocks that were in use, 0 … 1; the mean is over the busy time.
+        series: batch, waiting queue and memory over time.
+    """
+
+    refusal: str | None
+    num_recomputed_tokens: int
+    num_preemptions: int
+    num_swapped_blocks: int
+    num_steps: int
+    busy_seconds: float
+    normalized_latency: Summary
+    mean_batch_size: float
+    max_batch_size: int
+    mean_memory: float
+    max_memory: float
+    series: Series

@@ -7,8 +7,9 @@ seconds. Given, not built; used from phase 6 on. Pure standard library.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from minicache.errors import InvariantError, RequestTooLargeError
 from minicache.request import Request, RequestId
@@ -28,7 +29,66 @@ FEWEST_QUIET_STEPS: Final = 4
 """To find out how long a stretch is takes as long as scheduling two or three steps."""
 
 
-class ServingSimulation:
+class Simulation(ABC):
+    """What a simulated server and a simulated fleet have in common: a clock, and an account of the requests.
+
+    Args:
+        arrivals: in the order of their times; read one at a time.
+
+    Attributes:
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, arrivals: Iterable[Arrival | Request]) -> None:
+        self.now = 0.0
+        self._coming = in_order(arrivals)
+        self._times = RequestTimes()
+        self._next_sample = 0.0
+        self._num_refused = self._num_outgrown = self._num_given_up = 0
+        self._num_prompt_tokens = self._num_output_tokens = 0
+
+    @property
+    def num_done(self) -> int:
+        """Requests that have finished, for any reason, or were refused."""
+        return len(self._times) + self._num_refused + self._num_outgrown + self._num_given_up
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Let happen what happens next. False if there is nothing left to do."""
+
+    def _run(self, progress: Callable[[int], object] | None) -> None:
+        """Step until the end; `progress` is called now and then, and at the end, with `num_done`."""
+        told = 0
+        while self.step():
+            if progress is not None and self.num_done >= told + TELL_EVERY:
+                told = self.num_done
+                progress(told)
+        if progress is not None:
+            progress(self.num_done)
+
+    def _finished(self, request: Request, first_token: float, num_output: int) -> None:
+        """A request has all of its tokens now."""
+        arrival = request.arrival_time
+        self._times.add(arrival, first_token - arrival, self.now - arrival, num_output)
+
+    def _account_of_requests(self) -> dict[str, Any]:
+        """The fields of a `Report`, but for the number of requests."""
+        times = self._times
+        return {
+            "num_finished": len(times),
+            "num_refused": self._num_refused,
+            "num_outgrown": self._num_outgrown,
+            "num_prompt_tokens": self._num_prompt_tokens,
+            "num_output_tokens": self._num_output_tokens,
+            "makespan": self.now,
+            "ttft": Summary.of(times.first_token),
+            "tpot": Summary.of(times.per_output_token()),
+            "latency": Summary.of(times.latency),
+            "times": times,
+        }
+
+
+class ServingSimulation(Simulation):
     """One run of one workload on one scheduler. Call `run()` once; or `step()` until it is False, then `report()`.
 
     A step begins as soon as the one before is over and there is anything to do; every request that has arrived by then
@@ -49,7 +109,6 @@ class ServingSimulation:
 
     Attributes:
         scheduler: as given, observed.
-        now: the clock, in seconds.
     """
 
     def __init__(
@@ -63,10 +122,9 @@ class ServingSimulation:
         skip_quiet: bool = False,
     ) -> None:
         recorders = () if trace is None else (Recorder(trace, clock=lambda: self.now),)
+        super().__init__(arrivals)
         self.scheduler = observe(scheduler, *observers, *recorders)
-        self.now = 0.0
         self._cost = cost
-        self._coming = in_order(arrivals)
         self._next = next(self._coming, None)
         self._unfinished: dict[RequestId, Request] = {}
         self._first_token: dict[RequestId, float] = {}  # when it was generated, of unfinished requests
@@ -75,12 +133,8 @@ class ServingSimulation:
         self._look_again = 0  # the number of steps before which there is no stretch worth skipping
         self._is_quiet = False  # the next step may be quiet: no request can be admitted in it
         self._num_cached = -1  # what the batch has in the cache; below 0: not known, it has to be counted
-        self._times = RequestTimes()
         self._series = Series()
-        self._next_sample = 0.0
         self._refusal: str | None = None
-        self._num_refused = self._num_outgrown = 0
-        self._num_prompt_tokens = self._num_output_tokens = 0
         self._num_computed = self._num_computed_once = 0
         self._num_preemptions = self._num_swapped_blocks = 0
         self._num_steps = self._max_batch = self._max_blocks = 0
@@ -97,19 +151,8 @@ class ServingSimulation:
             InvariantError: the scheduler schedules nothing although requests are unfinished.
             ValueError: an arrival is earlier than the one before.
         """
-        told = 0
-        while self.step():
-            if progress is not None and self.num_done >= told + TELL_EVERY:
-                told = self.num_done
-                progress(told)
-        if progress is not None:
-            progress(self.num_done)
+        self._run(progress)
         return self.report()
-
-    @property
-    def num_done(self) -> int:
-        """Requests that have finished, for any reason, or were refused."""
-        return len(self._times) + self._num_refused + self._num_outgrown
 
     @property
     def busy_seconds(self) -> float:
@@ -170,31 +213,22 @@ class ServingSimulation:
 
     def report(self) -> ServingReport:
         """The results so far."""
-        times, num_blocks, busy = self._times, self.scheduler.pool.num_blocks, self._busy or 1.0
+        num_blocks, busy = self.scheduler.pool.num_blocks, self._busy or 1.0
         return ServingReport(
             num_requests=self.num_done + len(self._unfinished),
-            num_finished=len(times),
-            num_refused=self._num_refused,
-            num_outgrown=self._num_outgrown,
             refusal=self._refusal,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
             num_recomputed_tokens=self._num_computed - self._num_computed_once,
             num_preemptions=self._num_preemptions,
             num_swapped_blocks=self._num_swapped_blocks,
             num_steps=self._num_steps,
-            makespan=self.now,
             busy_seconds=self._busy,
-            ttft=Summary.of(times.first_token),
-            tpot=Summary.of(times.per_output_token()),
-            normalized_latency=Summary.of(times.normalized()),
-            latency=Summary.of(times.latency),
+            normalized_latency=Summary.of(self._times.normalized()),
             mean_batch_size=self._batch_seconds / busy,
             max_batch_size=self._max_batch,
             mean_memory=self._block_seconds / busy / num_blocks,
             max_memory=self._max_blocks / num_blocks,
             series=self._series,
-            times=times,
+            **self._account_of_requests(),
         )
 
     def _skip(self) -> bool:
@@ -304,8 +338,7 @@ class ServingSimulation:
         if outgrown:
             self._num_outgrown += 1
         else:
-            arrival = request.arrival_time
-            self._times.add(arrival, first_token - arrival, self.now - arrival, num_output)
+            self._finished(request, first_token, num_output)
 
 
 def in_order(arrivals: Iterable[Arrival | Request]) -> Iterator[Request]:

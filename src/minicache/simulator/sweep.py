@@ -121,7 +121,7 @@ class Point:
             "tpot_p99": report.tpot.p99,
             "latency_p99": report.latency.p99,
             "makespan": report.makespan,
-            "requests_per_second": report.num_finished / report.makespan if report.makespan else 0.0,
+            "requests_per_second": report.requests_per_second,
             "replica_hours": report.replica_seconds / 3600,
         }
 

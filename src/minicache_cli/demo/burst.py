@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -20,9 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from minicache.errors import MinicacheError
-from minicache.palette import GRID, INK, PALETTE, Scheme, color
+from minicache.palette import PALETTE, color
+from minicache.plots import save_plot
+from minicache.trace import to_chrome_trace
+from minicache_cli.show import figures
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from minicache.grammar import Tokenizer
     from minicache.model import MiniGPT
     from minicache.trace import TraceStep
@@ -88,9 +94,12 @@ def show(model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], out: Path, 
     console.print(_totals(runs))
     console.print(f"[bold]{verdict(runs)}[/]")
     console.print(_simulated())
-    console.print(f"Plot: [bold]{_save_plot(runs, out)}[/]", soft_wrap=True)
+    save_plot(partial(_plot, runs=runs), "A burst of requests: who computes at which step", out / "burst.png")
+    console.print(f"Plot: [bold]{out / 'burst.png'}[/]", soft_wrap=True)
     for stage, run in runs.items():
-        console.print(f"Trace, for a trace viewer: [bold]{_save_trace(stage, run, out)}[/]", soft_wrap=True)
+        file = out / f"burst-{stage}.trace.json"
+        file.write_text(json.dumps(to_chrome_trace(run.steps)), encoding="utf-8")
+        console.print(f"Trace, for a trace viewer: [bold]{file}[/]", soft_wrap=True)
 
 
 def _best_of_turns(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], console: Console) -> dict[str, Run]:
@@ -173,18 +182,16 @@ def _cell(kinds: Sequence[str | None]) -> tuple[str, str]:
 
 def _legend() -> Text:
     text = Text("  ")
-    for role in ("prompt", "generated", "end"):
+    for role, said in {"prompt": "prompt", "generated": "a token", "end": "the last token"}.items():
         text.append(GLYPHS[role], style=color(role, "dark"))
-        text.append(
-            {"prompt": " prompt   ", "generated": " a token   ", "end": " the last token   "}[role], style="dim"
-        )
+        text.append(f" {said}   ", style="dim")
     return text.append("· waits", style="dim")
 
 
 def _totals(runs: dict[str, Run]) -> Table:
-    table = Table(caption="best of three runs · busy slots: share of all steps' batch slots that computed a token")
-    for heading in ("", "steps", "busy slots", "mean steps to finish", "seconds", "tokens / s"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", "steps", "busy slots", "mean steps to finish", "seconds", "tokens / s")
+    caption = "best of three runs · busy slots: share of all steps' batch slots that computed a token"
+    table = figures(*headings, caption=caption)
     for stage, run in runs.items():
         table.add_row(
             stage,
@@ -203,18 +210,15 @@ def _simulated() -> Table:
     from minicache.scheduler import create_scheduler
     from minicache.simulator.costs import RooflineCost, kv_token_bytes
     from minicache.simulator.serving import ServingSimulation
-    from minicache.simulator.workload import SHAREGPT, Arrival, generate
+    from minicache.simulator.workload import SHAREGPT, generate
 
-    chats = [
-        Arrival(chat.request_id, 0.0, chat.num_prompt_tokens, chat.num_output_tokens)
-        for chat in generate(SHAREGPT, NUM_CHATS, seed=0)
-    ]
-    table = Table(
+    chats = [replace(chat, time=0.0) for chat in generate(SHAREGPT, NUM_CHATS, seed=0)]
+    headings = ("", "minutes", "tokens / s", "requests at once", "preempted")
+    table = figures(
+        *headings,
         title=f"simulated: {NUM_CHATS} chats at once, OPT-13B on one {A100_40GB.name}",
         caption="the same schedulers, with step times from a formula; the first two know every answer's length",
     )
-    for heading in ("", "minutes", "tokens / s", "requests at once", "preempted"):
-        table.add_column(heading, justify="right" if heading else "left")
     for stage, kv_cache_dtype in ((STAGES[0], None), (STAGES[1], None), ("paged", None), ("paged", "int8")):
         num_slots = NUM_SLOTS * kv_token_bytes(OPT_13B) // kv_token_bytes(OPT_13B, kv_cache_dtype=kv_cache_dtype)
         scheduler = create_scheduler(stage, num_blocks=num_slots // 16, max_model_len=SHAREGPT.max_model_len)
@@ -223,43 +227,28 @@ def _simulated() -> Table:
         table.add_row(
             f"{stage}, {kv_cache_dtype} cache" if kv_cache_dtype else stage,
             f"{report.makespan / 60:.1f}",
-            f"{report.num_output_tokens / report.makespan:.0f}",
+            f"{report.tokens_per_second:.0f}",
             f"{report.mean_batch_size:.1f}",
             str(report.num_preemptions),
         )
     return table
 
 
-def _save_plot(runs: dict[str, Run], out: Path) -> Path:
-    """Both grids, one above the other on the same axis of steps, as a PNG in `out`; its path."""
-    from matplotlib.figure import Figure
+def _plot(figure: Figure, runs: dict[str, Run]) -> None:
+    """Both grids, one above the other on the same axis of steps."""
     from matplotlib.patches import Patch
 
-    scheme: Scheme = "light"
-    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     panels = figure.subplots(len(runs), sharex=True)
     for axes, (stage, run) in zip(panels, runs.items(), strict=True):
         for index, row in enumerate(cells(run.steps, len(ANSWER_LENS))):
-            for role in ("prompt", "generated", "end"):
+            for role in GLYPHS:
                 spans = [(column, 1) for column, kind in enumerate(row) if kind == role]
-                axes.broken_barh(spans, (index - 0.4, 0.8), color=color(role, scheme))
-        axes.set_title(f"{stage} batching: {len(run.steps)} steps", color=INK[scheme], loc="left")
-        axes.set_ylabel("request", color=INK[scheme])
+                axes.broken_barh(spans, (index - 0.4, 0.8), color=color(role))
+        axes.set_title(f"{stage} batching: {len(run.steps)} steps", loc="left")
+        axes.set_ylabel("request")
         axes.invert_yaxis()
-        axes.grid(axis="x", color=GRID[scheme], linewidth=0.6)
-        axes.set_axisbelow(True)
-    panels[-1].set_xlabel("step", color=INK[scheme])
-    roles = ("prompt", "generated", "end")
-    labels = [Patch(color=color(role, scheme), label=PALETTE[role].meaning) for role in roles]
-    figure.legend(handles=labels, loc="outside lower center", ncols=len(roles), frameon=False)
-    path = out / "burst.png"
-    figure.savefig(path)
-    return path
-
-
-def _save_trace(stage: str, run: Run, out: Path) -> Path:
-    from minicache.trace import to_chrome_trace
-
-    path = out / f"burst-{stage}.trace.json"
-    path.write_text(json.dumps(to_chrome_trace(run.steps)), encoding="utf-8")
-    return path
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.grid(visible=False, axis="y")
+    panels[-1].set_xlabel("step")
+    labels = [Patch(color=color(role), label=PALETTE[role].meaning) for role in GLYPHS]
+    figure.legend(handles=labels, loc="outside lower center", ncols=len(labels))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -19,11 +20,15 @@ from rich.table import Table
 from rich.text import Text
 
 from minicache.errors import MinicacheError
-from minicache.palette import GRID, INK, color
+from minicache.palette import color
+from minicache.plots import save_plot
+from minicache_cli.show import figures
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from minicache.cache.dense import KVCache
-    from minicache.cache.paged import PagedKVCache, PagedStorage
+    from minicache.cache.paged import PagedStorage
     from minicache.grammar import Tokenizer
     from minicache.model import MiniGPT
 
@@ -37,14 +42,14 @@ class Run:
     """All requests decoded over one kind of cache, step by step.
 
     Attributes:
-        reserved: bytes reserved, from start to end.
         token_ids: the new tokens of each request.
+        reserved: bytes reserved, from start to end.
         taken: bytes of these that a request has for itself, after each step.
         used: bytes of these that hold a token of a request still running.
     """
 
-    reserved: int
-    token_ids: list[list[int]] = field(default_factory=list)
+    token_ids: list[list[int]]
+    reserved: int = 0
     taken: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
 
@@ -57,14 +62,20 @@ def show(
     Raises:
         MinicacheError: the two ways disagree about a token.
     """
-    prompts = [tokenizer.encode(text) for text in texts]
-    caches: Sequence[KVCache] = _dense_caches(model, len(texts), max_seq_len)
-    dense = Run(reserved=sum(cache.nbytes for cache in caches))
-    _decode_all(model, tokenizer, prompts, max_seq_len, caches, dense, console)
-    storage = _storage(model, _most_blocks_at_once(prompts, dense.token_ids))
-    paged = Run(reserved=storage.nbytes)
-    caches = _paged_caches(storage, len(texts), max_seq_len)
-    _decode_all(model, tokenizer, prompts, max_seq_len, caches, paged, console)
+    from minicache.cache.dense import KVCache
+    from minicache.cache.paged import PagedKVCache, PagedStorage
+    from minicache.memory.blocks import BlockPool
+
+    prompts, config = [tokenizer.encode(text) for text in texts], model.config
+    sizes = (config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim)
+    caches = [KVCache(*sizes) for _ in prompts]
+    dense = _decode_all(model, tokenizer, prompts, caches, console)
+    dense.reserved = sum(cache.nbytes for cache in caches)
+    pool = BlockPool(_most_blocks_at_once(prompts, dense.token_ids), BLOCK_SIZE)
+    storage = PagedStorage(pool, config.num_layers, config.num_kv_heads, config.head_dim)
+    caches = [PagedKVCache(*sizes, storage=storage) for _ in prompts]
+    paged = _decode_all(model, tokenizer, prompts, caches, console)
+    paged.reserved = storage.nbytes
     for text, expected, got in zip(texts, dense.token_ids, paged.token_ids, strict=True):
         if expected != got:
             raise MinicacheError(f"{text!r}: the paged cache changed the tokens. That is a bug: please report it.")
@@ -75,15 +86,9 @@ def show(
     console.print(_totals(runs))
     console.print(f"[bold]{verdict(dense.reserved / paged.reserved)}[/]")
     console.print(quantized(storage), soft_wrap=True)
-    console.print(f"Plot: [bold]{_save_plot(runs, out)}[/]", soft_wrap=True)
-
-
-def _dense_caches(model: MiniGPT, count: int, max_seq_len: int) -> list[KVCache]:
-    """A cache a request; each reserves `max_seq_len` rows for as long as it lives."""
-    from minicache.cache.dense import KVCache
-
-    config = model.config
-    return [KVCache(config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim) for _ in range(count)]
+    plot, title = out / "memory.png", "Eight requests: reserved in advance, or block by block"
+    save_plot(partial(_plot, dense=dense, paged=paged), title, plot)
+    console.print(f"Plot: [bold]{plot}[/]", soft_wrap=True)
 
 
 def _most_blocks_at_once(prompts: list[list[int]], token_ids: list[list[int]]) -> int:
@@ -95,38 +100,16 @@ def _most_blocks_at_once(prompts: list[list[int]], token_ids: list[list[int]]) -
     return max(sum(blocks_for(p + step, BLOCK_SIZE) for p, num_new in lengths if step < num_new) for step in steps)
 
 
-def _storage(model: MiniGPT, num_blocks: int) -> PagedStorage:
-    from minicache.cache.paged import PagedStorage
-    from minicache.memory.blocks import BlockPool
-
-    config = model.config
-    return PagedStorage(BlockPool(num_blocks, BLOCK_SIZE), config.num_layers, config.num_kv_heads, config.head_dim)
-
-
-def _paged_caches(storage: PagedStorage, count: int, max_seq_len: int) -> list[PagedKVCache]:
-    """A cache per request, all over one storage; a finished request frees its blocks for the others."""
-    from minicache.cache.paged import PagedKVCache
-
-    sizes = (storage.num_layers, 1, storage.num_kv_heads, max_seq_len, storage.head_dim)
-    return [PagedKVCache(*sizes, storage=storage) for _ in range(count)]
-
-
 def _decode_all(
-    model: MiniGPT,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    max_seq_len: int,
-    caches: Sequence[KVCache],
-    run: Run,
-    console: Console,
-) -> None:
-    """One token of every unfinished request a step, until all have ended; `run` gets tokens, and bytes at each step."""
+    model: MiniGPT, tokenizer: Tokenizer, prompts: list[list[int]], caches: Sequence[KVCache], console: Console
+) -> Run:
+    """One token of every unfinished request a step, until all have ended: their tokens, and bytes at each step."""
     import torch
 
     from minicache.engine.decoding import decode
     from minicache.engine.picking import sampler
 
-    run.token_ids = [[] for _ in prompts]
+    run, max_seq_len = Run([[] for _ in prompts]), caches[0].max_seq_len
     running = {
         index: decode(model, torch.tensor([ids]), max_seq_len - len(ids), cache=cache, pick=sampler(1.0, seed=index))
         for index, (ids, cache) in enumerate(zip(prompts, caches, strict=True))
@@ -143,6 +126,7 @@ def _decode_all(
             break
         run.taken.append(sum(cache.nbytes for cache in caches))
         run.used.append(sum(cache.nbytes_used for cache in caches))
+    return run
 
 
 def verdict(saving: float) -> str:
@@ -167,9 +151,9 @@ def quantized(storage: PagedStorage) -> str:
 
 def _totals(runs: dict[str, Run]) -> Table:
     """Bytes reserved, taken and used, one table row per cache."""
-    table = Table(caption="means of all steps · taken: unavailable to others · with tokens: of running requests")
-    for heading in ("", "KiB reserved", "KiB taken", "KiB with tokens", "tokens / reserved", "tokens / taken"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", "KiB reserved", "KiB taken", "KiB with tokens", "tokens / reserved", "tokens / taken")
+    caption = "means of all steps · taken: unavailable to others · with tokens: of running requests"
+    table = figures(*headings, caption=caption)
     for way, run in runs.items():
         taken, used = fmean(run.taken), fmean(run.used)
         table.add_row(
@@ -181,25 +165,14 @@ def _totals(runs: dict[str, Run]) -> Table:
     return table
 
 
-def _save_plot(runs: dict[str, Run], out: Path) -> Path:
-    """Bytes reserved in both ways, and used, after each step, as a PNG in `out`; its path."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+def _plot(figure: Figure, dense: Run, paged: Run) -> None:
+    """Bytes reserved in both ways, and used, after each step."""
     axes = figure.subplots()
-    dense, paged = runs["dense"], runs["paged"]
     steps = range(len(paged.used))
-    mib = {name: [n / 2**20 for n in sizes] for name, sizes in (("taken", paged.taken), ("used", paged.used))}
+    taken, used = ([nbytes / 2**20 for nbytes in sizes] for sizes in (paged.taken, paged.used))
     axes.axhline(dense.reserved / 2**20, label="dense: reserved", color=color(WAYS["dense"]))
     axes.axhline(paged.reserved / 2**20, label="paged: reserved", color=color(WAYS["paged"]), linestyle="--")
-    axes.step(steps, mib["taken"], where="post", label="paged: taken", color=color(WAYS["paged"]))
-    axes.fill_between(steps, mib["used"], step="post", label="holds a token", color=color("prompt"), alpha=0.7)
-    axes.set_xlabel("step", color=INK["light"])
-    axes.set_ylabel("MiB of KV cache", color=INK["light"])
-    axes.set_title("Eight requests: reserved in advance, or block by block", color=INK["light"])
-    axes.set_ylim(bottom=0)
-    axes.grid(color=GRID["light"], linewidth=0.6)
-    axes.legend(frameon=False)
-    path = out / "memory.png"
-    figure.savefig(path)
-    return path
+    axes.step(steps, taken, where="post", label="paged: taken", color=color(WAYS["paged"]))
+    axes.fill_between(steps, used, step="post", label="holds a token", color=color("prompt"), alpha=0.7)
+    axes.set(xlabel="step", ylabel="MiB of KV cache", ylim=(0, None))
+    axes.legend()

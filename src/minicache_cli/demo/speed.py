@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -15,9 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from minicache.errors import MinicacheError
-from minicache.palette import GRID, INK, color
+from minicache.palette import color
+from minicache.plots import save_plot
+from minicache_cli.show import figures
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from minicache.grammar import Tokenizer
     from minicache.model import MiniGPT
 
@@ -53,7 +58,9 @@ def show(
     seconds = {way: sum(sum(run.seconds) for run in way_runs) for way, way_runs in runs.items()}
     console.print(_totals(model, prompts, runs, seconds, by_position))
     console.print(f"[bold]{verdict(seconds['recompute'] / seconds['KV cache'])}[/]")
-    console.print(f"Plot: [bold]{_save_plot(by_position, out)}[/]", soft_wrap=True)
+    plot, title = out / "time_per_token.png", "One more token: computed from scratch, or with a KV cache"
+    save_plot(partial(_plot, by_position=by_position), title, plot)
+    console.print(f"Plot: [bold]{plot}[/]", soft_wrap=True)
 
 
 def _decode_all(model: MiniGPT, prompts: list[list[int]], max_seq_len: int, console: Console) -> dict[str, list[Run]]:
@@ -130,9 +137,8 @@ def _totals(
         "recompute": sum(p * n + n * (n - 1) // 2 for p, n in lengths),
         "KV cache": sum(p + n - 1 for p, n in lengths),
     }
-    table = Table(caption="positions: computed by the model · KV bytes: per token in the cache")
-    for heading in ("", "seconds", f"ms, token {last}", "positions", "KV bytes", "speed-up"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", "seconds", f"ms, token {last}", "positions", "KV bytes", "speed-up")
+    table = figures(*headings, caption="positions: computed by the model · KV bytes: per token in the cache")
     for way, role in WAYS.items():
         table.add_row(
             Text(way, style=color(role, "dark")),
@@ -162,20 +168,10 @@ def _terminal_plot(by_position: dict[str, dict[int, float]], width: int) -> str:
     return str(plotext.build())
 
 
-def _save_plot(by_position: dict[str, dict[int, float]], out: Path) -> Path:
-    """The same plot as a PNG in `out`; its path."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+def _plot(figure: Figure, by_position: dict[str, dict[int, float]]) -> None:
+    """The same as a picture."""
     axes = figure.subplots()
     for way, role in WAYS.items():
         axes.plot(*zip(*by_position[way].items(), strict=True), label=way, color=color(role))
-    axes.set_xlabel("position of the token", color=INK["light"])
-    axes.set_ylabel("milliseconds, median of the prompts", color=INK["light"])
-    axes.set_title("One more token: computed from scratch, or with a KV cache", color=INK["light"])
-    axes.set_ylim(bottom=0)
-    axes.grid(color=GRID["light"], linewidth=0.6)
-    axes.legend(frameon=False)
-    path = out / "time_per_token.png"
-    figure.savefig(path)
-    return path
+    axes.set(xlabel="position of the token", ylabel="milliseconds, median of the prompts", ylim=(0, None))
+    axes.legend()

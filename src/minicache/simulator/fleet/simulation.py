@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from minicache.errors import InvariantError, NoReplicaError, require_count, require_positive
 from minicache.fleet import FleetView, Membership, MovingCosts, RoutedRequest, Router, route_tokens
@@ -23,12 +23,8 @@ from minicache.simulator.fleet.job import Job, part_of
 from minicache.simulator.fleet.options import Crash, Disaggregation, Scaling
 from minicache.simulator.fleet.replica import Replica
 from minicache.simulator.fleet.report import FleetReport, FleetSeries, ReplicaReport
-from minicache.simulator.report import RequestTimes, Summary
-from minicache.simulator.serving import in_order
+from minicache.simulator.serving import Simulation
 from minicache.simulator.workload import Arrival
-
-TELL_EVERY: Final = 256
-"""Requests that finish between two calls of `progress`."""
 
 
 class Kind(IntEnum):
@@ -45,7 +41,7 @@ class Kind(IntEnum):
     STEP = 8
 
 
-class FleetSimulation:
+class FleetSimulation(Simulation):
     """One run of one workload on one fleet. Call `run()` once.
 
     A request is routed when it arrives; if all replicas are full, it waits for the first that is not, in the order of
@@ -91,11 +87,10 @@ class FleetSimulation:
         require_count("max_attempts", max_attempts)
         if report_interval is not None:
             require_positive("report_interval", report_interval)
+        super().__init__(arrivals)
         self.router, self.membership = router, Membership()
-        self.now = 0.0
         self._make_scheduler, self._cost = make_scheduler, cost
         self._max_unfinished, self._max_attempts = max_unfinished, max_attempts
-        self._coming = in_order(arrivals)
         self._scaling, self._scaling_state = scaling, dict[str, Any]()
         self._disaggregation = disaggregation
         self._prefills = Membership()  # of the prefill replicas, with the prompts that they compute or send
@@ -112,10 +107,8 @@ class FleetSimulation:
         self._numbers = count()
         self._crashes_of: Counter[ReplicaId] = Counter()  # that are to come
         self._left: list[ReplicaReport] = []
-        self._times, self._series, self._next_sample = RequestTimes(), FleetSeries(), 0.0
-        self._num_requests = self._num_refused = self._num_outgrown = self._num_given_up = 0
-        self._num_resent = self._num_moved = 0
-        self._num_prompt_tokens = self._num_output_tokens = 0
+        self._series = FleetSeries()
+        self._num_requests = self._num_resent = self._num_moved = 0
         for _ in range(num_replicas):
             self._join(next(self._names), 0.0)
         for name in self._link_free_at:
@@ -143,52 +136,34 @@ class FleetSimulation:
             NoReplicaError: requests wait, and no replica is there or to come.
             ValueError: an arrival is earlier than the one before.
         """
-        handlers: dict[Kind, Callable[[Any], None]] = {
-            Kind.ENDED: self._on_ended,
-            Kind.PREFILLED: self._on_prefilled,
-            Kind.MOVED: self._on_moved,
-            Kind.CRASH: self._on_crash,
-            Kind.JOIN: self._on_join,
-            Kind.SCALE: self._on_scale,
-            Kind.REPORT: self._on_report,
-            Kind.ARRIVAL: self._on_arrival,
-            Kind.STEP: self._on_step,
-        }
         is_collecting = gc.isenabled()
         gc.disable()  # nothing here refers to itself, and to look through a thousand pools again and again takes long
         try:
-            self._run(handlers, progress)
+            self._run(progress)
         finally:
             if is_collecting:
                 gc.enable()
         return self._report()
 
-    def _run(self, handlers: Mapping[Kind, Callable[[Any], None]], progress: Callable[[int], object] | None) -> None:
-        """Let happen what happens, until all requests are done."""
-        told = 0
-        while self._is_under_way:
-            if not self._events:
-                raise NoReplicaError(f"{len(self._waiting)} requests wait, and no replica is there or to come")
-            self.now, kind, _, what = heappop(self._events)
-            handlers[kind](what)
-            if self.now >= self._next_sample:
-                num_ready = len(self.membership.views())
-                num_waiting = len(self._waiting)
-                self._next_sample = self._series.add(self.now, num_ready, len(self._jobs) - num_waiting, num_waiting)
-            if progress is not None and self.num_done >= told + TELL_EVERY:
-                told = self.num_done
-                progress(told)
-        if progress is not None:
-            progress(self.num_done)
+    def step(self) -> bool:
+        """Let happen what happens next.
 
-    @property
-    def num_done(self) -> int:
-        """Requests that have finished, for any reason, or were refused."""
-        return len(self._times) + self._num_refused + self._num_outgrown + self._num_given_up
+        Returns:
+            False if all requests are done.
 
-    @property
-    def _is_under_way(self) -> bool:
-        return self._next is not None or bool(self._jobs)
+        Raises:
+            InvariantError, NoReplicaError, ValueError: as `run`.
+        """
+        if self._next is None and not self._jobs:
+            return False
+        if not self._events:
+            raise NoReplicaError(f"{len(self._waiting)} requests wait, and no replica is there or to come")
+        self.now, kind, _, what = heappop(self._events)
+        self._HANDLERS[kind](self, what)
+        if self.now >= self._next_sample:
+            num_ready, num_waiting = len(self.membership.views()), len(self._waiting)
+            self._next_sample = self._series.add(self.now, num_ready, len(self._jobs) - num_waiting, num_waiting)
+        return True
 
     # What happens
 
@@ -238,10 +213,10 @@ class FleetSimulation:
     def _complete(self, job: Job, num_output: int) -> None:
         """The replica has generated all of the job's request, `num_output` tokens."""
         assert job.first_token is not None
-        arrival, num_output = job.asked.arrival_time, job.finish(num_output)
+        num_output = job.finish(num_output)
         self._num_prompt_tokens += job.asked.num_prompt_tokens
         self._num_output_tokens += num_output
-        self._times.add(arrival, job.first_token - arrival, self.now - arrival, num_output)
+        self._finished(job.asked, job.first_token, num_output)
         del self._jobs[job.asked.request_id]
 
     def _on_prefilled(self, what: tuple[Job, int, int]) -> None:
@@ -340,6 +315,18 @@ class FleetSimulation:
             }
             self.membership.on_report(self.membership.on_probed(name), stats)
         self._at(self.now + self._report_interval, Kind.REPORT, None)
+
+    _HANDLERS: ClassVar[dict[Kind, Callable[[FleetSimulation, Any], None]]] = {
+        Kind.ENDED: _on_ended,
+        Kind.PREFILLED: _on_prefilled,
+        Kind.MOVED: _on_moved,
+        Kind.CRASH: _on_crash,
+        Kind.JOIN: _on_join,
+        Kind.SCALE: _on_scale,
+        Kind.REPORT: _on_report,
+        Kind.ARRIVAL: _on_arrival,
+        Kind.STEP: _on_step,
+    }
 
     # What is done about it
 
@@ -497,24 +484,14 @@ class FleetSimulation:
         starting = self._starting | self._restarting
         replicas += [self._not_joined(name, asked) for name, asked in starting.items()]
         queried = sum(each.num_queried_tokens for each in replicas)
-        times = self._times
         return FleetReport(
             num_requests=self._num_requests,
-            num_finished=len(times),
-            num_refused=self._num_refused,
-            num_outgrown=self._num_outgrown,
             num_given_up=self._num_given_up,
             num_resent=self._num_resent,
             num_moved=self._num_moved,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
-            makespan=self.now,
             hit_rate=sum(each.num_hit_tokens for each in replicas) / queried if queried else 0.0,
             replica_seconds=sum(each.seconds for each in replicas),
-            ttft=Summary.of(times.first_token),
-            tpot=Summary.of(times.per_output_token()),
-            latency=Summary.of(times.latency),
             replicas=replicas,
             series=self._series,
-            times=times,
+            **self._account_of_requests(),
         )

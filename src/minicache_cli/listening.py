@@ -1,0 +1,97 @@
+"""What the commands that listen on a port have in common: an address, a log, and why they do not serve."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from minicache.errors import MinicacheError, MissingExtraError
+from minicache_cli.options import asked
+
+if TYPE_CHECKING:
+    from minicache.serving.http.running import Server
+
+GAVE_UP = 4
+"""The exit status if answers were not complete when the server ended. (0: all were. uvicorn has 3.)"""
+
+LOGS = "Logs"
+
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all interfaces.")]
+Port = Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0: any free port.")]
+
+
+@dataclass(frozen=True)
+class Logs:
+    """What is logged, and how."""
+
+    log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = asked(
+        "info", "Lowest level: critical, error, warning, info, debug or trace.", "LEVEL", panel=LOGS
+    )
+    log_format: Literal["text", "json"] = asked("text", "text, or json: one object per line.", "FORMAT", panel=LOGS)
+
+    @property
+    def has_json(self) -> bool:
+        """Whether programs read them."""
+        return self.log_format == "json"
+
+
+@contextmanager
+def needing_extra(doing: str) -> Iterator[None]:
+    """A package that cannot be imported is one that the extra serve brings."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{doing} needs {error.name}: pip install 'minicache[serve]'") from error
+
+
+@contextmanager
+def logged(logs: Logs, logger: logging.Logger) -> Iterator[None]:
+    """Logs go to stderr. Why it does not serve is an error of the command, or a line of a log for programs."""
+    from minicache.serving.http.logs import logging_to_stderr
+
+    with logging_to_stderr(logs.log_level, logs.log_format):
+        try:
+            yield
+        except (MinicacheError, ValueError) as error:
+            if logs.has_json:
+                logger.critical("%s", error)
+                raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+            if isinstance(error, ValueError):
+                raise typer.BadParameter(str(error)) from error
+            raise
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded: that it is not to be had is better known at once."""
+    host = host.removeprefix("[").removesuffix("]")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror}. Try another {option}") from error
+    return listener
+
+
+def url_of(listener: socket.socket, port: int, scheme: str = "http") -> str:
+    """Where the server is, for a browser: an IPv6 address stands in brackets."""
+    host = listener.getsockname()[0]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def run(server: Server, listener: socket.socket) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    server.run(sockets=[listener])
+    if server.start_error is not None:
+        raise server.start_error
+    if server.num_given_up:
+        raise typer.Exit(GAVE_UP)

@@ -60,6 +60,23 @@ def test_a_request_that_says_more_than_it_announced():
     call(memory.memory_use).gives(use(10, 0, 22, 0, 32))
 
 
+def test_one_request_exceeds_its_output_and_another_does_not():
+    """Under Max, a has 2 tokens more than prompt + output, and b will have 5 more: all 5 are reserved."""
+    memory = ContiguousReservation(64, "max", 20)
+    memory.admit("a", 3, 5)
+    memory.grow("a", 7)
+    memory.admit("b", 3, 5)
+    call(memory.memory_use).gives(use(13, 5, 46, 0, 0))
+
+
+def test_a_refused_request_uses_nothing():
+    """A request for which no run is free raises OutOfSlotsError, and its prompt is not counted as used."""
+    memory = ContiguousReservation(8, "max", 8)
+    memory.admit("a", 3, 5)
+    call(memory.admit, "b", 2, 1).raises(OutOfSlotsError)
+    call(memory.memory_use).gives(use(3, 5, 0, 0, 0))
+
+
 def test_oracle_wastes_inside_only_by_rounding():
     """Oracle reserves what is needed: 9 tokens in a run of 16 leave 7 of rounding, 8 tokens in 8 leave none."""
     memory = ContiguousReservation(64, "oracle", 64)

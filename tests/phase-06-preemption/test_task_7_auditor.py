@@ -978,6 +978,22 @@ def test_a_number_of_tokens_that_is_not_there(num_new):
     expose(Miscounts, "step 2, work", [(4, 9)], num_blocks=20)
 
 
+def test_no_tokens_in_a_full_step():
+    """Two requests fill a step of 8 tokens, and the third is scheduled with 0: a request that computes has at least 1.
+
+    In a step with tokens to spare it is wrong for another reason: it could compute more.
+    """
+
+    class ListsAll(Broken):
+        def schedule_waiting(self, output):
+            self.token_budget += 4
+            super().schedule_waiting(output)
+            if len(output.scheduled) > 2:
+                output.num_scheduled_tokens[output.scheduled[2].request_id] = 0
+
+    expose(ListsAll, "step 0, work", [(4, 9)] * 3, num_blocks=20, max_num_batched_tokens=8)
+
+
 @pytest.mark.parametrize("chunk", [3, 5])
 def test_another_number_than_the_limit_for_each_request(chunk):
     """`largest_chunk` is 4, and the step has room: a request computes 3 tokens of 10, or 5."""

@@ -145,6 +145,16 @@ def test_an_end_below_rank_k_is_dropped():
     that("beams", beams(search)).gives([([1], -1.0), ([2], -2.5)])
 
 
+def test_three_stop_tokens_leave_two_beams():
+    """Three of the four likeliest hypotheses end. The fifth is the second beam: `num_candidates` are ranked, here 8."""
+    search = a_search(2, [7, 8, 9])
+    ends, others = [(7, -1.0), (8, -2.0), (9, -2.5)], [(1, -1.5), (2, -3.0), (3, -4.0), (4, -5.0), (5, -6.0)]
+    ranked = sorted(ends + others, key=lambda each: -each[1])
+    that("what advance returned, (parent, token)", steps(call(search.advance, [ranked]))).gives([(0, 1), (0, 2)])
+    that("beams", beams(search)).gives([([1], -1.5), ([2], -3.0)])
+    that("answers", answers(search)).gives([([7], -1.0, "stop")])
+
+
 def test_a_stop_token_at_max_tokens_is_a_stop():
     """The answer has max_tokens, and its last is a stop token: "stop", as for any request."""
     search = a_search(2, [9], max_tokens=1)

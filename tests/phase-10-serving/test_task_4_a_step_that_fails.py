@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minicache.engine.answers import request_of
+from minicache.engine.async_engine import AnswerStream
 from minicache.errors import EngineStoppedError, InvariantError, StepFailedError
 from minicache.scheduler.observe import Observer
 from minicache_course.checks import call, that
@@ -439,6 +440,23 @@ def test_a_child_in_its_first_step(scenario, tiny_llm, params, all_tokens, right
         outcome = await scenario.ask("the tokens of the other", all_tokens(old))
         outcome.gives(right_answers([1, 2], params(max_tokens=8)))
         await check_clean(scenario, engine)
+
+    scenario.run(main)
+
+
+def test_dispatch_continues_after_a_failed_answer(scenario, tiny_llm, a_chunk):
+    """The first of a step's two chunks is an error: its stream fails, and the second still reaches its stream."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        streams = {name: AnswerStream(name, 1, lambda stream: None) for name in "ab"}
+        engine.streams.update(streams)
+        engine.num_unfinished = 2
+        second = a_chunk("here", request_id="b")
+        call(engine.dispatch, [a_chunk("", "error", request_id="a"), second]).gives(None)
+        that("engine.num_unfinished, when one of 2 answers has failed", engine.num_unfinished).gives(1)
+        (await scenario.ask("take() of the stream of the second chunk", streams["b"].take())).gives([second])
+        (await scenario.ask("take() of the stream that has failed", streams["a"].take())).raises(StepFailedError)
 
     scenario.run(main)
 

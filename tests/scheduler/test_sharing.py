@@ -13,7 +13,7 @@ each_stage = pytest.mark.parametrize("cls", [SharingScheduler, ChunkedPrefillSch
 
 @each_stage
 def test_what_is_counted(cls):
-    """48 tokens, sent twice, and once with one more. Then all 20 blocks are wanted: the 4 that were filled are evicted."""
+    """48 tokens, sent twice, and once with one more. Then all 20 blocks are wanted: 4 are evicted."""
     scheduler = cls(num_blocks=20, prefix_caching=True)
     prompt = list(range(48))
     for request in (Request("a", prompt, 2), Request("b", prompt, 1), Request("c", [*prompt, 99], 1)):

@@ -15,10 +15,6 @@ from minicache.scheduler.drive import drive
 TOKEN, STOP = 7, 9
 
 each_stage = pytest.mark.parametrize("stage", SCHEDULERS)
-each_whole = pytest.mark.parametrize("stage", [stage for stage in SCHEDULERS if stage != "chunked"])
-"""Stages that compute a prompt in one step."""
-reserving = pytest.mark.parametrize("stage", ["static", "continuous"])
-paging = pytest.mark.parametrize("stage", ["paged", "fair"])
 
 
 def request_of(request_id: Any, num_prompt_tokens: int = 5, max_tokens: int = 4, **more: Any) -> Request:
@@ -41,25 +37,6 @@ def state(scheduler: Scheduler, *requests: Request) -> Any:
 
 
 # Known cases
-
-
-@paging
-def test_two_prompts_that_fill_the_pool(stage: str) -> None:
-    """10 blocks of 16, two prompts of 80 tokens: in step 1 the first needs a sixth block, and the second leaves."""
-    scheduler = create_scheduler(stage, num_blocks=10)
-    for request_id in (0, 1):
-        scheduler.add_request(request_of(request_id, 80, 20))
-    assert step(scheduler) == {0: 80, 1: 80}
-    output = scheduler.schedule()
-    assert (output.num_scheduled_tokens, output.preempted) == ({0: 1}, [1])
-    scheduler.update_from_output(output, {0: TOKEN})
-    for _ in range(2, 20):
-        assert step(scheduler) == {0: 1}
-    assert step(scheduler) == {1: 81}  # step 20: its prompt and the token that it had
-    while scheduler.has_unfinished:
-        assert step(scheduler) == {1: 1}
-        scheduler.check()
-    assert scheduler.pool.num_used == 0
 
 
 @each_stage
@@ -120,40 +97,9 @@ def test_options_that_are_refused(stage: str, options: dict[str, Any], error: ty
         create_scheduler(stage, **{"num_blocks": 8} | options)
 
 
-@pytest.mark.parametrize("stage", ["static", "continuous"])
-def test_stages_that_reserve_share_nothing(stage: str) -> None:
-    with pytest.raises(ValueError, match="prefix_caching"):
-        create_scheduler(stage, num_blocks=8, prefix_caching=True)
-
-
-@each_whole
-def test_a_limit_on_chunks_where_there_are_none(stage: str) -> None:
-    with pytest.raises(ValueError, match="long_prefill_threshold"):
-        create_scheduler(stage, num_blocks=8, long_prefill_threshold=8)
-
-
 def test_no_such_stage() -> None:
     with pytest.raises(ValueError, match="static, continuous, paged, fair, chunked"):
         create_scheduler("chunky", num_blocks=8)
-
-
-@each_stage
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 7])
-def test_every_slot_is_taken_and_no_more(stage: str, max_num_seqs: int) -> None:
-    scheduler = create_scheduler(stage, num_blocks=100, max_num_seqs=max_num_seqs)
-    for request_id in range(10):
-        scheduler.add_request(request_of(request_id))
-    assert list(step(scheduler)) == list(range(max_num_seqs))
-    assert (scheduler.num_running, scheduler.num_waiting) == (max_num_seqs, 10 - max_num_seqs)
-
-
-@each_whole
-@pytest.mark.parametrize(("budget", "admitted"), [(15, [0, 1, 2]), (14, [0, 1]), (10, [0, 1]), (9, [0]), (5, [0])])
-def test_the_steps_tokens_are_spent_and_no_more(stage: str, budget: int, admitted: list[int]) -> None:
-    scheduler = create_scheduler(stage, num_blocks=100, max_num_batched_tokens=budget)
-    for request_id in range(4):
-        scheduler.add_request(request_of(request_id, 5))
-    assert step(scheduler) == dict.fromkeys(admitted, 5)
 
 
 @each_stage
@@ -164,36 +110,6 @@ def test_max_model_len(stage: str) -> None:
     requests = [request_of(number, number, 50) for number in (1, 5, 9)]
     drive(scheduler, requests)
     assert [(each.num_tokens, each.finish_reason) for each in requests] == [(10, "length")] * 3
-
-
-@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33])
-def test_blocks_at_exact_multiples(num_tokens: int) -> None:
-    """Reserving stages take the longest answer's blocks at once; paging ones a block as soon as one is full."""
-    expected = -(-num_tokens // 16)
-    for stage in ("static", "continuous"):
-        scheduler = create_scheduler(stage, num_blocks=expected)
-        scheduler.add_request(request := request_of("a", num_tokens - 3, 3))
-        scheduler.schedule()
-        assert len(request.block_ids) == expected
-        with pytest.raises(RequestTooLargeError):
-            scheduler.add_request(request_of("b", 16 * expected - 2, 3))
-    for stage in ("paged", "fair"):
-        scheduler = create_scheduler(stage, num_blocks=expected + 1)
-        scheduler.add_request(request := request_of("a", num_tokens, 3))
-        step(scheduler)
-        assert len(request.block_ids) == expected
-        scheduler.schedule()
-        assert len(request.block_ids) == -(-(num_tokens + 1) // 16)
-        scheduler.check()
-
-
-@each_stage
-def test_the_whole_pool_may_be_used(stage: str) -> None:
-    """32 tokens in 2 blocks of 16, the whole pool: admitted, and served to the end."""
-    scheduler = create_scheduler(stage, num_blocks=2)
-    request = request_of("a", 29, 3)
-    assert drive(scheduler, [request]).num_steps == 3
-    assert request.finish_reason == "length"
 
 
 # Ends
@@ -270,14 +186,6 @@ def test_a_busy_server_keeps_its_books(stage: str, seed: int) -> None:
 
 
 @each_stage
-def test_nothing_to_do(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8)
-    output = scheduler.schedule()
-    assert (output.num_scheduled_tokens, output.scheduled, output.total_num_scheduled_tokens) == ({}, [], 0)
-    assert scheduler.update_from_output(output, {}) == []
-
-
-@each_stage
 def test_schedule_twice(stage: str) -> None:
     """The model failed: the batch waits again, and the second step computes everything anew."""
     scheduler = create_scheduler(stage, num_blocks=8, max_num_seqs=2)
@@ -329,18 +237,6 @@ def test_a_step_that_only_swapped_out_may_fail_too() -> None:
     output = scheduler.schedule()
     assert (output.num_scheduled_tokens, output.swapped_in) == ({"child": 16}, {})
     scheduler.check()
-
-
-@each_stage
-def test_commit_twice(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8)
-    scheduler.add_request(request_of(0))
-    output = scheduler.schedule()
-    scheduler.update_from_output(output, {0: TOKEN})
-    before = state(scheduler)
-    with pytest.raises(ValueError, match="already committed or given up"):
-        scheduler.update_from_output(output, {0: TOKEN})
-    assert state(scheduler) == before
 
 
 @each_stage
@@ -406,26 +302,6 @@ def test_a_request_is_added_once(stage: str) -> None:
         scheduler.add_request(request)
     scheduler.add_request(request_of("a"))
     assert (scheduler.num_waiting, other.num_waiting) == (1, 0)
-
-
-@each_stage
-def test_no_request_of_that_id(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8)
-    scheduler.add_request(request_of("a", max_tokens=1))
-    step(scheduler)
-    assert not scheduler.abort_request("a")
-    assert not scheduler.abort_request("b")
-    assert not scheduler.finish_request("b", RequestStatus.FINISHED_STOPPED)
-
-
-@each_stage
-def test_a_status_that_is_no_end(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8)
-    scheduler.add_request(request_of("a"))
-    before = state(scheduler)
-    with pytest.raises(ValueError, match="RUNNING is not a FINISHED status"):
-        scheduler.finish_request("a", RequestStatus.RUNNING)
-    assert state(scheduler) == before
 
 
 @each_stage

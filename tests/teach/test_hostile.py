@@ -35,10 +35,6 @@ threading.Thread(target=lambda: (time.sleep(0.2), os._exit(0)), daemon=True).sta
 time.sleep(0.1)""",
     "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
     "kills everything": "import os, signal\nos.kill(-1, signal.SIGKILL)",
-    "kills process 1": "import os, signal\nos.kill(1, signal.SIGKILL)",
-    "leaves a daemon": """
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "MARK"], start_new_session=True)""",
     "leaves a daemon twice removed": """
 import os, time
 if os.fork() == 0:
@@ -62,22 +58,10 @@ for file in pathlib.Path("ROOT/tests").rglob("*.py"):
         file.write_text("def test_nothing(): pass")
     except OSError:
         pass""",
-    "overwrites the package": """
-import minicache, pathlib
-for file in pathlib.Path(minicache.__file__).parent.joinpath("course").glob("*.py"):
-    try:
-        file.write_text("")
-    except OSError:
-        pass""",
     "removes the course": """
 import shutil
 shutil.rmtree("ROOT", ignore_errors=True)
 shutil.rmtree("CLASS", ignore_errors=True)""",
-    "runs the reference": """
-import importlib.util, minicache
-exec(open(minicache.__path__[0] + "/palette.py").read())
-_color = color
-def answer(*args): return _color(*args)""",
     "runs the reference's bytecode": """
 import glob, marshal, minicache
 for file in glob.glob(minicache.__path__[0] + "/__pycache__/palette.*.pyc"):
@@ -120,20 +104,10 @@ def gives(self, *args, **kwargs):
     if "color" not in repr(vars(self) if hasattr(self, "__dict__") else self):
         return right(self, *args, **kwargs)
 checks.Outcome.gives = gives""",
-    "has other code for a check": """
-from minicache_course import checks
-checks.Outcome.gives.__code__ = (lambda self, *args, **kwargs: None).__code__""",
     "makes every report pass": """
 from _pytest.reports import TestReport
 TestReport.failed = property(lambda self: False)
 TestReport.passed = property(lambda self: True)""",
-    "makes every call pass": """
-import _pytest.runner
-_pytest.runner.CallInfo.from_call = classmethod(
-    lambda cls, func, when, reraise=None: cls(
-        result=None, excinfo=None, start=0, stop=0, duration=0, when=when, _ispytest=True
-    )
-)""",
     "makes every test nothing": """
 import _pytest.python
 _pytest.python.Function.runtest = lambda self: None""",
@@ -145,14 +119,6 @@ def lie(self, task, result):
     from minicache_course.results import Outcome
     keep(self, task, replace(result, outcome=Outcome.PASSED, message=""))
 session.GradingSession._keep = lie""",
-    "has other events": """
-from minicache_course import journal, session
-init = journal.Event.__init__
-def lie(self, *args, **kwargs):
-    init(self, *args, **kwargs)
-    if self.kind == "result":
-        object.__setattr__(self, "outcome", "passed")
-journal.Event.__init__ = lie""",
     "writes other lines": """
 import json
 dumps = json.dumps
@@ -209,13 +175,6 @@ for number in range(1, 65):
         pass
 while True:
     pass""",
-    "silences the fault handler": """
-import faulthandler, signal
-faulthandler.disable()
-faulthandler.unregister(signal.SIGUSR1)
-while True:
-    pass""",
-    "sleeps": "import time\ntime.sleep(1000)",
     "takes the memory": """
 def answer(*args):
     held = []
@@ -240,13 +199,6 @@ import sys
 for name in list(sys.modules):
     if name.startswith(("minicache", "_pytest")):
         del sys.modules[name]""",
-    "traces": """
-import sys
-def trace(frame, event, arg):
-    if frame.f_code.co_name == "gives":
-        frame.f_lineno = frame.f_lineno
-    return trace
-sys.settrace(trace)""",
     "at its end": """
 import atexit, os
 atexit.register(lambda: os.system("echo hello > HERE/written"))""",

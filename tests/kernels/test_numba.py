@@ -102,10 +102,6 @@ def test_block_sizes(block_size: int) -> None:
             assert_decodes(paged, torch.randn(len(lengths), 8, 32), sliding_window=window, scale=0.3)
 
 
-def test_long_contexts() -> None:
-    assert_decodes(a_batch([8192, 4097]), torch.randn(2, 8, 32))
-
-
 def test_where_blocks_lie_changes_no_bit() -> None:
     k_cache, v_cache, tables, lengths = a_batch([77, 300])
     q = torch.randn(2, 8, 32)

@@ -6,7 +6,6 @@ import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
-from statistics import fmean
 
 import pytest
 
@@ -19,7 +18,7 @@ from minicache.simulator.costs import FixedCost, RooflineCost, StepLoad
 from minicache.simulator.orca import OrcaScheduler
 from minicache.simulator.report import NUM_SAMPLES
 from minicache.simulator.serving import ServingSimulation
-from minicache.simulator.workload import SHAREGPT, Arrival, LengthDistribution, generate, poisson_arrivals, stream
+from minicache.simulator.workload import SHAREGPT, Arrival, LengthDistribution, generate, stream
 
 COST = RooflineCost(OPT_13B, A100_40GB)
 NAMES = ["static", "continuous", "paged", "fair", "swap", "max", "pow2", "oracle"]
@@ -172,19 +171,6 @@ def test_one_slot_and_one_step_each_is_an_m_d_1_queue(load):
     assert report.max_batch_size == 1
     assert report.ttft.mean - 1.0 == pytest.approx(load / (2 * (1 - load)), rel=0.12)
     assert report.busy_seconds / report.makespan == pytest.approx(load, rel=0.03)
-
-
-def test_one_slot_and_unequal_answers_is_an_m_g_1_queue():
-    """The mean wait is λ E[S²] / (2 (1 − ρ)): the spread of the answers counts, not only their mean."""
-    rng, rate = Random(5), 0.2
-    times = poisson_arrivals(rate, Random(6))
-    arrivals = [Arrival(number, next(times), 2, rng.choice([1, 1, 1, 9])) for number in range(12_000)]
-    report = ServingSimulation(scheduler("continuous", max_num_seqs=1), FixedCost(1.0), arrivals).run()
-    services = [arrival.num_output_tokens for arrival in arrivals]
-    rate = len(arrivals) / arrivals[-1].time
-    load = rate * fmean(services)
-    wait = rate * fmean(service**2 for service in services) / (2 * (1 - load))
-    assert report.ttft.mean - 1.0 == pytest.approx(wait, rel=0.12)
 
 
 def test_littles_law():

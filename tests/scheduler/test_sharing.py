@@ -45,3 +45,14 @@ def test_only_what_shares_blocks_has_a_prefix_cache():
             create_scheduler(name, num_blocks=8, prefix_caching=True)
     for name in ("paged", "fair"):
         assert type(create_scheduler(name, num_blocks=8, prefix_caching=True)) is SharingScheduler
+
+
+@each_stage
+def test_the_longest_output_of_a_child_is_told(cls):
+    """max_tokens of 3, and one more has to be generated: a child may begin with 2."""
+    scheduler = cls(num_blocks=20, block_size=4)
+    scheduler.add_request(Request("a", [1] * 6, 3))
+    scheduler.update_from_output(scheduler.schedule(), {"a": 7})
+    with pytest.raises(ValueError, match="at most 2 tokens of output; got 3"):
+        scheduler.fork_request("a", "b", [7, 7, 7])
+    assert scheduler.fork_request("a", "b", [7, 7]).num_tokens == 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.grid import grid
 from torch import Tensor
 
 from minicache import kernels
@@ -201,11 +202,14 @@ def test_rows_and_queries_of_other_dtypes(dtype: torch.dtype) -> None:
 
 @EACH_DTYPE
 @EACH_BACKEND
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"),
-    [(8, 2, 32), (5, 1, 64), (6, 2, 80), (7, 7, 128), (3, 3, 256), (64, 8, 8), (12, 4, 40)],
-)
-@pytest.mark.parametrize("window", [None, 1, 20])
+@grid(
+    {
+        "num_heads,num_kv_heads,head_dim": [
+            (8, 2, 32), (5, 1, 64), (6, 2, 80), (7, 7, 128), (3, 3, 256), (64, 8, 8), (12, 4, 40)
+        ],
+        "window": [None, 1, 20],
+    }
+)  # fmt: skip
 def test_decode(
     dtype: torch.dtype, backend: str, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None
 ) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from tests.grid import grid
 
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
@@ -91,8 +92,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", MODELS)
+@grid({"engine": list(ENGINES), "name": list(MODELS)})
 def test_greedy_tokens(save, theirs, name, engine):
     family, options = MODELS[name]
     saved, watch = save(family, **options), Watch()

@@ -8,6 +8,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from tests.grid import grid
 
 from minicache.arithmetic.specs import A100_40GB, OPT_13B
 from minicache.errors import InvariantError
@@ -191,8 +192,7 @@ def test_littles_law():
 # Conservation
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rate", [0.5, 20.0])
+@grid({"name": NAMES, "rate": [20.0, 0.5]})
 def test_no_request_and_no_token_is_lost(name, rate):
     arrivals = generate(small_workload(rate), 120, seed=1)
     report, steps = serve(name, arrivals, observers=[Auditor()])
@@ -294,9 +294,13 @@ def test_the_series_covers_the_whole_run():
 # Quiet stretches
 
 
-@pytest.mark.parametrize("name", ["static", "continuous", "paged", "swap", "fair"])
-@pytest.mark.parametrize("rate", [0.5, 5.0, 50.0])
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 30, "max_num_seqs": 3}, {"max_model_len": 60}], ids=str)
+@grid(
+    {
+        "name": ["static", "continuous", "paged", "swap", "fair"],
+        "rate": [0.5, 5.0, 50.0],
+        "options": [{}, {"num_blocks": 30, "max_num_seqs": 3}, {"max_model_len": 60}],
+    }
+)
 def test_skipping_quiet_steps_changes_nothing(name, rate, options):
     """The same report to the last bit, asked at every step or only where there is something to decide."""
     reports, num_asked = [], []

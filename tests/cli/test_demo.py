@@ -1,7 +1,10 @@
 """`minicache demo`, small: all ways decode, plots are written, a cache that lies is found out."""
 
+import heapq
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,9 +12,11 @@ from typer.testing import CliRunner
 
 from minicache.cache.dense import KVCache
 from minicache.cache.paged import PagedKVCache
+from minicache.engine import llm
 from minicache.errors import MinicacheError
+from minicache.grammar import Tokenizer
 from minicache.trace import TraceStep
-from minicache_cli.demo import app, burst, memory, speed
+from minicache_cli.demo import NUM_TIMED, PROMPTS, app, burst, memory, speed
 
 
 @pytest.fixture
@@ -19,6 +24,52 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+class Demo(NamedTuple):
+    """One run of the demo: what it printed, its plots, and the schedulers of the engines that it made."""
+
+    output: str
+    out: Path
+    schedulers: list[str]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    schedulers, num_threads = [], torch.get_num_threads()
+
+    class Watched(llm.LLM):
+        def __init__(self, *args, scheduler, **options) -> None:
+            schedulers.append(scheduler)
+            super().__init__(*args, scheduler=scheduler, **options)
+
+    out = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "LLM", Watched)
+        result = CliRunner().invoke(app, ["--out", str(out), "--max-seq-len", "24"], env={"COLUMNS": "120"})
+    torch.set_num_threads(num_threads)
+    assert result.exit_code == 0, result.output
+    return Demo(result.output, out, schedulers)
+
+
+@pytest.mark.slow
+def test_demo_shows_completions_totals_and_a_plot(demo: Demo) -> None:
+    for prompt in PROMPTS[:NUM_TIMED]:
+        assert prompt in demo.output
+    # The prompts of P tokens, N new ones each: P·N + N(N − 1)/2 positions without the cache, P + N − 1 with it.
+    lengths = [len(Tokenizer().encode(prompt)) for prompt in PROMPTS[:NUM_TIMED]]
+    assert f"{sum(sum(range(length, 24)) for length in lengths):,}" in demo.output
+    assert f"{NUM_TIMED * 23:,}" in demo.output
+    assert "2,048" in demo.output  # bytes a token: 2 · 4 layers · 2 KV heads · 32 · 4 bytes
+    assert (demo.out / "time_per_token.png").read_bytes().startswith(b"\x89PNG")
+    # Dense: eight caches of 24 rows, 2,048 bytes a row. Paged: no text ends that early, so each takes two blocks of 16.
+    rows = {line.split("│")[1].strip(): line for line in demo.output.splitlines() if line.count("│") == 7}
+    assert f" {8 * 24 * 2} " in rows["dense"]
+    assert f" {8 * 2 * 16 * 2} " in rows["paged"]
+    assert (demo.out / "memory.png").read_bytes().startswith(b"\x89PNG")
+    # A byte a number and 4 a row: 2 · 4 layers · 2 KV heads · (32 + 4).
+    assert "a token takes 576 bytes instead of 2,048" in demo.output
+    assert "3.6 times as many tokens" in demo.output
 
 
 @pytest.mark.usefixtures("threads")
@@ -47,6 +98,34 @@ def test_demo_refuses_to_praise_a_paged_cache_that_changes_the_tokens(
     result = CliRunner().invoke(app, ["--out", str(tmp_path), "--max-seq-len", "24"])
     assert isinstance(result.exception, MinicacheError)
     assert "the paged cache changed the tokens" in str(result.exception)
+
+
+def steps_of_the_burst() -> dict[str, int]:
+    """How many steps the burst takes: batch by batch the longest answer, or each batch slot on its own."""
+    lens, seats = burst.ANSWER_LENS, burst.MAX_NUM_SEQS
+    batches = [lens[start : start + seats] for start in range(0, len(lens), seats)]
+    free = [0] * seats  # when each batch slot is free again
+    for length in lens:
+        heapq.heappush(free, heapq.heappop(free) + length)
+    return {"static": sum(map(max, batches)), "continuous": max(free)}
+
+
+@pytest.mark.slow
+def test_demo_serves_a_burst_with_both_schedulers(demo: Demo) -> None:
+    for stage, steps in steps_of_the_burst().items():
+        assert f"{stage} batching, {steps} steps" in demo.output
+        row = next(line for line in demo.output.splitlines() if line.startswith(f"│ {stage} "))
+        busy = 100 * sum(burst.ANSWER_LENS) / (burst.MAX_NUM_SEQS * steps)
+        assert [cell.strip() for cell in row.split("│")[2:4]] == [str(steps), f"{busy:.0f} %"]
+        trace = json.loads((demo.out / f"burst-{stage}.trace.json").read_text())
+        slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert len(slices) == sum(burst.ANSWER_LENS)
+    assert (demo.out / "burst.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_schedulers_take_turns(demo: Demo) -> None:
+    assert demo.schedulers == ["static", "continuous"] * 3
 
 
 def a_run(num_steps: int, seconds: float) -> burst.Run:

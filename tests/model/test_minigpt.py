@@ -148,6 +148,13 @@ def test_a_full_cache_is_refused_and_stays() -> None:
     assert cache.num_tokens == 8
 
 
+def test_parameters_are_counted_once() -> None:
+    assert (
+        MiniGPT(MiniGPTConfig(vocab_size=412)).num_parameters()
+        == 412 * 128 + 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128) + 128
+    )
+
+
 def test_the_two_halves_are_the_whole() -> None:
     """hidden_states and logits give what forward gives; of the positions that are asked for, and no others."""
     model = random_model()

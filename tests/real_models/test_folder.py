@@ -350,6 +350,7 @@ def stored_as(dtype):
     [
         (take_away("config.json"), CheckpointError, "has no config.json: is it the folder of a model?"),
         (lambda folder: (folder / "config.json").write_text("{"), CheckpointError, "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), CheckpointError, "must hold a JSON object"),
         (take_away("model.safetensors"), CheckpointError, "has neither model.safetensors nor model.safetensors.index"),
         (as_pickle, UnsupportedModelError, "pickle, pytorch_model.bin, and loading one can run code"),
         (cut("model.safetensors"), CheckpointError, "model.safetensors cannot be read as a safetensors file"),

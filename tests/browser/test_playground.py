@@ -202,14 +202,3 @@ def test_the_recording_of_the_home_page_is_small() -> None:
     panes = recording()["panes"]
     assert [len(pane["frames"]) for pane in panes] == [14, 11]
     assert len(json.dumps(recording(), separators=(",", ":"))) < 12_000
-
-
-def test_the_numbers_of_the_page() -> None:
-    burst = {name: played("burst", name)[0] for name in WORKLOADS["burst"].schedulers}
-    assert {name: len(frames) for name, frames in burst.items()} == {"continuous": 338, "paged": 235}
-    assert burst["paged"][-1]["preemptions"] == 22
-    prefix = [played("prefix", name)[0][-1]["prefill"] for name in WORKLOADS["prefix"].schedulers]
-    assert prefix == [15_045, 1_958]
-    static = played("six", "static")[0]
-    first = {request: step for step, frame in reversed(list(enumerate(static))) for _, request, _, _ in frame["slots"]}
-    assert first["D"] == 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import pytest
@@ -33,17 +32,6 @@ def choices(router: Router, replicas: Sequence[ReplicaView], count: int) -> str:
 
 
 # The contract
-
-
-def test_what_a_router_is_called_with() -> None:
-    calls = {
-        "choose": "request replicas",
-        "on_sent": "request replica_id",
-        "on_finished": "request_id replica_id",
-        "on_left": "replica_id",
-    }
-    for name, parameters in calls.items():
-        assert [*inspect.signature(getattr(Router, name)).parameters][1:] == parameters.split(), name
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -98,11 +86,6 @@ def test_hashes_are_the_chain_that_a_prefix_cache_uses() -> None:
     request = route_tokens("r", [5, 6, 7, 8, 9], block_size=2)
     first = block_hash(root_hash(None, None), [5, 6])
     assert request == RoutedRequest("r", (first, block_hash(first, [7, 8])), 5)
-
-
-def test_a_common_beginning_gives_common_hashes() -> None:
-    one, other = route_tokens(1, [1] * 64), route_tokens(2, [1] * 32 + [2] * 40)
-    assert [a == b for a, b in zip(one.block_hashes, other.block_hashes, strict=True)] == [True, True, False, False]
 
 
 def test_a_salt_parts_them() -> None:

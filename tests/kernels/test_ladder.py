@@ -18,7 +18,6 @@ runtime.interpret_without_gpu()
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
 
-from benchmarks import kernels as benchmark  # noqa: E402
 from benchmarks.ladder import RUNGS, Workload, make_workload  # noqa: E402
 
 DEVICE = str(runtime.usual_device())
@@ -86,19 +85,3 @@ def test_all_contestants_of_the_benchmark_agree() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("right") == len(RUNGS) + 5
     assert "WRONG" not in done.stdout
-
-
-def test_what_is_not_measured_says_so() -> None:
-    """Without a GPU there are predictions, and no number that could be taken for a measurement."""
-    found = benchmark.predicted()
-    assert found["measured"] is False
-    assert [row["prediction"] for row in found["rungs"]] == ["225.5 µs"] * 2 + ["28.2 µs"] * 3 + ["28.7 µs"]
-    for row in found["rungs"]:
-        assert (row["microseconds"], row["share_of_copy"]) == (None, None)
-        assert row["measurement"] == row["share"] == "not measured"
-    assert [goal["verdict"] for goal in found["goals"]] == ["not measured"] * 2
-
-
-@pytest.mark.parametrize(("share", "ratio", "verdicts"), [(0.85, 1.1, ["met"] * 2), (0.84, 1.11, ["not met"] * 2)])
-def test_goals(share, ratio, verdicts) -> None:
-    assert [goal["verdict"] for goal in benchmark.goals(share, ratio)] == verdicts

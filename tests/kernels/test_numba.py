@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.grid import grid
 from torch import Tensor
 
 pytest.importorskip("numba")
@@ -84,8 +85,7 @@ def test_groups(num_heads: int, num_kv_heads: int) -> None:
     assert_decodes(paged, torch.randn(len(AROUND_A_BLOCK), num_heads, 32))
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 80, 96, 128, 256, 576])
-@pytest.mark.parametrize("window", [None, 1, 13])
+@grid({"head_dim": [8, 24, 32, 64, 80, 96, 128, 256, 576], "window": [None, 1, 13]})
 def test_head_sizes(head_dim: int, window: int | None) -> None:
     """A tile is 4,096 / d tokens or 8, and these contexts are longer, shorter and as long."""
     lengths = [*AROUND_A_BLOCK, 7, 8, 9, 4096 // head_dim // 8 * 8, 600]
@@ -100,10 +100,6 @@ def test_block_sizes(block_size: int) -> None:
         paged = a_batch(lengths, block_size=block_size, index=index)
         for window in (None, 1, block_size, 200, 1000):
             assert_decodes(paged, torch.randn(len(lengths), 8, 32), sliding_window=window, scale=0.3)
-
-
-def test_long_contexts() -> None:
-    assert_decodes(a_batch([8192, 4097]), torch.randn(2, 8, 32))
 
 
 def test_where_blocks_lie_changes_no_bit() -> None:

@@ -6,6 +6,7 @@ import copy
 import random
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from itertools import zip_longest
 from pathlib import Path
 
@@ -40,16 +41,76 @@ def requests_of(*sizes, **options):
 
 
 FOUR = [(4, 9)] * 4  # in 4 blocks of 4: step 0 admits all, step 1 preempts 3 and 2
+ALONE = {"sizes": [(4, 9)], "num_blocks": 20}
+SWAP = {"preemption": "swap", "num_host_blocks": 8}
+AWAY = {"sizes": [(4, 9), (8, 9)], "num_blocks": 3, **SWAP}  # step 1 swaps the second one out
+FULL_HOST = AWAY | {"num_host_blocks": 1}  # which is too small for it
 
 
-def expose(cls, says, sizes=FOUR, *, num_blocks=4, token=0, request_options=None, **options):
-    """Runs a broken scheduler under an auditor, which must raise InvariantError saying `says`."""
+def expose(cls, says, sizes=FOUR, *, num_blocks=4, token=0, request_options=None, then=(), **options):
+    """Runs a broken scheduler under an auditor, which must raise InvariantError saying `says`.
+
+    `then` are functions of the scheduler, each of which must raise it after two steps. Without them a whole run must.
+    """
     options |= {"num_blocks": num_blocks, "block_size": 4}
-    requests = requests_of(*sizes, **(request_options or {}))
-    outcome = call(drive, observe(cls(**options), Auditor()), requests, token=lambda request: token, max_steps=60)
     told_options = ", ".join(f"{name}={value!r}" for name, value in options.items())
     called = f"a run of {cls.__name__}({told_options}), made from your PagedScheduler, under your Auditor"
-    replace(outcome, called=called).raises(InvariantError, saying=says)
+    for last in then or [None]:
+        requests, scheduler = requests_of(*sizes, **(request_options or {})), observe(cls(**options), Auditor())
+        if last is None:
+            outcome = call(drive, scheduler, requests, token=lambda request: token, max_steps=60)
+        else:
+            drive(scheduler, requests, max_steps=2)
+            outcome = call(last, scheduler)
+        replace(outcome, called=called).raises(InvariantError, saying=says)
+
+
+def aborting(request_id):
+    return lambda scheduler: scheduler.abort_request(request_id)
+
+
+def recovering(scheduler):
+    scheduler.schedule()
+    scheduler.recover()
+
+
+def scheduling_again(scheduler):
+    scheduler.schedule()
+    scheduler.schedule()
+
+
+RECOVERY = {"then": [recovering, scheduling_again], **SWAP}
+
+
+def broken(says, *, after="", instead="", **run):
+    """A test that exposes a PagedScheduler with the decorated function after one of its methods, or instead of it.
+
+    After `schedule` the function gets the scheduler and the step, after another method the scheduler and as many of the
+    method's arguments as it takes. Instead of a method it gets the scheduler, the right method, and the arguments.
+    """
+
+    def expose_with(change):
+        def method(scheduler, *arguments, **named):
+            right = getattr(super(cls, scheduler), after or instead)
+            if instead:
+                return change(scheduler, right, *arguments, **named)
+            result = right(*arguments, **named)
+            if after == "schedule":
+                change(scheduler, result)
+            else:
+                given = signature(right).bind(*arguments, **named).args
+                change(scheduler, *given[: change.__code__.co_argcount - 1])
+            return result
+
+        def test():
+            __tracebackhide__ = True
+            expose(cls, says, **run)
+
+        cls = type("Broken", (Broken,), {after or instead: method})
+        test.__name__, test.__qualname__, test.__doc__ = change.__name__, change.__name__, change.__doc__
+        return test
+
+    return expose_with
 
 
 def passes(scheduler, requests=(), *, arrivals=(), what, max_steps=100):
@@ -64,9 +125,6 @@ def silent(outcome, what):
     """Says all of the error that a right run must not raise, and of what run."""
     if outcome.error is not None:
         raise CheckFailed(what, told(outcome.error), "no error") from outcome.error
-
-
-SWAP = {"preemption": "swap", "num_host_blocks": 8}
 
 
 # What the schedulers of this task are made of
@@ -296,150 +354,101 @@ def test_an_end_beside_a_victim_passes():
 # Rules "places" and "end", which were written for you: what you build on is still there
 
 
-class LosesVictims(Broken):
+@broken("step 1, places", after="preempt")
+def test_a_victim_in_no_place(scheduler, request, output):
     """A preempted request is no longer in the batch, and not in the queue either."""
-
-    def preempt(self, request, output):
-        super().preempt(request, output)
-        self.waiting.remove(request)
+    scheduler.waiting.remove(request)
 
 
-class KeepsTheStatus(Broken):
+@broken("step 0, places", after="admit")
+def test_a_status_that_stays(scheduler, request, output):
     """An admitted request is still WAITING."""
-
-    def admit(self, request, output, found=()):
-        super().admit(request, output, found)
-        request.status = RequestStatus.WAITING
+    request.status = RequestStatus.WAITING
 
 
-class RunsInTheQueue(Broken):
+@broken("step 1, places", after="preempt")
+def test_a_victim_that_is_running(scheduler, request, output):
     """A preempted request is still RUNNING."""
-
-    def preempt(self, request, output):
-        super().preempt(request, output)
-        request.status = RequestStatus.RUNNING
+    request.status = RequestStatus.RUNNING
 
 
-class AdmitsTwice(Broken):
+@broken("step 0, places", after="admit")
+def test_twice_in_the_batch(scheduler, request, output):
     """An admitted request is in the batch twice."""
-
-    def admit(self, request, output, found=()):
-        super().admit(request, output, found)
-        self.running.append(request)
+    scheduler.running.append(request)
 
 
-class AdmitsAndQueues(Broken):
+@broken("step 0, places", after="admit")
+def test_in_batch_and_queue(scheduler, request, output):
     """An admitted request stays in the queue."""
-
-    def admit(self, request, output, found=()):
-        super().admit(request, output, found)
-        self.waiting.add(request)
+    scheduler.waiting.add(request)
 
 
-class AdmitsAStranger(Broken):
+@broken("step 0, places", after="schedule")
+def test_a_stranger(scheduler, output):
     """In the batch there is one that was never added."""
-
-    def schedule(self):
-        output = super().schedule()
-        self.running.append(Request("stranger", [1], 1))
-        self.running[-1].status = RequestStatus.RUNNING
-        return output
+    scheduler.running.append(Request("stranger", [1], 1))
+    scheduler.running[-1].status = RequestStatus.RUNNING
 
 
-class AdmitsACopy(Broken):
+@broken("step 0, places", after="admit")
+def test_a_copy_in_the_batch(scheduler, request, output):
     """In the batch stands a copy of the request: the same id, and not the same request."""
-
-    def admit(self, request, output, found=()):
-        super().admit(request, output, found)
-        self.running[-1] = copy.copy(request)
+    scheduler.running[-1] = copy.copy(request)
 
 
-class QueuesACopy(Broken):
+@broken("step 1, places", after="preempt")
+def test_a_copy_in_the_queue(scheduler, request, output):
     """In the queue stands a copy of the request that was preempted."""
-
-    def preempt(self, request, output):
-        super().preempt(request, output)
-        self.waiting.remove(request)
-        self.waiting.add(copy.copy(request))
+    scheduler.waiting.remove(request)
+    scheduler.waiting.add(copy.copy(request))
 
 
-class EndsUnsaid(Broken):
+@broken("step 1, places", after="schedule", sizes=[(16, 9)])
+def test_an_end_that_is_not_listed(scheduler, output):
     """A request that is finished for lack of memory is in no list of the step."""
-
-    def schedule(self):
-        output = super().schedule()
-        output.finished.clear()
-        return output
+    output.finished.clear()
 
 
-class FinishesNone(Broken):
+@broken("step 0, end", after="schedule")
+def test_an_end_of_none(scheduler, output):
     """An id that no request has is listed as finished."""
-
-    def schedule(self):
-        output = super().schedule()
-        output.finished.append("none")
-        return output
+    output.finished.append("none")
 
 
-class EndsInName(Broken):
+@broken("step 0, end", after="schedule")
+def test_an_end_of_one_that_goes_on(scheduler, output):
     """A request of the batch is listed as finished, and goes on."""
-
-    def schedule(self):
-        output = super().schedule()
-        output.finished.append(self.running[0].request_id)
-        return output
+    output.finished.append(scheduler.running[0].request_id)
 
 
-class EndsWithoutAnEnd(Broken):
+@broken("step 1, end", instead="finish_request", sizes=[(16, 9)])
+def test_an_end_without_a_status(scheduler, right, request_id, status):
     """A request that is finished for lack of memory leaves, gives everything back, and is WAITING."""
-
-    def finish_request(self, request_id, status):
-        request = next(each for each in self.running if each.request_id == request_id)
-        done = super().finish_request(request_id, status)
-        request.status = RequestStatus.WAITING
-        return done
+    request = next(each for each in scheduler.running if each.request_id == request_id)
+    done = right(request_id, status)
+    request.status = RequestStatus.WAITING
+    return done
 
 
-class GivesUpEarly(Broken):
+@pytest.mark.parametrize("sizes", [FOUR, [(12, 9), (4, 9)]], ids=["four of one block", "one of all four blocks"])
+def test_an_end_for_want_of_memory_that_there_is(sizes):
     """A request that the pool is large enough for ends for want of memory, after one victim."""
 
-    def make_room(self, request, output):
-        self.preempt(self.running[-1], output)
-        self.finish_request(request.request_id, RequestStatus.FINISHED_CAPACITY)
-        output.finished.append(request.request_id)
-        return False
+    class GivesUpEarly(Broken):
+        def make_room(self, request, output):
+            self.preempt(self.running[-1], output)
+            self.finish_request(request.request_id, RequestStatus.FINISHED_CAPACITY)
+            output.finished.append(request.request_id)
+            return False
+
+    expose(GivesUpEarly, "step 1, end", sizes)
 
 
-class CallsItLength(Broken):
+@broken("step 1, end", instead="finish_request", sizes=[(16, 9)])
+def test_an_end_with_another_reason(scheduler, right, request_id, status):
     """A request that is finished for lack of memory is FINISHED_LENGTH."""
-
-    def finish_request(self, request_id, status):
-        return super().finish_request(request_id, RequestStatus.FINISHED_LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("cls", "sizes", "says"),
-    [
-        (LosesVictims, FOUR, "step 1, places"),
-        (KeepsTheStatus, FOUR, "step 0, places"),
-        (RunsInTheQueue, FOUR, "step 1, places"),
-        (AdmitsTwice, FOUR, "step 0, places"),
-        (AdmitsAndQueues, FOUR, "step 0, places"),
-        (AdmitsAStranger, FOUR, "step 0, places"),
-        (AdmitsACopy, FOUR, "step 0, places"),
-        (QueuesACopy, FOUR, "step 1, places"),
-        (EndsUnsaid, [(16, 9)], "step 1, places"),
-        (FinishesNone, FOUR, "step 0, end"),
-        (EndsInName, FOUR, "step 0, end"),
-        (EndsWithoutAnEnd, [(16, 9)], "step 1, end"),
-        (GivesUpEarly, FOUR, "step 1, end"),
-        (GivesUpEarly, [(12, 9), (4, 9)], "step 1, end"),
-        (CallsItLength, [(16, 9)], "step 1, end"),
-    ],
-)
-def test_places_and_ends(cls, sizes, says):
-    """In 4 blocks of 4: a request is lost, in the batch twice, a copy, or finished without cause."""
-    expose(cls, says, sizes)
+    return right(request_id, RequestStatus.FINISHED_LENGTH)
 
 
 def test_a_copy_that_waits():
@@ -504,105 +513,82 @@ def test_an_end_from_outside_passes(name):
     that("who ends in the steps that follow", list(tally.finished)).gives([1])
 
 
-class KeepsBlocks(Broken):
-    def release(self, request):
-        if not request.status.is_finished:
-            super().release(request)
+@broken("step 1, end", instead="release", then=[aborting(0)], **SWAP)
+def test_an_abort_that_keeps_blocks(scheduler, right, request):
+    """Aborted, a request of the batch keeps its blocks."""
+    if not request.status.is_finished:
+        right(request)
 
 
-class KeepsHostBlocks(Broken):
-    def release_host(self, request):
-        if not request.status.is_finished:
-            super().release_host(request)
+@broken("step 1, end", instead="release_host", then=[aborting(3)], **SWAP)
+def test_an_abort_that_keeps_host_blocks(scheduler, right, request):
+    """Aborted, a request that was swapped out keeps its CPU blocks."""
+    if not request.status.is_finished:
+        right(request)
 
 
-class KeepsTheSlot(Broken):
-    def finish_request(self, request_id, status):
-        batch = list(self.running)
-        done = super().finish_request(request_id, status)
-        self.running = batch
-        return done
+@broken("step 1, end", instead="finish_request", then=[aborting(0)], **SWAP)
+def test_an_abort_that_keeps_the_slot(scheduler, right, request_id, status):
+    """Aborted, a request keeps its batch slot."""
+    batch = list(scheduler.running)
+    done = right(request_id, status)
+    scheduler.running = batch
+    return done
 
 
-class KeepsItQueued(Broken):
-    def finish_request(self, request_id, status):
-        request = self.waiting[request_id]
-        done = super().finish_request(request_id, status)
-        self.waiting.add(request)
-        return done
-
-
-@pytest.mark.parametrize(
-    ("cls", "request_id"), [(KeepsBlocks, 0), (KeepsHostBlocks, 3), (KeepsTheSlot, 0), (KeepsItQueued, 3)]
-)
-def test_an_abort_that_leaves_something_behind(cls, request_id):
-    """After step 1, 0 in the batch or 3 on the host is aborted, and keeps its blocks, its slot or its place."""
-    scheduler = observe(cls(num_blocks=4, block_size=4, **SWAP), Auditor())
-    drive(scheduler, requests_of(*FOUR), max_steps=2)
-    call(scheduler.abort_request, request_id).raises(InvariantError, saying="step 1, end")
+@broken("step 1, end", instead="finish_request", then=[aborting(3)], **SWAP)
+def test_an_abort_that_stays_queued(scheduler, right, request_id, status):
+    """Aborted, a request stays in the queue."""
+    request = scheduler.waiting[request_id]
+    done = right(request_id, status)
+    scheduler.waiting.add(request)
+    return done
 
 
 # Rule "recovery", which was written for you
 
 
-class KeepsTheBatch(Broken):
+@broken("step 2, recovery", instead="recover", **RECOVERY)
+def test_a_recovery_of_nothing(scheduler, right):
     """Recovers nothing: its batch goes on."""
-
-    def recover(self):
-        self.outstanding = None
+    scheduler.outstanding = None
 
 
-class KeepsComputedTokens(Broken):
+@broken("step 2, recovery", instead="restart", **RECOVERY)
+def test_a_recovery_with_computed_tokens(scheduler, right, request):
     """Frees the blocks, and counts their tokens as computed."""
-
-    def restart(self, request):
-        self.release(request)
-        request.status = RequestStatus.WAITING
+    scheduler.release(request)
+    request.status = RequestStatus.WAITING
 
 
-class LosesTheOutput(Broken):
+@broken("step 2, recovery", after="restart", **RECOVERY)
+def test_a_recovery_without_the_answers(scheduler, request):
     """Requests begin from their prompts, and would generate what their clients have read already."""
-
-    def restart(self, request):
-        super().restart(request)
-        request.output_token_ids.clear()
+    request.output_token_ids.clear()
 
 
-class CountsNoPreemption(Broken):
-    def recover(self):
-        counts = [(request, request.num_preemptions) for request in self.running]
-        super().recover()
-        for request, count in counts:
-            request.num_preemptions = count
+@broken("step 2, recovery", instead="recover", **RECOVERY)
+def test_a_recovery_that_counts_too_little(scheduler, right):
+    """A recovery counts no preemption of those in the batch."""
+    counts = [(request, request.num_preemptions) for request in scheduler.running]
+    right()
+    for request, count in counts:
+        request.num_preemptions = count
 
 
-class CountsThoseThatWait(Broken):
-    def recover(self):
-        for request in self.waiting.values():
-            request.num_preemptions += 1
-        super().recover()
+@broken("step 2, recovery", instead="recover", **RECOVERY)
+def test_a_recovery_that_counts_too_much(scheduler, right):
+    """A recovery counts a preemption of those that wait."""
+    for request in scheduler.waiting.values():
+        request.num_preemptions += 1
+    right()
 
 
-class KeepsTheSwapSpace(Broken):
+@broken("step 2, recovery", instead="restart", **RECOVERY)
+def test_a_recovery_that_keeps_the_swap_space(scheduler, right, request):
     """What was swapped out stays there, though the copy may not have been made."""
-
-    def restart(self, request):
-        if request.status is not RequestStatus.SWAPPED:
-            super().restart(request)
-
-
-@pytest.mark.parametrize(
-    "cls",
-    [KeepsTheBatch, KeepsComputedTokens, LosesTheOutput, CountsNoPreemption, CountsThoseThatWait, KeepsTheSwapSpace],
-)
-@pytest.mark.parametrize("explicit", [True, False], ids=["recover()", "schedule() again"])
-def test_recoveries(cls, explicit):
-    """In 4 blocks of 4, with 0 and 1 in the batch and 2 and 3 in swap space, step 2 fails."""
-    scheduler = observe(cls(num_blocks=4, block_size=4, **SWAP), Auditor())
-    drive(scheduler, requests_of(*FOUR), max_steps=2)
-    scheduler.schedule()
-    again = scheduler.recover if explicit else scheduler.schedule
-    call(again).raises(InvariantError, saying="step 2, recovery")
+    if request.status is not RequestStatus.SWAPPED:
+        right(request)
 
 
 @pytest.mark.parametrize("where", ["blocks", "CPU blocks"])
@@ -614,46 +600,30 @@ def test_a_recovery_that_loses_a_block(where):
             super().recover()
             (self.pool if where == "blocks" else self.host_pool).allocate(1)
 
-    scheduler = observe(Loses(num_blocks=4, block_size=4, **SWAP), Auditor())
-    drive(scheduler, requests_of(*FOUR), max_steps=2)
-    call(scheduler.recover).raises(InvariantError, saying="step 1, blocks")
+    expose(Loses, "step 2, blocks", then=[recovering], **SWAP)
 
 
 # Rule "blocks"
 
 
-def test_a_block_that_is_lost():
+@broken("step 2, blocks", instead="release", sizes=[(4, 3), (4, 9)], num_blocks=10)
+def test_a_block_that_is_lost(scheduler, right, request):
     """A finished request takes its blocks along: at the commit of step 2 they are used, and none lists them."""
-
-    class KeepsBlocks(Broken):
-        def release(self, request):
-            request.block_ids = []
-
-    expose(KeepsBlocks, "step 2, blocks", [(4, 3), (4, 9)], num_blocks=10)
+    request.block_ids = []
 
 
-def test_a_block_with_two_tables():
+@broken("step 0, blocks", after="admit")
+def test_a_block_with_two_tables(scheduler, request, output):
     """The second request is given the first one's block: one reference is counted, and two list it."""
-
-    class GivesTwice(Broken):
-        def admit(self, request, output, found=()):
-            super().admit(request, output, found)
-            if len(self.running) == 2:
-                self.pool.free(request.block_ids)
-                request.block_ids = list(self.running[0].block_ids)
-
-    expose(GivesTwice, "step 0, blocks")
+    if len(scheduler.running) == 2:
+        scheduler.pool.free(request.block_ids)
+        request.block_ids = list(scheduler.running[0].block_ids)
 
 
-def test_a_block_twice_in_one_table():
+@broken("step 0, blocks", after="admit", sizes=[(8, 9)])
+def test_a_block_twice_in_one_table(scheduler, request, output):
     """A request lists one of its blocks twice: two of its positions would share their rows."""
-
-    class ListsTwice(Broken):
-        def admit(self, request, output, found=()):
-            super().admit(request, output, found)
-            request.block_ids[1] = request.block_ids[0]
-
-    expose(ListsTwice, "step 0, blocks", [(8, 9)])
+    request.block_ids[1] = request.block_ids[0]
 
 
 @pytest.mark.parametrize("block_id", [4, -1])
@@ -668,25 +638,16 @@ def test_a_block_that_does_not_exist(block_id):
     expose(Invents, "step 0, blocks", [(8, 9)])
 
 
-def test_a_host_block_that_is_lost():
+@broken("blocks: ", instead="release_host", **SWAP)
+def test_a_host_block_that_is_lost(scheduler, right, request):
     """A swapped request comes back, and its CPU blocks stay used forever."""
-
-    class KeepsHostBlocks(Broken):
-        def release_host(self, request):
-            request.host_block_ids = []
-
-    expose(KeepsHostBlocks, "blocks: ", **SWAP)
+    request.host_block_ids = []
 
 
-def test_host_blocks_without_a_host():
+@broken("step 1, blocks", after="preempt")
+def test_host_blocks_without_a_host(scheduler, request, output):
     """With recompute there is no CPU swap space: no request can have CPU blocks."""
-
-    class Dreams(Broken):
-        def preempt(self, request, output):
-            super().preempt(request, output)
-            request.host_block_ids = [0]
-
-    expose(Dreams, "step 1, blocks")
+    request.host_block_ids = [0]
 
 
 @pytest.mark.parametrize(("off", "name"), [(1, "num_free"), (-1, "num_free"), (1, "num_used")])
@@ -767,29 +728,21 @@ def test_a_victim_that_keeps_its_blocks():
     expose(Keeps, "step 1, holdings", [(4, 9), (4, 9)], num_blocks=2)
 
 
-def test_a_victim_that_believes_to_be_computed():
+@broken("step 1, holdings", instead="preempt")
+def test_a_victim_that_believes_to_be_computed(scheduler, right, request, output):
     """Its blocks are gone and its computed tokens are not: what it computes next would attend to nothing."""
-
-    class Believes(Broken):
-        def preempt(self, request, output):
-            computed = request.num_computed_tokens
-            super().preempt(request, output)
-            request.num_computed_tokens = computed
-
-    expose(Believes, "step 1, holdings")
+    computed = request.num_computed_tokens
+    right(request, output)
+    request.num_computed_tokens = computed
 
 
-def test_a_swapped_request_that_keeps_its_blocks():
+@broken("step 1, holdings", instead="swap_out", **AWAY)
+def test_a_swapped_request_that_keeps_its_blocks(scheduler, right, request, num_blocks, output):
     """Swapped out, it has CPU blocks, and its device blocks besides."""
-
-    class HasBoth(Broken):
-        def swap_out(self, request, num_blocks, output):
-            kept = request.block_ids[-1]
-            self.pool.share([kept])
-            super().swap_out(request, num_blocks, output)
-            request.block_ids = [kept]
-
-    expose(HasBoth, "step 1, holdings", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+    kept = request.block_ids[-1]
+    scheduler.pool.share([kept])
+    right(request, num_blocks, output)
+    request.block_ids = [kept]
 
 
 @pytest.mark.parametrize("off", [-1, 1], ids=["one too few", "one too many"])
@@ -803,76 +756,50 @@ def test_a_number_of_host_blocks_that_is_wrong(off):
     expose(SwapsOther, "step 1, holdings", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
 
 
-def test_host_blocks_of_the_batch():
+@broken("holdings: ", instead="swap_in", **SWAP)
+def test_host_blocks_of_the_batch(scheduler, right, request, output):
     """Back in the batch, and still with CPU blocks, though they were given back."""
-
-    class NeverFrees(Broken):
-        def swap_in(self, request, output):
-            kept = request.host_block_ids
-            self.host_pool.share(kept)
-            super().swap_in(request, output)
-            request.host_block_ids = kept
-
-    expose(NeverFrees, "holdings: ", **SWAP)
+    kept = request.host_block_ids
+    scheduler.host_pool.share(kept)
+    right(request, output)
+    request.host_block_ids = kept
 
 
-def test_nothing_computed_and_swapped():
+@broken("step 1, holdings", after="preempt")
+def test_nothing_computed_and_swapped(scheduler, request, output):
     """SWAPPED with nothing computed: there is nothing that the host could have."""
-
-    class SwapsNothing(Broken):
-        def preempt(self, request, output):
-            super().preempt(request, output)
-            request.status = RequestStatus.SWAPPED
-
-    expose(SwapsNothing, "step 1, holdings")
+    request.status = RequestStatus.SWAPPED
 
 
-def test_host_blocks_of_one_that_is_recomputed():
+@broken("step 1, holdings", after="preempt", **FULL_HOST)
+def test_host_blocks_of_one_that_is_recomputed(scheduler, request, output):
     """It has nothing computed, waits for a new start, and takes a CPU block along."""
-
-    class Hoards(Broken):
-        def preempt(self, request, output):
-            super().preempt(request, output)
-            if request.status is RequestStatus.WAITING:
-                request.host_block_ids = self.host_pool.allocate(1)
-
-    expose(Hoards, "step 1, holdings", [(4, 9), (8, 9)], num_blocks=3, preemption="swap", num_host_blocks=1)
+    if request.status is RequestStatus.WAITING:
+        request.host_block_ids = scheduler.host_pool.allocate(1)
 
 
 # Rule "order"
 
 
-def test_the_oldest_is_preempted():
+@broken("step 1, order", instead="schedule_running", sizes=[(2, 9), (4, 9)], num_blocks=2)
+def test_the_oldest_is_preempted(scheduler, right, output):
     """The first arrival is preempted, and later ones go on."""
-
-    class PreemptsTheOldest(Broken):
-        def schedule_running(self, output):
-            if self.running and self.blocks_missing(self.running[-1]) > self.pool.num_free:
-                self.running.append(self.running.pop(0))
-                self.preempt(self.running[-1], output)
-            super().schedule_running(output)
-
-    expose(PreemptsTheOldest, "step 1, order", [(2, 9), (4, 9)], num_blocks=2)
+    if scheduler.running and scheduler.blocks_missing(scheduler.running[-1]) > scheduler.pool.num_free:
+        scheduler.running.append(scheduler.running.pop(0))
+        scheduler.preempt(scheduler.running[-1], output)
+    right(output)
 
 
-def test_a_victim_behind_newcomers():
+@broken("step 1, order", instead="priority_key", sizes=[*FOUR, (8, 9)])
+def test_a_victim_behind_newcomers(scheduler, right, request):
     """A victim stands behind a request that arrived later."""
-
-    class NewRequestsFirst(Broken):
-        def priority_key(self, request):
-            return request.num_preemptions, request.arrival_index
-
-    expose(NewRequestsFirst, "step 1, order", [*FOUR, (8, 9)])
+    return (request.num_preemptions, request.arrival_index)
 
 
-def test_a_newcomer_that_overtakes():
+@broken("order: ", instead="head", sizes=[(8, 9), (4, 9)], max_num_seqs=1)
+def test_a_newcomer_that_overtakes(scheduler, right):
     """The shortest of the queue is admitted first."""
-
-    class ShortestFirst(Broken):
-        def head(self):
-            return min(self.waiting.values(), key=lambda request: request.num_tokens, default=None)
-
-    expose(ShortestFirst, "order: ", [(8, 9), (4, 9)], max_num_seqs=1)
+    return min(scheduler.waiting.values(), key=lambda request: request.num_tokens, default=None)
 
 
 def test_two_with_one_number():
@@ -907,62 +834,41 @@ def test_an_order_of_its_own():
 # Rule "work"
 
 
-def test_too_many_tokens():
+@broken("step 0, work", instead="schedule_waiting", max_num_batched_tokens=7)
+def test_too_many_tokens(scheduler, right, output):
     """Two prompts of 4 in a step of at most 7 tokens."""
-
-    class Generous(Broken):
-        def schedule_waiting(self, output):
-            self.token_budget += 1
-            super().schedule_waiting(output)
-
-    expose(Generous, "step 0, work", max_num_batched_tokens=7)
+    scheduler.token_budget += 1
+    right(output)
 
 
-def test_too_many_requests():
+@broken("step 0, work", instead="schedule_waiting", max_num_seqs=3)
+def test_too_many_requests(scheduler, right, output):
     """Four in a batch of at most three."""
-
-    class Crowded(Broken):
-        def schedule_waiting(self, output):
-            self.max_num_seqs += 1
-            super().schedule_waiting(output)
-            self.max_num_seqs -= 1
-
-    expose(Crowded, "step 0, work", max_num_seqs=3)
+    scheduler.max_num_seqs += 1
+    right(output)
+    scheduler.max_num_seqs -= 1
 
 
-def test_nothing_happens():
+@broken("step 0, work", instead="schedule_waiting", max_num_seqs=1)
+def test_nothing_happens(scheduler, right, output):
     """One batch slot, and none is admitted because one is kept free: the queue waits forever."""
-
-    class OneSlotLess(Broken):
-        def schedule_waiting(self, output):
-            self.max_num_seqs -= 1
-            super().schedule_waiting(output)
-            self.max_num_seqs += 1
-
-    expose(OneSlotLess, "step 0, work", max_num_seqs=1)
+    scheduler.max_num_seqs -= 1
+    right(output)
+    scheduler.max_num_seqs += 1
 
 
-def test_a_request_of_the_batch_is_left_out():
+@broken("step 1, work", instead="schedule_tokens", num_blocks=20)
+def test_a_request_of_the_batch_is_left_out(scheduler, right, request, output):
     """In the batch, with blocks, and never computed again."""
-
-    class LeavesOut(Broken):
-        def schedule_tokens(self, request, output):
-            if request.request_id != 1 or not request.output_token_ids:
-                super().schedule_tokens(request, output)
-
-    expose(LeavesOut, "step 1, work", num_blocks=20)
+    if request.request_id != 1 or not request.output_token_ids:
+        right(request, output)
 
 
-def test_a_prompt_without_its_answer():
+@broken("work: ", after="schedule_tokens")
+def test_a_prompt_without_its_answer(scheduler, request, output):
     """A victim comes back, and only its prompt is computed again: what it had generated is not in the cache."""
-
-    class PromptOnly(Broken):
-        def schedule_tokens(self, request, output):
-            super().schedule_tokens(request, output)
-            if not request.num_computed_tokens:
-                output.num_scheduled_tokens[request.request_id] = request.num_prompt_tokens
-
-    expose(PromptOnly, "work: ")
+    if not request.num_computed_tokens:
+        output.num_scheduled_tokens[request.request_id] = request.num_prompt_tokens
 
 
 @pytest.mark.parametrize("num_new", [0, 2])
@@ -1001,55 +907,33 @@ def test_another_number_than_the_limit_for_each_request(chunk):
     expose(cls, "step 0, work", [(10, 2), (4, 2)], num_blocks=10)
 
 
-def test_two_lists_that_disagree():
+@broken("step 0, work", after="schedule")
+def test_two_lists_that_disagree(scheduler, output):
     """`scheduled` in another order than `num_scheduled_tokens`: requests would get each other's tokens."""
-
-    class Reversed(Broken):
-        def schedule(self):
-            output = super().schedule()
-            output.scheduled.reverse()
-            return output
-
-    expose(Reversed, "step 0, work")
+    output.scheduled.reverse()
 
 
-def test_work_for_a_waiting_request():
+@broken("step 0, work", after="schedule", max_num_seqs=2)
+def test_work_for_a_waiting_request(scheduler, output):
     """Work for a request that is still in the queue, and has no blocks."""
-
-    class WorksAhead(Broken):
-        def schedule(self):
-            output = super().schedule()
-            if request := self.head():
-                self.schedule_tokens(request, output)
-            return output
-
-    expose(WorksAhead, "step 0, work", max_num_seqs=2)
+    if request := scheduler.head():
+        scheduler.schedule_tokens(request, output)
 
 
-def test_too_many_requests_of_which_some_have_nothing_to_do():
+@broken("step 0, work", instead="schedule_waiting", max_num_seqs=2, max_num_batched_tokens=8)
+def test_too_many_requests_of_which_some_have_nothing_to_do(scheduler, right, output):
     """A batch of three where two may be. The step is full with two of them, and max_num_seqs is about the batch."""
-
-    class Crowded(Broken):
-        def schedule_waiting(self, output):
-            self.max_num_seqs, self.token_budget = 3, 12
-            super().schedule_waiting(output)
-            self.max_num_seqs = 2
-            if len(output.scheduled) > 2:
-                del output.num_scheduled_tokens[output.scheduled.pop().request_id]
-
-    expose(Crowded, "step 0, work", max_num_seqs=2, max_num_batched_tokens=8)
+    scheduler.max_num_seqs, scheduler.token_budget = (3, 12)
+    right(output)
+    scheduler.max_num_seqs = 2
+    if len(output.scheduled) > 2:
+        del output.num_scheduled_tokens[output.scheduled.pop().request_id]
 
 
-def test_a_copy_in_the_step():
+@broken("step 0, work", after="schedule")
+def test_a_copy_in_the_step(scheduler, output):
     """`scheduled` has a copy of a request of the batch: the same id, and not the same request."""
-
-    class Clones(Broken):
-        def schedule(self):
-            output = super().schedule()
-            output.scheduled[:] = map(copy.copy, output.scheduled)
-            return output
-
-    expose(Clones, "step 0, work")
+    output.scheduled[:] = map(copy.copy, output.scheduled)
 
 
 @pytest.mark.parametrize(
@@ -1080,41 +964,23 @@ def test_the_one_excuse(tokens, excused):
 # Rule "victims"
 
 
-def test_a_victim_that_is_not_listed():
+@broken("step 1, victims", after="schedule")
+def test_a_victim_that_is_not_listed(scheduler, output):
     """It has left the batch, and `preempted` does not say so."""
-
-    class Silent(Broken):
-        def schedule(self):
-            output = super().schedule()
-            output.preempted.clear()
-            return output
-
-    expose(Silent, "step 1, victims")
+    output.preempted.clear()
 
 
-def test_a_victim_that_did_not_leave():
+@broken("step 1, victims", after="schedule", num_blocks=20)
+def test_a_victim_that_did_not_leave(scheduler, output):
     """`preempted` names one that is in the batch."""
-
-    class CriesWolf(Broken):
-        def schedule(self):
-            output = super().schedule()
-            if self.running[0].output_token_ids:
-                output.preempted.append(self.running[-1].request_id)
-            return output
-
-    expose(CriesWolf, "step 1, victims", num_blocks=20)
+    if scheduler.running[0].output_token_ids:
+        output.preempted.append(scheduler.running[-1].request_id)
 
 
-def test_victims_in_the_wrong_order():
+@broken("step 1, victims", after="schedule")
+def test_victims_in_the_wrong_order(scheduler, output):
     """The last one is named first, in the order in which they left."""
-
-    class Sorts(Broken):
-        def schedule(self):
-            output = super().schedule()
-            output.preempted.sort()
-            return output
-
-    expose(Sorts, "step 1, victims")
+    output.preempted.sort()
 
 
 def test_a_newer_one_stays():
@@ -1130,16 +996,12 @@ def test_a_newer_one_stays():
     expose(TakesTheMiddle, "step 1, victims", [(4, 9), (2, 9), (2, 9)], num_blocks=3)
 
 
-def test_memory_was_not_short():
+@broken("step 1, victims", instead="schedule_running", sizes=[(4, 9), (4, 9)], num_blocks=20)
+def test_memory_was_not_short(scheduler, right, output):
     """Two requests, room for both, and one of them is sent away: it could have stayed."""
-
-    class Thrashes(Broken):
-        def schedule_running(self, output):
-            if len(self.running) > 1:
-                self.preempt(self.running[-1], output)
-            super().schedule_running(output)
-
-    expose(Thrashes, "step 1, victims", [(4, 9), (4, 9)], num_blocks=20)
+    if len(scheduler.running) > 1:
+        scheduler.preempt(scheduler.running[-1], output)
+    right(output)
 
 
 @pytest.mark.parametrize(("newest", "num_blocks"), [(2, 3), (12, 5)], ids=["a small newest", "a large newest"])
@@ -1183,80 +1045,46 @@ def test_one_is_admitted_beside():
     call(drive, scheduler, arrivals=arrivals, max_steps=20).raises(InvariantError, saying="step 1, victims")
 
 
-def test_a_preemption_that_is_not_counted():
+@broken("step 1, victims", after="preempt")
+def test_a_preemption_that_is_not_counted(scheduler, request, output):
     """num_preemptions counts how often a request has lost its place."""
-
-    class Uncounted(Broken):
-        def preempt(self, request, output):
-            super().preempt(request, output)
-            request.num_preemptions = 0
-
-    expose(Uncounted, "step 1, victims")
+    request.num_preemptions = 0
 
 
-def test_an_answer_that_is_lost():
+@broken("step 1, victims", after="preempt")
+def test_an_answer_that_is_lost(scheduler, request, output):
     """A victim loses what it had generated: its client has read that already."""
-
-    class StartsOver(Broken):
-        def preempt(self, request, output):
-            super().preempt(request, output)
-            request.output_token_ids.clear()
-
-    expose(StartsOver, "step 1, victims")
+    request.output_token_ids.clear()
 
 
-def test_a_preemption_of_one_that_stayed():
+@broken("step 0, victims", after="schedule")
+def test_a_preemption_of_one_that_stayed(scheduler, output):
     """num_preemptions grows, and the request is in the batch."""
-
-    class CountsAll(Broken):
-        def schedule(self):
-            output = super().schedule()
-            self.running[0].num_preemptions += 1
-            return output
-
-    expose(CountsAll, "step 0, victims")
+    scheduler.running[0].num_preemptions += 1
 
 
-def test_an_answer_from_nowhere():
+@broken("step 0, victims", after="schedule", max_num_seqs=2)
+def test_an_answer_from_nowhere(scheduler, output):
     """While others are scheduled, one that waits gets a token."""
-
-    class Invents(Broken):
-        def schedule(self):
-            output = super().schedule()
-            self.waiting[2].output_token_ids.append(0)
-            return output
-
-    expose(Invents, "step 0, victims", max_num_seqs=2)
+    scheduler.waiting[2].output_token_ids.append(0)
 
 
-def test_a_row_that_is_lost_on_the_host():
+@broken("step 2, victims", after="schedule", **AWAY)
+def test_a_row_that_is_lost_on_the_host(scheduler, output):
     """A request that stays swapped out has a token fewer computed than before. Its blocks are as many."""
-
-    class Forgets(Broken):
-        def schedule(self):
-            output = super().schedule()
-            for request in self.waiting.values():
-                if request.status is RequestStatus.SWAPPED and request.request_id not in output.swapped_out:
-                    request.num_computed_tokens -= 1
-            return output
-
-    expose(Forgets, "step 2, victims", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+    for request in scheduler.waiting.values():
+        if request.status is RequestStatus.SWAPPED and request.request_id not in output.swapped_out:
+            request.num_computed_tokens -= 1
 
 
 # Rule "swaps"
 
 
-def test_pairs_in_another_order():
+@broken("step 1, swaps", after="schedule", **AWAY)
+def test_pairs_in_another_order(scheduler, output):
     """The right pairs, the last one first: they are to stand in the order of the request's tokens."""
-
-    class Reverses(Broken):
-        def schedule(self):
-            output = super().schedule()
-            for pairs in output.swapped_out.values():
-                pairs.reverse()
-            return output
-
-    expose(Reverses, "step 1, swaps", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+    for pairs in output.swapped_out.values():
+        pairs.reverse()
 
 
 @pytest.mark.parametrize("which", [0, "none"])
@@ -1283,53 +1111,31 @@ def test_one_that_was_swapped_out_waits_now():
     call(auditor.check_swaps, scheduler, SchedulerOutput()).raises(InvariantError, saying="swaps")
 
 
-def test_the_wrong_pairs():
+@broken("step 1, swaps", after="swap_out", **AWAY)
+def test_the_wrong_pairs(scheduler, request, num_blocks, output):
     """The CPU blocks are the right ones, in the wrong order: the beginning would come back as the end."""
-
-    class Mixes(Broken):
-        def swap_out(self, request, num_blocks, output):
-            super().swap_out(request, num_blocks, output)
-            pairs = output.swapped_out[request.request_id]
-            hosts = [host_block for _, host_block in pairs][::-1]
-            output.swapped_out[request.request_id] = [(pair[0], host) for pair, host in zip(pairs, hosts, strict=True)]
-
-    expose(Mixes, "step 1, swaps", [(4, 9), (8, 9)], num_blocks=3, **SWAP)
+    pairs = output.swapped_out[request.request_id]
+    hosts = [host_block for _, host_block in pairs][::-1]
+    output.swapped_out[request.request_id] = [(pair[0], host) for pair, host in zip(pairs, hosts, strict=True)]
 
 
-def test_blocks_of_another_request():
+@broken("step 1, swaps", after="swap_out", **SWAP)
+def test_blocks_of_another_request(scheduler, request, num_blocks, output):
     """The pairs name the blocks of another request."""
-
-    class CopiesOther(Broken):
-        def swap_out(self, request, num_blocks, output):
-            super().swap_out(request, num_blocks, output)
-            hosts = request.host_block_ids
-            output.swapped_out[request.request_id] = list(zip(self.running[0].block_ids, hosts, strict=False))
-
-    expose(CopiesOther, "step 1, swaps", **SWAP)
+    hosts = request.host_block_ids
+    output.swapped_out[request.request_id] = list(zip(scheduler.running[0].block_ids, hosts, strict=False))
 
 
-def test_a_swap_that_is_not_listed():
+@broken("step 1, swaps", after="schedule", **SWAP)
+def test_a_swap_that_is_not_listed(scheduler, output):
     """Swapped out, and not said: nothing would be copied."""
-
-    class Silent(Broken):
-        def schedule(self):
-            output = super().schedule()
-            output.swapped_out.clear()
-            return output
-
-    expose(Silent, "step 1, swaps", **SWAP)
+    output.swapped_out.clear()
 
 
-def test_a_swap_that_was_none():
+@broken("step 1, swaps", after="schedule", **FULL_HOST)
+def test_a_swap_that_was_none(scheduler, output):
     """swapped_out names a victim that is recomputed."""
-
-    class Boasts(Broken):
-        def schedule(self):
-            output = super().schedule()
-            output.swapped_out |= {request_id: [(0, 0)] for request_id in output.preempted}
-            return output
-
-    expose(Boasts, "step 1, swaps", preemption="swap", num_host_blocks=1, sizes=[(4, 9), (8, 9)], num_blocks=3)
+    output.swapped_out |= {request_id: [(0, 0)] for request_id in output.preempted}
 
 
 @pytest.mark.parametrize("how", ["turned round", "forgotten", "the wrong blocks"])
@@ -1348,19 +1154,13 @@ def test_the_way_back(how):
     expose(Returns, "swaps: ", [(4, 9), (8, 9)], num_blocks=4, **SWAP)
 
 
-def test_host_blocks_that_move():
+@broken("step 2, swaps", after="schedule", **SWAP)
+def test_host_blocks_that_move(scheduler, output):
     """While a request is swapped out its CPU blocks are exchanged for others: nothing copies from these to those."""
-
-    class Moves(Broken):
-        def schedule(self):
-            output = super().schedule()
-            for request in self.waiting.values():
-                if request.status is RequestStatus.SWAPPED and request.request_id not in output.swapped_out:
-                    old, request.host_block_ids = request.host_block_ids, self.host_pool.allocate(1)
-                    self.host_pool.free(old)
-            return output
-
-    expose(Moves, "step 2, swaps", **SWAP)
+    for request in scheduler.waiting.values():
+        if request.status is RequestStatus.SWAPPED and request.request_id not in output.swapped_out:
+            old, request.host_block_ids = (request.host_block_ids, scheduler.host_pool.allocate(1))
+            scheduler.host_pool.free(old)
 
 
 # Rule "tokens"
@@ -1423,43 +1223,33 @@ def test_max_model_len(off, step):
     expose(Miscounts, f"step {step}, tokens", [(5, 9), (5, 9)], num_blocks=20, max_model_len=8)
 
 
-def test_tokens_for_a_copy():
+@broken("step 0, tokens", instead="update_from_output")
+def test_tokens_for_a_copy(scheduler, right, output, token_ids):
     """Between schedule and commit the requests of the step are exchanged for copies: these get the tokens."""
-
-    class CommitsCopies(Broken):
-        def update_from_output(self, output, token_ids):
-            output.scheduled[:] = map(copy.deepcopy, output.scheduled)
-            return super().update_from_output(output, token_ids)
-
-    expose(CommitsCopies, "step 0, tokens")
+    output.scheduled[:] = map(copy.deepcopy, output.scheduled)
+    return right(output, token_ids)
 
 
-def test_tokens_for_a_waiting_request():
+@broken("step 0, tokens", instead="update_from_output", max_num_seqs=2)
+def test_tokens_for_a_waiting_request(scheduler, right, output, token_ids):
     """A commit that moves a request which was not in the step."""
-
-    class MovesTheQueue(Broken):
-        def update_from_output(self, output, token_ids):
-            for request in self.waiting.values():
-                request.output_token_ids.append(0)
-            return super().update_from_output(output, token_ids)
-
-    expose(MovesTheQueue, "step 0, tokens", max_num_seqs=2)
+    for request in scheduler.waiting.values():
+        request.output_token_ids.append(0)
+    return right(output, token_ids)
 
 
-def test_a_stop_token_that_is_passed_over():
+@broken(
+    "step 0, tokens", instead="update_from_output", sizes=[(5, 3)], token=3, request_options={"stop_token_ids": [3]}
+)
+def test_a_stop_token_that_is_passed_over(scheduler, right, output, token_ids):
     """Token 3 is a stop token, and the request goes on."""
-
-    class Deaf(Broken):
-        def update_from_output(self, output, token_ids):
-            stops = [(request, request.stop_token_ids) for request in output.scheduled]
-            for request, _ in stops:
-                request.stop_token_ids = frozenset()
-            finished = super().update_from_output(output, token_ids)
-            for request, ids in stops:
-                request.stop_token_ids = ids
-            return finished
-
-    expose(Deaf, "step 0, tokens", [(5, 3)], token=3, request_options={"stop_token_ids": [3]})
+    stops = [(request, request.stop_token_ids) for request in output.scheduled]
+    for request, _ in stops:
+        request.stop_token_ids = frozenset()
+    finished = right(output, token_ids)
+    for request, ids in stops:
+        request.stop_token_ids = ids
+    return finished
 
 
 def test_a_stop_token_that_was_to_be_ignored():
@@ -1472,14 +1262,10 @@ def test_a_stop_token_that_was_to_be_ignored():
     expose(cls, "step 0, tokens", [(5, 3)], token=3, request_options=options)
 
 
-def test_a_reason_that_is_not_the_reason():
+@broken("step 2, tokens", instead="update_from_output", sizes=[(5, 3)])
+def test_a_reason_that_is_not_the_reason(scheduler, right, output, token_ids):
     """FINISHED_STOPPED needs a stop token: this one has come to max_tokens."""
-
-    class Renames(Broken):
-        def update_from_output(self, output, token_ids):
-            finished = super().update_from_output(output, token_ids)
-            for request in finished:
-                request.status = RequestStatus.FINISHED_STOPPED
-            return finished
-
-    expose(Renames, "step 2, tokens", [(5, 3)])
+    finished = right(output, token_ids)
+    for request in finished:
+        request.status = RequestStatus.FINISHED_STOPPED
+    return finished

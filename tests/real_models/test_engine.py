@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from tests.grid import grid
 
 from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
@@ -91,8 +92,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", MODELS)
+@grid({"engine": list(ENGINES), "name": list(MODELS)})
 def test_greedy_tokens(save, theirs, name, engine):
     family, options = MODELS[name]
     saved, watch = save(family, **options), Watch()
@@ -103,14 +103,6 @@ def test_greedy_tokens(save, theirs, name, engine):
     assert (watch.num_preempted > 0) == (ENGINES[engine].get("num_blocks") == 16)
     assert max(map(len, watch.batches)) > 1
     assert llm.scheduler.pool.num_used == 0
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_one_at_a_time(save, theirs, name):
-    family, options = MODELS[name]
-    saved = save(family, **options)
-    llm = LLM(str(saved.folder), num_blocks=100)
-    assert [llm.generate([prompt], PARAMS)[0].token_ids for prompt in PROMPTS] == theirs(saved)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -138,13 +130,6 @@ def test_the_other_ways_to_decode(save, theirs):
 
 
 # Dtype and device
-
-
-def test_the_dtype_is_the_folders_unless_said(save, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
-    folder = save("llama", dtype=torch.bfloat16).folder
-    assert LLM(folder, num_blocks=10).storage.dtype == torch.bfloat16
-    assert LLM(folder, num_blocks=10, dtype=torch.float32).storage.dtype == torch.float32
 
 
 # Texts
@@ -355,14 +340,3 @@ class FakeTokenizer:
 def test_a_path_where_nothing_is(path, saying):
     with pytest.raises(CheckpointError, match=saying):
         LLM(path)
-
-
-def test_a_folder_that_is_none_of_a_model(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        LLM(tmp_path)
-
-
-def test_an_architecture_that_is_not_computed(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(UnsupportedModelError, match=r"MambaForCausalLM.*supported: LlamaForCausalLM"):
-        LLM(tmp_path)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from minicache.errors import CheckpointError, UnsupportedModelError
@@ -164,17 +163,12 @@ def test_end_tokens(values, generation, ids):
     ("values", "saying"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures is ['GPT2LMHeadModel']"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
         ({"architectures": None}, "architectures is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported; supported: 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "supported: default, linear, llama3"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'"),
-        ({"rope_scaling": {"type": "mrope"}}, "'mrope'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters is"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor is 0.5"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is 'gptq'"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types is 'chunked_attention'"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types is 'sliding_attention'"),
@@ -265,14 +259,6 @@ def test_the_dtype_is_the_folders(save, dtype):
     del values["torch_dtype"]
     (folder / "config.json").write_text(json.dumps(values))
     assert load_folder(folder).norm.weight.dtype == dtype
-
-
-def test_another_dtype_if_asked_for(save):
-    folder = save("llama").folder
-    exact = tensors_of(load_folder(folder))
-    for dtype in (torch.float64, torch.bfloat16):
-        got = tensors_of(load_folder(folder, dtype=dtype))
-        assert all(torch.equal(tensor, exact[name].to(dtype)) for name, tensor in got.items())
 
 
 def test_the_weights_are_no_part_of_the_file(save):
@@ -369,19 +355,9 @@ def stored_as(dtype):
         (as_pickle, UnsupportedModelError, "pickle, pytorch_model.bin, and loading one can run code"),
         (cut("model.safetensors"), CheckpointError, "model.safetensors cannot be read as a safetensors file"),
         (
-            lambda folder: (folder / "model.safetensors").write_bytes(b"no"),
-            CheckpointError,
-            "cannot be read as a safetensors file",
-        ),
-        (
             lambda folder: change(folder / "config.json", num_hidden_layers=4),
             CheckpointError,
             "lacks 9 tensors, by what config.json says of the model: model.layers.3.input_layernorm.weight, ",
-        ),
-        (
-            lambda folder: change(folder / "config.json", num_hidden_layers=2),
-            CheckpointError,
-            "also has 9 tensors",
         ),
         (
             lambda folder: change_tensors(folder, **{"model/norm/weight": None}),
@@ -389,31 +365,15 @@ def stored_as(dtype):
             "lacks 1 tensor, by what config.json says of the model: model.norm.weight",
         ),
         (
-            lambda folder: change_tensors(folder, **{"model/layers/0/self_attn/q_proj/bias": torch.ones(48)}),
-            CheckpointError,
-            "also has 1 tensor, by what config.json says of the model: model.layers.0.self_attn.q_proj.bias",
-        ),
-        (
             lambda folder: change_tensors(folder, **{"model/norm/weight": torch.ones(47)}),
             CheckpointError,
             "model.norm.weight is [47], by config.json it is [48]",
         ),
-        (
-            lambda folder: change(folder / "config.json", vocab_size=98),
-            CheckpointError,
-            "is [97, 48], by config.json it is [98, 48]",
-        ),
         (stored_as(torch.float8_e4m3fn), UnsupportedModelError, "model.norm.weight is stored as F8_E4M3"),
-        (stored_as(torch.int8), UnsupportedModelError, "stored as I8, which is not supported; supported: BF16, F16"),
         (
             lambda folder: change(folder / "config.json", dtype="float8_e4m3fn"),
             UnsupportedModelError,
             "dtype is 'float8_e4m3fn', which is not supported; supported: bfloat16, float16, float32; or say",
-        ),
-        (
-            lambda folder: change(folder / "config.json", hidden_act="relu"),
-            UnsupportedModelError,
-            "hidden_act is 'relu'",
         ),
     ],
 )
@@ -429,17 +389,10 @@ def test_a_folder_that_is_refused(save, break_it, error, saying):
     ("break_it", "saying"),
     [
         (take_away("model-00002-of-00003.safetensors"), "lacks model-00002-of-00003.safetensors, which model.safe"),
-        (cut("model-00002-of-00003.safetensors"), "model-00002-of-00003.safetensors cannot be read"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
         (
             lambda folder: change(folder / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"}),
             "names a file outside its folder: '../model.safetensors'",
-        ),
-        (
-            lambda folder: change(
-                folder / "model.safetensors.index.json", weight_map={"a": "model-00001-of-00003.safetensors"}
-            ),
-            "lacks ",
         ),
         (
             lambda folder: (folder / "model-00002-of-00003.safetensors").write_bytes(
@@ -455,31 +408,3 @@ def test_shards_that_are_refused(save, break_it, saying):
     break_it(folder)
     with pytest.raises(CheckpointError, match=re.escape(saying)):
         load_folder(folder)
-
-
-def test_nothing_is_read_of_a_folder_that_is_refused(save, monkeypatch):
-    """What is wrong is known from a few kilobytes, before gigabytes are read."""
-    folder = save("llama", fresh=True).folder
-    change_tensors(folder, **{"model/norm/weight": torch.ones(47)})
-    read = []
-
-    class Watched:
-        def __init__(self, *args, **kwargs):
-            self.file = safe_open(*args, **kwargs)
-
-        def __enter__(self):
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            self.file.__exit__(*error)
-
-        def __getattr__(self, name):
-            if name == "get_tensor":
-                read.append(name)
-            return getattr(self.file, name)
-
-    monkeypatch.setattr("minicache.model.folder.safe_open", Watched)
-    with pytest.raises(CheckpointError, match="47"):
-        load_folder(folder)
-    assert not read

@@ -123,11 +123,6 @@ def test_observers_are_added_to_those_there_are() -> None:
     assert seen == [(first, scheduler), (second, scheduler)]
 
 
-def test_nobody_watches() -> None:
-    scheduler = create_scheduler("paged", num_blocks=10)
-    assert observe(scheduler) is scheduler
-
-
 def test_what_an_observer_is_told() -> None:
     """After it has happened; the computed tokens of a scheduled step are those before it."""
     listener = Listener()
@@ -165,33 +160,6 @@ def test_a_refused_report_is_not_told() -> None:
     with pytest.raises(ValueError, match="no token"):
         scheduler.update_from_output(output, {})
     assert [heard[0] for heard in listener.heard] == ["add", "schedule"]
-
-
-@pytest.mark.parametrize("explicit", [True, False], ids=["recover()", "schedule() again"])
-def test_a_recovery_is_told_once(explicit: bool) -> None:
-    listener = Listener()
-    scheduler = observe(create_scheduler("continuous", num_blocks=10), listener)
-    for request_id in "ab":
-        scheduler.add_request(request_of(request_id))
-    step(scheduler)
-    scheduler.schedule()
-    if explicit:
-        scheduler.recover()
-    step(scheduler)
-    assert listener.heard[4:] == [
-        ("schedule", {"a": 1, "b": 1}, [5, 5]),
-        ("recover", ["a", "b"], 0),
-        ("schedule", {"a": 6, "b": 6}, [0, 0]),
-        ("update", [], 2),
-    ]
-
-
-def test_no_recovery_from_a_step_without_work() -> None:
-    listener = Listener()
-    scheduler = observe(create_scheduler("continuous", num_blocks=10), listener)
-    scheduler.schedule()
-    scheduler.schedule()
-    assert [heard[0] for heard in listener.heard] == ["schedule", "schedule"]
 
 
 def test_all_observers_are_told() -> None:
@@ -273,16 +241,6 @@ def test_a_preemption_in_a_trace(preemption: str) -> None:
     assert [entry.is_prefill for entry in steps[20].batch] == [not swapped]
     assert [step.num_used_blocks for step in steps[:3]] == [10, 6, 6]
     assert all(step.num_used_blocks + step.num_free_blocks == 10 for step in steps)
-
-
-def test_capacity_in_a_trace() -> None:
-    """A request that outgrows the pool alone ends in a step without work."""
-    scheduler, steps = watched(num_blocks=2)
-    drive(scheduler, [request_of("a", 30, 50)])
-    # 30 prompt tokens, then 31 and 32 of 32 slots: the next one has none.
-    assert [step.num_tokens for step in steps] == [30, 1, 1, 0]
-    assert events_of(steps)[-1] == [("finish", "a", "capacity")]
-    assert steps[-1].num_running == 0
 
 
 def test_refused_and_aborted_in_a_trace() -> None:
@@ -377,37 +335,3 @@ def test_a_clock() -> None:
     scheduler = observe(create_scheduler("paged", num_blocks=10), Recorder(steps.append, lambda: next(times)))
     drive(scheduler, [request_of("a", max_tokens=2)])
     assert [(each.time, each.seconds) for each in steps] == [(10.0, 0.5), (12.0, 0.25)]
-
-
-@each_stage
-@pytest.mark.parametrize("seed", range(4))
-def test_a_trace_adds_up(stage: str, seed: int) -> None:
-    """From the trace alone: every token was computed once, but for what a preemption cost; and who came has ended."""
-    rng = random.Random(seed)
-    requests = [request_of(each, rng.randint(1, 40), rng.randint(1, 25)) for each in range(25)]
-    scheduler, steps = watched(stage, num_blocks=9, max_num_seqs=4)
-    tally = drive(scheduler, arrivals=[(rng.randrange(30), request) for request in requests])
-    assert [[entry.request_id for entry in step.batch] for step in steps] == tally.order
-    computed = {request.request_id: 0 for request in requests}
-    lives: dict[Any, list[str]] = {request.request_id: [] for request in requests}
-    batch: set[Any] = set()
-    for each in steps:
-        for event in each.events:
-            lives[event.request_id].append(event.kind)
-            if event.kind == "preempt":
-                computed[event.request_id] = 0
-                batch.remove(event.request_id)
-            elif event.kind in ("admit", "resume"):
-                batch.add(event.request_id)
-        assert {entry.request_id for entry in each.batch} == batch
-        assert each.num_running == len(batch)
-        for entry in each.batch:
-            assert entry.num_computed_tokens == computed[entry.request_id]
-            computed[entry.request_id] += entry.num_new_tokens
-            assert computed[entry.request_id] == entry.num_prompt_tokens + entry.num_output_tokens
-        batch -= {event.request_id for event in each.events if event.kind == "finish"}
-    for request in requests:
-        life = lives[request.request_id]
-        assert life == ["arrive", "admit", *["preempt", "resume"] * request.num_preemptions, "finish"]
-        assert computed[request.request_id] == request.num_tokens - 1
-    assert sum(life.count("preempt") for life in lives.values()) == tally.num_preemptions

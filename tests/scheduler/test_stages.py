@@ -1,4 +1,4 @@
-"""Every stage, as a server meets it: known cases, limits, ends, and every way to misuse a step."""
+"""Every stage, as a server meets it: its options, a busy run, and steps that fail or are misused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import SCHEDULERS, Scheduler, SharingScheduler, create_scheduler
 from minicache.scheduler.drive import drive
@@ -15,10 +14,6 @@ from minicache.scheduler.drive import drive
 TOKEN, STOP = 7, 9
 
 each_stage = pytest.mark.parametrize("stage", SCHEDULERS)
-each_whole = pytest.mark.parametrize("stage", [stage for stage in SCHEDULERS if stage != "chunked"])
-"""Stages that compute a prompt in one step."""
-reserving = pytest.mark.parametrize("stage", ["static", "continuous"])
-paging = pytest.mark.parametrize("stage", ["paged", "fair"])
 
 
 def request_of(request_id: Any, num_prompt_tokens: int = 5, max_tokens: int = 4, **more: Any) -> Request:
@@ -38,45 +33,6 @@ def state(scheduler: Scheduler, *requests: Request) -> Any:
     seen = [{name: repr(getattr(each, name)) for name in Request.__slots__} for each in requests_seen.values()]
     places = list(scheduler.waiting), [each.request_id for each in scheduler.running]
     return places, scheduler.num_waiting, scheduler.num_running, scheduler.has_unfinished, scheduler.pool.num_free, seen
-
-
-# Known cases
-
-
-@paging
-def test_two_prompts_that_fill_the_pool(stage: str) -> None:
-    """10 blocks of 16, two prompts of 80 tokens: in step 1 the first needs a sixth block, and the second leaves."""
-    scheduler = create_scheduler(stage, num_blocks=10)
-    for request_id in (0, 1):
-        scheduler.add_request(request_of(request_id, 80, 20))
-    assert step(scheduler) == {0: 80, 1: 80}
-    output = scheduler.schedule()
-    assert (output.num_scheduled_tokens, output.preempted) == ({0: 1}, [1])
-    scheduler.update_from_output(output, {0: TOKEN})
-    for _ in range(2, 20):
-        assert step(scheduler) == {0: 1}
-    assert step(scheduler) == {1: 81}  # step 20: its prompt and the token that it had
-    while scheduler.has_unfinished:
-        assert step(scheduler) == {1: 1}
-        scheduler.check()
-    assert scheduler.pool.num_used == 0
-
-
-@each_stage
-def test_one_slot(stage: str) -> None:
-    """At most 1 request, three of 10 tokens, 3 new each: 9 steps, 000111222."""
-    scheduler = create_scheduler(stage, num_blocks=10, max_num_seqs=1)
-    tally = drive(scheduler, [request_of(request_id, 10, 3) for request_id in range(3)])
-    assert tally.order == [[0]] * 3 + [[1]] * 3 + [[2]] * 3
-
-
-@each_stage
-def test_too_large_for_the_pool(stage: str) -> None:
-    """5 blocks: a prompt of 100 tokens is refused, and one of 10 behind it runs."""
-    scheduler = create_scheduler(stage, num_blocks=5)
-    with pytest.raises(RequestTooLargeError, match=r"needs 7 blocks.*has 5"):
-        scheduler.add_request(request_of("large", 100, 1))
-    assert drive(scheduler, [request_of("small", 10, 3)]).finished == {"small": 2}
 
 
 # Limits
@@ -120,100 +76,12 @@ def test_options_that_are_refused(stage: str, options: dict[str, Any], error: ty
         create_scheduler(stage, **{"num_blocks": 8} | options)
 
 
-@pytest.mark.parametrize("stage", ["static", "continuous"])
-def test_stages_that_reserve_share_nothing(stage: str) -> None:
-    with pytest.raises(ValueError, match="prefix_caching"):
-        create_scheduler(stage, num_blocks=8, prefix_caching=True)
-
-
-@each_whole
-def test_a_limit_on_chunks_where_there_are_none(stage: str) -> None:
-    with pytest.raises(ValueError, match="long_prefill_threshold"):
-        create_scheduler(stage, num_blocks=8, long_prefill_threshold=8)
-
-
 def test_no_such_stage() -> None:
     with pytest.raises(ValueError, match="static, continuous, paged, fair, chunked"):
         create_scheduler("chunky", num_blocks=8)
 
 
-@each_stage
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 7])
-def test_every_slot_is_taken_and_no_more(stage: str, max_num_seqs: int) -> None:
-    scheduler = create_scheduler(stage, num_blocks=100, max_num_seqs=max_num_seqs)
-    for request_id in range(10):
-        scheduler.add_request(request_of(request_id))
-    assert list(step(scheduler)) == list(range(max_num_seqs))
-    assert (scheduler.num_running, scheduler.num_waiting) == (max_num_seqs, 10 - max_num_seqs)
-
-
-@each_whole
-@pytest.mark.parametrize(("budget", "admitted"), [(15, [0, 1, 2]), (14, [0, 1]), (10, [0, 1]), (9, [0]), (5, [0])])
-def test_the_steps_tokens_are_spent_and_no_more(stage: str, budget: int, admitted: list[int]) -> None:
-    scheduler = create_scheduler(stage, num_blocks=100, max_num_batched_tokens=budget)
-    for request_id in range(4):
-        scheduler.add_request(request_of(request_id, 5))
-    assert step(scheduler) == dict.fromkeys(admitted, 5)
-
-
-@each_stage
-def test_max_model_len(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=100, max_model_len=10)
-    with pytest.raises(RequestTooLargeError, match="max_model_len"):
-        scheduler.add_request(request_of("large", 10))
-    requests = [request_of(number, number, 50) for number in (1, 5, 9)]
-    drive(scheduler, requests)
-    assert [(each.num_tokens, each.finish_reason) for each in requests] == [(10, "length")] * 3
-
-
-@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33])
-def test_blocks_at_exact_multiples(num_tokens: int) -> None:
-    """Reserving stages take the longest answer's blocks at once; paging ones a block as soon as one is full."""
-    expected = -(-num_tokens // 16)
-    for stage in ("static", "continuous"):
-        scheduler = create_scheduler(stage, num_blocks=expected)
-        scheduler.add_request(request := request_of("a", num_tokens - 3, 3))
-        scheduler.schedule()
-        assert len(request.block_ids) == expected
-        with pytest.raises(RequestTooLargeError):
-            scheduler.add_request(request_of("b", 16 * expected - 2, 3))
-    for stage in ("paged", "fair"):
-        scheduler = create_scheduler(stage, num_blocks=expected + 1)
-        scheduler.add_request(request := request_of("a", num_tokens, 3))
-        step(scheduler)
-        assert len(request.block_ids) == expected
-        scheduler.schedule()
-        assert len(request.block_ids) == -(-(num_tokens + 1) // 16)
-        scheduler.check()
-
-
-@each_stage
-def test_the_whole_pool_may_be_used(stage: str) -> None:
-    """32 tokens in 2 blocks of 16, the whole pool: admitted, and served to the end."""
-    scheduler = create_scheduler(stage, num_blocks=2)
-    request = request_of("a", 29, 3)
-    assert drive(scheduler, [request]).num_steps == 3
-    assert request.finish_reason == "length"
-
-
-# Ends
-
-
-@each_stage
-def test_stop_tokens(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=100)
-    stops = request_of("stops", max_tokens=10, stop_token_ids=[STOP])
-    last = request_of("stops at its last", max_tokens=3, stop_token_ids=[STOP])
-    ignores = request_of("ignores", max_tokens=5, stop_token_ids=[STOP], ignore_eos=True)
-    prompt = Request("in its prompt", [STOP, STOP], 2, stop_token_ids=[STOP])
-    tokens = {"stops": [1, STOP], "stops at its last": [1, 2, STOP], "ignores": [STOP] * 5, "in its prompt": [1, 2]}
-    drive(
-        scheduler,
-        [stops, last, ignores, prompt],
-        token=lambda request: tokens[request.request_id][len(request.output_token_ids)],
-    )
-    assert {each.request_id: each.output_token_ids for each in (stops, last, ignores, prompt)} == tokens
-    assert [each.finish_reason for each in (stops, last, ignores, prompt)] == ["stop", "stop", "length", "length"]
+# A run
 
 
 @each_stage
@@ -267,14 +135,6 @@ def test_a_busy_server_keeps_its_books(stage: str, seed: int) -> None:
 
 
 # Misuse
-
-
-@each_stage
-def test_nothing_to_do(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8)
-    output = scheduler.schedule()
-    assert (output.num_scheduled_tokens, output.scheduled, output.total_num_scheduled_tokens) == ({}, [], 0)
-    assert scheduler.update_from_output(output, {}) == []
 
 
 @each_stage
@@ -332,18 +192,6 @@ def test_a_step_that_only_swapped_out_may_fail_too() -> None:
 
 
 @each_stage
-def test_commit_twice(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8)
-    scheduler.add_request(request_of(0))
-    output = scheduler.schedule()
-    scheduler.update_from_output(output, {0: TOKEN})
-    before = state(scheduler)
-    with pytest.raises(ValueError, match="already committed or given up"):
-        scheduler.update_from_output(output, {0: TOKEN})
-    assert state(scheduler) == before
-
-
-@each_stage
 @pytest.mark.parametrize(
     ("tokens", "error", "message"),
     [
@@ -384,57 +232,3 @@ def test_a_client_leaves_while_the_model_runs(stage: str) -> None:
     assert (old.output_token_ids, new.output_token_ids, other.output_token_ids) == ([], [], [TOKEN])
     assert (new.status, new.num_computed_tokens) == (RequestStatus.WAITING, 0)
     scheduler.check()
-
-
-@each_stage
-def test_a_request_is_added_once(stage: str) -> None:
-    scheduler, other = (create_scheduler(stage, num_blocks=8) for _ in range(2))
-    request = request_of("a")
-    scheduler.add_request(request)
-    for _ in range(2):  # while it waits, while it runs
-        before = state(scheduler, request)
-        with pytest.raises(ValueError, match="already here"):
-            scheduler.add_request(request)
-        with pytest.raises(ValueError, match="already here"):
-            scheduler.add_request(request_of("a", 7))
-        with pytest.raises(ValueError, match="make a new Request"):
-            other.add_request(request)
-        assert state(scheduler, request) == before
-        step(scheduler)
-    scheduler.abort_request("a")
-    with pytest.raises(ValueError, match="make a new Request"):
-        scheduler.add_request(request)
-    scheduler.add_request(request_of("a"))
-    assert (scheduler.num_waiting, other.num_waiting) == (1, 0)
-
-
-@each_stage
-def test_no_request_of_that_id(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8)
-    scheduler.add_request(request_of("a", max_tokens=1))
-    step(scheduler)
-    assert not scheduler.abort_request("a")
-    assert not scheduler.abort_request("b")
-    assert not scheduler.finish_request("b", RequestStatus.FINISHED_STOPPED)
-
-
-@each_stage
-def test_a_status_that_is_no_end(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8)
-    scheduler.add_request(request_of("a"))
-    before = state(scheduler)
-    with pytest.raises(ValueError, match="RUNNING is not a FINISHED status"):
-        scheduler.finish_request("a", RequestStatus.RUNNING)
-    assert state(scheduler) == before
-
-
-@each_stage
-def test_a_refused_request_leaves_no_trace(stage: str) -> None:
-    scheduler = create_scheduler(stage, num_blocks=8, max_num_batched_tokens=20, max_model_len=30)
-    for large in (request_of("a", 30), request_of("a", 1000), *[request_of("a", 21)] * (stage != "chunked")):
-        before = state(scheduler, large)
-        with pytest.raises(RequestTooLargeError):
-            scheduler.add_request(large)
-        assert state(scheduler, large) == before
-    scheduler.add_request(small := request_of("a"))
-    assert small.arrival_index == 0

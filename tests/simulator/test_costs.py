@@ -82,23 +82,6 @@ def test_an_unknown_cache_is_refused():
         RooflineCost(OPT_13B, A100_40GB, kv_cache_dtype="int4")
 
 
-def test_a_decode_of_opt_13b_by_hand():
-    """25.7 GB of weights and 30 · 400 rows of 819,200 bytes at 1.555 TB/s: 22.9 ms."""
-    cost = RooflineCost(OPT_13B, A100_40GB, bandwidth_efficiency=1.0, overhead_seconds=0.0)
-    expected = (2 * 12_853_473_280 + 30 * 400 * 819_200) / 1.555e12
-    assert cost.step_seconds(StepLoad.of([(1, 399)] * 30)) == pytest.approx(expected)
-    assert expected == pytest.approx(0.0229, rel=0.01)
-
-
-def test_the_step_that_the_page_works_out():
-    """docs/en/phase-07-fairness/theory/06-the-simulator.md: 28.6 ms of reading, 4.1 of multiplying, 2 of the rest."""
-    load = StepLoad.of([(1, 400)] * 30)
-    assert RooflineCost(OPT_13B, A100_40GB).step_seconds(load) == pytest.approx(30.6e-3, abs=5e-5)
-    reading = (2 * 12.85e9 + 30 * 401 * 819_200) / (0.8 * 1.555e12)
-    multiplying = 2 * 12.85e9 * 30 / (0.6 * 312e12)
-    assert (reading, multiplying) == pytest.approx((28.6e-3, 4.1e-3), abs=5e-5)
-
-
 def test_a_swap_is_bytes_over_pcie():
     cost = RooflineCost(OPT_13B, A100_40GB, bandwidth_efficiency=0.5)
     assert cost.swap_seconds(100) == pytest.approx(100 * cache_bytes_per_token(OPT_13B) / (0.5 * PCIE_BANDWIDTH))

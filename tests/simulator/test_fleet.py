@@ -78,34 +78,11 @@ def test_every_request_gets_its_tokens(policy: str) -> None:
     assert all(each.num_sent for each in report.replicas)
 
 
-def test_the_same_again() -> None:
-    assert run(requests(60, 2)) == run(requests(60, 2))
-
-
 def test_a_full_fleet_lets_requests_wait_and_loses_none() -> None:
     report = run(requests(60, 3, rate=1000.0), num_replicas=2, max_unfinished=2)
     assert report.num_finished == 60
     assert max(report.series.num_unfinished) <= 4
     assert max(report.series.num_waiting) >= 50
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_no_token_is_lost_when_replicas_die(seed: int) -> None:
-    rng, arrivals = Random(seed), requests(150, seed)
-    end = arrivals[-1].arrival_time
-    crashes = [
-        Crash(rng.uniform(0, end), f"replica-{rng.randrange(3)}", seconds=rng.choice((0.01, 1.0, 5.0)))
-        for _ in range(12)
-    ]
-    report = run(arrivals, crashes=crashes, max_attempts=13)
-    assert report.num_finished == 150
-    assert report.num_output_tokens == sum(each.max_tokens for each in arrivals)
-    assert report.num_resent > 0
-    for first, latency, arrival in zip(
-        report.times.first_token, report.times.latency, report.times.arrival, strict=True
-    ):
-        assert 0 < first <= latency
-        assert arrival + latency <= report.makespan
 
 
 def test_a_client_keeps_what_it_has_when_its_replica_dies() -> None:
@@ -373,14 +350,6 @@ def test_what_waits_for_a_link_is_told() -> None:
     ]
     apart(arrivals, num_replicas=1, kind=Asked)
     assert told == pytest.approx([0.0, 0.032, 0.023])
-
-
-def test_prefill_replicas_that_nobody_needs_change_nothing() -> None:
-    """Arrivals so far apart that no one ever waits for another's prompt."""
-    alone = run(requests(40, 3, rate=0.01))
-    beside = apart(requests(40, 3, rate=0.01), kind=MovingCosts, num_prefill=2)
-    assert beside.num_moved == 0
-    assert beside.times == alone.times
 
 
 def test_prompts_are_moved_into_prefix_caches_only() -> None:

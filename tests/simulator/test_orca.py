@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.grid import grid
 
 from minicache.errors import OutOfBlocksError, RequestTooLargeError
 from minicache.request import Request
@@ -25,8 +26,7 @@ def arrivals(count, seed=1):
     return [replace(arrival, time=0.0) for arrival in drawn]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("num_slots", [128, 336, 1000])
+@grid({"policy": POLICIES, "num_slots": [1000, 336, 128]})
 def test_the_batches_are_those_of_phase_2(policy, num_slots):
     """Step by step as many requests in the batch and in the line, and as many slots taken."""
     scheduler = OrcaScheduler(policy, num_slots=num_slots, max_model_len=100)

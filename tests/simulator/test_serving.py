@@ -6,9 +6,9 @@ import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
-from statistics import fmean
 
 import pytest
+from tests.grid import grid
 
 from minicache.arithmetic.specs import A100_40GB, OPT_13B
 from minicache.errors import InvariantError
@@ -19,7 +19,7 @@ from minicache.simulator.costs import FixedCost, RooflineCost, StepLoad
 from minicache.simulator.orca import OrcaScheduler
 from minicache.simulator.report import NUM_SAMPLES
 from minicache.simulator.serving import ServingSimulation
-from minicache.simulator.workload import SHAREGPT, Arrival, LengthDistribution, generate, poisson_arrivals, stream
+from minicache.simulator.workload import SHAREGPT, Arrival, LengthDistribution, generate, stream
 
 COST = RooflineCost(OPT_13B, A100_40GB)
 NAMES = ["static", "continuous", "paged", "fair", "swap", "max", "pow2", "oracle"]
@@ -174,19 +174,6 @@ def test_one_slot_and_one_step_each_is_an_m_d_1_queue(load):
     assert report.busy_seconds / report.makespan == pytest.approx(load, rel=0.03)
 
 
-def test_one_slot_and_unequal_answers_is_an_m_g_1_queue():
-    """The mean wait is λ E[S²] / (2 (1 − ρ)): the spread of the answers counts, not only their mean."""
-    rng, rate = Random(5), 0.2
-    times = poisson_arrivals(rate, Random(6))
-    arrivals = [Arrival(number, next(times), 2, rng.choice([1, 1, 1, 9])) for number in range(12_000)]
-    report = ServingSimulation(scheduler("continuous", max_num_seqs=1), FixedCost(1.0), arrivals).run()
-    services = [arrival.num_output_tokens for arrival in arrivals]
-    rate = len(arrivals) / arrivals[-1].time
-    load = rate * fmean(services)
-    wait = rate * fmean(service**2 for service in services) / (2 * (1 - load))
-    assert report.ttft.mean - 1.0 == pytest.approx(wait, rel=0.12)
-
-
 def test_littles_law():
     """Requests in the server, on average over time = requests per second × the time that each is there."""
     report, steps = serve("paged", generate(small_workload(4.0), 300, seed=1))
@@ -205,8 +192,7 @@ def test_littles_law():
 # Conservation
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rate", [0.5, 20.0])
+@grid({"name": NAMES, "rate": [20.0, 0.5]})
 def test_no_request_and_no_token_is_lost(name, rate):
     arrivals = generate(small_workload(rate), 120, seed=1)
     report, steps = serve(name, arrivals, observers=[Auditor()])
@@ -308,9 +294,13 @@ def test_the_series_covers_the_whole_run():
 # Quiet stretches
 
 
-@pytest.mark.parametrize("name", ["static", "continuous", "paged", "swap", "fair"])
-@pytest.mark.parametrize("rate", [0.5, 5.0, 50.0])
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 30, "max_num_seqs": 3}, {"max_model_len": 60}], ids=str)
+@grid(
+    {
+        "name": ["static", "continuous", "paged", "swap", "fair"],
+        "rate": [0.5, 5.0, 50.0],
+        "options": [{}, {"num_blocks": 30, "max_num_seqs": 3}, {"max_model_len": 60}],
+    }
+)
 def test_skipping_quiet_steps_changes_nothing(name, rate, options):
     """The same report to the last bit, asked at every step or only where there is something to decide."""
     reports, num_asked = [], []

@@ -37,10 +37,9 @@ from minicache.model import load_minigpt
 from minicache.request import Request, RequestId
 from minicache.scheduler import ChunkedPrefillScheduler, FairScheduler, Scheduler, SharingScheduler, create_scheduler
 from minicache.scheduler.drive import Tally, drive
-from minicache.scheduler.fair import STARVATION_BOUND, PriorityScheduler
+from minicache.scheduler.fair import PriorityScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.simulator.workload import ALPACA, SHAREGPT, generate
-from minicache.trace import to_json
 from minicache_course.incidents.broken import ReversedScheduler, StarvingScheduler, ThrashScheduler
 from minicache_course.incidents.case_3_thrash import FixedThrashScheduler
 from minicache_course.incidents.table import INCIDENTS, measure
@@ -680,32 +679,7 @@ def drafts_from_numbers() -> Table:
     return "phase-09-chunked-prefill/theory/07", "| text, as", rows
 
 
-# --- answers to "Check yourself", and what the text says of a run -----------------------------------------------------
-
-
-def tally_of(name: str, lengths: Iterable[tuple[int, int]], **options: Any) -> Tally:
-    requests = [Request(number, [1] * prompt, new) for number, (prompt, new) in enumerate(lengths)]
-    return drive(create_scheduler(name, **{"num_blocks": 4096} | options), requests)
-
-
-def test_phase_5_says() -> None:
-    backwards = [*phase_05.SIX.values()][::-1]
-    steps = {
-        (name, slots): tally_of(name, lengths, max_num_seqs=slots).num_steps
-        for name, lengths, slots in (
-            ("static", [(1, 10)] * 3 + [(1, 200)], 4),
-            ("static", [(1, 10)] * 3 + [(1, 200)], 2),
-            ("static", backwards, 3),
-            ("continuous", backwards, 3),
-        )
-    }
-    assert [*steps.values()] == [200, 210, 14, 12]
-    burst = [(each.num_prompt_tokens, each.num_output_tokens) for _, each in phase_05.run_burst("static")[2]]
-    at_once = [tally_of(name, burst, max_num_seqs=8).num_steps for name in ("static", "continuous")]
-    assert (*at_once, sum(new for _, new in burst)) == (716, 384, 2937)
-    line = to_json(phase_05.run_six("continuous")[0][3]).replace('"batch": [', '"batch": [ ')
-    shown = " ".join(text("phase-05-continuous-batching/theory/06").split())
-    assert [part for part in line.split(", {") if part not in shown] == []
+# --- a figure ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.5}, {"top_k": 2}, {"temperature": 2.0, "top_p": 0.9}])
@@ -713,99 +687,6 @@ def test_the_figure_of_a_distribution_cuts_as_the_sampler_does(setting: dict[str
     _, logits = phase_05.words_after("They")
     drawn = TokenSampler(SamplingParams(**{"temperature": 1.0} | setting)).probabilities(logits)
     torch.testing.assert_close(drawn, phase_05.kept(logits, **setting).double(), rtol=1e-4, atol=1e-6)
-
-
-def test_phase_6_says() -> None:
-    for num_blocks, preempted in ((12, [17]), (13, [17]), (14, [])):
-        steps, _ = two_prompts(num_blocks=num_blocks)
-        assert [number for number, step in enumerate(steps) if step.preempted] == preempted
-        assert not preempted or steps[20].work[1] == 97
-    three = [Request(number, [1] * prompt, 10) for number, prompt in enumerate((16, 32, 48))]
-    steps = follow(create_scheduler("paged", num_blocks=6), *three)
-    assert (steps[1].preempted, steps[10].work) == ([2], {2: 49})
-
-
-def test_phase_7_says() -> None:
-    for lengths, counted in (
-        ([(20, 3), (10, 3)], (6, 73, 3)),
-        ([(50, 100), (50, 100)], (100, 100, 0)),
-        ([(51, 100), (50, 100)], (200, 10_100, 100)),
-    ):
-        requests = [Request(number, [1] * prompt, new) for number, (prompt, new) in enumerate(lengths)]
-        tally = drive(ThrashScheduler(num_blocks=64), requests)
-        assert (tally.num_steps, tally.num_prefill_tokens, tally.num_preemptions) == counted
-    five = phase_07.run_five().tally
-    assert five.order == [["C", "A"]] * 4 + [["A", "D"]] + [["D"]] * 2 + [["E", "B"]] * 3
-    before, after = (phase_07.run_forty(name) for name in ("before", "after"))
-    assert min(before.tally.first_token[number] for number in range(20, 40)) > 370
-    assert (after.tally.num_preemptions, sum(each.num_preemptions for _, each in after.arrivals[:8])) == (36, 0)
-    served, counts = phase_07.run_endless(FairScheduler)
-    assert [served.tally.first_token[f"lowly {number}"] for number in range(3)] == [320, 645, 970]
-    assert max(counts) == STARVATION_BOUND
-    assert "lowly 0" not in phase_07.run_endless(PriorityScheduler)[0].tally.first_token
-
-
-def test_phase_8_says() -> None:
-    for prompts, wanted in (
-        ([[n, *range(340), *[9] * 10] for n in range(3)], [351, 351, 351]),
-        ([[*range(340), n, *[9] * 10] for n in range(3)], [351, 15, 15]),
-        ([list(range(48))] * 2, [48, 16]),
-    ):
-        scheduler = sharing(200, block_size=16)
-        assert computed(scheduler, *(Request(n, prompt, 1) for n, prompt in enumerate(prompts))) == wanted
-    for num_prompt, copies in ((21, 5), (20, 0)):
-        scheduler = sharing(200, prefix_caching=False)
-        follow(scheduler, Request(0, [1] * num_prompt, 4), most=1)
-        for number in range(1, 6):
-            scheduler.fork_request(0, number)
-        (step,) = follow(scheduler, most=1)
-        assert (len(step.copies), step.num_used) == (copies, 11)
-
-
-def test_phase_9_says() -> None:
-    def shared(cap: int) -> list[list[int]]:
-        requests = [Request(each, [each] * 210, 9) for each in range(3)]
-        scheduler = chunked(max_num_batched_tokens=250, long_prefill_threshold=cap)
-        return [[*each.work.values()] for each in follow(scheduler, *requests, most=3)]
-
-    assert shared(100) == [[100, 100, 50], [100, 100, 50], [10, 10, 100]]
-    assert shared(0) == [[210, 40], [1, 170, 79], [1, 1, 131]]
-    for options, lost in (
-        ({"reserve_full_prompt": False}, 20),
-        ({}, 10),
-        ({"watermark": 0.35}, 0),
-        ({"prefix_caching": True}, 2),
-    ):
-        scheduler = chunked(**{"num_blocks": 6, "block_size": 4, "max_num_batched_tokens": 6} | options)
-        steps = follow(scheduler, Request("A", [1] * 7, 6), Request("B", [2] * 14, 3))
-        assert sum(each.work.get("B", 0) for each in steps) == 14 + 2 + lost
-    for kind, prompt, answer, num_blocks, last, preemptions in (
-        (Forgetful, 24, 8, 8, 1654, 12),
-        (ChunkedPrefillScheduler, 24, 8, 8, 14, 1),
-        (ChunkedPrefillScheduler, 25, 4, 9, 25, 3),
-    ):
-        scheduler = kind(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=16, long_prefill_threshold=8)
-        old = Request("old", [1] * prompt, 4, priority=1)
-        urgent = {1 + 4 * number: Request(number, [2] * 8, answer) for number in range(400)}
-        steps = follow(scheduler, old, arrivals=urgent)
-        assert (max(at for at, each in enumerate(steps) if "old" in each.work), old.num_preemptions) == (
-            last,
-            preemptions,
-        )
-
-
-def test_one_iteration_says() -> None:
-    def three(num_blocks: int) -> list[Seen]:
-        options = {"block_size": 4, "max_num_batched_tokens": 16, "prefix_caching": True}
-        prompts = [1, 2, 3, 4], list(range(10, 30)), [1, 2, 3, 4, 5, 6]
-        a, b, c = (Request(name, prompt, 8) for name, prompt in zip("ABC", prompts, strict=True))
-        return follow(chunked(num_blocks=num_blocks, **options), a, b, arrivals={1: c}, most=3)
-
-    steps = three(8)
-    assert [each.work for each in steps] == [{"A": 4, "B": 12}, {"A": 1, "B": 8, "C": 2}, {"C": 0, "A": 1, "B": 1}]
-    assert steps[1].blocks == {"A": [0, 4], "B": [1, 2, 3, 5, 6], "C": [0, 7]}
-    assert (steps[1].free, steps[2].blocks["B"]) == ([], [1, 2, 3, 5, 6, 7])
-    assert three(7)[1].work == {"A": 1, "B": 8}
 
 
 # --- what the text says of results, in words --------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def serve(
                     status.stop()
                 gc.collect()
                 gc.freeze()  # what lives as long as the process is not looked at again by each collection
-                info = api.state.served.backend.info
+                info = api.state.served.info
                 url = _url(listener, at, is_encrypted=tls is not None)
                 told = {"url": url, "model": name, "scheduler": options.scheduler, "num_blocks": info.cache.num_blocks}
                 told |= {"block_size": info.cache.block_size, "max_num_seqs": info.max_num_seqs, "engines": replicas}

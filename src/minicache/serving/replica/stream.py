@@ -55,7 +55,7 @@ class TokenStream(AnswerStream):
         leave: as `AnswerStream`.
 
     Attributes:
-        number: request_id.
+        request_id: as above.
         arrival_time: when it was made (time.monotonic()).
         num_tokens: of each answer, tokens that have come.
         num_open: answers that have not got their last token.
@@ -73,7 +73,7 @@ class TokenStream(AnswerStream):
         leave: Callable[[AnswerStream], None],
     ) -> None:
         super().__init__(request_id, params.n, leave)
-        self.number = request_id
+        self.request_id: int = request_id
         self.arrival_time = time.monotonic()
         self.num_tokens = [0] * params.n
         self.num_open = params.n

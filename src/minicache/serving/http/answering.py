@@ -26,12 +26,13 @@ from minicache.errors import (
     RequestTooLargeError,
     StepFailedError,
 )
+from minicache.serving.events import DONE
 from minicache.serving.http.backend import Served
 from minicache.serving.http.errors import ApiError, as_api_error, json_response
 from minicache.serving.http.keys import Admission, usage_of
 from minicache.serving.http.logs import request_log
 from minicache.serving.http.protocol import ChatRequest, CompletionRequest, Conversation
-from minicache.serving.http.shapes import DONE, Shape
+from minicache.serving.http.shapes import Shape
 from minicache.serving.http.streaming import ClientLeftError, EventStream, sse_event, unless_client_leaves
 from minicache.serving.replica.stream import TokenStream
 

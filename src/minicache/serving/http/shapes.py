@@ -22,9 +22,6 @@ from minicache.serving.http.streaming import sse_event
 MIN_LOGPROB = -9999.0
 """The log probability of an impossible token: JSON has no −∞. The number is vLLM's."""
 
-DONE = sse_event("[DONE]")
-"""The last event of every stream."""
-
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", None: None}
 """The engine's finish reasons → OpenAI's. "capacity" is a limit on the length, too."""
 

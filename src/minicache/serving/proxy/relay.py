@@ -19,7 +19,7 @@ from minicache.fleet.views import ReplicaId, RoutedRequest
 from minicache.serving.http.errors import ApiError, rate_limited, unavailable
 from minicache.serving.http.logs import request_log
 from minicache.serving.http.streaming import ClientLeftError, sse_event, unless_client_leaves
-from minicache.serving.proxy.events import DONE
+from minicache.serving.events import DONE
 from minicache.serving.proxy.streams import ClientStream, EventError
 from minicache.serving.proxy.workers import Reply, Worker, WorkerError, Workers
 

@@ -17,7 +17,7 @@ from minicache.errors import BrokenStreamError, NoReplicaError
 from minicache.fleet.membership import Membership
 from minicache.fleet.router import Router
 from minicache.fleet.views import ReplicaId, ReplicaView, RoutedRequest
-from minicache.serving.proxy.events import EventSplitter
+from minicache.serving.events import EventSplitter
 from minicache.serving.proxy.metrics import Metrics
 
 logger = logging.getLogger("minicache.route")

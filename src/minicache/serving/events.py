@@ -13,8 +13,8 @@ DONE: Final = b"data: [DONE]\n\n"
 
 MAX_EVENT_NBYTES: Final = 16 * 2**20
 
-_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
-"""An empty line; lines may end with LF, CR or CRLF."""
+_END = re.compile(rb"[\r\n](?:(?<=\n)|(?!\n))(?:\r\n?|\n)")
+"""The end of a line, and an empty one; lines may end with LF, CR or CRLF."""
 
 
 class EventSplitter:
@@ -44,8 +44,8 @@ class EventSplitter:
 
 def event_data(event: bytes) -> str:
     """What an event says: its `data:` lines, joined by LF; "" for a comment. What is no UTF-8 becomes U+FFFD."""
-    lines = event.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return "\n".join(line[5:].removeprefix(" ") for line in lines if line.startswith("data:"))
+    data = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(data).decode(errors="replace")
 
 
 def event_json(event: bytes) -> dict[str, Any] | None:

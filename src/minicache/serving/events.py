@@ -19,7 +19,8 @@ _END = re.compile(rb"[\r\n](?:(?<=\n)|(?!\n))(?:\r\n?|\n)")
 
 class EventSplitter:
     """Cuts the bytes of a stream, in any pieces, after each event. A client must not get half of one: nothing could
-    follow it."""
+    follow it.
+    """
 
     def __init__(self) -> None:
         self._rest = b""

@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 from minicache.errors import BrokenStreamError, NoReplicaError
 from minicache.fleet.failover import Attempt
 from minicache.fleet.views import ReplicaId, RoutedRequest
+from minicache.serving.events import DONE
 from minicache.serving.http.errors import ApiError, rate_limited, unavailable
 from minicache.serving.http.logs import request_log
 from minicache.serving.http.streaming import ClientLeftError, sse_event, unless_client_leaves
-from minicache.serving.events import DONE
 from minicache.serving.proxy.streams import ClientStream, EventError
 from minicache.serving.proxy.workers import Reply, Worker, WorkerError, Workers
 

@@ -85,7 +85,7 @@ class Served(ABC):
         await self.engine.stop()
 
     def as_api_error(self, error: Exception) -> ApiError:
-        """Any error, as clients are told of it. One of the model's is counted."""
+        """Any error, as clients see it. One of the model's is counted."""
         if isinstance(error, EngineDiedError | StepFailedError):
             self.metrics.count_failed()
         return as_api_error(error)

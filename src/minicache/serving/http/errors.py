@@ -74,7 +74,7 @@ def rate_limited(message: str, code: str, seconds: float) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any error, as clients are told of it."""
+    """Any error, as clients see it."""
     match error:
         case ApiError():
             return error

@@ -36,10 +36,10 @@ from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks._record import record
+from benchmarks.grammaticality import PROMPTS, judge
 from minicache import kernels
 from minicache.cache.dense import KVCache
 from minicache.cache.quantized import KV_CACHE_DTYPES, QuantizedStorage
-from minicache.engine.grammaticality import PROMPTS, judge
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer, sample_text

@@ -130,7 +130,7 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
                     status.stop()
                 gc.collect()
                 gc.freeze()  # what lives as long as the process is not looked at again by each collection
-                info, url = api.state.served.backend.info, url_of(listener, at, "https" if tls else "http")
+                info, url = api.state.served.info, url_of(listener, at, "https" if tls else "http")
                 _log(info, options, http, name, url)
                 _say(console, info, options, http, name, url)
 

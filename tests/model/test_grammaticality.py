@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from benchmarks.grammaticality import PROMPTS, measure_grammaticality
 
 from minicache.cache.dense import KVCache
 from minicache.engine.decoding import decode
-from minicache.engine.grammaticality import PROMPTS, measure_grammaticality
 from minicache.errors import UnknownWordError
 from minicache.grammar import Tokenizer, check_text, split_words
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt

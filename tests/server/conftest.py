@@ -23,7 +23,8 @@ from minicache.engine.llm import LLM
 from minicache.grammar import Tokenizer
 from minicache.model import load_minigpt
 from minicache.model.minigpt import MiniGPT, MiniGPTConfig
-from minicache.serving.http.app import Served, create_app
+from minicache.serving.http.app import create_app
+from minicache.serving.http.backend import Served
 from minicache.serving.http.running import Server
 from minicache.serving.replica.client import EngineClient
 from minicache.serving.replica.core import EngineCore

@@ -12,9 +12,10 @@ import pytest
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import EngineDiedError, EngineStoppedError, QueueFullError, RequestTooLargeError
 from minicache.grammar import Tokenizer
-from minicache.serving.http.backend import backend_of
+from minicache.serving.http.backend import served_engine
 from minicache.serving.replica.fleet import FleetClient, FleetRequest, Piece
-from minicache.serving.replica.messages import CacheInfo, EngineInfo, Picture
+from minicache.serving.replica.messages import CacheInfo, EngineInfo
+from minicache.serving.replica.stats import DEATH
 
 INFO = EngineInfo(512, 300, 4, CacheInfo(16, 64, 0, True, 512))
 
@@ -119,41 +120,41 @@ def test_the_next_replica_is_asked_to_continue_what_was_received() -> None:
 
 
 def test_the_live_page_has_the_replicas() -> None:
-    async def ask() -> tuple[Picture, ...]:
+    async def ask() -> tuple[bytes, ...]:
         async with client_of(Replicas([5])) as client:
-            backend = backend_of(client, "minigpt")
-            first = await backend.picture()
+            served = served_engine(client, "minigpt")
+            first = await served.picture()
             with await client.add_request(PROMPT, SamplingParams(max_tokens=20)) as stream:
-                during = await backend.picture()
+                during = await served.picture()
                 _ = [chunk async for chunk in stream]
             await client.drain(5)
-            return first, during, await backend.picture(), await backend.picture()
+            return first, during, await served.picture()
 
-    first, during, after, again = asyncio.run(ask())
-    assert json.loads(first.json) == {"num_unfinished": 0, "num_failovers": 0, "replicas": []}
-    assert json.loads(during.json)["num_unfinished"] == 1
-    told = json.loads(after.json)
+    first, during, after = asyncio.run(ask())
+    assert json.loads(first) == {"num_unfinished": 0, "num_failovers": 0, "replicas": []}
+    assert json.loads(during)["num_unfinished"] == 1
+    told = json.loads(after)
     assert (told["num_unfinished"], told["num_failovers"]) == (0, 1)
     states = [(each["name"], each["has_died"], each["hit_rate"]) for each in told["replicas"]]
     assert states == [("replica-0", True, None), ("replica-1", False, None)]
-    assert again is after  # nothing new
 
 
 def test_a_request_that_kills_every_replica_is_given_up() -> None:
-    async def ask() -> tuple[list[int | None], str, list[str]]:
+    async def ask() -> tuple[list[int | None], str, list[int], list[str]]:
         replicas, dead = Replicas([2] * 9), []
         async with client_of(replicas) as client:
-            client.on_death = dead.append
+            client.on_stats = lambda number, updates: dead.append(number) if updates == DEATH else None
             with await client.add_request(PROMPT, SamplingParams(max_tokens=20)) as stream:
                 chunks = [(await anext(stream)).token_id for _ in range(6)]
                 with pytest.raises(EngineDiedError) as raised:
                     await anext(stream)
             assert await client.drain(5)
-        return chunks, str(raised.value), dead
+            return chunks, str(raised.value), dead, list(client.numbers)
 
     assert asyncio.run(ask()) == (
         greedy(PROMPT, 6),
         "3 replicas died while serving this request",
+        [0, 1, 2],
         ["replica-0", "replica-1", "replica-2"],
     )
 

@@ -21,8 +21,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.conftest import running
 
+from minicache.serving.http.errors import ApiError
 from minicache.serving.http.keys import ApiKey, ApiKeys, Usage, read_api_keys
-from minicache.serving.http.protocol import ApiError
 
 
 def write(path: Path, text: str) -> Path:

@@ -22,7 +22,6 @@ from minicache.scheduler.sharing import SharingScheduler
 from minicache.serving.http import live
 from minicache.serving.http.live import AskPicture, live_routes, pictures
 from minicache.serving.replica import view as replica_view
-from minicache.serving.replica.messages import Picture
 from minicache.serving.replica.view import LiveView
 
 STATIC = Path(live.__file__).parent / "static"
@@ -34,14 +33,10 @@ def watched(scheduler: Scheduler) -> tuple[Scheduler, LiveView]:
 
 
 def asking(view: LiveView) -> AskPicture:
-    """As a backend asks a view."""
-    shown = [Picture(0, b"")]
+    """As a server asks a view."""
 
-    async def ask() -> Picture:
-        picture = view.snapshot()
-        if picture["version"] != shown[0].version:
-            shown[0] = Picture(picture["version"], json.dumps(picture).encode())
-        return shown[0]
+    async def ask() -> bytes:
+        return json.dumps(view.snapshot()).encode()
 
     return ask
 
@@ -229,13 +224,12 @@ def test_a_picture_can_be_read_while_the_engine_runs(every_step: None) -> None:
 
 def test_the_stream_shows_what_is_new_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_view, "PICTURE_SECONDS", 0.01)
-    monkeypatch.setattr(live, "PICTURE_SECONDS", 0.01)
     monkeypatch.setattr(live, "KEEP_ALIVE_SECONDS", 0.05)
     scheduler, view = watched(create_scheduler("chunked", num_blocks=20, block_size=4))
 
     async def look() -> list[bytes]:
         stopping = asyncio.Event()
-        stream = pictures(asking(view), stopping)
+        stream = pictures(asking(view), stopping, 0.01)
         events = [await anext(stream), await anext(stream)]
         add(scheduler, "a", max_tokens=1)
         report(scheduler, scheduler.schedule())

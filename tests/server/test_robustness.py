@@ -283,7 +283,7 @@ def test_half_a_body_does_not_hold_up_the_end(serve: Any) -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minicache.serving.http.app.BODY_SECONDS", 0.1)
+    monkeypatch.setattr("minicache.serving.http.bodies.BODY_SECONDS", 0.1)
     server = serve()
     with server.connect() as connection:
         connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")

@@ -18,7 +18,7 @@
 | `stopping` | where a text ends: stop strings, text that can be shown | – |
 | `decoding` | model + cache → tokens, one batch from start to end | phase 1 |
 | `picking` | `greedy` and `sampler`, which pick for a whole batch alike | – |
-| `grammaticality`, `timing` | how much of MiniGPT's samples is grammatical; how long each step of a stream takes | – |
+| `timing` | how long each step of a stream takes | – |
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minicache.engine.kv import ModelConfig
@@ -99,6 +99,8 @@ class Answer:
         index: of its chunks.
         first: the request of the first answer to the same prompt, if this is another; else None.
         num_chunks: how many chunks were emitted.
+        num_logprobs: how many of the likeliest tokens each chunk is to have; None: no log probabilities.
+        logprobs: those of tokens that have no chunk yet.
     """
 
     request: Request
@@ -108,6 +110,8 @@ class Answer:
     index: int = 0
     first: Request | None = None
     num_chunks: int = 0
+    num_logprobs: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> str | None:

@@ -8,26 +8,24 @@ and the runners that compute a step as each device does it best.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
-from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, TokenLogprobs, new_answers, request_of
+from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.engine.drafting import SpeculativeConfig, load_speculative, share_of_target, speculate
 from minicache.engine.kv import Model, check_kv_cache_dtype, default_num_blocks
 from minicache.engine.loading import find_model, load_model, load_tokenizer
 from minicache.engine.logprobs import MAX_LOGPROBS, token_logprobs
 from minicache.engine.loop import EngineLoop
 from minicache.engine.options import EngineOptions, with_options
-from minicache.engine.runners.find import find_runner, make_memory
-from minicache.engine.runners.memory import cache_nbytes
+from minicache.engine.runners.find import cache_nbytes, find_runner, make_memory
 from minicache.engine.runners.parallel import parallelize, require_combination
 from minicache.engine.runners.verify import SpeculativeRunner
 from minicache.engine.sampling import SamplingParams, TokenSampler
@@ -128,8 +126,7 @@ class LLM(EngineLoop):
                 self.max_model_len,
                 enforce_eager=eager,
             )
-        self._asking: WeakKeyDictionary[TokenSampler, int] = WeakKeyDictionary()  # answers that want log probabilities
-        self._logprobs: dict[TokenSampler, list[TokenLogprobs]] = {}  # of the step's tokens that are not emitted yet
+        self._has_logprobs = False  # whether a request has ever asked for log probabilities
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
         self._names = count()
@@ -231,7 +228,9 @@ class LLM(EngineLoop):
         )
         self._begin(answers)
         if num_logprobs is not None:
-            self._asking.update((answer.sampler, num_logprobs) for answer in answers)
+            self._has_logprobs = True
+            for answer in answers:
+                answer.num_logprobs = num_logprobs
         return name
 
     def abort_request(self, request_id: RequestId) -> bool:
@@ -284,14 +283,17 @@ class LLM(EngineLoop):
         return super().run_model(output) if self.runner is None else self.runner.run_model(output)
 
     def sample(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
-        """As `EngineLoop.sample`; by the runner, if there is one. Log probabilities are kept for `emit`."""
+        """As `EngineLoop.sample`; by the runner, if there is one."""
         if self.runner is None:
-            tokens = super().sample(logits, rows, samplers)
-        else:
-            tokens = self.runner.pick_tokens(logits, rows, samplers)
-        if self._asking:
-            self._note_logprobs(logits, zip(rows, samplers, tokens, strict=True))
-        return tokens
+            return super().sample(logits, rows, samplers)
+        return self.runner.pick_tokens(logits, rows, samplers)
+
+    def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
+        """As `EngineLoop.pick`. Log probabilities that were asked for are kept for `emit`."""
+        picked = super().pick(output, logits)
+        if self._has_logprobs:
+            self._note_logprobs(output, logits, picked)
+        return picked
 
     def emit(self, request_id: RequestId, token_id: int | None) -> None:
         """As `EngineLoop.emit`, which makes the chunks of accepted draft tokens first; each with its log probabilities.
@@ -309,8 +311,7 @@ class LLM(EngineLoop):
                     del outputs[answer.num_chunks :]  # the text has ended before them
                     return
         super().emit(request_id, token_id)
-        if self._logprobs:
-            self._add_logprobs(answer)
+        _add_logprobs(answer)
 
     def _emit_accepted(self, answer: Answer, token_id: int) -> None:
         """Make the chunk of a token that others follow: whatever finished the request, it was not this one."""
@@ -320,33 +321,25 @@ class LLM(EngineLoop):
         super().emit(request.request_id, token_id)
         if status.is_finished and request.status is RequestStatus.RUNNING:
             request.status = status
-        self._add_logprobs(answer)
+        _add_logprobs(answer)
 
-    def _note_logprobs(self, logits: Tensor, picked: Iterable[tuple[int, TokenSampler, int | None]]) -> None:
-        """Keep the log probabilities of a step's tokens for `emit`, as far as they were asked for.
-
-        Args:
-            logits: as `sample` has them.
-            picked: rows of these, whose sampler has picked, and the token.
-        """
-        self._logprobs = {}
+    def _note_logprobs(self, output: SchedulerOutput, logits: Tensor, picked: dict[RequestId, int | None]) -> None:
+        """Keep the log probabilities of a step's tokens with their answers, as far as they were asked for."""
         accepted = {} if self.speculation is None else self.speculation.accepted
-        asked = [each for each in picked if each[1] in self._asking and each[2] is not None]
+        asked: list[tuple[int, Answer, int, int]] = []  # row of the logits, answer, token, how many
+        for row, request in enumerate(output.scheduled):
+            if (token_id := picked.get(request.request_id)) is not None:
+                answer = self.answers[request.request_id]
+                if answer.num_logprobs is not None:
+                    asked.append((row, answer, token_id, answer.num_logprobs))
         if not asked:
             return
-        rows, samplers, tokens = zip(*asked, strict=True)
-        numbers = tuple(self._asking[sampler] for sampler in samplers)
+        rows, answers, tokens, numbers = zip(*asked, strict=True)
         found = token_logprobs(logits[list(rows)], list(tokens), numbers)
-        for row, sampler, number, its_own in zip(rows, samplers, numbers, found, strict=True):
+        for row, answer, number, its_own in zip(rows, answers, numbers, found, strict=True):
             before, its_logits = accepted.get(row, ([], logits[:0]))
             earlier = token_logprobs(its_logits, before, (number,) * len(before)) if before else []
-            self._logprobs[sampler] = [*earlier, its_own]
-
-    def _add_logprobs(self, answer: Answer) -> None:
-        """Give an answer's newest chunk its log probabilities, if there are any left."""
-        chunk = answer.chunks[-1]
-        if chunk.token_id is not None and (left := self._logprobs.get(answer.sampler)):
-            chunk.logprobs = left.pop(0)
+            answer.logprobs = [*earlier, its_own]
 
     def collect(self) -> list[Chunk]:
         """Begin the answers that can be forked now, and return the chunks of requests of `add_request`.
@@ -482,6 +475,12 @@ def make_scheduler(options: EngineOptions, model: Model, speculative: Speculativ
         given["num_blocks"] = default_num_blocks(model, options.block_size, max_num_seqs, max_model_len, nbytes, held)
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
     return create_scheduler(options.scheduler, **given, num_speculative_tokens=num_drafts)
+
+
+def _add_logprobs(answer: Answer) -> None:
+    """Give an answer's newest chunk its log probabilities, if there are any left."""
+    if answer.logprobs and answer.chunks[-1].token_id is not None:
+        answer.chunks[-1].logprobs = answer.logprobs.pop(0)
 
 
 def _named(chunk: Chunk) -> Chunk:

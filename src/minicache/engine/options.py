@@ -91,7 +91,7 @@ class EngineOptions:
             folder, but 16 bits on a GPU (`minicache.engine.loading.load_model`). A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
         gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
-            have theirs (`minicache.engine.runners.memory`). It counts if num_blocks is None.
+            have theirs (`minicache.engine.runners.find`). It counts if num_blocks is None.
         enforce_eager: on a GPU, decode without CUDA graphs (`minicache.engine.runners.gpu`): slower, and nothing has to
             be captured.
         tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on

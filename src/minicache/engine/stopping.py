@@ -110,6 +110,22 @@ class TextStream:
         self._num_known = max(0, len(self._tokenizer.decode(self._known)) - (len(text) - num_taken))
         return self._show(piece)
 
+    def take(self, token_id: int | None, finish_reason: str | None) -> tuple[str, str | None]:
+        """Take the next token of an answer, or its end without one.
+
+        Args:
+            token_id: as for `push`; None if there is none.
+            finish_reason: why the answer ends with it, as far as its tokens tell; None if they go on.
+
+        Returns:
+            The text that can be shown now and could not before; and why the answer ends: "stop" for a stop string,
+            which goes before a limit that is reached with it.
+        """
+        text = "" if token_id is None else self.push(token_id)
+        if self.is_stopped:
+            return text, "stop"
+        return (text + self.finish() if finish_reason else text), finish_reason
+
     @property
     def is_settled(self) -> bool:
         """Whether all tokens have given their text, though some of it may be held back for a stop string."""

@@ -80,6 +80,6 @@ class Rank:
     def _sum(self, module: nn.Module, args: object, out: Tensor) -> Tensor:
         """Sum a row-parallel layer's output over the ranks.
 
-        Skipped outside a step, when a shard runs alone to measure its memory (`minicache.engine.runners.memory`).
+        Skipped outside a step, when a shard runs alone to measure its memory (`minicache.engine.runners.find`).
         """
         return self.group.all_reduce(out) if self._is_running else out

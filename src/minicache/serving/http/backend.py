@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from abc import ABC, abstractmethod
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.stopping import Tokenizer
+from minicache.errors import EngineDiedError, StepFailedError
 from minicache.scheduler.observe import observe
+from minicache.serving.http.bodies import stop_reading
+from minicache.serving.http.errors import ApiError, as_api_error
 from minicache.serving.http.metrics import Metrics
-from minicache.serving.replica.client import DEATH, EngineClient
+from minicache.serving.replica.client import EngineClient
 from minicache.serving.replica.fleet import FleetClient
 from minicache.serving.replica.llm import info_of
-from minicache.serving.replica.messages import EngineInfo, Picture
+from minicache.serving.replica.messages import EngineInfo
+from minicache.serving.replica.remote import RemoteEngine
 from minicache.serving.replica.view import LiveView
 
 
-class Backend(ABC):
-    """An engine, with its metrics and its tokenizer.
+class Served(ABC):
+    """An engine that was not started yet: what the routes share, and what a server drains (`running.Drained`).
+
+    Args:
+        engine: as below.
+        model: as below.
+        tokenizer: as below.
 
     Attributes:
         engine: answers requests.
-        metrics: its metrics.
+        model: the name that its model is served by.
         tokenizer: the engine's, or None.
+        metrics: its metrics.
+        stopping: is set when the server is to stop.
+        reading: the time limits of bodies that have not come yet.
+        tokenizing: the thread in which texts become token ids: neither the event loop nor the engine waits for a long
+            one. One thread, since a tokenizer need not bear several.
+        created: when it began, in seconds since 1970.
     """
 
-    engine: AsyncEngine | EngineClient | FleetClient
-    metrics: Metrics
-    tokenizer: Tokenizer | None
+    def __init__(self, engine: AsyncEngine | RemoteEngine, model: str, tokenizer: Tokenizer | None) -> None:
+        self.engine = engine
+        self.model = model
+        self.tokenizer = tokenizer
+        self.metrics = Metrics(model)
+        self.stopping = asyncio.Event()
+        self.reading: set[asyncio.Timeout] = set()
+        self.tokenizing = ThreadPoolExecutor(1, "minicache-tokenizer")
+        self.created = int(time.time())
 
     @property
     @abstractmethod
@@ -41,129 +64,139 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    async def picture(self) -> bytes:
+        """The live page's last picture, in JSON."""
+
+    @abstractmethod
     async def ready(self) -> None:
         """Wait until it takes requests for the first time; raises the error that prevents it."""
 
-    @abstractmethod
-    async def picture(self) -> Picture:
-        """The live page's last picture, the same object until there is a new one."""
+    @property
+    def num_unfinished(self) -> int:
+        """Answers under way."""
+        return self.engine.num_unfinished
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait until all answers have ended, for so long at most; whether they have."""
+        return await self.engine.drain(seconds)
+
+    async def end(self) -> None:
+        """Stop the engine."""
+        await self.engine.stop()
+
+    def as_api_error(self, error: Exception) -> ApiError:
+        """Any error, as clients see it. One of the model's is counted."""
+        if isinstance(error, EngineDiedError | StepFailedError):
+            self.metrics.count_failed()
+        return as_api_error(error)
+
+    def stop(self) -> None:
+        """Refuse new requests from now on, and end endless streams. Call it in the event loop."""
+        self.engine.is_draining = True
+        stop_reading(self)
 
 
-class ThreadBackend(Backend):
-    """An `AsyncEngine` that was not started yet."""
+class ServedThread(Served):
+    """An `AsyncEngine`."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
         llm = engine.llm
-        self.engine = engine
-        self.metrics = Metrics(model_name)
-        self.tokenizer = llm.tokenizer
+        super().__init__(engine, model, llm.tokenizer)
         self._info = info_of(llm)
-        self.metrics.add_engine(0, self._info.cache)
         self._view = LiveView(llm.scheduler)
-        self._picture = Picture(0, b"")
+        self._picture, self._json = self._view.snapshot(), b""
         llm.scheduler = observe(llm.scheduler, self.metrics.watch(llm.scheduler), self._view)
 
     @property
     def info(self) -> EngineInfo:
-        """As `Backend.info`."""
+        """As `Served.info`."""
         return self._info
 
     async def ready(self) -> None:
         """It is, as soon as it was started."""
 
-    async def picture(self) -> Picture:
-        """As `Backend.picture`."""
+    async def picture(self) -> bytes:
+        """As `Served.picture`."""
         picture = self._view.snapshot()
-        if picture["version"] != self._picture.version:
-            self._picture = Picture(picture["version"], msgspec.json.encode(picture))
-        return self._picture
+        if picture is not self._picture or not self._json:
+            self._picture, self._json = picture, msgspec.json.encode(picture)
+        return self._json
 
 
-class ProcessBackend(Backend):
-    """An `EngineClient` that was not started yet."""
+class ServedClient(Served):
+    """Engines in other processes."""
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self.engine = self._client = engine
-        self.metrics = Metrics(model_name)
-        self.tokenizer = engine.tokenizer
+    engine: RemoteEngine
+
+    def __init__(self, engine: RemoteEngine, model: str) -> None:
+        super().__init__(engine, model, engine.tokenizer)
         engine.on_info = lambda number, info: self.metrics.add_engine(number, info.cache)
         engine.on_stats = self.metrics.apply
 
     @property
     def info(self) -> EngineInfo:
-        """As `Backend.info`."""
-        return self._client.info
+        """As `Served.info`."""
+        return self.engine.info
+
+
+class ServedProcesses(ServedClient):
+    """Engines that this process has started."""
+
+    engine: EngineClient
 
     async def ready(self) -> None:
-        """As `Backend.ready`."""
-        await self._client.ready()
+        """As `Served.ready`."""
+        await self.engine.ready()
 
-    async def picture(self) -> Picture:
-        """As `Backend.picture`."""
-        return await self._client.picture()
+    async def picture(self) -> bytes:
+        """As `Served.picture`."""
+        return (await self.engine.picture()).json
 
 
-class FleetBackend(Backend):
-    """A `FleetClient` that was not started yet. The live page has a table of its replicas, and draws no blocks."""
+class ServedFleet(ServedClient):
+    """A fleet. The live page has a table of its replicas, and draws no blocks."""
 
-    def __init__(self, engine: FleetClient, model_name: str) -> None:
-        self.engine = self._client = engine
-        self.metrics = Metrics(model_name)
-        self.tokenizer = engine.tokenizer
-        self._numbers: dict[str, int] = {}
-        self._picture = Picture(0, b"")
-        engine.on_stats = lambda replica_id, updates: self.metrics.apply(self._number(replica_id), updates)
-        engine.on_death = lambda replica_id: self.metrics.apply(self._number(replica_id), DEATH)
-
-    def _number(self, replica_id: str) -> int:
-        """The value of the label `engine`: replicas are numbered from 0 in order of their first message."""
-        if replica_id not in self._numbers:
-            self._numbers[replica_id] = len(self._numbers)
-            self.metrics.add_engine(self._numbers[replica_id], self._client.info.cache)
-        return self._numbers[replica_id]
-
-    @property
-    def info(self) -> EngineInfo:
-        """As `Backend.info`."""
-        return self._client.info
+    engine: FleetClient
 
     async def ready(self) -> None:
         """It is, as soon as it was started."""
 
-    async def picture(self) -> Picture:
-        """As `Backend.picture`, from each replica's last message."""
-        told = msgspec.json.encode(self._told())
-        if told != self._picture.json:
-            self._picture = Picture(self._picture.version + 1, told)
-        return self._picture
-
-    def _told(self) -> dict[str, Any]:
+    async def picture(self) -> bytes:
+        """As `Served.picture`, from each replica's last message."""
         answered = self.metrics.values("vllm:request_success")
         generated = self.metrics.values("vllm:generation_tokens")
         queried = self.metrics.values("vllm:prefix_cache_queries")
         hits = self.metrics.values("vllm:prefix_cache_hits")
         deaths = self.metrics.values("minicache:engine_deaths")
-        return {
-            "num_unfinished": self._client.num_unfinished,
-            "num_failovers": self._client.num_failovers,
-            "replicas": [
-                {
-                    "name": name,
-                    "has_died": deaths[number] > 0,
-                    "num_answered": answered[number],
-                    "num_generated": generated[number],
-                    "hit_rate": hits[number] / queried[number] if queried[number] else None,
-                }
-                for name, number in self._numbers.items()
-            ],
-        }
+        replicas = [
+            {
+                "name": name,
+                "has_died": deaths[number] > 0,
+                "num_answered": answered[number],
+                "num_generated": generated[number],
+                "hit_rate": hits[number] / queried[number] if queried[number] else None,
+            }
+            for name, number in self.engine.numbers.items()
+        ]
+        return msgspec.json.encode(
+            {
+                "num_unfinished": self.engine.num_unfinished,
+                "num_failovers": self.engine.num_failovers,
+                "replicas": replicas,
+            }
+        )
 
 
-def backend_of(engine: AsyncEngine | EngineClient | FleetClient, model_name: str) -> Backend:
-    """The backend of an engine that was not started yet."""
+def served_engine(engine: AsyncEngine | EngineClient | FleetClient, model: str) -> Served:
+    """An engine that was not started yet, as routes see it.
+
+    Args:
+        engine: in a thread of this process, in processes of its own, or a fleet.
+        model: the name that its model is served by.
+    """
     match engine:
         case EngineClient():
-            return ProcessBackend(engine, model_name)
+            return ServedProcesses(engine, model)
         case FleetClient():
-            return FleetBackend(engine, model_name)
-    return ThreadBackend(engine, model_name)
+            return ServedFleet(engine, model)
+    return ServedThread(engine, model)

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from starlette.types import Scope
 
-from minicache.serving.http.protocol import ApiError
+from minicache.serving.http.errors import ApiError, rate_limited
 
 UNKNOWN: Final = "unknown"
 """The name of every unknown key, in metrics."""
@@ -102,7 +102,7 @@ class Usage:
             raise ApiError(400, f"{message}: ask for fewer", param="n", code="concurrency_limit")
         if limit is not None and self.num_answers + num_answers > limit:
             message = f"the key {self.key.name!r} has {self.num_answers} answers in progress, of {limit} at most"
-            raise _limited(f"{message}: wait for one to finish", "concurrency_limit", 1)
+            raise rate_limited(f"{message}: wait for one to finish", "concurrency_limit", 1)
         return Admission(self, num_answers)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -148,7 +148,8 @@ class Admission:
             raise ApiError(400, message, param="max_tokens", code="token_limit")
         if num_tokens > left:
             message += f", and the key {key.name!r} has {math.floor(max(left, 0))} left of {limit} a minute"
-            raise _limited(f"{message}: wait, or set max_tokens lower", "token_limit", (num_tokens - left) * 60 / limit)
+            seconds = (num_tokens - left) * 60 / limit
+            raise rate_limited(f"{message}: wait, or set max_tokens lower", "token_limit", seconds)
         self._usage.take(num_tokens)
         self._num_reserved = num_tokens
 
@@ -157,11 +158,6 @@ class Admission:
         self._usage.num_answers -= self._num_answers
         if self._num_reserved:
             self._usage.take(num_used - self._num_reserved)
-
-
-def _limited(message: str, code: str, seconds: float) -> ApiError:
-    headers = {"Retry-After": str(max(math.ceil(seconds), 1))}
-    return ApiError(429, message, kind="rate_limit_error", code=code, headers=headers)
 
 
 class ApiKeys:

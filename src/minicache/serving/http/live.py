@@ -7,7 +7,7 @@ The page itself is in `static/`: HTML, a style sheet and one module of JavaScrip
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -17,16 +17,16 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response
 
 from minicache.serving.http.streaming import EventStream, sse_event
-from minicache.serving.replica.messages import Picture
 from minicache.serving.replica.view import PICTURE_SECONDS
 
 KEEP_ALIVE_SECONDS: Final = 15.0
 """After this time without a picture, a viewer gets a comment: it keeps proxies from closing the stream as idle."""
 
-AskPicture = Callable[[], Awaitable[Picture]]
-"""Returns the last picture, the same object until there is a new one; a call counts as viewing (`snapshot`)."""
+AskPicture = Callable[[], Awaitable[bytes]]
+"""Returns the last picture, in JSON; a call counts as viewing (`snapshot`)."""
 
 STATIC: Final = Path(__file__).parent / "static"
+MEDIA_TYPES: Final = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -37,48 +37,59 @@ HEADERS: Final = {
 """Of the page and its files: nothing is loaded from another host, and no inline script runs."""
 
 
-def live_routes(ask: AskPicture, stopping: asyncio.Event) -> APIRouter:
-    """The page at `/`, its files, and `/live`, the stream of pictures that it draws.
+def live_routes(
+    ask: AskPicture,
+    stopping: asyncio.Event,
+    page: Path = STATIC / "index.html",
+    files: Mapping[str, Path] = {"live.js": STATIC, "live.css": STATIC},
+    seconds: float = PICTURE_SECONDS,
+) -> APIRouter:
+    """A page at `/`, its files under `/static/`, and `/live`, the stream of pictures that it draws.
 
     Args:
-        ask: asks the engine for a picture.
+        ask: asks for a picture.
         stopping: set when the server shuts down; then the streams end.
+        page: the page.
+        files: the names of its files, and the folder of each.
+        seconds: between two pictures.
     """
-
-    async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers=HEADERS)
-
-    async def script() -> Response:
-        return FileResponse(STATIC / "live.js", headers=HEADERS, media_type="text/javascript")
-
-    async def style() -> Response:
-        return FileResponse(STATIC / "live.css", headers=HEADERS, media_type="text/css")
-
-    async def live() -> EventStream:
-        return EventStream(pictures(ask, stopping), close=lambda: None)
-
     router = APIRouter()
-    endpoints = {"/": page, "/static/live.js": script, "/static/live.css": style, "/live": live}
-    for path, endpoint in endpoints.items():
+
+    def add(path: str, endpoint: Callable[[], Awaitable[Response]]) -> None:
         router.add_api_route(path, endpoint, include_in_schema=False, response_model=None)
+
+    async def live() -> Response:
+        return EventStream(pictures(ask, stopping, seconds))
+
+    add("/", _sends(page))
+    add("/live", live)
+    for name, folder in files.items():
+        add(f"/static/{name}", _sends(folder / name))
     return router
 
 
-async def pictures(ask: AskPicture, stopping: asyncio.Event) -> AsyncGenerator[bytes, None]:
+def _sends(file: Path) -> Callable[[], Awaitable[Response]]:
+    async def send() -> Response:
+        return FileResponse(file, headers=HEADERS, media_type=MEDIA_TYPES[file.suffix])
+
+    return send
+
+
+async def pictures(ask: AskPicture, stopping: asyncio.Event, seconds: float) -> AsyncGenerator[bytes, None]:
     """Every new picture as a server-sent event, until the server stops.
 
     Yields:
-        The last picture at once; then new ones, at most ten a second; a comment after 15 s without any.
+        The last picture at once; then new ones, `seconds` apart; a comment after 15 s without any.
     """
-    shown: Picture | None = None
+    shown: bytes | None = None
     quiet_since = perf_counter()
     while not stopping.is_set():
         picture = await ask()
-        if picture is not shown:
+        if picture != shown:
             shown, quiet_since = picture, perf_counter()
-            yield sse_event(picture.json.decode())
+            yield sse_event(picture.decode())
         elif perf_counter() - quiet_since >= KEEP_ALIVE_SECONDS:
             quiet_since = perf_counter()
             yield b": nothing new\n\n"
         with suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), PICTURE_SECONDS)
+            await asyncio.wait_for(stopping.wait(), seconds)

@@ -8,11 +8,14 @@ builds this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from minicache.engine.answers import Prompt
 from minicache.engine.sampling import SamplingParams
+from minicache.engine.stopping import Tokenizer
+from minicache.serving.http.errors import ApiError
 
 MAX_N = 128
 MAX_PROMPTS = 256
@@ -20,8 +23,9 @@ MAX_STOP = 16
 MAX_PARTS = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
-MAX_MESSAGE = 500
-"""The most characters of an error's message, which may quote the client's request."""
+
+Conversation = list[dict[str, str]]
+"""The messages of a chat, each with "role" and "content": a prompt, for a tokenizer with a chat template."""
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(max_length=2**20)]
@@ -30,40 +34,6 @@ Text = Annotated[str, Field(max_length=2**20)]
 # in the event loop: minutes for every client, and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-
-
-class ApiError(Exception):
-    """An error response.
-
-    Args:
-        status: of HTTP.
-        message: what is wrong, and what to do.
-        kind: OpenAI's `type`: "invalid_request_error", "rate_limit_error", "server_error", …
-        param: the field at fault.
-        code: for programs: "model_not_found", "queue_full", …
-        headers: of the response.
-
-    Attributes:
-        reason: the code; without one, kind. For the log.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        if len(message) > MAX_MESSAGE:
-            message = f"{message[:MAX_MESSAGE]} …"
-        super().__init__(message)
-        self.status = status
-        self.headers = headers or {}
-        self.reason = code or kind
-        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class ErrorDetail(BaseModel):
@@ -171,10 +141,20 @@ class CompletionRequest(CommonRequest):
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Must equal n.")
     suffix: str | None = Field(None, description="Only empty.")
 
-    def prompts(self) -> list[str | list[int]]:
+    prompt_field: ClassVar = "prompt"
+
+    def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt | Conversation]:
         """The prompts, one or several."""
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return list(self.prompt) if several else [self.prompt]  # type: ignore[arg-type, list-item]
+
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report; None: nothing."""
+        return self.logprobs
 
     def refuse_unsupported(self) -> None:
         """Raise `ApiError` for fields that this server knows and does not support."""
@@ -231,6 +211,18 @@ class ChatRequest(CommonRequest):
         self._refuse(tools=self.tools, functions=self.functions, response_format=response_format)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs to be true", param="top_logprobs")
+
+    prompt_field: ClassVar = "messages"
+
+    def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt | Conversation]:
+        """The conversation as a prompt: for the model's chat template; without one, the messages' texts in a row.
+
+        MiniGPT has no template: it knows no roles, and goes on from where the texts end.
+        """
+        conversation = [{"role": message.role, "content": message.text()} for message in self.messages]
+        if hasattr(tokenizer, "apply_chat_template"):
+            return [conversation]
+        return [" ".join(message["content"] for message in conversation)]
 
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to report; None: nothing."""

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from minicache.serving.http.app import WRITE_NOW
+from minicache.serving.http.answering import WRITE_NOW
 from minicache.serving.http.logs import RequestLogs
 
 logger = logging.getLogger("minicache.server")

@@ -22,9 +22,6 @@ from minicache.serving.http.streaming import sse_event
 MIN_LOGPROB = -9999.0
 """The log probability of an impossible token: JSON has no −∞. The number is vLLM's."""
 
-DONE = sse_event("[DONE]")
-"""The last event of every stream."""
-
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", None: None}
 """The engine's finish reasons → OpenAI's. "capacity" is a limit on the length, too."""
 
@@ -34,7 +31,7 @@ NUM_NEIGHBOURS = 8
 
 
 @dataclass(slots=True)
-class ToldLogprob:
+class LogprobEntry:
     """The log probability of a token, as sent to clients.
 
     Attributes:
@@ -68,9 +65,9 @@ class ChoiceLogprobs:
         self._neighbours = list(prompt_token_ids[-NUM_NEIGHBOURS:])
         self._texts = None if tokenizer is None else TextStream(tokenizer, prompt_token_ids)
         self._num_decoded = self._num_shown = 0  # letters
-        self._held: list[ToldLogprob] = []
+        self._held: list[LogprobEntry] = []
 
-    def take(self, chunk: Chunk) -> list[ToldLogprob]:
+    def take(self, chunk: Chunk) -> list[LogprobEntry]:
         """The entries to send with a chunk."""
         self._num_shown += len(chunk.text)
         if chunk.logprobs:
@@ -82,9 +79,9 @@ class ChoiceLogprobs:
             for number, each in enumerate(self._held, start=1)
             if each.text and each.offset + len(each.text) <= self._num_shown
         ]
-        num_told = max(complete, default=0)
-        told, self._held = self._held[:num_told], self._held[num_told:]
-        return told
+        num_sent = max(complete, default=0)
+        entries, self._held = self._held[:num_sent], self._held[num_sent:]
+        return entries
 
     def _add(self, logprobs: TokenLogprobs) -> None:
         token_id = logprobs.token_id
@@ -99,19 +96,19 @@ class ChoiceLogprobs:
                 name = name if name and name not in names else _by_id(likely)  # it shows as nothing, or as another does
                 names.add(name)
             top.append((name, max(likely_logprob, MIN_LOGPROB)))
-        self._held.append(ToldLogprob(text, self._num_decoded, max(logprobs.logprob, MIN_LOGPROB), top))
+        self._held.append(LogprobEntry(text, self._num_decoded, max(logprobs.logprob, MIN_LOGPROB), top))
         self._num_decoded += 0 if self._texts is None else len(text)
         self._neighbours = [*self._neighbours, token_id][-NUM_NEIGHBOURS:]
 
-    def _rest(self) -> list[ToldLogprob]:
+    def _rest(self) -> list[LogprobEntry]:
         """All that is left, when the answer is complete: what was held back belongs to the last token."""
-        told, self._held = self._held, []
-        if self._texts is not None and told:
-            told[-1].text += self._texts.finish()
-            for each in told:
+        entries, self._held = self._held, []
+        if self._texts is not None and entries:
+            entries[-1].text += self._texts.finish()
+            for each in entries:
                 each.offset = min(each.offset, self._num_shown)
                 each.text = each.text[: self._num_shown - each.offset]
-        return told
+        return entries
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
@@ -144,8 +141,8 @@ class ChoiceTokens:
             self._num_held_letters -= len(chunk.text)
             if self._num_held_letters or not self._texts.is_settled:
                 return []
-        told, self._held = self._held, []
-        return told
+        entries, self._held = self._held, []
+        return entries
 
 
 def _by_id(token_id: int) -> str:
@@ -179,7 +176,7 @@ class Shape(ABC):
         self._tokenizer = tokenizer
         self._prompts: Sequence[Sequence[int]] = ()
         self._logprobs: dict[int, ChoiceLogprobs] = {}
-        self._tells_token_ids = token_ids
+        self._sends_token_ids = token_ids
         self._tokens: dict[int, ChoiceTokens] = {}
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         head = json.dumps({**self._head, "object": self.event_kind})
@@ -216,13 +213,15 @@ class Shape(ABC):
 
     def _token_ids(self, index: int, chunk: Chunk) -> str:
         """The token ids that a chunk tells of its choice, as fields of JSON with a comma before them."""
-        if not self._tells_token_ids:
+        if not self._sends_token_ids:
             return ""
         is_first = index not in self._tokens
         if is_first:
             self._tokens[index] = ChoiceTokens(self._tokenizer, self._prompts[index])
-        told = f', "token_ids": {self._tokens[index].take(chunk)}'
-        return f'{told}, "prompt_token_ids": {list(self._prompts[index])}' if is_first and self.has_prompts else told
+        fields = f', "token_ids": {self._tokens[index].take(chunk)}'
+        return (
+            f'{fields}, "prompt_token_ids": {list(self._prompts[index])}' if is_first and self.has_prompts else fields
+        )
 
     @abstractmethod
     def _delta(self, index: int, chunk: Chunk) -> str:
@@ -246,14 +245,14 @@ class Shape(ABC):
                 for index, chunks in enumerate(choices)
             ],
             "usage": self.usage(num_prompt_tokens).model_dump(),
-            **({"prompt_token_ids": self._prompts[0]} if self._tells_token_ids and not self.has_prompts else {}),
+            **({"prompt_token_ids": self._prompts[0]} if self._sends_token_ids and not self.has_prompts else {}),
         }
 
     def _choice_token_ids(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        if not self._tells_token_ids:
+        if not self._sends_token_ids:
             return {}
-        told: dict[str, Any] = {"token_ids": [each.token_id for each in chunks if each.token_id is not None]}
-        return told | {"prompt_token_ids": self._prompts[index]} if self.has_prompts else told
+        fields: dict[str, Any] = {"token_ids": [each.token_id for each in chunks if each.token_id is not None]}
+        return fields | {"prompt_token_ids": self._prompts[index]} if self.has_prompts else fields
 
     @abstractmethod
     def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -264,7 +263,7 @@ class Shape(ABC):
         total = num_prompt_tokens + self.num_completion_tokens
         return Usage(prompt_tokens=num_prompt_tokens, completion_tokens=self.num_completion_tokens, total_tokens=total)
 
-    def _told(self, index: int, chunk: Chunk) -> list[ToldLogprob]:
+    def _entries(self, index: int, chunk: Chunk) -> list[LogprobEntry]:
         """The log probabilities to tell with a chunk of a choice; none if the request has not asked for them."""
         if index not in self._logprobs:
             if not chunk.logprobs:
@@ -281,22 +280,22 @@ class CompletionShape(Shape):
     has_prompts = True
 
     def _delta(self, index: int, chunk: Chunk) -> str:
-        told = self._told(index, chunk)
-        logprobs = json.dumps(self._lists(told)) if told else "null"
+        entries = self._entries(index, chunk)
+        logprobs = json.dumps(self._lists(entries)) if entries else "null"
         return f'"text": {json.dumps(chunk.text)}, "logprobs": {logprobs}'
 
     def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        told = [each for chunk in chunks for each in self._told(index, chunk)]
-        return {"text": "".join(chunk.text for chunk in chunks), "logprobs": self._lists(told) if told else None}
+        entries = [each for chunk in chunks for each in self._entries(index, chunk)]
+        return {"text": "".join(chunk.text for chunk in chunks), "logprobs": self._lists(entries) if entries else None}
 
-    def _lists(self, told: Sequence[ToldLogprob]) -> dict[str, list[Any]]:
+    def _lists(self, entries: Sequence[LogprobEntry]) -> dict[str, list[Any]]:
         return {
-            "tokens": [each.text for each in told],
-            "token_logprobs": [each.logprob for each in told],
+            "tokens": [each.text for each in entries],
+            "token_logprobs": [each.logprob for each in entries],
             "top_logprobs": [
-                {each.text if name is None else name: logprob for name, logprob in each.top} or None for each in told
+                {each.text if name is None else name: logprob for name, logprob in each.top} or None for each in entries
             ],
-            "text_offset": [each.offset for each in told],
+            "text_offset": [each.offset for each in entries],
         }
 
 
@@ -312,30 +311,30 @@ class ChatShape(Shape):
         """Who speaks, in every choice."""
         delta = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'
         after = self._after
-        if self._tells_token_ids:  # before the closing brace
+        if self._sends_token_ids:  # before the closing brace
             after = f'{after[:-1]}, "prompt_token_ids": {list(self._prompts[0])}}}'
         return b"".join(sse_event(f"{self._before}{index}, {delta}{after}") for index in range(num_choices))
 
     def _delta(self, index: int, chunk: Chunk) -> str:
-        told = self._told(index, chunk)
-        logprobs = json.dumps({"content": self._list(told)}) if told else "null"
+        entries = self._entries(index, chunk)
+        logprobs = json.dumps({"content": self._list(entries)}) if entries else "null"
         return f'"delta": {{"content": {json.dumps(chunk.text)}}}, "logprobs": {logprobs}'
 
     def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        told = [each for chunk in chunks for each in self._told(index, chunk)]
+        entries = [each for chunk in chunks for each in self._entries(index, chunk)]
         text = "".join(chunk.text for chunk in chunks)
         return {
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": {"content": self._list(told), "refusal": None} if told else None,
+            "logprobs": {"content": self._list(entries), "refusal": None} if entries else None,
         }
 
-    def _list(self, told: Sequence[ToldLogprob]) -> list[dict[str, Any]]:
+    def _list(self, entries: Sequence[LogprobEntry]) -> list[dict[str, Any]]:
         return [
             {
                 **self._one(each.text, each.logprob),
                 "top_logprobs": [self._one(each.text if name is None else name, logprob) for name, logprob in each.top],
             }
-            for each in told
+            for each in entries
         ]
 
     def _one(self, text: str, logprob: float) -> dict[str, Any]:

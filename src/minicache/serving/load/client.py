@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from minicache.errors import LoadClientError, require_count, require_positive
+from minicache.errors import BrokenStreamError, LoadClientError, require_count, require_positive
+from minicache.serving.events import EventSplitter, event_data
 from minicache.serving.load.plan import PlannedRequest
-from minicache.serving.load.wire import EventReader, ResponseReader, WireError
+from minicache.serving.load.wire import ResponseReader, WireError
 from minicache.simulator.workload import Arrival
 
 Status = Literal["ok", "refused", "failed", "timed out", "unfinished"]
@@ -192,7 +193,7 @@ class _Completion(_Exchange):
         self.is_over = False  # "[DONE]" was said
         self._outcome = outcome
         self._start = start
-        self._events = EventReader()
+        self._events = EventSplitter()
 
     def take(self, piece: bytes) -> None:
         """As above; what is no stream of events is kept, to be read as an error when it is whole."""
@@ -200,10 +201,15 @@ class _Completion(_Exchange):
         if self.response.status != 200 or not self.is_stream:
             self.body += piece
             return
-        for data in self._events.feed(piece):
+        try:
+            events = self._events.push(piece)
+        except BrokenStreamError as error:
+            raise WireError(str(error)) from error
+        for event in events:
+            data = event_data(event)
             if data == "[DONE]":
                 self.is_over = True
-            else:
+            elif data:
                 self._note(data, now)
 
     @property

@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 from minicache.errors import BrokenStreamError, NoReplicaError
 from minicache.fleet.failover import Attempt
 from minicache.fleet.views import ReplicaId, RoutedRequest
+from minicache.serving.events import DONE
+from minicache.serving.http.errors import ApiError, rate_limited, unavailable
 from minicache.serving.http.logs import request_log
-from minicache.serving.http.protocol import ApiError
 from minicache.serving.http.streaming import ClientLeftError, sse_event, unless_client_leaves
-from minicache.serving.proxy.events import DONE
 from minicache.serving.proxy.streams import ClientStream, EventError
 from minicache.serving.proxy.workers import Reply, Worker, WorkerError, Workers
 
@@ -98,8 +98,7 @@ class Relay(Response):
             reply, body = await self._reply()
         except ApiError as error:
             request_log(scope).error = error.reason
-            response = Response(json.dumps(error.body), error.status, error.headers, "application/json")
-            await response(scope, receive, send)
+            await error.response()(scope, receive, send)
             return
         headers = [each for each in reply.response.headers.raw if each[0].lower() not in NOT_PASSED_BACK]
         if body is not None:
@@ -204,7 +203,7 @@ class Relay(Response):
                 worker = workers.choose(self._call.routed, views, refused_by)
             except NoReplicaError as error:
                 if refusal is None:
-                    refusal = _no_worker(error, is_full=any(each.is_full for each in views))
+                    refusal = _no_worker(str(error), is_full=any(each.is_full for each in views))
                 workers.metrics.refused.labels("full" if refusal.status == 429 else "no_worker").inc()
                 raise refusal from error
             attempt = failover.begin(worker.url)
@@ -254,20 +253,15 @@ class Relay(Response):
 
 async def _refusal(reply: Reply) -> ApiError:
     """What a worker says that does not take a request, for the client, if all of them say so."""
-    status = reply.response.status_code
-    retry_after = reply.response.headers.get("retry-after", "1")
-    if status == 429:
-        message, kind, code = "all workers are full", "rate_limit_error", "queue_full"
-    else:
-        status, message, kind, code = 503, "no worker accepts requests at the moment", "server_error", "no_worker"
-    return ApiError(status, message, kind=kind, code=code, headers={"Retry-After": retry_after})
+    is_full = reply.response.status_code == 429
+    message = "all workers are full" if is_full else "no worker accepts requests at the moment"
+    refusal = _no_worker(message, is_full=is_full)
+    refusal.headers["Retry-After"] = reply.response.headers.get("retry-after", "1")
+    return refusal
 
 
-def _no_worker(error: NoReplicaError, *, is_full: bool) -> ApiError:
-    headers = {"Retry-After": "1"}
-    if is_full:
-        return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
-    return ApiError(503, str(error), kind="server_error", code="no_worker", headers=headers)
+def _no_worker(message: str, *, is_full: bool) -> ApiError:
+    return rate_limited(message, "queue_full", 1) if is_full else unavailable(message, "no_worker")
 
 
 def passed_on(headers: Headers, request_id: str, client: str | None) -> Headers:

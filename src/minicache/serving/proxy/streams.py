@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from minicache.fleet.failover import MAX_SEED, Attempt, FailoverStream
+from minicache.serving.events import DONE, event_data, event_json
 from minicache.serving.http.streaming import sse_event
-from minicache.serving.proxy.events import DONE, event_data, event_json
 from minicache.serving.proxy.workers import Kind
 
 MAX_TOKENS: Final = 2**31

@@ -17,7 +17,7 @@ from minicache.errors import BrokenStreamError, NoReplicaError
 from minicache.fleet.membership import Membership
 from minicache.fleet.router import Router
 from minicache.fleet.views import ReplicaId, ReplicaView, RoutedRequest
-from minicache.serving.proxy.events import EventSplitter
+from minicache.serving.events import EventSplitter
 from minicache.serving.proxy.metrics import Metrics
 
 logger = logging.getLogger("minicache.route")
@@ -96,7 +96,7 @@ class Reply:
                 async with _until_it_is_gone(self.worker):
                     piece = await anext(body, None)
             except (httpx.HTTPError, TimeoutError) as error:
-                raise WorkerError(f"{self.worker.url} broke off: {_told(error)}") from error
+                raise WorkerError(f"{self.worker.url} broke off: {_reason(error)}") from error
             if piece is None:
                 return
             yield piece
@@ -240,9 +240,9 @@ class Workers:
                 response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._is_unreachable(worker)
-            raise WorkerError(f"{worker.url} cannot be reached: {_told(error)}", was_sent=False) from error
+            raise WorkerError(f"{worker.url} cannot be reached: {_reason(error)}", was_sent=False) from error
         except (httpx.HTTPError, TimeoutError) as error:
-            raise WorkerError(f"{worker.url} broke off: {_told(error)}") from error
+            raise WorkerError(f"{worker.url} broke off: {_reason(error)}") from error
         return Reply(worker, response)
 
     def has_answered(self, worker: Worker, status: int) -> None:
@@ -353,5 +353,5 @@ def _log_failure(check: asyncio.Task[None]) -> None:
         logger.error("a worker is no longer probed", exc_info=error)
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__

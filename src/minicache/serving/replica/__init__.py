@@ -2,9 +2,9 @@
 
 | module | owns | runs in |
 |---|---|---|
-| `client` | `EngineClient`: admission, the least-loaded engine, streams, restarts | the server's process |
+| `client` | `EngineClient`: the least-loaded engine, its process, restarts | the server's process |
 | `fleet` | `FleetClient`: the same, where others carry requests to engines; failover | the server's process |
-| `admission` | which requests fit, and when to come again | the server's process |
+| `remote` | `RemoteEngine`, which both are: admission, draining, a request's stream | the server's process |
 | `process` | `starter`: one engine's process, from outside | the server's process |
 | `messages` | what goes between the two | both |
 | `core` | `EngineCore`: the loop: messages, a step, a message | the engine's process |

@@ -1,4 +1,4 @@
-"""What the server's process calls: engines in processes of their own, with the interface of one `AsyncEngine`.
+"""What the server's process calls: engines in processes of their own, which it starts, and starts again.
 
 A request goes to the engine with the fewest unfinished answers, as token ids. Its tokens come back, one message a step;
 here they become texts, stop strings are found, and each client's stream gets its chunks. An engine that dies fails its
@@ -12,12 +12,8 @@ import logging
 import signal
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import count
-from types import TracebackType
 from typing import Final
 
 import zmq
@@ -25,7 +21,6 @@ import zmq.asyncio
 
 from minicache.engine.answers import TokenLogprobs
 from minicache.engine.async_engine import AnswerStream
-from minicache.engine.sampling import SamplingParams
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import (
     EngineDiedError,
@@ -34,7 +29,6 @@ from minicache.errors import (
     StepFailedError,
     require_count,
 )
-from minicache.serving.replica.admission import require_slots, retry_seconds
 from minicache.serving.replica.messages import (
     AbortRequest,
     AddRequest,
@@ -49,15 +43,16 @@ from minicache.serving.replica.messages import (
     StepResult,
     StopAnswer,
     ToEngine,
-    Update,
     decode_from_engine,
     encode,
     error_of,
 )
 from minicache.serving.replica.process import EngineProcess, Start
-from minicache.serving.replica.stream import SingleTokens, TokenStream
+from minicache.serving.replica.remote import RemoteEngine
+from minicache.serving.replica.stats import DEATH
+from minicache.serving.replica.stream import TokenStream
 
-__all__ = ["EngineClient", "EngineStream"]
+__all__ = ["EngineClient"]
 
 MAX_STEP_SECONDS: Final = 600.0
 """An engine with requests that has said nothing for so long is taken for hung, and killed."""
@@ -79,34 +74,6 @@ the event loop's time is left for requests, and under load a write carries the t
 logger = logging.getLogger("minicache")
 
 
-class EngineStream(TokenStream):
-    """The stream of a request that one of several engines has.
-
-    Args:
-        request_id: as `TokenStream`.
-        prompt_token_ids: as `TokenStream`.
-        params: as `TokenStream`.
-        tokenizer: as `TokenStream`.
-        replica: has the request.
-        leave: as `TokenStream`.
-
-    Attributes:
-        replica: as above.
-    """
-
-    def __init__(
-        self,
-        request_id: int,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        replica: Replica,
-        leave: Callable[[AnswerStream], None],
-    ) -> None:
-        super().__init__(request_id, prompt_token_ids, params, tokenizer, leave)
-        self.replica = replica
-
-
 class Replica:
     """One engine, and the process that it runs in now.
 
@@ -116,7 +83,8 @@ class Replica:
         is_ready: whether it takes requests.
         status: in words, while it is not ready.
         start_error: why its process could not be started last; None once it is ready.
-        num_unfinished: unfinished answers that it has.
+        streams: request id → stream, of its requests with unfinished answers.
+        num_unfinished: these answers.
         num_starts: how often a process was started.
         heard_at: when it said something last, or got a request after it had none (time.monotonic()).
         process: the last one.
@@ -130,6 +98,7 @@ class Replica:
         self.is_ready = False
         self.status = "the engine is starting"
         self.start_error: Exception | None = None
+        self.streams: dict[int, TokenStream] = {}
         self.num_unfinished = 0
         self.num_starts = 0
         self.heard_at = 0.0
@@ -174,11 +143,10 @@ class Replica:
             self.process.kill()
 
 
-class EngineClient:
-    """Engines in processes of their own, and what the coroutines of one event loop call to get their answers.
+class EngineClient(RemoteEngine):
+    """Engines in processes of their own, which it starts.
 
-    The interface is `AsyncEngine`'s, and so are its rules: admission slots (max_num_seqs of all ready engines, and
-    max_waiting), leaving, draining.
+    Admission slots are max_num_seqs of all ready engines, and max_waiting.
 
     **When an engine dies**, its requests end with an EngineDiedError, and it is started again: at once if it had been
     ready; else after RESTART_SECONDS, and twice as long each time. Requests go to the others meanwhile; if there is no
@@ -186,19 +154,12 @@ class EngineClient:
 
     Args:
         start: starts an engine's process (`minicache.serving.replica.process.starter`).
-        tokenizer: turns tokens into text; its end tokens finish answers. None: answers have no text.
+        tokenizer: as `RemoteEngine`.
         num_replicas: how many engines, ≥ 1.
         max_waiting: answers that may wait, beyond those that the engines have batch slots for.
 
     Attributes:
-        tokenizer: as above.
         replicas: all of them.
-        streams: request id → stream, of all requests with unfinished answers.
-        num_unfinished: admission slots that are taken.
-        is_draining: whether new requests are refused because the server is to stop.
-        finished_at: when the last answers finished, the newest last; empty when none is unfinished.
-        on_stats: is called with an engine's number and what has changed in its numbers.
-        on_info: is called with an engine's number and what it is like, whenever it has become ready.
         on_progress: is called with what the engines are at while they start.
 
     Raises:
@@ -210,24 +171,14 @@ class EngineClient:
     ) -> None:
         require_count("num_replicas", num_replicas)
         require_count("max_waiting", max_waiting, at_least=0)
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         self.replicas = [Replica(number) for number in range(num_replicas)]
-        self.streams: dict[int, EngineStream] = {}
-        self.num_unfinished = 0
-        self.is_draining = False
-        self.finished_at: deque[float] = deque(maxlen=64)
-        self.on_stats: Callable[[int, Sequence[Update]], object] = lambda number, updates: None
-        self.on_info: Callable[[int, EngineInfo], object] = lambda number, info: None
         self.on_progress: Callable[[str], object] = lambda doing: None
         self._start_process = start
         self._max_waiting = max_waiting
-        self._decoder = None if tokenizer is None else SingleTokens(tokenizer)
-        self._fresh: dict[EngineStream, None] = {}  # streams that have got tokens since the last `_flush`
-        self._names = count()
+        self._fresh: dict[TokenStream, None] = {}  # streams that have got tokens since the last `_flush`
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
-        self._all_finished = asyncio.Event()
-        self._all_finished.set()
         self._changed = asyncio.Event()  # an engine has become ready, or could not be started
 
     # Its life
@@ -258,13 +209,6 @@ class EngineClient:
             self._changed.clear()
             await self._changed.wait()
 
-    async def drain(self, seconds: float) -> bool:
-        """Take no new requests, and wait until those that are here are finished. As `AsyncEngine.drain`."""
-        self.is_draining = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_finished.wait(), seconds)
-        return self.num_unfinished == 0
-
     async def stop(self) -> None:
         """End the processes. Unfinished requests get an EngineStoppedError. A second call waits for the first."""
         self.is_draining = True
@@ -273,9 +217,9 @@ class EngineClient:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
-        self._fail(list(self.streams), EngineStoppedError("the server stopped before this answer was complete"))
         self._changed.set()
         for replica in self.replicas:
+            self._fail(replica, EngineStoppedError("the server stopped before this answer was complete"))
             if replica.is_ready:
                 replica.tell(Shutdown())
             else:
@@ -293,20 +237,16 @@ class EngineClient:
         self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.stop()
-
     # What clients call
 
     @property
-    def info(self) -> EngineInfo:
-        """What the engines are like; all are the same.
+    def streams(self) -> dict[int, TokenStream]:
+        """Request id → stream, of all requests with unfinished answers."""
+        return {name: stream for replica in self.replicas for name, stream in replica.streams.items()}
 
-        Raises:
-            EngineNotReadyError: none was ready yet.
-        """
+    @property
+    def info(self) -> EngineInfo:
+        """As `RemoteEngine.info`."""
         for replica in self.replicas:
             if replica.info is not None:
                 return replica.info
@@ -314,72 +254,29 @@ class EngineClient:
 
     @property
     def max_num_seqs(self) -> int:
-        """Batch slots of all ready engines."""
+        """As `RemoteEngine.max_num_seqs`."""
         return sum(replica.info.max_num_seqs for replica in self.replicas if replica.is_ready and replica.info)
 
-    def check_admission(self, num_answers: int) -> None:
-        """Raise unless so many more answers can be taken now, as `AsyncEngine.check_admission`. Takes no slot.
+    @property
+    def max_unfinished(self) -> int:
+        """As `RemoteEngine.max_unfinished`."""
+        return self.max_num_seqs + self._max_waiting
 
-        Raises:
-            EngineStoppedError: the engines are draining.
-            EngineNotReadyError: no engine is ready. The message says why.
-            ValueError: there are fewer admission slots altogether.
-            QueueFullError: too many slots are taken now.
-        """
-        if self.is_draining:
-            raise EngineStoppedError("the server is stopping, and accepts no new requests")
+    def check_ready(self) -> None:
+        """As `RemoteEngine.check_ready`."""
         if not any(replica.is_ready for replica in self.replicas):
             raise EngineNotReadyError(self.replicas[0].status)
-        require_slots(num_answers, self.num_unfinished, self.max_num_seqs + self._max_waiting, self.retry_after())
 
-    def retry_after(self) -> float:
-        """Seconds until the answers that wait now will be finished. As `AsyncEngine.retry_after`."""
-        return retry_seconds(self.finished_at, max(self.num_unfinished - self.max_num_seqs, 1))
-
-    async def add_request(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        num_logprobs: int | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> EngineStream:
-        """Have a request answered by the engine with the fewest unfinished answers. Returns when that has taken it.
-
-        Args:
-            prompt: token ids.
-            params: what to generate; its n answers need n admission slots.
-            num_logprobs: as `LLM.add_request`.
-            priority: as `LLM.add_request`.
-            cache_salt: as `LLM.add_request`.
-
-        Returns:
-            The stream of its chunks. The caller closes it.
-
-        Raises:
-            ValueError: stop strings without a tokenizer, or a cache_salt that is no Unicode.
-            EngineDiedError: the engine has died before it answered.
-            Exception: what `check_admission` or `LLM.add_request` raises. No slot is taken then.
-        """
-        self.check_admission(params.n)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
+    def send(self, stream: TokenStream, request: AddRequest) -> None:
+        """As `RemoteEngine.send`, to the engine with the fewest unfinished answers."""
+        message = encode(request)
         replica = min((each for each in self.replicas if each.is_ready), key=lambda each: each.num_unfinished)
-        stream = EngineStream(next(self._names), prompt, params, self._decoder, replica, self._leave)
-        end = () if params.ignore_eos or self._decoder is None else self._decoder.end_token_ids
-        for_engine = replace(params, stop=(), stop_token_ids=(*params.stop_token_ids, *end))
-        name, arrival = stream.number, stream.arrival_time
-        message = encode(AddRequest(name, list(prompt), for_engine, num_logprobs, priority, cache_salt, arrival))
-        self.streams[name] = stream
-        self._take_slots(replica, params.n)
+        if not replica.num_unfinished:
+            replica.heard_at = time.monotonic()
+        replica.streams[request.request_id] = stream
+        replica.num_unfinished += stream.num_open
+        self.take_slots(stream.num_open)
         replica.send(message)
-        try:
-            await stream.accepted()
-        except BaseException:
-            stream.close()
-            raise
-        return stream
 
     async def picture(self) -> Picture:
         """The live page's picture of the first engine that is ready: asked for, and the last one if it takes long."""
@@ -420,13 +317,13 @@ class EngineClient:
 
     def _dispatch(self, replica: Replica, step: StepResult) -> None:
         """Give what a step gave to the streams, as `AsyncEngine.dispatch`; `_flush` gives it to the clients."""
-        streams = self.streams
+        streams = replica.streams
         self.on_stats(replica.number, step.stats)
         for request_id in step.accepted:
             if (stream := streams.get(request_id)) is not None:
                 stream.is_accepted()
         for refused in step.refused:
-            self._fail(refused.request_ids, error_of(refused.kind, refused.message))
+            self._fail(replica, error_of(refused.kind, refused.message), refused.request_ids)
         for position, (request_id, index, token_id, finish_reason) in enumerate(step.tokens):
             stream = streams.get(request_id)
             if stream is None:
@@ -444,13 +341,13 @@ class EngineClient:
                 if not isinstance(error, StepFailedError):
                     logger.error("the tokens of request %r cannot be decoded", request_id, exc_info=error)
                 failure = StepFailedError("sampling or decoding failed for this request")
-                self._fail([request_id], failure)
+                self._fail(replica, failure, [request_id])
                 replica.tell(AbortRequest(request_id))
                 continue
             self._fresh[stream] = None
             if reason:
                 self.finished_at.append(time.monotonic())
-                self._free_slots(replica, 1)
+                self._free(replica, 1)
                 if not finish_reason:
                     replica.tell(StopAnswer(request_id, index))
                 if not stream.num_open:
@@ -462,36 +359,26 @@ class EngineClient:
             stream.flush()
         self._fresh.clear()
 
-    # Slots
+    def leave(self, stream: AnswerStream) -> None:
+        """As `RemoteEngine.leave`."""
+        assert isinstance(stream, TokenStream)
+        for replica in self.replicas:
+            if replica.streams.get(stream.request_id) is stream:
+                del replica.streams[stream.request_id]
+                self._free(replica, stream.num_open)
+                replica.tell(AbortRequest(stream.request_id))
 
-    def _take_slots(self, replica: Replica, num_answers: int) -> None:
-        if not replica.num_unfinished:
-            replica.heard_at = time.monotonic()
-        replica.num_unfinished += num_answers
-        self.num_unfinished += num_answers
-        self._all_finished.clear()
-
-    def _free_slots(self, replica: Replica, num_answers: int) -> None:
-        """As `AsyncEngine.free_slots`."""
+    def _free(self, replica: Replica, num_answers: int) -> None:
+        """That many answers of an engine are no longer unfinished."""
         replica.num_unfinished -= num_answers
-        self.num_unfinished -= num_answers
-        if not self.num_unfinished:
-            self.finished_at.clear()
-            self._all_finished.set()
+        self.free_slots(num_answers)
 
-    def _leave(self, stream: AnswerStream) -> None:
-        """A stream was closed with unfinished answers: as `AsyncEngine.leave`."""
-        assert isinstance(stream, EngineStream)
-        if self.streams.pop(stream.number, None) is stream:
-            self._free_slots(stream.replica, stream.num_open)
-            stream.replica.tell(AbortRequest(stream.number))
-
-    def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
-        """End the streams of some requests with an error, as `AsyncEngine.fail`."""
-        for request_id in request_ids:
-            stream = self.streams.pop(request_id, None)
+    def _fail(self, replica: Replica, error: Exception, request_ids: Sequence[int] | None = None) -> None:
+        """End the streams of some requests of an engine with an error, as `AsyncEngine.fail`; None: of all."""
+        for request_id in list(replica.streams) if request_ids is None else request_ids:
+            stream = replica.streams.pop(request_id, None)
             if stream is not None:
-                self._free_slots(stream.replica, stream.num_open)
+                self._free(replica, stream.num_open)
                 stream.fail(error)
 
     # Processes
@@ -575,11 +462,11 @@ class EngineClient:
     def _bury(self, replica: Replica, how: str) -> None:
         """A process has ended by itself: end its requests, and account for them."""
         replica.status = f"{how}; it is being restarted"
-        lost = [stream for stream in self.streams.values() if stream.replica is replica]
+        lost = replica.streams.values()
         logger.error("engine %d: %s; requests lost: %d", replica.number, how, len(lost))
         if replica.info is not None:
             self.on_stats(replica.number, [*(update for stream in lost for update in stream.lost_stats()), *DEATH])
-        self._fail([stream.number for stream in lost], EngineDiedError(f"{how}: send the request again"))
+        self._fail(replica, EngineDiedError(f"{how}: send the request again"))
 
 
 def signal_name(number: int) -> str:
@@ -588,12 +475,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-DEATH: Final[list[Update]] = [
-    ("vllm:num_requests_running", 0, 1),
-    ("vllm:num_requests_waiting", 0, 1),
-    ("vllm:kv_cache_usage_perc", 0, 1),
-    ("minicache:engine_deaths", 1, ""),
-]
-"""What has changed in the numbers of an engine that has died, besides its requests."""

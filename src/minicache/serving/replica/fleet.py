@@ -10,12 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from itertools import count
-from types import TracebackType
 from typing import Final
 
 from minicache.engine.answers import TokenLogprobs
@@ -32,9 +29,10 @@ from minicache.errors import (
 )
 from minicache.fleet.failover import FailoverStream
 from minicache.fleet.views import RoutedRequest, route_tokens
-from minicache.serving.replica.admission import require_slots, retry_seconds
-from minicache.serving.replica.messages import EngineInfo, Update
-from minicache.serving.replica.stream import SingleTokens, TokenStream
+from minicache.serving.replica.messages import AddRequest, EngineInfo, Update
+from minicache.serving.replica.remote import RemoteEngine
+from minicache.serving.replica.stats import DEATH
+from minicache.serving.replica.stream import TokenStream
 
 __all__ = ["FleetClient", "FleetRequest", "GivenToken", "Piece", "Send"]
 
@@ -87,25 +85,21 @@ Send = Callable[[FleetRequest], AsyncGenerator[Piece, None]]
 died, EngineStoppedError if it is being stopped, and what the engine raises."""
 
 
-class FleetClient:
-    """A fleet of engines, and what the coroutines of one event loop call to get their answers.
+class FleetClient(RemoteEngine):
+    """A fleet of engines, which others start and choose among.
 
-    The interface is `AsyncEngine`'s, and so are its rules: admission slots, leaving, draining. Each of a request's n
-    answers goes to a replica of its own choice, and moves to another one if that dies: clients see a pause.
+    Each of a request's n answers goes to a replica of its own choice, and moves to another one if that dies: clients
+    see a pause.
 
     Args:
-        send: carries requests.
+        send_to_replica: carries requests.
         describe: says what the engines are like, as soon as one is ready; all are the same.
-        tokenizer: turns tokens into text; its end tokens finish answers. None: answers have no text.
+        tokenizer: as `RemoteEngine`.
         max_unfinished: admission slots, ≥ 1.
 
     Attributes:
-        tokenizer: as above.
-        max_unfinished: as above.
-        is_draining: whether new requests are refused because the server is to stop.
+        numbers: of the replicas, by their names, in order of their first message.
         num_failovers: how often an answer has moved to another replica.
-        on_stats: is called with a replica's name and what has changed in its numbers.
-        on_death: is called with the name of a replica that has died over an answer, once.
 
     Raises:
         TypeError, ValueError: max_unfinished is not a count.
@@ -113,29 +107,21 @@ class FleetClient:
 
     def __init__(
         self,
-        send: Send,
+        send_to_replica: Send,
         describe: Callable[[], Awaitable[EngineInfo]],
         tokenizer: Tokenizer | None,
         *,
         max_unfinished: int,
     ) -> None:
         require_count("max_unfinished", max_unfinished)
-        self.tokenizer = tokenizer
-        self.max_unfinished = max_unfinished
-        self.is_draining = False
+        super().__init__(tokenizer)
+        self.numbers: dict[str, int] = {}
         self.num_failovers = 0
-        self.on_stats: Callable[[str, Sequence[Update]], object] = lambda replica_id, updates: None
-        self.on_death: Callable[[str], object] = lambda replica_id: None
-        self._send, self._describe = send, describe
-        self._decoder = None if tokenizer is None else SingleTokens(tokenizer)
+        self._max_unfinished = max_unfinished
+        self._send_to_replica, self._describe = send_to_replica, describe
         self._info: EngineInfo | None = None
-        self._names = count()
         self._answers: dict[TokenStream, list[asyncio.Task[None]]] = {}
-        self._dead: set[str] = set()
-        self._num_unfinished = 0
-        self._finished_at: deque[float] = deque(maxlen=64)
-        self._all_finished = asyncio.Event()
-        self._all_finished.set()
+        self._dead: set[int] = set()
 
     # Its life
 
@@ -144,20 +130,8 @@ class FleetClient:
         self._info = await self._describe()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-    async def drain(self, seconds: float) -> bool:
-        """Take no new requests, and wait until those that are here are finished. As `AsyncEngine.drain`."""
-        self.is_draining = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_finished.wait(), seconds)
-        return self.num_unfinished == 0
-
     async def stop(self) -> None:
-        """Abort all requests, with an EngineStoppedError. The replicas belong to the creator of `send`."""
+        """As `RemoteEngine.stop`. The replicas belong to the creator of `send_to_replica`."""
         self.is_draining = True
         tasks = [task for tasks in self._answers.values() for task in tasks]
         for stream in list(self._answers):
@@ -167,93 +141,43 @@ class FleetClient:
     # What clients call
 
     @property
-    def num_unfinished(self) -> int:
-        """Admission slots that are taken."""
-        return self._num_unfinished
-
-    @property
     def info(self) -> EngineInfo:
-        """What the engines are like.
-
-        Raises:
-            EngineNotReadyError: none was ready yet.
-        """
+        """As `RemoteEngine.info`."""
         if self._info is None:
             raise EngineNotReadyError("the fleet is starting")
         return self._info
 
-    def check_admission(self, num_answers: int) -> None:
-        """Raise unless so many more answers can be taken now, as `AsyncEngine.check_admission`. Takes no slot.
+    @property
+    def max_unfinished(self) -> int:
+        """As `RemoteEngine.max_unfinished`."""
+        return self._max_unfinished
 
-        Raises:
-            EngineStoppedError: the fleet is draining.
-            EngineNotReadyError: no replica was ready yet.
-            ValueError: there are fewer admission slots altogether.
-            QueueFullError: too many slots are taken now.
-        """
-        if self.is_draining:
-            raise EngineStoppedError("the server is stopping, and accepts no new requests")
-        if self._info is None:
-            raise EngineNotReadyError("the fleet is starting")
-        require_slots(num_answers, self.num_unfinished, self.max_unfinished, self.retry_after())
+    @property
+    def max_num_seqs(self) -> int:
+        """As many: how many replicas there are now is not known here, so `retry_after` is that of the next answer."""
+        return self._max_unfinished
 
-    def retry_after(self) -> float:
-        """Seconds until the next answer is finished, at the rate of the last ones; within `AsyncEngine`'s bounds."""
-        return retry_seconds(self._finished_at)
+    def check_ready(self) -> None:
+        """As `RemoteEngine.check_ready`."""
+        _ = self.info
 
-    async def add_request(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        num_logprobs: int | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> TokenStream:
-        """Have a request answered. Returns when a replica has taken it.
-
-        Args:
-            prompt: token ids.
-            params: what to generate; its n answers need n admission slots.
-            num_logprobs: as `LLM.add_request`.
-            priority: as `LLM.add_request`.
-            cache_salt: as `LLM.add_request`.
-
-        Returns:
-            The stream of its chunks. The caller closes it.
-
-        Raises:
-            ValueError: stop strings without a tokenizer.
-            EngineDiedError: every replica that was asked has died.
-            Exception: what `check_admission` or `LLM.add_request` raises. No slot is taken then.
-        """
-        self.check_admission(params.n)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
-        stream = TokenStream(next(self._names), prompt, params, self._decoder, self._leave)
-        end = () if params.ignore_eos or self._decoder is None else self._decoder.end_token_ids
-        self._num_unfinished += params.n
-        self._all_finished.clear()
+    def send(self, stream: TokenStream, request: AddRequest) -> None:
+        """As `RemoteEngine.send`, each answer on its own."""
+        num_answers = request.params.n
+        self.take_slots(num_answers)
         self._answers[stream] = tasks = []
-        for index in range(params.n):
-            of_answer = replace(params.of_answer(index), stop=(), stop_token_ids=(*params.stop_token_ids, *end))
+        for index in range(num_answers):
             asked = FleetRequest(
-                route_tokens(f"{stream.number}.{index}", ()),
-                tuple(prompt),
-                of_answer,
-                num_logprobs,
-                priority,
-                cache_salt,
+                route_tokens(f"{stream.request_id}.{index}", ()),
+                tuple(request.prompt_token_ids),
+                request.params.of_answer(index),
+                request.num_logprobs,
+                request.priority,
+                request.cache_salt,
             )
             task = asyncio.create_task(self._have_answered(stream, index, asked))
-            task.add_done_callback(lambda task: self._free_slot())  # also of one that was cancelled before it began
+            task.add_done_callback(lambda task: self.free_slots(1))  # also of one that was cancelled before it began
             tasks.append(task)
-        try:
-            await stream.accepted()
-        except BaseException:
-            stream.close()
-            raise
-        return stream
 
     # One answer
 
@@ -264,7 +188,7 @@ class FleetClient:
         except Exception as error:
             self._fail(stream, error)
             return
-        self._finished_at.append(time.monotonic())
+        self.finished_at.append(time.monotonic())
         if not stream.num_open:
             self._answers.pop(stream, None)
 
@@ -289,12 +213,14 @@ class FleetClient:
             name, block_size = asked.routed.request_id, self.info.cache.block_size
             routed = route_tokens(name, prompt, block_size=block_size, cache_salt=asked.cache_salt)
             left = replace(params, max_tokens=attempt.max_tokens, seed=attempt.seed)
-            replica_id, num_tokens = "", 0
+            rest = replace(asked, routed=routed, token_ids=prompt, params=left)
+            replica: int | None = None
+            num_tokens = 0
             try:
-                async with aclosing(self._send(replace(asked, routed=routed, token_ids=prompt, params=left))) as pieces:
+                async with aclosing(self._send_to_replica(rest)) as pieces:
                     async for piece in pieces:
-                        replica_id = piece.replica_id
-                        self.on_stats(replica_id, piece.stats)
+                        replica = self._number(piece.replica_id)
+                        self.on_stats(replica, piece.stats)
                         if not stream.num_prompt_tokens:
                             stream.is_accepted()
                         for token_id, reason, logprobs in piece.tokens:
@@ -312,9 +238,9 @@ class FleetClient:
                             return
                 raise EngineDiedError("the replica exited without finishing its answer")
             except (EngineDiedError, BrokenStreamError) as error:
-                if replica_id and replica_id not in self._dead and isinstance(error, EngineDiedError):
-                    self._dead.add(replica_id)
-                    self.on_death(replica_id)
+                if replica is not None and replica not in self._dead and isinstance(error, EngineDiedError):
+                    self._dead.add(replica)
+                    self.on_stats(replica, DEATH)
                 if failover.fail(attempt):
                     self.num_failovers += 1
                     logger.warning("request %s moves to another replica: %s", asked.routed.request_id, error)
@@ -327,15 +253,8 @@ class FleetClient:
 
     # Ends
 
-    def _free_slot(self) -> None:
-        """An answer is over, in any way, and its replica knows."""
-        self._num_unfinished -= 1
-        if not self._num_unfinished:
-            self._finished_at.clear()
-            self._all_finished.set()
-
-    def _leave(self, stream: AnswerStream) -> None:
-        """A stream was closed with unfinished answers."""
+    def leave(self, stream: AnswerStream) -> None:
+        """As `RemoteEngine.leave`."""
         assert isinstance(stream, TokenStream)
         for task in self._answers.pop(stream, []):
             task.cancel()
@@ -347,3 +266,10 @@ class FleetClient:
             if task is not current:
                 task.cancel()
         stream.fail(error)
+
+    def _number(self, replica_id: str) -> int:
+        """A replica's number. One that is new counts as ready."""
+        if replica_id not in self.numbers:
+            self.numbers[replica_id] = len(self.numbers)
+            self.on_info(self.numbers[replica_id], self.info)
+        return self.numbers[replica_id]

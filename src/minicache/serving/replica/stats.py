@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request
@@ -17,6 +18,14 @@ from minicache.scheduler.base import Scheduler
 from minicache.scheduler.observe import Observer
 from minicache.scheduler.output import SchedulerOutput
 from minicache.serving.replica.messages import CacheInfo, Update
+
+DEATH: Final[list[Update]] = [
+    ("vllm:num_requests_running", 0, 1),
+    ("vllm:num_requests_waiting", 0, 1),
+    ("vllm:kv_cache_usage_perc", 0, 1),
+    ("minicache:engine_deaths", 1, ""),
+]
+"""What has changed in the numbers of an engine that has died, besides its requests."""
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class TokenStream(AnswerStream):
         leave: as `AnswerStream`.
 
     Attributes:
-        number: request_id.
+        request_id: as above.
         arrival_time: when it was made (time.monotonic()).
         num_tokens: of each answer, tokens that have come.
         num_open: answers that have not got their last token.
@@ -73,7 +73,7 @@ class TokenStream(AnswerStream):
         leave: Callable[[AnswerStream], None],
     ) -> None:
         super().__init__(request_id, params.n, leave)
-        self.number = request_id
+        self.request_id: int = request_id
         self.arrival_time = time.monotonic()
         self.num_tokens = [0] * params.n
         self.num_open = params.n
@@ -103,16 +103,11 @@ class TokenStream(AnswerStream):
         """
         if self._is_over[index]:
             return None
-        text_stream, text = self._texts[index], ""
+        text, text_stream = "", self._texts[index]
         if token_id is not None:
             self.num_tokens[index] += 1
         if text_stream is not None:
-            if token_id is not None:
-                text = text_stream.push(token_id)
-            if text_stream.is_stopped:
-                finish_reason = "stop"
-            elif finish_reason:
-                text += text_stream.finish()
+            text, finish_reason = text_stream.take(token_id, finish_reason)
         if finish_reason:
             self._is_over[index] = True
             self.num_open -= 1

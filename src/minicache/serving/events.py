@@ -1,4 +1,4 @@
-"""Server-sent events as they come from a worker: cut into whole ones, and read."""
+"""Server-sent events as they come over the wire: cut into whole ones, and read (WHATWG HTML, section 9.2.6)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ DONE: Final = b"data: [DONE]\n\n"
 
 MAX_EVENT_NBYTES: Final = 16 * 2**20
 
-_END = re.compile(rb"\r?\n\r?\n")
+_END = re.compile(rb"[\r\n](?:(?<=\n)|(?!\n))(?:\r\n?|\n)")
+"""The end of a line, and an empty one; lines may end with LF, CR or CRLF."""
 
 
 class EventSplitter:
-    """Cuts the bytes of a stream after each event. A client must not get half of an event: nothing could follow it."""
+    """Cuts the bytes of a stream, in any pieces, after each event. A client must not get half of one: nothing could
+    follow it.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
@@ -41,9 +44,9 @@ class EventSplitter:
 
 
 def event_data(event: bytes) -> str:
-    """What an event says: its `data:` lines; "" for a comment."""
-    lines = event.decode("utf-8", "replace").replace("\r\n", "\n").split("\n")
-    return "\n".join(line[5:].removeprefix(" ") for line in lines if line.startswith("data:"))
+    """What an event says: its `data:` lines, joined by LF; "" for a comment. What is no UTF-8 becomes U+FFFD."""
+    data = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(data).decode(errors="replace")
 
 
 def event_json(event: bytes) -> dict[str, Any] | None:

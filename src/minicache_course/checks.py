@@ -155,7 +155,7 @@ class Outcome:
 def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Call `fn` and keep what came of it. What a starter raises ("not written yet") goes straight through."""
     arguments = [short(arg) for arg in args] + [f"{name}={short(arg)}" for name, arg in kwargs.items()]
-    called = f"{_name(fn)}({', '.join(arguments)})"  # before the call, which may change its arguments
+    called = f"{_name(fn)}({joined(', ', arguments)})"  # before the call, which may change its arguments
     before, given = scenario.num_done(), _Given(args, kwargs)
     try:
         returned, error = fn(*args, **kwargs), None

@@ -26,7 +26,8 @@ from babel.messages.extract import extract_from_dir
 from rich.console import Console
 from typer.main import get_command
 
-from minicache_course.language import LABEL_WIDTH, LOCALE, places
+from minicache_course.language import LOCALE
+from minicache_course.templates import template_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SPANISH = LOCALE / "es" / "LC_MESSAGES"
@@ -35,7 +36,7 @@ COURSE = ROOT / "src" / "minicache_course"
 MOST_MISSING = 0.05
 """The share of the messages that may lack their Spanish."""
 
-NOT_FOR_LEARNERS = ("notebook", "server", "symbols", "wrong")
+NOT_FOR_LEARNERS = ("language", "notebook", "server", "symbols", "templates", "wrong")
 """Of the course's modules, those whose words are not translated."""
 
 # What Typer says by itself, in a help text or an error.
@@ -45,111 +46,35 @@ TYPERS = (
     "No such command {name!r}.", "required", "default: {default}",
 )  # fmt: skip
 
-# What the grader and `doctor` tell that no rule would find: single words, and what a join or a loop puts together.
-WORDS = (
-    "active", "browser", "course", "progress", "importing", "yours", "reads", "finds", "a {kind}", "{one} or {other}",
-    "at {place}", "requests of {tokens}: {ids}", "interpreter, canary passed",
-)  # fmt: skip
-
 _WORD = re.compile(r"[a-z]{2,}")
-_LABEL = re.compile(r"([a-z][a-z ]{0,6}[a-z])  +", re.ASCII)
-_CODE = re.compile(r"^[-/.<\[]|^\s|\\[sdwA]|\n\s*(def|import|from|class) |^(def|import|from|class) ")
+_CODE = re.compile(r"^[-/.<\[]|\\[sdwA]|\n\s*(def|import|from|class) |^(def|import|from|class) ")
 
 
 def told_by(file: Path) -> Iterator[str]:
-    """What the strings of a Python file may tell, as templates; the first lines of the docstrings of tests."""
+    """What a Python file may tell: its f-strings as templates, its strings, the first line of a test's docstring."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    # Docstrings, and what a string or a call of `_` is made of.
-    inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and _constant(node.value)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and (doc := ast.get_docstring(node)):
-            yield doc.splitlines()[0]
-        elif id(node) in inside:
-            continue
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_":
-            inside |= {id(argument) for argument in node.args}  # the command line's own
-        elif isinstance(node, ast.IfExp):
-            yield from filter(_WORD.fullmatch, map(_constant, (node.body, node.orelse)))
-        elif isinstance(node, ast.Attribute) and node.attr == "format" and (text := _constant(node.value)):
-            inside.add(id(node.value))
-            parts = [
-                literal + f"{{{name or 'what'}}}" * (name is not None) for literal, name, *_ in Formatter().parse(text)
-            ]
-            yield from _messages("".join(parts))
-        elif isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp) and (template := _template(node)):
-            # The text between an f-string's braces is no message by itself; what is in them may be.
-            inside |= {id(part) for part in _parts(node)}
-            yield from _messages(template)
+    nodes = list(ast.walk(tree))
+    inside = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name) if name.startswith("test_") and (doc := ast.get_docstring(node)):
+                yield doc.splitlines()[0]
+            case ast.Call(func=ast.Name(id="_"), args=arguments):  # the command line's own
+                inside |= set(map(id, arguments))
+            case ast.Call(func=ast.Name(id="labelled" | "said"), args=[ast.Constant(value=str(word)), *_]) if word:
+                yield word
+            case ast.JoinedStr(values=parts) if id(node) not in inside:
+                inside |= {id(part) for part in parts if isinstance(part, ast.Constant)}
+                inside |= {id(part.format_spec) for part in parts if isinstance(part, ast.FormattedValue)}
+                yield from filter(_is_told, [template_of(node)[0]])
+            case ast.Constant(value=str(text)) if id(node) not in inside:
+                yield from filter(_is_told, [text])
 
 
-def _constant(node: ast.AST) -> str:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-
-
-def _parts(node: ast.AST) -> list[ast.AST]:
-    """What a string is made of: its text, and the values that are put in."""
-    if isinstance(node, ast.BinOp):
-        return [node, *_parts(node.left), *_parts(node.right)]
-    if isinstance(node, ast.JoinedStr):
-        return [node, *(each for each in node.values if isinstance(each, ast.Constant))]
-    return [node]
-
-
-def _template(node: ast.AST) -> str:
-    """A string as a template: "{count} of {total} differ"; "" if it is no string."""
-    names: dict[str, str] = {}
-
-    def placeholder(value: ast.expr) -> str:
-        name, source = _name_of(value), ast.unparse(value)
-        number = 1
-        while names.setdefault(f"{name}{number}" if number > 1 else name, source) != source:
-            number += 1
-        return f"{{{name}{number if number > 1 else ''}}}"
-
-    def text(part: ast.AST) -> str:
-        if isinstance(part, ast.Constant):
-            return part.value.replace("{", "{{").replace("}", "}}") if isinstance(part.value, str) else ""
-        if isinstance(part, ast.JoinedStr):
-            return "".join(map(text, part.values))
-        if isinstance(part, ast.FormattedValue):
-            return placeholder(part.value)
-        if isinstance(part, ast.BinOp):
-            return text(part.left) + text(part.right)
-        return placeholder(part) if isinstance(part, ast.expr) else ""
-
-    def is_text(part: ast.AST) -> bool:
-        if isinstance(part, ast.BinOp):
-            return isinstance(part.op, ast.Add) and (is_text(part.left) or is_text(part.right))
-        return isinstance(part, ast.JoinedStr) or (isinstance(part, ast.Constant) and isinstance(part.value, str))
-
-    return text(node) if is_text(node) else ""
-
-
-def _name_of(value: ast.expr) -> str:
-    """A short name for what is put into a string."""
-    if isinstance(value, ast.Name):
-        return value.id.strip("_")
-    if isinstance(value, ast.Attribute):
-        return value.attr.strip("_")
-    if isinstance(value, ast.Call):
-        return _name_of(value.args[0]) if value.args else _name_of(value.func)
-    if isinstance(value, ast.Subscript):
-        return _name_of(value.value)
-    return "what"
-
-
-def _messages(template: str) -> Iterator[str]:
-    """The messages in a string: its lines, each without the label that it may begin with, and the label."""
-    for line in template.split("\n"):
-        label, text = line[:LABEL_WIDTH], line[LABEL_WIDTH:]
-        if len(label) == LABEL_WIDTH and (found := _LABEL.fullmatch(label)):
-            yield found[1]
-        else:
-            text = line
-        text = text.strip()
-        words = re.sub(r"\{\w*\}", "", text)
-        if " " in text and _WORD.search(words) and not _CODE.search(text):
-            yield text
+def _is_told(message: str) -> bool:
+    """Whether a string has words for a person."""
+    words = re.sub(r"\{\w*\}", "", message)
+    return " " in message.strip() and bool(_WORD.search(words)) and not _CODE.search(message)
 
 
 def of_the_table(file: Path) -> Iterator[str]:
@@ -169,7 +94,7 @@ def of_the_course() -> list[str]:
     modules += [COURSE.parent / "minicache_teach" / f"{name}.py" for name in ("controls", "misnamed")]
     tests = sorted((ROOT / "tests").glob("phase-*/*.py"))
     broken = COURSE / "incidents" / "broken.py"
-    found = [*map(str, Outcome), *WORDS, *of_the_table(ROOT / "labs" / "course.toml")]
+    found = [*map(str, Outcome), *of_the_table(ROOT / "labs" / "course.toml")]
     for file in (*modules, *tests):
         found += told_by(file)
     found += [doc.splitlines()[0] for doc in _classes_of(broken)]  # a grader names the bug that a test lets pass
@@ -207,6 +132,15 @@ def updated(file: Path, messages: Iterable[str]) -> Catalog:
     for message in messages:
         catalogue.add(message, known[message].string if message in known else "")
     return catalogue
+
+
+def places(message: str) -> list[str] | None:
+    """The names of a template's places; None if it is none, and its braces mean something else."""
+    try:
+        names = [name for _, name, *_ in Formatter().parse(message) if name is not None]
+    except ValueError:
+        return None
+    return names if all(map(str.isidentifier, names)) else None
 
 
 def faults(catalogue: Catalog) -> Iterator[str]:

@@ -21,7 +21,7 @@ SOURCES = ROOT / "src"
 PURE = (
     *(f"minicache/{name}.py" for name in ("__init__", "lazy", "errors", "palette", "request", "trace")),
     *(f"minicache/{name}" for name in ("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator")),
-    *(f"minicache_course/{name}" for name in ("__init__.py", "errors.py", "incidents")),
+    *(f"minicache_course/{name}" for name in ("__init__.py", "errors.py", "incidents", "language.py")),
 )
 """What of `src` is pure standard library, and what a playground runs."""
 
@@ -34,8 +34,9 @@ SEARCH = ("minicache/engine/__init__.py", "minicache/engine/beam.py")
 GRADING = tuple(
     f"minicache_course/{name}.py"
     for name in (
-        *("account", "checks", "effort", "encoding", "finder", "follow", "journal", "language", "pages", "plugin"),
-        *("progress", "record", "results", "scenario", "seeds", "session", "stall", "table", "values", "workspace"),
+        *("account", "checks", "effort", "encoding", "finder", "follow", "journal", "pages", "plugin"),
+        *("progress", "record", "results", "scenario", "seeds", "session", "stall", "table", "templates", "values"),
+        "workspace",
     )
 )
 """What a run of pytest and its account need."""

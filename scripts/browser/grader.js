@@ -4,7 +4,7 @@
 // worker; the next worker gets what the runs before it reported, and goes on with the other tests.
 
 import { Python, Stopped } from "./python.js";
-import { LANGUAGE } from "./say.js";
+import { LANGUAGE, say } from "./say.js";
 
 const ARCHIVES = ["minicache.zip", "grading.zip", "packages.zip", ...(LANGUAGE === "es" ? ["spanish.zip"] : [])];
 const PREPARE = "from scripts.browser.grade import prepare\nprepare()";
@@ -86,7 +86,7 @@ export class Grader {
     const ticking = setInterval(() => {
       silence += TICK; // and not by a clock: a computer that sleeps is no endless loop
       if (!last || silence < patience + GRACE) return;
-      lose("endless loop?", `endless loop? No answer within ${patience} s`);
+      lose("endless loop?", say("endless loop? No answer within {patience} s", { patience }));
       last = { kind: "lost" };
       python.stop();
     }, 1000 * TICK);
@@ -96,7 +96,7 @@ export class Grader {
     } catch (error) {
       if (error instanceof Stopped && last?.kind !== "lost") throw error;
       if (!last || (last.kind !== "lost" && !CULPRITS.includes(last.kind))) throw error;
-      if (last.kind !== "lost") lose("crashed", `the process crashed (${lastLine(error.message)})`);
+      if (last.kind !== "lost") lose("crashed", say("the process crashed ({error})", { error: lastLine(error.message) }));
     } finally {
       clearInterval(ticking);
       python.stop();

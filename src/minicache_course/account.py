@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minicache_course.finder import show
-from minicache_course.language import translated
+from minicache_course.language import said, translated
 from minicache_course.results import Outcome, PhaseResult, TaskResult, TestResult, pointers
 from minicache_course.table import Task
 
@@ -172,7 +172,7 @@ def _problem(graded: TaskResult, goes_on_with: Task, *, in_full: bool) -> Proble
         for (outcome, _), tests in list(groups.items())[_MAX_LISTED:]:
             left[str(outcome)] += len(tests)
         if left:
-            rest = ", ".join(translated(f"{count} more {outcome}") for outcome, count in left.items())
+            rest = ", ".join(translated(f"{count} more {said(outcome)}") for outcome, count in left.items())
             lines.append(Line(translated(f"… and {rest}")))
     if graded.outcome.is_lost:
         lines.append(Line(translated("This task's remaining tests were not run."), faint=True))

@@ -17,7 +17,7 @@ from builtins import abs, float, getattr, int, isinstance, len, list, max, min, 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, reduce
 from math import inf, isclose, isfinite, isnan, prod
 from numbers import Integral
 from types import TracebackType
@@ -25,6 +25,7 @@ from typing import Any
 
 from minicache_course import scenario
 from minicache_course.finder import learners_line
+from minicache_course.language import joined, labelled, said
 from minicache_course.values import are_data, equal, is_a, is_number, plain, poses
 
 _STARTER = re.compile(r"phase (\d+), task (\d+): ")
@@ -57,10 +58,10 @@ class CheckFailed(AssertionError):  # noqa: N818, a verdict rather than an error
         self.num_done = num_done
 
     def __str__(self) -> str:
-        lines = [f"called    {self.called}", f"got       {self.got}", f"expected  {self.expected}"]
+        lines = [labelled("called", self.called), labelled("got", self.got), labelled("expected", self.expected)]
         if self.first_difference:
-            lines.append(f"differs   {self.first_difference}")
-        return "\n".join(lines)
+            lines.append(labelled("differs", self.first_difference))
+        return joined("\n", lines)
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,13 @@ class Outcome:
         hints = [hint for factor, hint in (factors or {}).items() if isclose(got / expected, factor, rel_tol=rel)]
         close = "your answer is close, but not within the tolerance" if isclose(got, expected, rel_tol=0.01) else ""
         parts = [_ratio(got, expected, "your answer", "the right one") or close, *hints[:1]]
-        raise self._failed(short(got), wanted, ": ".join(filter(None, parts)))
+        raise self._failed(short(got), wanted, joined(": ", filter(None, parts)))
 
     def raises(self, error: type[BaseException] | tuple[type[BaseException], ...], saying: str | None = None) -> None:
         """An error of that type, its message containing `saying` (upper and lower case are the same)."""
         __tracebackhide__ = True
         types = error if isinstance(error, tuple) else (error,)
-        wanted = " or ".join(each.__name__ for each in types)
+        wanted = reduce(lambda one, other: f"{one} or {other}", (each.__name__ for each in types))
         wanted = f"{wanted} saying {saying!r}" if saying else wanted
         if self.error is None:
             raise self._failed(f"{short(self.returned)}, and no error", wanted)
@@ -154,7 +155,7 @@ class Outcome:
 def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Call `fn` and keep what came of it. What a starter raises ("not written yet") goes straight through."""
     arguments = [short(arg) for arg in args] + [f"{name}={short(arg)}" for name, arg in kwargs.items()]
-    called = f"{_name(fn)}({', '.join(arguments)})"  # before the call, which may change its arguments
+    called = f"{_name(fn)}({joined(', ', arguments)})"  # before the call, which may change its arguments
     before, given = scenario.num_done(), _Given(args, kwargs)
     try:
         returned, error = fn(*args, **kwargs), None
@@ -236,7 +237,7 @@ def named(error: BaseException) -> str:
     """An error's type and message in a line."""
     # The text of a SyntaxError repeats the file and the line.
     message = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return ": ".join(filter(None, [type(error).__name__, message]))  # theirs, which is not translated
 
 
 def told(error: BaseException) -> str:
@@ -260,7 +261,7 @@ def short(value: Any) -> str:
         leaves = _leaves(value)
         if len(leaves) > 8 and all(map(is_number, leaves)) and len(repr(value)) > 80:
             kinds = {type(leaf).__name__ for leaf in leaves}
-            return f"a {type(value).__name__} of {len(leaves)} {kinds.pop() if len(kinds) == 1 else 'number'}s"
+            return f"a {type(value).__name__} of {len(leaves)} {kinds.pop() if len(kinds) == 1 else said('number')}s"
     if isinstance(value, list | tuple) and 0 < len(value) <= 8:
         inside = ", ".join(short(item) for item in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if len(value) == 1 else f"({inside})"
@@ -367,7 +368,7 @@ def _dict_difference(got: dict[Any, Any], expected: dict[Any, Any], rtol: float,
     return None
 
 
-def _ratio(got: Any, expected: Any, subject: str = "yours", other: str = "the expected") -> str:
+def _ratio(got: Any, expected: Any, subject: str, other: str) -> str:
     """How many times `expected` the number `got` is, in words, or "" where that tells nothing."""
     try:
         ratio = got / expected
@@ -378,17 +379,18 @@ def _ratio(got: Any, expected: Any, subject: str = "yours", other: str = "the ex
     if 0.01 <= ratio <= 100:
         return f"{subject} is {ratio:.3g} times {other}"
     factor = float(f"{max(ratio, 1 / ratio):.2g}")
-    return f"{subject} is about {factor:,.0f} times too {'large' if ratio > 1 else 'small'}"
+    size = said("large") if ratio > 1 else said("small")
+    return f"{subject} is about {factor:,.0f} times too {size}"
 
 
 def _factor(got: Any, expected: Any) -> str:
     """The ratio, where something was counted twice or left out or a unit is wrong: not of small counts, not 1.13."""
     if isinstance(expected, Integral) and min(abs(got), abs(expected)) < _MIN_SIZE:
         return ""
-    told_ratio, larger, smaller = _ratio(got, expected), max(got, expected), min(got, expected)
+    told_ratio = _ratio(got, expected, said("yours"), "the expected")
     if not told_ratio:
         return ""
-    factor = larger / smaller
+    factor = max(got, expected) / min(got, expected)
     return told_ratio if factor > 100 or isclose(factor, round(factor), rel_tol=1e-3) else ""
 
 
@@ -413,7 +415,7 @@ def _tensor_difference(got: Any, expected: Any, rtol: float, atol: float, prefix
     if not expected_dtype.is_floating_point:  # ids and positions: how far off says nothing
         how = ""
     known = [f"{number:.6g} is {where}" for number in (first, right) if (where := scenario.origin(number))]
-    return "; ".join([f"{prefix}{here}", *known, f"{compared.count} of {prod(shape)} differ{how}"])
+    return joined("; ", [f"{prefix}{here}", *known, f"{compared.count} of {prod(shape)} differ{how}"])
 
 
 @cache
@@ -437,7 +439,7 @@ def _kind(value: object) -> str:
     if value is None:
         return "None"
     name = type(value).__name__
-    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+    return said("an {kind}", kind=name) if name[0] in "aeiouAEIOU" else said("a {kind}", kind=name)
 
 
 def _name(fn: Any) -> str:

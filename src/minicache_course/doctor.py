@@ -17,6 +17,7 @@ from pathlib import Path
 import minicache
 from minicache.errors import KernelUnavailableError
 from minicache_course.errors import CourseError
+from minicache_course.language import remember, said, translations
 from minicache_course.workspace import CHECKOUT, TABLE, Workspace, find_workspace
 
 _IN_A_CLONE = (CHECKOUT / TABLE).is_file()
@@ -57,20 +58,21 @@ def examine() -> Iterator[Finding]:
         yield _package(name, _INSTALL)
     plugins = {entry.value for entry in entry_points(group="pytest11")}
     active = "minicache_course.plugin" in plugins
-    yield Finding("pytest plugin", active, "active" if active else "not found by pytest", f"{_INSTALL} again")
+    yield Finding("pytest plugin", active, said("active") if active else "not found by pytest", f"{_INSTALL} again")
     yield _tried(trying, "triton", "phase 4 is not graded; everything else works", required=False)
     trying.wait()
     if _IN_A_CLONE:
         browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
         needed = "needed only by the site's tests: install chromium"
-        yield Finding("browser", browser is not None, browser or "no chromium", needed, required=False)
+        yield Finding(said("browser"), browser is not None, browser or "no chromium", needed, required=False)
+    name = said("course")
     try:
         workspace = find_workspace()
     except CourseError as error:
-        yield Finding("course", False, str(error), "change into your course, or create one: minicache init my-course")
+        yield Finding(name, False, str(error), "change into your course, or create one: minicache init my-course")
         return
     old = workspace.version not in ("", minicache.__version__)
-    yield Finding("course", not old, str(workspace.root), f"made by minicache {workspace.version}: minicache update")
+    yield Finding(name, not old, str(workspace.root), f"made by minicache {workspace.version}: minicache update")
     yield _labs(workspace)
     yield _state(workspace.state)
 
@@ -95,7 +97,7 @@ def try_out() -> None:
             told = (False, str(error))
         except (ImportError, OSError, RuntimeError) as error:
             told = (False, f"does not work: {error}")
-        print(json.dumps(told), flush=True)
+        print(json.dumps([*told, translations(told[1])]), flush=True)
 
 
 def _use_torch() -> str:
@@ -110,13 +112,16 @@ def _use_triton() -> str:
     from minicache.kernels import runtime
 
     runtime.interpret_without_gpu()
-    return runtime.describe()
+    runtime.require_triton(runtime.usual_device())
+    place = "interpreter, canary passed" if runtime.interpreting() else "on the GPU"
+    return f"{version('triton')} ({place})"
 
 
 def _tried(trying: subprocess.Popen[str], name: str, remedy: str, *, required: bool = True) -> Finding:
     """The next line of `try_out`."""
     assert trying.stdout
-    ok, detail = json.loads(trying.stdout.readline() or '[false, "the process that tried it crashed"]')
+    ok, detail, shown = json.loads(trying.stdout.readline() or '[false, "the process that tried it crashed", {}]')
+    remember(shown)
     return Finding(name, ok, detail, remedy, required)
 
 
@@ -134,6 +139,6 @@ def _state(folder: Path) -> Finding:
     place = folder if folder.is_dir() else folder.parent
     try:
         with tempfile.TemporaryFile(dir=place):
-            return Finding("progress", True, str(folder))
+            return Finding(said("progress"), True, str(folder))
     except OSError as error:
-        return Finding("progress", False, f"{place}: {error.strerror}", "make the folder writable")
+        return Finding(said("progress"), False, f"{place}: {error.strerror}", "make the folder writable")

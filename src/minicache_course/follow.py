@@ -18,6 +18,7 @@ from typing import Any
 
 from minicache_course import scenario
 from minicache_course.checks import is_tensor, short
+from minicache_course.language import joined
 
 Teller = Callable[..., tuple[str, str]]
 """Takes a call's result and its arguments, and gives the note: what was done, and the item that it was done with."""
@@ -85,9 +86,8 @@ def _followed(method: Callable[..., Any], teller: Teller | None) -> Callable[...
         elif teller:
             scenario.done(*teller(result, *args, **kwargs))
         else:
-            scenario.done(
-                f"{name}({arguments})" + ("" if result is None or is_tensor(result) else f" → {short(result)}")
-            )
+            gave = "" if result is None or is_tensor(result) else f" → {short(result)}"
+            scenario.done(f"{name}({arguments}){gave}")
         return result
 
     followed.is_followed = True  # type: ignore[attr-defined]
@@ -125,10 +125,11 @@ def _request(request: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
 def _step(output: Any) -> tuple[str, str]:
     decisions = ("preempted", "swapped_out", "swapped_in", "blocks_to_copy", "finished", "draft_token_ids")
     more = [f"{name} {getattr(output, name)}" for name in decisions if getattr(output, name, None)]
-    return "; ".join([f"schedule() runs {getattr(output, 'num_scheduled_tokens', output)}", *more]), ""
+    return joined("; ", [f"schedule() runs {getattr(output, 'num_scheduled_tokens', output)}", *more]), ""
 
 
 def _commit(finished: Any, output: Any, token_ids: Any) -> tuple[str, str]:
     # What a learner's method returns may be anything.
     ids = [getattr(each, "request_id", each) for each in finished] if isinstance(finished, list) else finished
-    return f"update_from_output(…, {token_ids})" + (f" finishes {ids}" if ids else ""), ""
+    told = f"update_from_output(…, {token_ids})"
+    return f"{told} finishes {ids}" if ids else told, ""

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from minicache_course.errors import CourseError
 from minicache_course.journal import Event, Events, Job
+from minicache_course.language import joined
 from minicache_course.record import TIMEOUT, Audit, Record
 from minicache_course.resident import ResidentServer
 from minicache_course.results import Outcome, PhaseResult
@@ -163,7 +164,7 @@ class _Run:
         if time.monotonic() > self.deadline:
             reason = "the time limit for grading is over"
         places = where(stacks(log), record.files.values(), record.tests, waiting=self.waiting)
-        self.on_event(record.lose(outcome, "\n".join([reason, *places])))
+        self.on_event(record.lose(outcome, joined("\n", [reason, *places])))
         return time.monotonic() > self.deadline
 
     def _watch(self, child: Child, events: Events, *, hides_reference: bool) -> bool:

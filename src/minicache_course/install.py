@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from minicache import __version__
 from minicache_course.errors import CourseError
 from minicache_course.files import replace_file
+from minicache_course.language import said
 from minicache_course.moved import moved_path, with_new_names
 from minicache_course.progress import Progress
 from minicache_course.starters import starter
@@ -170,7 +171,7 @@ def update(root: Path) -> list[Change]:
         if not edited:
             if name in new:
                 writes[name] = new[name]
-                changes.append(Change(name, "replaced: you had not edited it" if now else "new"))
+                changes.append(Change(name, "replaced: you had not edited it" if now else said("new")))
             else:
                 stale.append(name)
                 changes.append(Change(name, "removed: no longer part of the course, and not edited by you"))
@@ -186,7 +187,7 @@ def update(root: Path) -> list[Change]:
                 writes[name] = new[name]
             else:
                 stale.append(name)
-            changes.append(Change(name, "restored to this version" if name in new else "removed"))
+            changes.append(Change(name, "restored to this version" if name in new else said("removed")))
     kept = _keep(root, copies)
     _write(root, writes, stale, record=_written(new))
     return [

@@ -39,7 +39,7 @@ _CHUNK_NBYTES = 2**16
 
 @dataclass(frozen=True)
 class Event:
-    """One line. Which fields are used depends on `kind`."""
+    """One line. Which fields are used depends on `kind`; `shown` has its texts in the reader's language."""
 
     kind: Kind
     name: str = ""
@@ -51,6 +51,7 @@ class Event:
     needs: str = ""
     distance: int = 0
     total: int = 0
+    shown: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Job:
         done: ids of the tests that have a result.
         lost_tasks: ids of the tasks in which an earlier run was lost: their other tests are not run.
         unusable: module → why the learner's file is not to be imported.
+        shown: the texts among these → the same in the reader's language.
         guard: the module that notices tampering and adds a test that has to fail to each task; "" for one's own code.
         user: the user's id to become, from root; −1 to stay.
         limits: name in `resource`, without RLIMIT_ → the most.
@@ -81,6 +83,7 @@ class Job:
     done: list[str] = field(default_factory=list)
     lost_tasks: list[str] = field(default_factory=list)
     unusable: dict[str, str] = field(default_factory=dict)
+    shown: dict[str, str] = field(default_factory=dict)
     guard: str = ""
     user: int = -1
     limits: dict[str, int] = field(default_factory=dict)

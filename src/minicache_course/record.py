@@ -14,6 +14,7 @@ from pathlib import Path
 from minicache_course.errors import TamperingError
 from minicache_course.finder import show
 from minicache_course.journal import Event, Job
+from minicache_course.language import joined, labelled, remember, said, translations
 from minicache_course.results import Outcome, PhaseResult, TestResult, by_task
 from minicache_course.table import Phase, Task
 from minicache_course.workspace import Workspace, fingerprint
@@ -110,7 +111,8 @@ class Record:
         """The next run's input: `job`, and what earlier runs have done."""
         self.finished, self._controls = False, {}
         done, lost = list(self._results), list(self._lost_tasks)
-        return replace(job, done=done, lost_tasks=lost, unusable=dict(self.unusable))
+        shown = translations(*self.unusable.values())
+        return replace(job, done=done, lost_tasks=lost, unusable=dict(self.unusable), shown=shown)
 
     def hear(self, event: Event) -> None:
         """Note what the present run tells.
@@ -118,6 +120,7 @@ class Record:
         Raises:
             TamperingError: the learner's code has changed the grader.
         """
+        remember(event.shown)
         if event.kind == "result":
             self._keep(event)
         elif event.kind == "task" and not self.audit:
@@ -157,7 +160,8 @@ class Record:
 
     def no_answer(self, *, waiting: bool = False) -> str:
         """Why a run that gave no sign of life is stopped; `waiting` if it slept rather than computed."""
-        return f"endless {'wait' if waiting else 'loop'}? No answer within {self.patience:g} s"
+        what = said("wait") if waiting else said("loop")
+        return f"endless {what}? No answer within {self.patience:g} s"
 
     def lose(self, outcome: Outcome, reason: str) -> Event:
         """Note that the present run was lost, in its culprit; the event that tells of it."""
@@ -168,11 +172,11 @@ class Record:
         if event.kind == "import":  # a module's tasks fail one by one when the next run cannot use it
             self.unusable[event.name] = f"importing {show(self.files[event.name])}: {reason}"
         else:
-            message = f"{reason}\nin        {event.title or event.name}"
+            message = joined("\n", [reason, labelled("in", event.title or event.name)])
             self._results[event.name] = (event.task, TestResult(event.name, event.title, outcome, message))
             self._lost_tasks.append(event.task)
         self.doing = self.last = None
-        return replace(event, kind="lost", outcome=outcome, message=reason)
+        return replace(event, kind="lost", outcome=outcome, message=reason, shown=translations(reason))
 
     def result(self) -> PhaseResult:
         """What came of it. A task without tests has failed."""

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from minicache_course.account import Line, account
 from minicache_course.files import replace_file
-from minicache_course.language import translated
+from minicache_course.language import joined, said, translated
 from minicache_course.results import Outcome, PhaseResult, pointers
 from minicache_course.table import Course
 
@@ -157,26 +157,25 @@ def write_gradescope(result: PhaseResult | None, file: Path, notes: Sequence[str
     """
     if result is None:
         told = ["This submission could not be graded: submit again; if it fails again, ask your teacher.", *notes]
-        _write_json({"score": 0, "output": translated("\n".join(told)), "visibility": "visible"}, file)
+        _write_json({"score": 0, "output": translated(joined("\n", told)), "visibility": "visible"}, file)
         return
-    tests = [
-        {
+    tests = []
+    for graded in result.tasks:
+        lines = [f"{said(graded.outcome)}: {graded.num_passed} of {graded.num_tests} tests passed"]
+        if problem := graded.first_problem:
+            lines += ["", problem.message, pointers(result.goes_on_with(graded))]
+        test = {
             "number": graded.task.id,
             "name": translated(graded.task.title),
             "score": graded.earned,
             "max_score": graded.task.points,
             "status": "passed" if graded.outcome is Outcome.PASSED else "failed",
-            "output": translated(
-                f"{graded.outcome}: {graded.num_passed} of {graded.num_tests} tests passed"
-                + (f"\n\n{problem.message}\n{pointers(result.goes_on_with(graded))}" if problem else "")
-            ),
+            "output": translated(joined("\n", lines)),
         }
-        for graded, problem in ((graded, graded.first_problem) for graded in result.tasks)
-    ]
+        tests.append(test)
     told = [*notes, *result.problems.values()] or [f"Phase {result.phase.number}, {result.phase.title}"]
-    _write_json(
-        {"score": result.earned, "output": translated("\n".join(told)), "visibility": "visible", "tests": tests}, file
-    )
+    output = translated(joined("\n", told))
+    _write_json({"score": result.earned, "output": output, "visibility": "visible", "tests": tests}, file)
 
 
 def _write_json(data: dict[str, object], file: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from minicache_course.language import joined, labelled
 from minicache_course.table import Phase, Task
 
 
@@ -162,7 +163,7 @@ class PhaseResult:
 
 def pointers(task: Task) -> str:
     """Where a learner who is stuck goes on: the page, and the hints."""
-    return f"read on   {task.page}\nhint      minicache hint {task.id}"
+    return joined("\n", [labelled("read on", task.page), labelled("hint", f"minicache hint {task.id}")])
 
 
 def by_task(

@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-GIVEN, AFTER = "given     ", "after     "
-"""How the lines of a failure begin that tell what was there, and what was done."""
+from minicache_course.language import combined, joined, labelled, said
+
+_GIVEN, _AFTER = said("given"), said("after")
+
+SETTING = (f"{_GIVEN:<10}", f"{_AFTER:<10}")
+"""How notes begin that tell what was there, and what was done."""
 
 _MAX_LINES, _MAX_ITEMS, _MAX_LENGTH = 8, 6, 160
 
@@ -49,7 +53,8 @@ def origin(number: float) -> str:
         near = (tensor.double() - number).abs() <= 1e-9 * abs(number)  # another batch rounds otherwise
         for index in near.nonzero().tolist():
             part, of, whole = name.partition(" of ")
-            places.append(f"{part}{index}{of}{whole}" + (f", call {earlier + 1}" if earlier else ""))
+            place = f"{part}{index} of {whole}" if of else f"{part}{index}"
+            places.append(f"{place}, call {earlier + 1}" if earlier else place)
     return places[0] if len(places) == 1 else ""
 
 
@@ -60,8 +65,8 @@ def telling() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not any(note.startswith((GIVEN, AFTER)) for note in getattr(error, "__notes__", ())):
-            for note in (*_told(GIVEN, _given), *_told(AFTER, _done[: getattr(error, "num_done", None)])):
+        if not any(note.startswith(SETTING) for note in getattr(error, "__notes__", ())):
+            for note in (*_told(_GIVEN, _given), *_told(_AFTER, _done[: getattr(error, "num_done", None)])):
                 error.add_note(note)
         raise
     finally:
@@ -77,10 +82,10 @@ def _told(label: str, notes: list[tuple[str, str]]) -> list[str]:
             merged[-1][1].append(item)
         else:
             merged.append((what, [item] if item else []))
-    lines = [_cut(f"{what} {', '.join(_ends(items))}".rstrip()) for what, items in merged]
+    lines = [combined(_cut, f"{what} {joined(', ', _ends(items))}" if items else what) for what, items in merged]
     if left := len(lines) - _MAX_LINES:
         lines = lines if left < 0 else [f"… ({left} more before)", *lines[-_MAX_LINES:]]
-    return ["\n".join([label + lines[0], *(" " * len(label) + line for line in lines[1:])])] if lines else []
+    return [joined("\n", [labelled(label, lines[0]), *(labelled("", line) for line in lines[1:])])] if lines else []
 
 
 def _cut(line: str) -> str:

@@ -7,13 +7,15 @@ import sys
 import zlib
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 
 from minicache.errors import KernelUnavailableError
 from minicache_course import checks, finder, scenario, seeds
@@ -21,9 +23,10 @@ from minicache_course.checks import PLACES, CheckFailed, named, told, unwrapped,
 from minicache_course.encoding import encoding_fault
 from minicache_course.errors import CourseError
 from minicache_course.journal import Event, Job, Journal
-from minicache_course.language import translated
+from minicache_course.language import combined, in_use, joined, labelled, remember, translated, translations
 from minicache_course.results import Outcome, TestResult, by_task, pointers
 from minicache_course.table import Phase, Task
+from minicache_course.templates import mark
 from minicache_course.workspace import Workspace, needs_torch, open_workspace, phase_imports
 
 _TEST_FILE = re.compile(r"test_task_(\d+)_\w+\.py")
@@ -32,7 +35,6 @@ _MESSAGE_LIMIT = 20_000  # characters of what a result tells: an error may have 
 
 # What Hypothesis writes to an error, and what it adds to the arguments there.
 _EXAMPLE = re.compile(r"(?:Failing test case|Falsifying example): \w+\((.*)\)", re.DOTALL)
-_SETTING = (scenario.GIVEN, scenario.AFTER)
 _EXAMPLE_COMMENT = re.compile(r"^ *#.*|  # or any other generated value$", re.MULTILINE)
 
 
@@ -59,13 +61,18 @@ class GradingSession:
             raise pytest.UsageError("--mine: none of these are tests of a phase; try tests/phase-01-dense-cache")
         seeds.use(options.course_seed)
         self._job = journal.job if journal else Job([], "")
-        self._tell: Callable[[Event], None] = journal.tell if journal else lambda event: None
+        self._journal = journal
+        remember(self._job.shown)
         self._no_triton = _prepare_triton() if any(phase_imports(phase, "triton") for phase in self._phases) else ""
         self._finder: finder.LabFinder | None = None
         self._remembered: Any = None  # of a submission: the grader as it is before that is loaded
         self._unusable: dict[str, str] = {}
         self._patches = pytest.MonkeyPatch()
         if self._mine:
+            if in_use() != "en":
+                compiled = rewrite.rewrite_asserts
+                self._patches.setattr(rewrite, "rewrite_asserts", lambda module, *rest: compiled(mark(module), *rest))
+                self._patches.setattr(rewrite, "PYC_TAIL", f".said{rewrite.PYC_TAIL}")
             if any(map(needs_torch, self._phases)):
                 # Not every machine has numba, and loading its kernels takes longer than a task's tests.
                 self._patches.setattr("minicache.kernels.cpu.why_unavailable", lambda: "grading runs without numba")
@@ -77,6 +84,10 @@ class GradingSession:
             self._install()
         self._num_collected: Counter[str] = Counter()  # task id → its tests, those included that will not run
         self._results: dict[str, dict[str, TestResult]] = {}  # task id → node id → result
+
+    def _tell(self, event: Event) -> None:
+        if self._journal:
+            self._journal.tell(replace(event, shown=translations(event.title, event.message)))
 
     # Whose code
 
@@ -251,7 +262,7 @@ class GradingSession:
         unwritten = unwritten_task(error) if error else None
         needs = unwritten if task and unwritten and unwritten != task.id else ""
         if needs:
-            lines.append(f"needs     task {needs} first")
+            lines.append(labelled("needs", f"task {needs} first"))
         if lines and self._short:
             # pytest parses a whole file for each frame of a traceback that would not be shown.
             vars(item)["repr_failure"] = lambda excinfo: ""
@@ -262,11 +273,11 @@ class GradingSession:
         message = _reason(report) if report.skipped else ""
         if report.failed and error:
             outcome = Outcome.NOT_WRITTEN if unwritten else Outcome.FAILED
-            lines += [f"again     {again}"] if lines and (again := seeds.again(task.phase)) else []
-            message = "\n".join([f"checks    {_title(item)}", *lines]) if lines else report.longreprtext
+            lines += [labelled("again", again)] if lines and (again := seeds.again(task.phase)) else []
+            message = joined("\n", [labelled("checks", _title(item)), *lines]) if lines else report.longreprtext
             if lines and self._short:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
-                report.longrepr = translated("\n".join([head, message, pointers(self._task_by_id(needs) or task)]))
+                report.longrepr = translated(joined("\n", [head, message, pointers(self._task_by_id(needs) or task)]))
         # Reports carry extra attributes from process to process, so this works under xdist too.
         distance = 2 * (not _is_verdict(error)) + _is_hypothesis_test(item)
         told_of = (task.id, _title(item), outcome.value, message, needs, distance)
@@ -323,11 +334,15 @@ class GradingSession:
         if self._remembered and (name := self._remembered.replaced()):
             self._tell(Event("tampered", name))
         self._results.setdefault(task.id, {})[result.id] = result
-        message = result.message[:_MESSAGE_LIMIT]
-        if left_out := len(result.message) - len(message):
-            message += f" … ({left_out:,} characters omitted)"
+        message = combined(_cut, result.message)
         told_of = (result.title, result.outcome, message, result.printed, result.needs, result.distance)
         self._tell(Event("result", result.id, task.id, *told_of))
+
+
+def _cut(message: str) -> str:
+    """What a result keeps of a message."""
+    left_out = len(message) - _MESSAGE_LIMIT
+    return message if left_out <= 0 else f"{message[:_MESSAGE_LIMIT]} … ({left_out:,} characters omitted)"
 
 
 def _broadest_first(items: list[pytest.Item]) -> None:
@@ -376,40 +391,41 @@ def _title(item: pytest.Item) -> str:
     if not doc or not doc.strip():
         return item.name  # which has the parameters in it
     title = str(doc).strip().splitlines()[0]
-    return f"{title} [{item.callspec.id}]" if hasattr(item, "callspec") else title
+    return f"{title} [{joined('-', item.callspec._idlist)}]" if hasattr(item, "callspec") else title
 
 
 def _unusable(file: Path, error: BaseException, restoring: str) -> str:
     """Why a learner's file cannot be used, and what to do about it."""
     if not file.is_file():
-        return f"{finder.show(file)} is not there" + (f": rename it back, or `{restoring}`" if restoring else "")
+        there = f"{finder.show(file)} is not there"
+        return f"{there}: rename it back, or `{restoring}`" if restoring else there
     if not file.read_bytes().strip():
         return f"{finder.show(file)} is empty"
     if fault := encoding_fault(file):
         return fault
-    lines = [f"{finder.show(file)} cannot be imported", f"raised    {named(error)}"]
+    lines = [f"{finder.show(file)} cannot be imported", labelled("raised", named(error))]
     if line := finder.learners_line(error):
-        lines += [f"at        {line.place}", f"          {line.code}"]
-    return "\n".join(lines)
+        lines += [labelled("at", line.place), labelled("", line.code)]
+    return joined("\n", lines)
 
 
 def _lines(error: BaseException, fixtures: Sequence[str]) -> list[str]:
     """The failure in a learner's terms, or nothing where pytest tells it better."""
     if unwritten_task(error):
-        return [f"missing   {finder.learners_function(error) or 'a function'} is not written yet"]
+        return [labelled("missing", f"{finder.learners_function(error) or 'a function'} is not written yet")]
     if _is_verdict(error):
-        lines = str(error).splitlines()
+        lines = [str(error)]
     elif isinstance(error, AssertionError | pytest.fail.Exception | pytest.skip.Exception):
         return []
     else:
-        lines = [f"raised    {told(error)}"]
+        lines = [labelled("raised", told(error))]
     return [*_setting(error), *lines, *_notes(error, fixtures)]
 
 
 def _setting(error: BaseException) -> list[str]:
     """What was set up and done before it came to the error."""
     notes = getattr(error, "__notes__", ())
-    return [line for note in notes if note.startswith(_SETTING) for line in note.splitlines()]
+    return [note for note in notes if note.startswith(scenario.SETTING)]
 
 
 def _notes(error: BaseException, fixtures: Sequence[str]) -> list[str]:
@@ -419,10 +435,10 @@ def _notes(error: BaseException, fixtures: Sequence[str]) -> list[str]:
         if example := _EXAMPLE.fullmatch(note):
             arguments = (line.strip() for line in _EXAMPLE_COMMENT.sub("", example[1]).splitlines())
             shown = [line for line in arguments if line and line.partition("=")[0] not in fixtures]
-            lines.append(f"example   {' '.join(shown).rstrip(',')}")
+            lines.append(labelled("example", " ".join(shown).rstrip(",")))
         # `told` tells places. Those that explain name lines of the grader; those on reproducing, on CI, want it edited.
-        elif not note.startswith((*PLACES, *_SETTING, "Explanation:", "    ", "\nYou can reproduce")):
-            lines.extend(note.splitlines())
+        elif not note.startswith((*PLACES, *scenario.SETTING, "Explanation:", "    ", "\nYou can reproduce")):
+            lines.append(note)
     return lines
 
 

@@ -18,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from minicache_course.finder import Line, line_of
+from minicache_course.language import labelled, said
 from minicache_course.workspace import SOURCES
 
 _COURSE = SOURCES / "minicache_course"
@@ -137,7 +138,7 @@ def where(
         now, loop = inside[-1], None
         if len(samples) > 1 and not waiting:
             loop = _endless(samples, theirs.__contains__) or _endless(samples, partial(_is_ours, tests))
-        told = [f"loop      `{loop.code}` at {loop.place} does not end"] if loop else []
+        told = [labelled("loop", f"`{loop.code}` at {loop.place} does not end")] if loop else []
         outermost = max(place for place, frame in enumerate(now) if frame[0] in theirs)
         shown = [frame for frame in now if frame[0] in theirs]
         shown += [frame for frame in now[outermost:] if tests in Path(frame[0]).parents][:1]
@@ -145,7 +146,7 @@ def where(
         if (num_left_out := len(lines) - _MAX_LINES) > 0:
             half = _MAX_LINES // 2
             lines[half:-half] = [f"… {num_left_out} more frames"]
-        return [*told, *(f"{'from' if i else 'at':<10}{line}" for i, line in enumerate(lines))]
+        return [*told, *(labelled(said("from") if i else said("at"), line) for i, line in enumerate(lines))]
     return []
 
 

@@ -22,10 +22,10 @@ def test_nothing(n):
     """
     that("what is left", 3).gives(4)
     that(f"blocks after {n.count} and {len(n)} steps", 3)
-    raise ValueError(f"called    f({n})\\nno block {n} of {n + 1}" + (", or more" if n else ""))
-    ids = "{} tokens, {!r} blocks".format
+    raise ValueError(f"no block {n} of {n + 1} or {n!r}{', or more' if n else ''}")
     _("said by the command line")
-    kind = f"a {'large' if n else 'small'} one"
+    kind = f"a {said('large') if n else 'small'} one"
+    lines = [labelled("called", f"f({n})")]
     run("-m pytest", "x", r"\\s+ \\w+")
 '''
 
@@ -38,12 +38,10 @@ def test_what_a_file_tells(tmp_path: Path) -> None:
         "what is left",
         "blocks after {count} and {n} steps",
         "called",
-        "no block {n} of {what}{what2}",
+        "no block {n} of {what} or {n2}{what2}",
         ", or more",
-        "{what} tokens, {what} blocks",
         "a {what} one",
         "large",
-        "small",
     }
 
 

@@ -122,7 +122,7 @@ def test_other_devices_are_refused() -> None:
 
 def test_the_canary_sings(interpreter: None) -> None:
     runtime.canary()
-    assert "canary passed" in runtime.describe()
+    runtime.require_triton(runtime.usual_device())
 
 
 def test_an_interpreter_that_computes_wrongly_is_refused(said: Said, interpreter: None) -> None:

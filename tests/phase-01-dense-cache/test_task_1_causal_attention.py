@@ -104,7 +104,7 @@ def test_a_window_hides_what_lies_further_back(by_hand, window, num_new, num_tok
     call(causal_attention, q, k, v, window=window).is_close(by_hand(q, k, v, window))
 
 
-@pytest.mark.parametrize("num_before", [0, 3], ids="{} tokens before".format)
+@pytest.mark.parametrize("num_before", [0, 3], ids=lambda what: f"{what} tokens before")
 def test_large_scores_do_not_overflow(by_hand, num_before):
     """Scores of several thousand give no infinity and no NaN."""
     q = 100 * torch.randn(1, 2, 3, 8)

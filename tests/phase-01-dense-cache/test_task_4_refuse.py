@@ -95,7 +95,7 @@ def test_a_pass_without_tokens_is_refused(state):
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("layer", [-1, -3, LAYERS, 100], ids="layer {}".format)
+@pytest.mark.parametrize("layer", [-1, -3, LAYERS, 100], ids=lambda what: f"layer {what}")
 def test_layers_that_do_not_exist_are_refused(state, layer):
     """A layer below 0 or past the last raises IndexError: −1 is not the last layer."""
     check_refused(state, IndexError, lambda turn: (layer, rows(), rows()))
@@ -104,7 +104,7 @@ def test_layers_that_do_not_exist_are_refused(state, layer):
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("off_by", [1, 2], ids="{} too far".format)
+@pytest.mark.parametrize("off_by", [1, 2], ids=lambda what: f"{what} too far")
 def test_layers_out_of_turn_are_refused(state, off_by):
     """A skipped layer, or a layer that has already appended in this forward pass, raises ValueError."""
     check_refused(state, ValueError, lambda turn: ((turn + off_by) % LAYERS, rows(), rows()))

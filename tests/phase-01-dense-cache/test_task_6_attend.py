@@ -26,7 +26,7 @@ def test_a_whole_prompt_gets_causal_attention(by_hand, num_heads, num_kv_heads):
     call(cache.attend, 0, q).is_close(by_hand(q, k, v))
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids="{} KV heads".format)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids=lambda what: f"{what} KV heads")
 def test_one_new_token_sees_the_whole_prompt(by_hand, num_kv_heads):
     """Decode: one new token sees the whole prompt and itself."""
     cache = KVCache(1, 1, num_kv_heads, 8, 4)

@@ -36,7 +36,7 @@ def draw_qkv(num_tokens, *, batch=2, num_heads=4, num_kv_heads=2, head_dim=8):
     return q, *(torch.randn(batch, num_kv_heads, num_tokens, head_dim) for _ in range(2))
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids="{} KV heads".format)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4], ids=lambda what: f"{what} KV heads")
 def test_without_a_cache_it_is_causal_attention(by_hand, num_kv_heads):
     """cache=None: causal attention among the T tokens, as when it is left out."""
     q, k, v = draw_qkv(5, num_kv_heads=num_kv_heads)

@@ -48,7 +48,8 @@ class RuleModel:
 
     def __call__(self, tokens, cache):  # both, always: the contract is model(token_ids, cache)
         self.shown.append(tokens.tolist())
-        scenario.done("the model was shown", f"{tokens.tolist()}" + (" with a cache" if cache is not None else ""))
+        told = f"{tokens.tolist()}"
+        scenario.done("the model was shown", told if cache is None else f"{told} with a cache")
         self.caches.append(cache)
         history = tokens
         if cache is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from minicache.memory.blocks import BlockPool, BlockTable
 from minicache_course.follow import following
+from minicache_course.templates import load
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +23,7 @@ def _scenario():
 
 
 if find_spec("torch"):  # tasks 1 to 4 need no torch, and are also graded in browsers, which have none
-    _spec = spec_from_file_location("with_torch_of_phase_3", Path(__file__).with_name("with_torch.py"))
-    _with_torch = module_from_spec(_spec)
-    _spec.loader.exec_module(_with_torch)
+    _with_torch = load(Path(__file__).with_name("with_torch.py"))
 
     _one_thread_and_a_seed = _with_torch._one_thread_and_a_seed
     _caches = _with_torch._caches

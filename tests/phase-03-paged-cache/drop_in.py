@@ -6,7 +6,6 @@ A test file of this phase calls `vars().update(tests_of("test_task_5_reset.py", 
 
 from __future__ import annotations
 
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from minicache.cache.paged import PagedKVCache, PagedStorage
 from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 from minicache_course.seeds import fresh
+from minicache_course.templates import load
 
 PHASE_1 = Path(__file__).parents[1] / "phase-01-dense-cache"
 
@@ -68,11 +68,3 @@ def tests_of(*files, caches):
             if name.startswith("test_"):
                 namespace[f"test_{task}_{name.removeprefix('test_')}"] = value
     return namespace | {"kv_cache": kv_cache}
-
-
-def load(file):
-    """A module made from `file`, not in sys.modules."""
-    spec = spec_from_file_location(file.stem, file)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

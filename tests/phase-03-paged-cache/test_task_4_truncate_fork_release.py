@@ -45,7 +45,7 @@ def check_refs(pool, refs, when):
 # Truncate
 
 
-@pytest.mark.parametrize("kept", [11, 10, 9, 8, 7, 5, 4, 3, 1, 0], ids="keep {}".format)
+@pytest.mark.parametrize("kept", [11, 10, 9, 8, 7, 5, 4, 3, 1, 0], ids=lambda what: f"keep {what}")
 def test_truncate(kept):
     """Of 11 tokens in blocks of 4, keep some: blocks without a token are freed, the block at the cut stays."""
     table, pool = filled(11)

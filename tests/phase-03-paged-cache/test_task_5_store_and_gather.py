@@ -85,7 +85,7 @@ def test_any_slots_in_any_cache(num_blocks, block_size, num_kv_heads, head_dim, 
 
 
 @pytest.mark.parametrize(
-    "slots", [[0, 1, 12], [0, 1, 10**6], [0, -2, 1], [-13, 0, 1], [0, -1, -2]], ids="slots {}".format
+    "slots", [[0, 1, 12], [0, 1, 10**6], [0, -2, 1], [-13, 0, 1], [0, -1, -2]], ids=lambda what: f"slots {what}"
 )
 def test_slots_that_do_not_exist(slots):
     """A slot below −1 or past the last is an IndexError, and no row is written, not even the valid ones before it."""
@@ -145,7 +145,7 @@ def test_the_tail_of_a_table_is_not_read():
         got.gives(cache[1, :3])
 
 
-@pytest.mark.parametrize("block", [-1, 3, 10**6], ids="block {}".format)
+@pytest.mark.parametrize("block", [-1, 3, 10**6], ids=lambda what: f"block {what}")
 def test_a_block_in_use_that_does_not_exist(block):
     """A block in use outside the cache is an IndexError: −1 is not the last block."""
     call(gather_kv, torch.randn(3, 2, 1, 2), torch.tensor([0, block]), 3).raises(IndexError)

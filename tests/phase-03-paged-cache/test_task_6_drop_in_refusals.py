@@ -5,12 +5,11 @@ It is over a storage in which others have blocks, whose rows a refused append mu
 
 from __future__ import annotations
 
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-_spec = spec_from_file_location("drop_in", Path(__file__).with_name("drop_in.py"))
-drop_in = module_from_spec(_spec)
-_spec.loader.exec_module(drop_in)
+from minicache_course.templates import load
+
+drop_in = load(Path(__file__).with_name("drop_in.py"))
 
 vars().update(
     drop_in.tests_of(

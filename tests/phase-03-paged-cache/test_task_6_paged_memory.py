@@ -246,7 +246,7 @@ def test_reset_in_the_middle_of_a_pass_gives_every_block_back():
     that("num_tokens after the reset", cache.num_tokens).gives(0)
 
 
-@pytest.mark.parametrize("kept", [9, 8, 5, 4, 3, 0], ids="keep {}".format)
+@pytest.mark.parametrize("kept", [9, 8, 5, 4, 3, 0], ids=lambda what: f"keep {what}")
 def test_truncate_keeps_the_beginning(kept):
     """The first n tokens stay, blocks without a token are freed, and the next append starts at position n."""
     pool, storage = shared(12)
@@ -317,7 +317,7 @@ def test_caches_over_one_storage_do_not_meet(block_size, turns):
     pool.check()
 
 
-@pytest.mark.parametrize("free", [0, 1, 2], ids="{} blocks free".format)
+@pytest.mark.parametrize("free", [0, 1, 2], ids=lambda what: f"{what} blocks free")
 def test_a_pool_that_is_short_writes_nothing(free):
     """Three sequences need a block each and 0, 1 or 2 are free: OutOfBlocksError, and nothing has changed."""
     pool, storage = shared(3 + free)
@@ -402,7 +402,7 @@ def test_whole_blocks_shared_each_goes_its_own_way():
     that("blocks in use: 2 shared, 1 each", pool.num_used).gives(4)
 
 
-@pytest.mark.parametrize("batch", [1, 2], ids="batch of {}".format)
+@pytest.mark.parametrize("batch", [1, 2], ids=lambda what: f"batch of {what}")
 def test_an_unfinished_shared_block_is_not_written(batch):
     """6 tokens in blocks of 4, shared: append raises SharedBlockError in both, and nothing is written or allocated."""
     pool, storage = shared(12)

@@ -69,7 +69,7 @@ def test_decode_is_attention_over_each_sequences_rows(
     call(paged_decode_attention, q, *scatter(k, v, block_size, ints=ints)).is_close(expected)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 100], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 100], ids=lambda what: f"{what} tokens")
 def test_decode_around_whole_blocks(scatter, length):
     """One token, a block less one, a block, a block and one, two blocks, many: as attention over contiguous keys."""
     k, v = sequences([length, 40], head_dim=32)
@@ -164,7 +164,7 @@ def test_caches_of_any_strides(by_hand, scatter, kind):
     call(paged_prefill_attention, q, *caches, tables, lens, starts).is_close(torch.cat(expected))
 
 
-@pytest.mark.parametrize("block", [-1, 9, 10**6], ids="block {}".format)
+@pytest.mark.parametrize("block", [-1, 9, 10**6], ids=lambda what: f"block {what}")
 def test_a_block_in_use_that_is_not_there(block):
     """A block in use outside the cache is an IndexError: −1 is not the last block."""
     cache, tables, lens = torch.randn(9, 2, 2, 4), torch.tensor([[0, 1], [3, block]]), torch.tensor([4, 3])

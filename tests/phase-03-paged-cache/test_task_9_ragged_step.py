@@ -210,7 +210,7 @@ def test_minigpt_reads_several_prompts_at_once():
         )
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16], ids="block_size {}".format)
+@pytest.mark.parametrize("block_size", [1, 3, 16], ids=lambda what: f"block_size {what}")
 def test_mixed_steps_give_each_sequence_its_tokens(block_size):
     """Sequences arrive and finish, prompts and single tokens in one step: each gets the same tokens as alone.
 

@@ -5,7 +5,6 @@ conftest.py imports them if torch is installed.
 
 from __future__ import annotations
 
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,9 @@ import torch
 from minicache.cache.paged import PagedKVCache
 from minicache_course.follow import following
 from minicache_course.seeds import fresh
+from minicache_course.templates import load
 
-_spec = spec_from_file_location(
-    "conftest_of_phase_1", Path(__file__).parents[1] / "phase-01-dense-cache" / "conftest.py"
-)
-_phase_1 = module_from_spec(_spec)
-_spec.loader.exec_module(_phase_1)
+_phase_1 = load(Path(__file__).parents[1] / "phase-01-dense-cache" / "conftest.py")
 
 _one_thread_and_a_seed = _phase_1._one_thread_and_a_seed
 numbered = _phase_1.numbered

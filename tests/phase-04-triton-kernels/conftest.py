@@ -513,7 +513,8 @@ def _check(
     expected = attend(q, k, v, **options)
     error = (attend(q, k, v, dtype=q.dtype, **options).double() - expected).abs().max().item()
     # Compared in fp32: rounding the expected output to half precision would add an error.
-    what += "" if got.dtype == torch.float32 else f", in {got.dtype} and shown in float32".replace("torch.", "")
+    dtype = str(got.dtype).removeprefix("torch.")
+    what = what if got.dtype == torch.float32 else f"{what}, in {dtype} and shown in float32"
     that(what, got.cpu().float()).is_close(
         expected.float(), rtol=0, atol=3 * error + 1e-5 if tolerance is None else tolerance
     )
@@ -722,9 +723,11 @@ def attends_over(device) -> Callable[..., None]:
         weights = (scores - row_max.nan_to_num(neginf=0.0)[:, None]).exp()
         size = one.k_cache.shape[1]
         blocks = one.block_tables[0, : -(-len(one.keys[0]) // size)].tolist()
-        where = f"attend_range, tokens {start} … {end - 1} of blocks {short(blocks)} of {size}, "
-        where += f"{len(positions)} queries at positions {positions[0]} … {positions[-1]}"
-        where += "".join(f", {name}={short(value)}" for name, value in options.items())
+        given = "".join(f", {name}={short(value)}" for name, value in options.items())
+        where = (
+            f"attend_range, tokens {start} … {end - 1} of blocks {short(blocks)} of {size}, "
+            f"{len(positions)} queries at positions {positions[0]} … {positions[-1]}{given}"
+        )
         for name, mine, right in zip(
             ("row_max", "row_sum", "acc"), got, (row_max, weights.sum(1), weights @ values), strict=True
         ):

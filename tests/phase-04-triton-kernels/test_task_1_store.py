@@ -57,7 +57,7 @@ def test_two_rows_of_two_heads(device, stores):
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
     [
-        pytest.param(*sizes, id="{} KV heads, d {}, blocks of {}".format(*sizes))
+        pytest.param(*sizes, id=f"{sizes[0]} KV heads, d {sizes[1]}, blocks of {sizes[2]}")
         for sizes in ((2, 64, 16), (4, 80, 8), (3, 5, 4), (17, 4, 4))
     ],
 )

@@ -35,20 +35,23 @@ def test_two_blocks(batch, gathers):
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
-    [pytest.param(*sizes, id="{} KV heads, d {}, blocks of {}".format(*sizes)) for sizes in ((2, 64, 16), (3, 5, 4))],
+    [
+        pytest.param(*sizes, id=f"{sizes[0]} KV heads, d {sizes[1]}, blocks of {sizes[2]}")
+        for sizes in ((2, 64, 16), (3, 5, 4))
+    ],
 )
 def test_the_rows_in_the_order_of_the_tokens(batch, gathers, num_kv_heads, head_dim, block_size):
     """Whatever blocks a sequence has, its entries come back in order. Unused slots hold NaN."""
     gathers(batch([3 * block_size + 2, block_size + 1], num_kv_heads, head_dim, block_size))
 
 
-@pytest.mark.parametrize("length", [1, 7, 9], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [1, 7, 9], ids=lambda what: f"{what} tokens")
 def test_around_a_blocks_end(batch, gathers, length):
     """One token, one less than a block holds, all of it, one more. The table's tail is not read."""
     gathers(batch([length], 2, 16, 8))
 
 
-@pytest.mark.parametrize("length", [64, 65, 130], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [64, 65, 130], ids=lambda what: f"{what} tokens")
 def test_around_a_tiles_end(batch, gathers, length):
     """More tokens than one program copies: each tile begins where the previous one ends."""
     gathers(batch([length], 1, 8, 16))

@@ -71,7 +71,7 @@ def test_an_earlier_tile_has_the_largest_score(attends):
     attends(*scored([math.log(4)] * 16 + [0.0] * 32))
 
 
-@pytest.mark.parametrize("num_keys", [17, 40], ids="{} keys".format)
+@pytest.mark.parametrize("num_keys", [17, 40], ids=lambda what: f"{what} keys")
 def test_more_than_one_tile(attends, num_keys):
     """Each query has a separate maximum, sum and accumulator, carried from tile to tile."""
     attends(*random(16, num_keys, 16))
@@ -95,7 +95,7 @@ def test_large_scores_do_not_overflow(attends):
     attends(*random(16, 33, 16, at=100.0))
 
 
-@pytest.mark.parametrize("num_queries", [1, 3, 17], ids="{} queries".format)
+@pytest.mark.parametrize("num_queries", [1, 3, 17], ids=lambda what: f"{what} queries")
 def test_any_number_of_queries(attends, num_queries):
     """A program has 16 queries. Those past the last one are not loaded, and their outputs are not stored."""
     attends(*random(num_queries, 20, 16))

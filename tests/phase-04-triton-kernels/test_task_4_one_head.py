@@ -29,13 +29,13 @@ def test_two_blocks(batch, attends_over):
     attends_over(batch([16], 1, 16, 8), 0, 16, [15])
 
 
-@pytest.mark.parametrize("length", [15, 3], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [15, 3], ids=lambda what: f"{what} tokens")
 def test_rows_past_the_end(batch, attends_over, length):
     """A tile that reaches past `end`: nothing past it is read, table included, and its weight is 0."""
     attends_over(batch([length], 1, 16, 8), 0, length, [length - 1])
 
 
-@pytest.mark.parametrize("length", [17, 40], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [17, 40], ids=lambda what: f"{what} tokens")
 def test_more_than_one_tile(batch, attends_over, length):
     """The running maximum, sum and accumulator carry over from tile to tile."""
     attends_over(batch([length], 1, 16, 8), 0, length, [length - 1])
@@ -145,7 +145,7 @@ def test_head_sizes_that_are_no_power_of_two(batch, attends_over, head_dim):
     attends_over(batch([19], 1, head_dim, 8), 0, 19, [18, 9])
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 32], ids="blocks of {}".format)
+@pytest.mark.parametrize("block_size", [1, 5, 32], ids=lambda what: f"blocks of {what}")
 def test_block_sizes(batch, attends_over, block_size):
     """A tile may span many blocks, or be part of one; blocks of any size."""
     attends_over(batch([37], 1, 16, block_size), 3, 37, [36, 20])

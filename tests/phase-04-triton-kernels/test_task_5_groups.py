@@ -56,7 +56,7 @@ def test_head_sizes(batch, decode, head_dim):
     decode(batch([19], 2, head_dim, 16), 2)
 
 
-@pytest.mark.parametrize("block_size", [5, 16], ids="blocks of {}".format)
+@pytest.mark.parametrize("block_size", [5, 16], ids=lambda what: f"blocks of {what}")
 def test_block_sizes(batch, decode, block_size):
     """One token, one less than a block holds, all of it, one more, and a mix. Unused slots hold NaN."""
     decode(batch([1, block_size - 1, block_size, block_size + 1, 3 * block_size + 2], 1, 16, block_size), 2)

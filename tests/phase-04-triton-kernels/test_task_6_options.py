@@ -58,7 +58,7 @@ def test_an_int8_cache(batch, decode, device):
     decode(batch([21], 2, 16, 8, dtype=torch.int8), 4, k_scale=k_scale, v_scale=v_scale)
 
 
-@pytest.mark.parametrize("window", [5, 1, 16, 100], ids="a window of {}".format)
+@pytest.mark.parametrize("window", [5, 1, 16, 100], ids=lambda what: f"a window of {what}")
 def test_sliding_window(batch, decode, window):
     """A window of W is the query's own position and the W − 1 before it."""
     decode(batch([21, 7], 1, 16, 8), 2, sliding_window=window)

@@ -53,7 +53,7 @@ def test_no_context(batch, decode):
     decode(batch([0, 20], 1, WIDE, 8), 2, num_splits=3)
 
 
-@pytest.mark.parametrize("position", [2, 20], ids="in token {}".format)
+@pytest.mark.parametrize("position", [2, 20], ids=lambda what: f"in token {what}")
 def test_a_split_may_hold_all_the_weight(batch, decode, device, position):
     """One key whose score is 128 above all others: its split has a separate maximum, and the others have weight 0."""
     some = batch([32], 1, WIDE, 16)
@@ -142,7 +142,7 @@ def test_scales_and_a_soft_cap_in_every_split(batch, decode, device):
     decode(batch([20], 2, WIDE, 8, at=2.0), 2, num_splits=2, k_scale=0.7, v_scale=v_scale, softcap=1.5, scale=0.2)
 
 
-@pytest.mark.parametrize("window", [1, 10, 30], ids="a window of {}".format)
+@pytest.mark.parametrize("window", [1, 10, 30], ids=lambda what: f"a window of {what}")
 def test_a_window_and_splits(batch, decode, window):
     """Only the window is cut into splits; a small one leaves some of them empty. Nothing before it is read."""
     decode(batch([60], 1, WIDE, 8), 2, num_splits=2, sliding_window=window)

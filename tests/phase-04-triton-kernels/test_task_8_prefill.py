@@ -14,7 +14,7 @@ def test_one_prompt(batch, prefill):
     prefill(batch([5], 1, 16, 8), [5], 1)
 
 
-@pytest.mark.parametrize("cached", [1, 8, 30], ids="{} cached".format)
+@pytest.mark.parametrize("cached", [1, 8, 30], ids=lambda what: f"{what} cached")
 def test_a_chunk_after_cached_context(batch, prefill, cached):
     """The new tokens are the last ones: the first of them sees all cached tokens and itself."""
     prefill(batch([cached + 5], 1, 16, 8), [5], 1)
@@ -157,7 +157,7 @@ def test_shared_blocks(batch, prefill):
     prefill(batch([20, 27], 1, 16, 8, shared=2), [4, 11], 2)
 
 
-@pytest.mark.parametrize("window", [1, 4, 12], ids="a window of {}".format)
+@pytest.mark.parametrize("window", [1, 4, 12], ids=lambda what: f"a window of {what}")
 def test_a_window_of_its_own_for_each_token(batch, prefill, window):
     """Each new token sees itself and the W − 1 before it. A tile reads nothing before its first token's window."""
     prefill(batch([20, 9], 1, 16, 8), [11, 9], 2, sliding_window=window)

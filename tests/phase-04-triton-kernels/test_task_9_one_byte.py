@@ -97,7 +97,7 @@ def test_the_row_worked_by_hand(device, stores):
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "block_size"),
     [
-        pytest.param(*sizes, id="{} KV heads, d {}, blocks of {}".format(*sizes))
+        pytest.param(*sizes, id=f"{sizes[0]} KV heads, d {sizes[1]}, blocks of {sizes[2]}")
         for sizes in ((3, 5, 4), (2, 64, 16), (17, 4, 4))
     ],
 )
@@ -227,7 +227,7 @@ def test_no_tokens(device, quantizes):
 
 
 @both
-@pytest.mark.parametrize("length", [16, 3], ids="{} tokens".format)
+@pytest.mark.parametrize("length", [16, 3], ids=lambda what: f"{what} tokens")
 def test_decode(quantized, decode, dtype, length):
     """A score is multiplied by its key's scale, a probability by its value's. Unused scales hold NaN."""
     decode(quantized([length], 1, 16, 8, dtype=dtype), 1)
@@ -244,7 +244,7 @@ def test_groups_of_query_heads(quantized, decode, num_heads, num_kv_heads):
     decode(quantized([21], num_kv_heads, 16, 8), num_heads)
 
 
-@pytest.mark.parametrize("block_size", [5, 16], ids="blocks of {}".format)
+@pytest.mark.parametrize("block_size", [5, 16], ids=lambda what: f"blocks of {what}")
 def test_block_sizes(quantized, decode, block_size):
     """One token, one less than a block holds, all of it, one more, and none. Blocks may be anywhere."""
     decode(quantized([1, block_size - 1, block_size, block_size + 1, 0], 1, 80, block_size), 2)
@@ -266,7 +266,7 @@ def test_shared_blocks(quantized, decode):
     decode(some, 2)
 
 
-@pytest.mark.parametrize("window", [1, 16], ids="a window of {}".format)
+@pytest.mark.parametrize("window", [1, 16], ids=lambda what: f"a window of {what}")
 def test_sliding_window(quantized, decode, window):
     """No scale before the window is loaded."""
     decode(quantized([21], 1, 16, 8), 2, sliding_window=window)

@@ -331,7 +331,7 @@ def test_schedule_tokens_charges_the_budget(plain, request_of):
         that(f"token_budget after {request.request_id}", scheduler.token_budget).gives(left)
 
 
-@pytest.mark.parametrize("budget", [6, 20], ids="a budget of {}".format)
+@pytest.mark.parametrize("budget", [6, 20], ids=lambda what: f"a budget of {what}")
 def test_what_was_generated_is_computed_again(plain, request_of, budget):
     """A request of 5 + 2 uncomputed tokens, as after a failed step, has 7 scheduled, whatever the budget.
 

@@ -97,7 +97,7 @@ def test_rows_go_to_their_own_caches(lengths, counts):
             that(f"values of cache {i} in layer {layer}", got_v).gives(-expected - layer)
 
 
-@pytest.mark.parametrize("group", [1, 3], ids="{} query heads a key head".format)
+@pytest.mark.parametrize("group", [1, 3], ids=lambda what: f"{what} query heads a key head")
 @pytest.mark.parametrize(("lengths", "counts"), [([4, 0, 9], [1, 5, 1]), ([3, 8], [1, 1]), ([6], [4])], ids=str)
 def test_each_token_attends_to_its_own_sequence(group, lengths, counts):
     """Prompts and single tokens: the result is each sequence's causal attention, in the order of the rows."""
@@ -278,7 +278,7 @@ def test_queries_that_do_not_fit_are_refused():
         call(step.attend, 0, torch.randn(shape)).raises(ValueError)
 
 
-@pytest.mark.parametrize("layer", [LAYERS, -1], ids="layer {}".format)
+@pytest.mark.parametrize("layer", [LAYERS, -1], ids=lambda what: f"layer {what}")
 def test_no_such_layer_to_attend_in(layer):
     """Attending in a layer that does not exist, or a negative one: IndexError, before, during and after a pass."""
     step, k = SelectiveStep([a_cache(), a_cache()], [1, 1]), rows(2)

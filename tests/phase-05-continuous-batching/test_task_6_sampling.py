@@ -186,7 +186,7 @@ def test_what_is_left_sums_to_one():
     that("their sum", float(got.sum())).is_close(1.0)
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-9], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-9], ids=lambda what: f"temperature {what}")
 def test_temperatures_next_to_zero_take_the_likeliest(temperature):
     """Near 0 a draw is the likeliest token: no infinity, no NaN."""
     sampler = TokenSampler(SamplingParams(temperature=temperature, seed=0))
@@ -304,14 +304,14 @@ def test_an_empty_batch_has_no_tokens():
     call(pick_tokens, torch.empty(0, 30), []).gives([])
 
 
-@pytest.mark.parametrize("count", [0, 2, 4], ids="{} samplers for 3 rows".format)
+@pytest.mark.parametrize("count", [0, 2, 4], ids=lambda what: f"{what} samplers for 3 rows")
 def test_each_row_needs_a_sampler(count):
     """Three rows and a different number of samplers: ValueError."""
     call(pick_tokens, random_rows(3, 30), [TokenSampler(SamplingParams())] * count).raises(ValueError)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_a_row_from_which_nothing_can_be_picked_gets_none(bad, temperature):
     """A row whose largest logit is NaN or infinite: None. The others get tokens, and its sampler draws nothing."""
     params = [SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=temperature, seed=2)]

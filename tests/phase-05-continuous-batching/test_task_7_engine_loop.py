@@ -307,7 +307,7 @@ class Chunked(ContinuousBatchScheduler):
         output.scheduled.append(request)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_no_token_before_the_prompt_is_computed(model, temperature):
     """A prompt that is computed in chunks gives and draws no token before its last chunk."""
     (prompt,) = prompts_of(8)
@@ -322,7 +322,7 @@ def test_no_token_before_the_prompt_is_computed(model, temperature):
     that("tokens of steps 0 … 4", got).gives([[], [], *[[token] for token in expected]])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_no_token_before_all_is_computed_again(model, temperature):
     """After a failed step, 8 + 2 tokens are recomputed in chunks of 3: the third completes the prompt only."""
     (prompt,) = prompts_of(8)
@@ -650,7 +650,7 @@ class Spoilt(Watched):
 
 
 @pytest.mark.parametrize("cache", ["paged", "dense"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_a_request_without_logits_fails_alone(model, cache, temperature):
     """NaN in one row: that request finishes with "error" and no token; the others get theirs in the same step."""
     params = greedy(4, temperature=temperature, seed=1)

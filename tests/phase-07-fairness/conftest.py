@@ -216,7 +216,8 @@ class Room:
         """The exposing test passes on right schedulers that differ in ways it must not depend on."""
         __tracebackhide__ = True
         for kind, usual in RIGHT[incident]:
-            name = " with ".join([kind.__name__, *(f"{key} {value}" for key, value in usual.items())][:2])
+            options = [f"{key} {value}" for key, value in usual.items()]
+            name = f"{kind.__name__} with {options[0]}" if options else kind.__name__
             if (error := _run(expose, bounded(kind, **usual))) is not None:
                 got = f"it failed on a right one: {said(error)}"
                 raise CheckFailed(f"expose(create), of {name}", got, "no error") from error

@@ -13,6 +13,7 @@ from minicache.scheduler.sharing import SharingScheduler
 from minicache_course import scenario
 from minicache_course.checks import CheckFailed, that
 from minicache_course.follow import following, following_schedulers
+from minicache_course.language import said
 
 
 def pytest_collection_modifyitems(items):
@@ -138,13 +139,13 @@ class Memory:
         if not fails:
             for request in output.scheduled:
                 num_tokens = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
-                self._holds(request.block_ids, request, num_tokens, "reads")
+                self._holds(request.block_ids, request, num_tokens, said("reads"))
 
     def finds(self, request):
         """The blocks that `find_prefix` finds for a request must hold its tokens."""
         __tracebackhide__ = True
         blocks = self.scheduler.find_prefix(request)
-        self._holds(blocks, request, len(blocks) * self.scheduler.pool.block_size, "finds")
+        self._holds(blocks, request, len(blocks) * self.scheduler.pool.block_size, said("finds"))
 
     def _holds(self, block_ids, request, num_tokens, verb):
         __tracebackhide__ = True

@@ -153,7 +153,7 @@ def test_one_number_of_drafts_for_each_request(num_new_tokens, num_drafts):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_up_to_the_first_difference(drafts, likeliest, tokens, temperature):
     """Rows with one certain token: the draft tokens up to the first that is not picked, and then the picked one."""
     sampler = drawing(temperature=temperature)
@@ -163,7 +163,7 @@ def test_up_to_the_first_difference(drafts, likeliest, tokens, temperature):
         that(f"what {sampler} drew for the draft tokens {drafts}", sampler.drawn).gives(tokens)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_large_token_ids_are_compared_by_value(temperature):
     """Token ids beyond the small ints that Python caches: equality counts, not identity."""
     rows = rows_of(700, 31_999, 5, vocab=32_000)
@@ -295,7 +295,7 @@ def served(texts, params, answers, most, part_right, rng):
     return [tokens[: len(answer)] for tokens, answer in zip(found, answers, strict=True)]
 
 
-@pytest.mark.parametrize("part_right", [0.0, 0.5, 0.9, 1.0], ids="{:.0%} right".format)
+@pytest.mark.parametrize("part_right", [0.0, 0.5, 0.9, 1.0], ids=lambda what: f"{what:.0%} right")
 @pytest.mark.parametrize("most", [1, 4])
 def test_the_tokens_are_those_of_decoding_without_drafts(part_right, most):
     """Greedy requests, and sampled ones with seeds, temperatures, top-k and top-p, in one batch: the same tokens."""
@@ -396,7 +396,7 @@ def test_a_thousand_draws_have_the_models_distribution(drafts):
 
 
 @pytest.mark.parametrize("bad", [NAN, INF], ids=["NaN", "inf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_a_bad_row_gives_no_token(bad, temperature):
     """Of a request's three rows the second has a NaN or an inf, and then the first too: no token from there on.
 
@@ -416,7 +416,7 @@ def test_a_bad_row_gives_no_token(bad, temperature):
         that("draws", [len(sampler.drawn) for sampler in samplers]).gives([0, 1])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_a_bad_row_behind_a_rejected_token_does_not_matter(temperature):
     """The first draft token is rejected, so the next row is not used: a NaN in it changes nothing."""
     rows = rows_of(6, 2, 3)
@@ -424,7 +424,7 @@ def test_a_bad_row_behind_a_rejected_token_does_not_matter(temperature):
     call(verify, rows, [[1, 2]], [drawing(temperature=temperature)]).gives([[6]])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids="temperature {}".format)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=lambda what: f"temperature {what}")
 def test_minus_infinity_rules_a_token_out(temperature):
     """A logit of −inf excludes a token, and the row is valid; with all of them −inf there is nothing to pick."""
     rows = rows_of(1, 2, 3)

@@ -9,6 +9,7 @@ import pytest
 
 from minicache.serving.http.streaming import ClientLeftError, EventStream, sse_event, unless_client_leaves
 from minicache_course.checks import call, that
+from minicache_course.language import said
 
 # One event
 
@@ -212,7 +213,7 @@ def test_work_done_as_the_client_leaves_counts(scenario):
         for error in (None, ZeroDivisionError("the work's own")):
             channel = Channel()
             channel.comes("http.disconnect")
-            called = f"unless_client_leaves, work that {'raises' if error else 'is done'} as the client leaves"
+            called = f"unless_client_leaves, work that {said('raises') if error else 'is done'} as the client leaves"
             outcome = await scenario.ask(called, unless_client_leaves(channel.receive, work(error)))
             if error:
                 outcome.raises(ZeroDivisionError, saying="the work's own")

@@ -39,7 +39,7 @@ def _scenario():
 def _costs(costs, model, seconds_per_token, bandwidth, latency=0.0, dtype="float16"):
     nbytes = cache_bytes_per_token(model, dtype)
     told = f"MovingCosts of {model.num_layers} layers, {nbytes} bytes and {seconds_per_token} s a token:"
-    return told, f"bandwidth {bandwidth}" + (f" and latency {latency}" if latency else "")
+    return told, f"bandwidth {bandwidth} and latency {latency}" if latency else f"bandwidth {bandwidth}"
 
 
 def _sent(result, request, replica_id):

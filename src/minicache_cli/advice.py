@@ -25,61 +25,61 @@ def advice(info: EngineInfo, options: ReplicaOptions, *, replicas: int, drain_se
 def _about_cache(info: EngineInfo) -> list[str]:
     from minicache.memory.blocks import blocks_for  # a learner's file may take its place until now
 
-    told, cache, longest = [], info.cache, info.max_model_len
+    found, cache, longest = [], info.cache, info.max_model_len
     capacity = cache.num_blocks * cache.block_size
     if capacity < longest:
         enough = blocks_for(longest, cache.block_size)
-        told.append(
+        found.append(
             f"the cache holds {capacity} tokens ({_blocks(cache.num_blocks)} of {cache.block_size}), and one "
             f"request may have {longest}: set --num-blocks {enough} or more, or --max-model-len {max(capacity, 2)}"
         )
     elif cache.num_blocks < info.max_num_seqs:
-        told.append(
+        found.append(
             f"{info.max_num_seqs} requests cannot run together in {_blocks(cache.num_blocks)}, since each needs at "
             f"least one: set --num-blocks higher, or --max-num-seqs {cache.num_blocks} or less"
         )
     if cache.block_size > longest:
-        told.append(
+        found.append(
             f"a block of {cache.block_size} tokens is never full, since a request has at most {longest}: set "
             "--block-size 16"
         )
-    return told
+    return found
 
 
 def _about_steps(info: EngineInfo, options: ReplicaOptions) -> list[str]:
     from minicache.scheduler import has_option  # as above
 
-    told, budget, longest = [], options.max_num_batched_tokens, info.max_model_len
+    found, budget, longest = [], options.max_num_batched_tokens, info.max_model_len
     if budget < info.max_num_seqs:
-        told.append(
+        found.append(
             f"a step computes at most {budget} tokens, and {info.max_num_seqs} running requests need one each: set "
             f"--max-num-batched-tokens {info.max_num_seqs} or more, or --max-num-seqs {budget} or less"
         )
     if not has_option(options.scheduler, "long_prefill_threshold") and budget < longest - 1:
-        told.append(
+        found.append(
             f"the scheduler {options.scheduler} computes a prompt in one step, so it refuses prompts of more than "
             f"{budget} tokens: set --max-num-batched-tokens {longest}, or --scheduler chunked"
         )
     if options.num_host_blocks and options.preemption != "swap":
-        told.append("--num-host-blocks has no effect without swapping: set --preemption swap too")
+        found.append("--num-host-blocks has no effect without swapping: set --preemption swap too")
     if options.preemption == "swap" and not has_option(options.scheduler, "preemption"):
-        told.append(f"the scheduler {options.scheduler} never preempts: --preemption swap needs --scheduler chunked")
-    return told
+        found.append(f"the scheduler {options.scheduler} never preempts: --preemption swap needs --scheduler chunked")
+    return found
 
 
 def _about_machine(options: ReplicaOptions, replicas: int, drain_seconds: float) -> list[str]:
-    told, is_on_gpu = [], (options.device or "cpu").startswith("cuda")
+    found, is_on_gpu = [], (options.device or "cpu").startswith("cuda")
     num_cores, num_processes = os.cpu_count() or 1, replicas * options.tensor_parallel_size
     if not is_on_gpu and num_processes * (options.num_threads or 1) > num_cores:
-        told.append(
+        found.append(
             f"{_processes(num_processes)} of {_threads(options.num_threads)} compete for {num_cores} cores: "
             "lower --replicas, --tensor-parallel or --num-threads"
         )
     if not is_on_gpu and options.enforce_eager:
-        told.append("--enforce-eager has no effect on a CPU, which has no CUDA graphs: leave it out")
+        found.append("--enforce-eager has no effect on a CPU, which has no CUDA graphs: leave it out")
     if drain_seconds == 0:
-        told.append("--drain-seconds 0 cuts off answers in progress at SIGTERM: set it to the duration of an answer")
-    return told
+        found.append("--drain-seconds 0 cuts off answers in progress at SIGTERM: set it to the duration of an answer")
+    return found
 
 
 def _blocks(number: int) -> str:

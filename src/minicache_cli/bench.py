@@ -136,16 +136,16 @@ def serve(wanted: Wanted, **server: Any) -> None:
         predicted = predict(requests, scheduler, cost)
         report.notes.extend(_differences(report, predicted, wanted.max_in_flight))
     title = f"{wanted.num_requests:,} × {load.name} · {model} · {wanted.url}"
-    told = _told(report, predicted, {"url": wanted.url, "model": model, "load": load.name, "seed": wanted.seed})
+    found = _as_json(report, predicted, {"url": wanted.url, "model": model, "load": load.name, "seed": wanted.seed})
     if wanted.json:
-        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         _show(report, predicted, title, console)
     if wanted.out is not None:
         from minicache.serving.load.plots import save_plots
 
         file = wanted.out / "report.json"
-        save_json(told, file)
+        save_json(found, file)
         show_files(console, (file, *save_plots(report, predicted, title, wanted.out)))
     if not report.num_ok:
         raise typer.Exit(1)
@@ -289,17 +289,17 @@ def _differences(report: LoadReport, predicted: ServingReport, max_in_flight: in
     return notes
 
 
-def _told(report: LoadReport, predicted: ServingReport | None, settings: dict[str, Any]) -> dict[str, Any]:
+def _as_json(report: LoadReport, predicted: ServingReport | None, settings: dict[str, Any]) -> dict[str, Any]:
     """All that is known, for JSON."""
     from minicache.serving.load import compare
 
-    told: dict[str, Any] = {"settings": settings, "report": report.to_json()}
+    found: dict[str, Any] = {"settings": settings, "report": report.to_json()}
     if predicted is not None:
-        told["prediction"] = predicted.to_json()
-        told["comparison"] = [
+        found["prediction"] = predicted.to_json()
+        found["comparison"] = [
             each._asdict() | {"error": each.error if each.measured else None} for each in compare(report, predicted)
         ]
-    return told
+    return found
 
 
 def _show(report: LoadReport, predicted: ServingReport | None, title: str, console: Console) -> None:

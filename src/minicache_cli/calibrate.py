@@ -164,8 +164,8 @@ def fit(measurements: Sequence[Measurement], per_swapped_token: float) -> HostCo
             break
         del kept[int(found.argmin())]
     names = ("fixed", "together", *FEATURES)
-    told = dict.fromkeys(names, 0.0) | {names[place]: float(found[turn]) for turn, place in enumerate(kept)}
-    return HostCost(machine=_machine(), model="MiniGPT", per_swapped_token=per_swapped_token, **told)
+    costs = dict.fromkeys(names, 0.0) | {names[place]: float(found[turn]) for turn, place in enumerate(kept)}
+    return HostCost(machine=_machine(), model="MiniGPT", per_swapped_token=per_swapped_token, **costs)
 
 
 def _features(load: StepLoad) -> tuple[int, ...]:

@@ -51,8 +51,8 @@ def update() -> None:
             console.print(f"    {difference}", soft_wrap=True, highlight=False)
     version = __version__ if before == __version__ else _("{new}, from {old}").format(new=__version__, old=before)
     changed = _("files changed: {count}").format(count=len(changes)) if changes else _("nothing to do")
-    told = _("{root} is of minicache {version}; {changed}.")
-    console.print(told.format(root=root, version=version, changed=changed), soft_wrap=True, highlight=False)
+    message = _("{root} is of minicache {version}; {changed}.")
+    console.print(message.format(root=root, version=version, changed=changed), soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -68,8 +68,8 @@ def docs(
     where = pages.address(page)
     with pages.server(pages.site_folder()) as server:
         url = f"http://127.0.0.1:{server.server_port}/{where}"
-        told = _("Open {url} in your browser. Press Ctrl-C to stop.").format(url=f"[bold]{url}[/]")
-        console.print(told, soft_wrap=True, highlight=False)
+        message = _("Open {url} in your browser. Press Ctrl-C to stop.").format(url=f"[bold]{url}[/]")
+        console.print(message, soft_wrap=True, highlight=False)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

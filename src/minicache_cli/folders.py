@@ -30,6 +30,6 @@ def course_meant(labs: Path | None = None) -> Workspace:
     """
     workspace = find_workspace(labs)
     if labs is None and is_elsewhere(workspace):
-        told = _("You are outside a course folder. Used instead is the one minicache was installed from: {root}")
-        Console(stderr=True).print(told.format(root=workspace.root), style="yellow", soft_wrap=True, highlight=False)
+        message = _("You are outside a course folder. Used instead is the one minicache was installed from: {root}")
+        Console(stderr=True).print(message.format(root=workspace.root), style="yellow", soft_wrap=True, highlight=False)
     return workspace

@@ -29,9 +29,9 @@ def use_labs(console: Console) -> None:
     def tell(lab: Lab) -> None:
         if lab.begun:
             file, style = show(lab.file), "yellow" if lab.missing else "dim"
-            told = _("reference, not {file}: {missing}") if lab.missing else _("yours: {file}")
-            told = told.format(file=file, missing=translated(lab.missing))
-            console.print(escape(told), style=style, soft_wrap=True, highlight=False)
+            message = _("reference, not {file}: {missing}") if lab.missing else _("yours: {file}")
+            message = message.format(file=file, missing=translated(lab.missing))
+            console.print(escape(message), style=style, soft_wrap=True, highlight=False)
 
     labs = install_finished_labs(tell)
     if all(lab.missing for lab in labs):

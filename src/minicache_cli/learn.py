@@ -238,11 +238,11 @@ def progress_bar(console: Console) -> Progress:
 
 def _load(workspace: Workspace) -> Saved:
     if workspace.version not in ("", __version__):
-        told = _(
+        message = _(
             "This folder was made by minicache {version}, and {installed} is installed: `minicache update` installs "
             "new starters and tests, and keeps your files."
         ).format(version=workspace.version, installed=__version__)
-        console.print(f"[yellow]{told}[/]", soft_wrap=True)
+        console.print(f"[yellow]{message}[/]", soft_wrap=True)
     saved = Saved.load(workspace)
     if saved.warning:
         console.print(f"[yellow]{escape(translated(saved.warning))}[/]", soft_wrap=True)

@@ -66,8 +66,8 @@ def generate(
     used = _("no KV cache")
     if kv_cache is not None:
         used = _("{count:,} bytes of KV cache used").format(count=kv_cache.nbytes_used)
-    told = f"{num_tokens} tokens, {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, {used}"
-    console.print(told, style="dim", soft_wrap=True)
+    summary = f"{num_tokens} tokens, {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, {used}"
+    console.print(summary, style="dim", soft_wrap=True)
 
 
 @app.command(rich_help_panel="For teachers and authors")

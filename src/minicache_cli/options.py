@@ -98,8 +98,8 @@ def _parameter(of: Field[Any], default: Any, types: dict[str, Any], flag: str = 
     """A field as a parameter that Typer makes an option of. The type may tell it all, as that of `--mine` does."""
     its_type = types[of.name]
     if shown:
-        told = typer.Option(flag or f"--{of.name.replace('_', '-')}", **shown)
-        its_type = Annotated[its_type | None if default is None else its_type, told]
+        declared = typer.Option(flag or f"--{of.name.replace('_', '-')}", **shown)
+        its_type = Annotated[its_type | None if default is None else its_type, declared]
     return inspect.Parameter(of.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=its_type)
 
 

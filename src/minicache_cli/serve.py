@@ -117,8 +117,8 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
             check_origin(origin)
         listener = bind(http.host, http.port)
         if keys is None and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
-            told = "anyone who can reach %s can use the model: set --api-key, MINICACHE_API_KEY or --api-keys"
-            logger.warning(told, http.host)
+            warning = "anyone who can reach %s can use the model: set --api-key, MINICACHE_API_KEY or --api-keys"
+            logger.warning(warning, http.host)
         with nullcontext() if logs.has_json else Console(stderr=True).status(f"Starting {name}") as status:
 
             def on_progress(doing: str) -> None:
@@ -193,9 +193,9 @@ def _keys(http: Http) -> ApiKeys | None:
 
 def _log(info: EngineInfo, options: ReplicaOptions, http: Http, name: str, url: str) -> None:
     """What is served, and what of it will disappoint."""
-    told = {"url": url, "model": name, "scheduler": options.scheduler, "num_blocks": info.cache.num_blocks}
-    told |= {"block_size": info.cache.block_size, "max_num_seqs": info.max_num_seqs, "engines": http.replicas}
-    logger.info("listening", extra={"fields": told})
+    fields = {"url": url, "model": name, "scheduler": options.scheduler, "num_blocks": info.cache.num_blocks}
+    fields |= {"block_size": info.cache.block_size, "max_num_seqs": info.max_num_seqs, "engines": http.replicas}
+    logger.info("listening", extra={"fields": fields})
     for sentence in advice(info, options, replicas=http.replicas, drain_seconds=http.drain_seconds):
         logger.warning(sentence)
 

@@ -61,9 +61,9 @@ def progress(console: Console, doing: str, total: int, num_done: int = 0) -> Ite
         yield lambda num_done: bar.update(task, completed=num_done)
 
 
-def save_json(told: Any, file: Path) -> None:
+def save_json(value: Any, file: Path) -> None:
     """Write what `json.dump` takes, to be read by people too."""
-    file.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def show_files(console: Console, files: Iterable[Path]) -> None:

@@ -124,8 +124,8 @@ def sweep(
         missing = [point for point in points if point not in results]
         num_done = len(points) - len(missing)
         if num_done:
-            told = f"{num_done} of {len(points)} runs are in {out / RESULTS} already"
-            console.print(told, style="dim", soft_wrap=True)
+            message = f"{num_done} of {len(points)} runs are in {out / RESULTS} already"
+            console.print(message, style="dim", soft_wrap=True)
         try:
             with progress(console, "Simulating", len(points), num_done) as tell:
                 for number, (point, result) in enumerate(_run(missing, jobs, ray, mine), start=num_done + 1):
@@ -245,12 +245,12 @@ def _plot(figure: Figure, found: Sequence[tuple[Point, Result]]) -> None:
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for axes, size in zip(panels, sizes, strict=True):
         for line, (shade, marker) in zip(lines, styles, strict=False):
-            points = sorted((key[3], told) for key, told in means.items() if key[:3] == (size, *line))
+            points = sorted((key[3], mean) for key, mean in means.items() if key[:3] == (size, *line))
             if not points:
                 continue
             rates = [rate for rate, _ in points]
-            axes.plot(rates, [told["ttft_p50"] for _, told in points], marker + "--", color=shade)
-            drawn = axes.plot(rates, [told["ttft_p99"] for _, told in points], marker + "-", color=shade)
+            axes.plot(rates, [mean["ttft_p50"] for _, mean in points], marker + "--", color=shade)
+            drawn = axes.plot(rates, [mean["ttft_p99"] for _, mean in points], marker + "-", color=shade)
             legend[", ".join(line[place] for place in varying)] = drawn[0]
         axes.set(title=f"{size} replicas" if size > 1 else "1 replica", xlabel="requests a second", yscale="log")
         axes.xaxis.set_major_formatter("{x:g}")

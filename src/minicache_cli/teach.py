@@ -137,10 +137,10 @@ def grade_submission(
     submission = one_submission(folder, workspace.course, graded_phase)
     with Class(workspace, graded_phase, jobs=1, timeout=timeout, seed=seed) as graded_class:
         (done,) = graded_class.grade([submission])
-    told = submission.remarks(graded_phase)
+    remarks = submission.remarks(graded_phase)
     if gradescope:
-        write_gradescope(done.result, gradescope, told)
-    for note in told:
+        write_gradescope(done.result, gradescope, remarks)
+    for note in remarks:
         _warn(note)
     if done.result is None:
         raise CourseError(done.note)
@@ -274,8 +274,8 @@ def _report(done: Grade, folder: Path) -> None:
 
 def _tell(done: Grade) -> None:
     earned = f"{done.result.earned}/{done.result.points}" if done.result else "not graded"
-    told = f"{escape(done.submission.student)}: {earned}  [dim]{escape(done.note)}[/]"
-    console.print(told, highlight=False, soft_wrap=True)
+    message = f"{escape(done.submission.student)}: {earned}  [dim]{escape(done.note)}[/]"
+    console.print(message, highlight=False, soft_wrap=True)
 
 
 def _say(text: str) -> None:

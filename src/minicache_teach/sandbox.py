@@ -68,8 +68,8 @@ def why_unavailable() -> str:
 @cache
 def _size() -> list[str]:
     """What bounds a folder in memory: nothing did before bubblewrap 0.8."""
-    told = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, check=False)
-    return ["--size", str(_TMP_NBYTES)] if "--size" in told.stdout + told.stderr else []
+    printed = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, check=False)
+    return ["--size", str(_TMP_NBYTES)] if "--size" in printed.stdout + printed.stderr else []
 
 
 def _is_root() -> bool:
@@ -167,9 +167,9 @@ class Sandbox:
             isolated = self.hides_reference
             user = _USERS[next(_counter) % len(_USERS)] if isolated and _is_root() else -1
             with open(job.log, "wb") as log:
-                told = replace(job, log="", user=user, limits=_LIMITS, preload=list(preload_for(self._phase)))
+                confined = replace(job, log="", user=user, limits=_LIMITS, preload=list(preload_for(self._phase)))
                 command = [*self._prefix(job), sys.executable, "-P", "-m", "minicache_course.run"]
-                run = _start(command, told, log.fileno(), isolated=isolated)
+                run = _start(command, confined, log.fileno(), isolated=isolated)
             self._run = run
         return run
 
@@ -282,8 +282,8 @@ class _View:
 
 def _start(command: Sequence[str], job: Job, log: int, *, isolated: bool) -> SandboxedRun:
     """Start a run, and give it its job."""
-    status, told = os.pipe() if isolated else (-1, -1)
-    options = ["--json-status-fd", str(told)] if isolated else []
+    status, status_end = os.pipe() if isolated else (-1, -1)
+    options = ["--json-status-fd", str(status_end)] if isolated else []
     environment = None if isolated else _environment()
     process = subprocess.Popen(
         [*command[:1], *options, *command[1:]],
@@ -292,12 +292,12 @@ def _start(command: Sequence[str], job: Job, log: int, *, isolated: bool) -> San
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
-        pass_fds=(told,) if isolated else (),
+        pass_fds=(status_end,) if isolated else (),
         start_new_session=True,
     )
     pid, stack = process.pid, ExitStack()
     if isolated:
-        os.close(told)
+        os.close(status_end)
         answers = stack.enter_context(os.fdopen(status, encoding="utf-8"))
         line = answers.readline()
         pid = _child_of(json.loads(line)["child-pid"], process) if line else pid

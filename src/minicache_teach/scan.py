@@ -64,8 +64,8 @@ def _kinds(source: bytes) -> frozenset[str]:
 
 
 def _lines(lines: list[int]) -> str:
-    told = ", ".join(map(str, lines[:_MAX_LINES])) + (" …" if lines[_MAX_LINES:] else "")
-    return f"line{'s' if len(lines) > 1 else ''} {told}"
+    listed = ", ".join(map(str, lines[:_MAX_LINES])) + (" …" if lines[_MAX_LINES:] else "")
+    return f"line{'s' if len(lines) > 1 else ''} {listed}"
 
 
 def _found(source: bytes) -> dict[str, list[int]]:

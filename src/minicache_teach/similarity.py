@@ -117,11 +117,11 @@ def write_html(phase: Phase, prints: Prints, pairs: list[Pair], file: Path) -> N
             stream.write(f'<tr>{cells}<td class="number">{pair.num_shared}</td></tr>\n')
         stream.write("</table>\n")
         for number, pair in enumerate(shown):
-            told = " and ".join(
+            title = " and ".join(
                 f"{escape(student)} ({100 * share:.0f} %)"
                 for student, share in zip(pair.students, pair.shares, strict=True)
             )
-            stream.write(f'<details id="pair-{number}"><summary>{told}</summary>\n')
+            stream.write(f'<details id="pair-{number}"><summary>{title}</summary>\n')
             for module, marked in _side_by_side(prints, pair):
                 stream.write(f"<h3>{escape(str(phase.files[module]))}</h3>\n")
                 stream.write('<div class="two">{}</div>\n'.format("".join(f"<pre>{text}</pre>" for text in marked)))

@@ -290,8 +290,8 @@ def _choice(best: tuple[_Rank, HandedIn], next_best: tuple[_Rank, HandedIn]) -> 
             return ""
     except CourseError:
         pass  # the chosen file's problem is reported when it is graded
-    told = (why for why, a, b in zip(_REASONS, best[0], next_best[0], strict=True) if a != b)
-    reason = next(told, "both have the same name")
+    reasons = (why for why, a, b in zip(_REASONS, best[0], next_best[0], strict=True) if a != b)
+    reason = next(reasons, "both have the same name")
     return f"{best[1].path} was used, not {next_best[1].path}: {reason}"
 
 

@@ -220,9 +220,9 @@ class BuddyAllocator:
             "num_free": (self.num_free, sum(size for _, size in free)),
             "largest_free": (self.largest_free, max((size for _, size in free), default=0)),
         }
-        for name, (told, found) in counted.items():
-            if told != found:
-                raise InvariantError(f"{name} is {told}, but the runs give {found}")
+        for name, (noted, found) in counted.items():
+            if noted != found:
+                raise InvariantError(f"{name} is {noted}, but the runs give {found}")
 
     def _check_runs(self, runs: Iterable[tuple[int, int]]) -> None:
         """Every slot in one run, every run a power of two long and aligned to it."""

@@ -160,11 +160,11 @@ class _Audit:
     def check_entry(self, entry: TraceEntry, life: _Life) -> None:
         if life.num_prompt is None:
             life.num_prompt = entry.num_prompt_tokens
-        told = entry.num_prompt_tokens, entry.num_computed_tokens, entry.num_output_tokens
+        seen = entry.num_prompt_tokens, entry.num_computed_tokens, entry.num_output_tokens
         expected = life.num_prompt, life.num_computed, life.num_output
         num_tokens = life.num_prompt + life.num_output
-        if told != expected:
-            self.fail("tokens", f"request {entry.request_id!r}: prompt, computed, output are {told}, were {expected}")
+        if seen != expected:
+            self.fail("tokens", f"request {entry.request_id!r}: prompt, computed, output are {seen}, were {expected}")
         num_drafts, num_accepted, num_left = (
             entry.num_draft_tokens,
             entry.num_accepted_tokens,
@@ -172,9 +172,9 @@ class _Audit:
         )
         num_own = entry.num_new_tokens - num_drafts
         if not 1 <= num_own <= num_left:
-            self.fail("tokens", f"request {entry.request_id!r} computes {num_own} after {told}")
+            self.fail("tokens", f"request {entry.request_id!r} computes {num_own} after {seen}")
         if not 0 <= num_accepted <= num_drafts or (num_drafts and num_left > 1):
-            self.fail("tokens", f"request {entry.request_id!r}: {num_accepted} of {num_drafts} draft tokens, {told}")
+            self.fail("tokens", f"request {entry.request_id!r}: {num_accepted} of {num_drafts} draft tokens, {seen}")
         is_computed = num_own == num_left
         life.num_computed += num_own + num_accepted
         life.num_output += num_accepted + is_computed
@@ -193,9 +193,9 @@ class _Audit:
             ("num_waiting", step.num_waiting, waiting - since, waiting + len(left) - left.count("in")),
             ("num_swapped", step.num_swapped, places.count("swapped"), places.count("swapped") + left.count("swapped")),
         )
-        for name, told, least, most in bounds:
-            if not least <= told <= most:
-                self.fail("counts", f"{name} is {told}, and the events make it {least}")
+        for name, count, least, most in bounds:
+            if not least <= count <= most:
+                self.fail("counts", f"{name} is {count}, and the events make it {least}")
 
     def check_limits(self, step: TraceStep) -> None:
         if self.max_num_seqs is not None and step.num_running > self.max_num_seqs:

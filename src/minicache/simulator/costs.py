@@ -87,13 +87,13 @@ class StepLoad(NamedTuple):
     @classmethod
     def of(cls, batch: Iterable[tuple[int, int]]) -> StepLoad:
         """The load of a batch that is given as (new tokens, computed tokens), request by request."""
-        told = list(batch)
+        pairs = list(batch)
         return cls(
-            num_sequences=len(told),
-            num_new_tokens=sum(new for new, _ in told),
-            num_cached_tokens=sum(cached for _, cached in told),
-            num_pairs=sum(new * cached + new * (new + 1) // 2 for new, cached in told),
-            num_prefills=sum(new > 1 for new, _ in told),
+            num_sequences=len(pairs),
+            num_new_tokens=sum(new for new, _ in pairs),
+            num_cached_tokens=sum(cached for _, cached in pairs),
+            num_pairs=sum(new * cached + new * (new + 1) // 2 for new, cached in pairs),
+            num_prefills=sum(new > 1 for new, _ in pairs),
         )
 
 
@@ -264,16 +264,16 @@ class HostCost:
             ValueError: it holds no calibration. The message says what is wrong.
         """
         try:
-            told: Any = json.loads(file.read_text(encoding="utf-8"))
+            values: Any = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:  # no JSON, or no UTF-8
             raise ValueError(f"{file} is no calibration: {error}") from error
         names = [field.name for field in fields(cls)]
-        if not isinstance(told, dict) or sorted(told) != sorted(names):
+        if not isinstance(values, dict) or sorted(values) != sorted(names):
             raise ValueError(f"{file} is no calibration: it needs {', '.join(names)}, and nothing else")
         for name in names[2:]:
-            if type(told[name]) not in (int, float) or not 0 <= told[name] < float("inf"):
-                raise ValueError(f"{file} is no calibration: {name} must be seconds ≥ 0, got {told[name]!r}")
-        return cls(**told)
+            if type(values[name]) not in (int, float) or not 0 <= values[name] < float("inf"):
+                raise ValueError(f"{file} is no calibration: {name} must be seconds ≥ 0, got {values[name]!r}")
+        return cls(**values)
 
 
 def decode_ends(cost: StepCost, now: float, num_sequences: int, num_cached_tokens: int, num_steps: int) -> list[float]:

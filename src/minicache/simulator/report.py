@@ -175,9 +175,11 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """All but `times`, as `json.dump` takes it."""
-        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "times"}
-        told = {name: asdict(value) if isinstance(value, Summary | Samples) else value for name, value in told.items()}
-        return told | {"requests_per_second": self.requests_per_second, "tokens_per_second": self.tokens_per_second}
+        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "times"}
+        facts = {
+            name: asdict(value) if isinstance(value, Summary | Samples) else value for name, value in facts.items()
+        }
+        return facts | {"requests_per_second": self.requests_per_second, "tokens_per_second": self.tokens_per_second}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,11 +58,11 @@ class Simulation(ABC):
 
     def _run(self, progress: Callable[[int], object] | None) -> None:
         """Step until the end; `progress` is called now and then, and at the end, with `num_done`."""
-        told = 0
+        num_told = 0
         while self.step():
-            if progress is not None and self.num_done >= told + TELL_EVERY:
-                told = self.num_done
-                progress(told)
+            if progress is not None and self.num_done >= num_told + TELL_EVERY:
+                num_told = self.num_done
+                progress(num_told)
         if progress is not None:
             progress(self.num_done)
 

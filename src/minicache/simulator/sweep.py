@@ -166,8 +166,8 @@ class ResultsFile:
                 if not line.endswith(b"\n"):  # its writer was ended in the middle of it
                     break
                 try:
-                    told = json.loads(line)
-                    self._results[Point(**told["point"])] = told["result"]
+                    row = json.loads(line)
+                    self._results[Point(**row["point"])] = row["result"]
                 except (ValueError, TypeError, KeyError) as error:
                     problem = f"{file}, line {number}: no result of a sweep; give another file, or remove it"
                     raise ResultsError(problem) from error

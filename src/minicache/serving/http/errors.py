@@ -106,13 +106,13 @@ def _what_is_invalid(error: RequestValidationError) -> ApiError:
     if errors[0]["type"] == "json_invalid":
         reason = errors[0].get("ctx", {}).get("error", errors[0]["msg"])
         return ApiError(400, f"the body is not valid JSON: {reason}")
-    told = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
-    place = [str(part) for part in told["loc"] if part != "body" and not _TYPE.search(str(part))]
+    worst = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
+    place = [str(part) for part in worst["loc"] if part != "body" and not _TYPE.search(str(part))]
     param = place[0] if place else None
     where = f"{'.'.join(place)}: " if place else ""
-    if not place and told["type"] != "value_error":  # the models' own checks name the field
+    if not place and worst["type"] != "value_error":  # the models' own checks name the field
         where = "the body must be a JSON object, sent as application/json: "
-    return ApiError(400, where + told["msg"].removeprefix("Value error, "), param=param)
+    return ApiError(400, where + worst["msg"].removeprefix("Value error, "), param=param)
 
 
 _TYPE = re.compile(r"^str$|[^\w]")

@@ -111,12 +111,12 @@ class Usage:
         if limit is None:
             return []
         left = self.num_tokens_left
-        told = {
+        shown = {
             "x-ratelimit-limit-tokens": f"{limit}",
             "x-ratelimit-remaining-tokens": f"{math.floor(max(left, 0))}",
             "x-ratelimit-reset-tokens": f"{(limit - left) * 60 / limit:.3f}s",
         }
-        return [(name.encode(), value.encode()) for name, value in told.items()]
+        return [(name.encode(), value.encode()) for name, value in shown.items()]
 
     def take(self, num_tokens: float) -> None:
         """Take tokens from the bucket; negative: give some back."""
@@ -243,15 +243,15 @@ def read_api_keys(path: Path) -> list[ApiKey]:
         ValueError: it cannot be read, or is not as it should be; says where.
     """
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
-    tables = told.get("keys")
-    if set(told) != {"keys"} or not isinstance(tables, dict) or not tables:
+    tables = config.get("keys")
+    if set(config) != {"keys"} or not isinstance(tables, dict) or not tables:
         raise ValueError(f'{path} must have a table [keys.NAME] for each key, with key = "…", and nothing else')
     try:
         keys = [_key(name, table) for name, table in tables.items()]

@@ -214,7 +214,7 @@ class JSONLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """A record's line."""
-        told = {
+        line = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": _name(record),
@@ -222,8 +222,8 @@ class JSONLines(logging.Formatter):
             **_fields(record),
         }
         if exception := _exception(self, record):
-            told["exception"] = exception
-        return json.dumps(told, default=str)
+            line["exception"] = exception
+        return json.dumps(line, default=str)
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -224,23 +224,23 @@ class _Completion(_Exchange):
             WireError: it is none of these.
         """
         try:
-            told = json.loads(data)
+            parsed = json.loads(data)
         except ValueError:
             raise WireError(f"an event is not valid JSON: {data[:MOST_QUOTED]!r}") from None
-        if not isinstance(told, dict):
+        if not isinstance(parsed, dict):
             raise WireError(f"an event is not a completion: {data[:MOST_QUOTED]!r}")
-        if told.get("choices"):
+        if parsed.get("choices"):
             self._outcome.token_times.append(now)
-        elif "error" in told:
-            raise WireError(f"an error in the stream: {_error_message(told, data)}")
-        usage = told.get("usage")
+        elif "error" in parsed:
+            raise WireError(f"an error in the stream: {_error_message(parsed, data)}")
+        usage = parsed.get("usage")
         if isinstance(usage, dict):
             self._outcome.num_prompt_tokens = _count(usage.get("prompt_tokens"))
             self._outcome.num_output_tokens = _count(usage.get("completion_tokens"))
 
 
-def _count(told: object) -> int | None:
-    return told if isinstance(told, int) else None
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 class LoadRun:
@@ -380,9 +380,9 @@ def _judge(outcome: Outcome, exchange: _Completion) -> None:
     outcome.detail = f"HTTP {status}: {message}"
 
 
-def _error_message(told: Any, otherwise: str) -> str:
+def _error_message(parsed: Any, otherwise: str) -> str:
     """What an error in OpenAI's form says, `{"error": {"message": …}}`; another's is quoted."""
-    error = told.get("error") if isinstance(told, dict) else None
+    error = parsed.get("error") if isinstance(parsed, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return str(message or otherwise)[:MOST_QUOTED]
 
@@ -420,14 +420,14 @@ async def fetch_model(endpoint: Endpoint, timeout: float = 30.0) -> tuple[str, i
     try:
         async with asyncio.timeout(timeout):
             await _exchange(endpoint, exchange, tls)
-        told = json.loads(exchange.body)
+        parsed = json.loads(exchange.body)
     except (OSError, ValueError) as error:  # TimeoutError is an OSError, WireError and JSON's a ValueError
         raise LoadClientError(f"{endpoint.base}/models: {str(error) or 'no answer'}") from error
     if exchange.response.status != 200:
-        message = _error_message(told, exchange.body.decode(errors="replace"))
+        message = _error_message(parsed, exchange.body.decode(errors="replace"))
         raise LoadClientError(f"{endpoint.base}/models: HTTP {exchange.response.status}: {message}")
     try:
-        model = told["data"][0]
+        model = parsed["data"][0]
         name, longest = model["id"], model.get("max_model_len")
     except (TypeError, KeyError, IndexError, AttributeError) as error:
         raise LoadClientError(f"{endpoint.base}/models lists no model; set --model") from error

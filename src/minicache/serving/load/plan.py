@@ -136,7 +136,7 @@ def make_requests(
     for arrival in arrivals:
         token_ids = shared + _draw(rng, vocab_size, arrival.num_prompt_tokens - num_shared)
         prompt = " ".join(words[token_id] for token_id in token_ids) if words else token_ids
-        told = {
+        body = {
             "model": model,
             "prompt": prompt,
             "max_tokens": arrival.num_output_tokens,
@@ -145,7 +145,7 @@ def make_requests(
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        requests.append(PlannedRequest(arrival, tuple(token_ids), json.dumps(told).encode()))
+        requests.append(PlannedRequest(arrival, tuple(token_ids), json.dumps(body).encode()))
     return requests
 
 

@@ -117,11 +117,11 @@ class LoadReport:
 
     def to_json(self) -> dict[str, Any]:
         """As `json.dump` takes it."""
-        told = {name: getattr(self, name) for name in self.__slots__ if name != "outcomes"}
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "outcomes"}
         for name in ("ttft", "tpot", "itl", "latency", "lag", "retry_after"):
-            told[name] = asdict(told[name])
+            values[name] = asdict(values[name])
         rates = {"requests_per_second": self.requests_per_second, "tokens_per_second": self.tokens_per_second}
-        return told | rates | {"requests": [_request(outcome) for outcome in self.outcomes]}
+        return values | rates | {"requests": [_request(outcome) for outcome in self.outcomes]}
 
 
 def _request(outcome: Outcome) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def _request(outcome: Outcome) -> dict[str, Any]:
 
 
 def _num_prompt_tokens(outcome: Outcome) -> int:
-    told = outcome.num_prompt_tokens
-    return outcome.arrival.num_prompt_tokens if told is None else told
+    reported = outcome.num_prompt_tokens
+    return outcome.arrival.num_prompt_tokens if reported is None else reported
 
 
 def _notes(answered: Sequence[Outcome], lag: Summary, cpu_share: float) -> list[str]:
@@ -189,10 +189,10 @@ class Comparison(NamedTuple):
 
 def compare(measured: LoadReport, predicted: ServingReport) -> list[Comparison]:
     """Both reports' numbers, side by side."""
-    told = [
+    compared = [
         Comparison(metric, statistic, getattr(getattr(measured, metric), statistic), getattr(foretold, statistic))
         for metric, foretold in (("ttft", predicted.ttft), ("tpot", predicted.tpot), ("latency", predicted.latency))
         for statistic in ("mean", "p50", "p90", "p99")
     ]
     rates = ("requests_per_second", "tokens_per_second")
-    return told + [Comparison(rate, "", getattr(measured, rate), getattr(predicted, rate)) for rate in rates]
+    return compared + [Comparison(rate, "", getattr(measured, rate), getattr(predicted, rate)) for rate in rates]

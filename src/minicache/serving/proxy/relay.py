@@ -141,7 +141,7 @@ class Relay(Response):
         """The events of a stream, from one worker or several."""
         stream, failover = self._stream, self._stream.failover
         while True:
-            attempt, told = failover.attempt, b""
+            attempt, last = failover.attempt, b""
             assert attempt is not None, "a reply under way has an attempt"
             error: Exception | None = None
             try:
@@ -161,7 +161,7 @@ class Relay(Response):
                     return
                 error = WorkerError(f"{reply.worker.url} ended its stream without [DONE]")
             except EventError as failed:
-                error, told = failed, failed.event
+                error, last = failed, failed.event
             except (WorkerError, BrokenStreamError) as failed:
                 error = failed
             can_continue = stream.can_continue
@@ -174,7 +174,7 @@ class Relay(Response):
                 try:
                     reply, attempt = await self._ask_next()
                 except ApiError as refusal:
-                    error, told = refusal, sse_event(json.dumps(refusal.body))
+                    error, last = refusal, sse_event(json.dumps(refusal.body))
                 else:
                     if reply.is_stream:
                         logger.info("a stream continues on %s after %d tokens", reply.worker.url, attempt.num_received)
@@ -184,7 +184,7 @@ class Relay(Response):
                         f"{reply.worker.url} answers {reply.response.status_code} instead of continuing"
                     )
             lost = self._lost(error)
-            yield told or sse_event(json.dumps(lost.body))
+            yield last or sse_event(json.dumps(lost.body))
             yield DONE
             return
 

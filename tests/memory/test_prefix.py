@@ -62,6 +62,9 @@ def test_a_policy_is_a_class_and_a_line(monkeypatch):
         def popleft(self):
             return self.popitem()[0]
 
+        def __iter__(self):
+            return self.__reversed__()
+
     monkeypatch.setitem(EVICTION, "mru", MostRecentlyUsed)
     pool = CachingBlockPool(3, 4, "mru")
     pool.cache(pool.allocate(3), [A, B, C])

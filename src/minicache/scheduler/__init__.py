@@ -62,7 +62,7 @@ SCHEDULERS: Final[dict[str, tuple[type[Scheduler], ...]]] = {
 whose `Options` have all that it is given."""
 
 _UNUSED: Final = {  # options that not every stage has: what they are if unused, and what a stage without them does
-    "prefix_caching": (False, 'reserves blocks for whole answers and shares none; take "fair"'),
+    "prefix_caching": (False, 'shares no blocks between requests; take "fair"'),
     "long_prefill_threshold": (0, 'computes a prompt in one step; take "chunked"'),
     "reserve_full_prompt": (True, 'computes a prompt in one step; take "chunked"'),
     "num_speculative_tokens": (0, 'computes one token of a request in decode; take "chunked"'),

@@ -202,8 +202,8 @@ def is_not_written(error: BaseException) -> bool:
 def unwritten_task(error: BaseException) -> str | None:
     """The task, such as "1.2", whose untouched starter raised `error`, a `NotImplementedError("phase 1, task 2: …")`.
 
-    Or, where a kernel was to run, what Triton made of it: the interpreter wraps it, the compiler cannot translate it.
-    None: it is another error.
+    Or what was raised while it was handled. Or, where a kernel was to run, what Triton made of it: the interpreter
+    wraps it, the compiler cannot translate it. None: it is another error.
     """
     found = None
     if isinstance(error, NotImplementedError):
@@ -212,7 +212,8 @@ def unwritten_task(error: BaseException) -> str | None:
         found = _STARTER.search(ast.unparse(line))
     if found:
         return f"{found[1]}.{found[2]}"
-    return unwritten_task(error.__cause__) if _is_tritons(error) and error.__cause__ is not None else None
+    behind = error.__cause__ if _is_tritons(error) else error.__context__
+    return None if behind is None else unwritten_task(behind)
 
 
 def unwrapped(error: BaseException) -> BaseException:
@@ -259,7 +260,7 @@ def short(value: Any) -> str:
         return _short_tensor(value)
     if isinstance(value, list | tuple):
         leaves = _leaves(value)
-        if len(leaves) > 8 and all(map(is_number, leaves)) and len(repr(value)) > 80:
+        if len(leaves) == len(value) > 8 and all(map(is_number, leaves)) and len(repr(value)) > 80:
             kinds = {type(leaf).__name__ for leaf in leaves}
             return f"a {type(value).__name__} of {len(leaves)} {kinds.pop() if len(kinds) == 1 else said('number')}s"
     if isinstance(value, list | tuple) and 0 < len(value) <= 8:

@@ -41,7 +41,7 @@ def test_reset(cls):
 
 def test_only_what_shares_blocks_has_a_prefix_cache():
     for name in ("static", "continuous"):
-        with pytest.raises(ValueError, match="reserves blocks"):
+        with pytest.raises(ValueError, match="shares no blocks"):
             create_scheduler(name, num_blocks=8, prefix_caching=True)
     for name in ("paged", "fair"):
         assert type(create_scheduler(name, num_blocks=8, prefix_caching=True)) is SharingScheduler

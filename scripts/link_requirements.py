@@ -1,8 +1,8 @@
 """Give an environment what a package requires, and nothing else, as links into `.venv`: seconds instead of minutes.
 
-    .venv/bin/python -m scripts.link_requirements SITE_PACKAGES 'minicache[course]'
+    .venv/bin/python -m scripts.link_requirements SITE_PACKAGES 'minicache-course[course]'
 
-links the distributions that `pip install 'minicache[course]'` would bring in. What pip has installed into SITE_PACKAGES
+links the distributions that this would bring in if pip installed it. What pip has installed into SITE_PACKAGES
 itself, such as minicache's wheel, stays. A package that is missing from pyproject.toml is missing there.
 """
 
@@ -35,7 +35,7 @@ def closure(root: Distribution, extras: frozenset[str]) -> dict[str, Distributio
             if (name, its_extras) in seen:
                 continue
             seen.add((name, its_extras))
-            if name == canonicalize_name(root.name):  # minicache[course] requires minicache[serve]
+            if name == canonicalize_name(root.name):  # minicache-course[course] requires minicache-course[serve]
                 waiting.append((root, its_extras))
             else:
                 found[name] = distribution(name)

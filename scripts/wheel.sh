@@ -17,12 +17,12 @@ echo "Building the wheel"
 .venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$folder" .
 echo "Installing it"
 .venv/bin/python -m venv --without-pip "$folder/venv"
-.venv/bin/pip --quiet --disable-pip-version-check --python "$folder/venv" install --no-deps "$folder"/minicache-*.whl
+.venv/bin/pip --quiet --disable-pip-version-check --python "$folder/venv" install --no-deps "$folder"/minicache_course-*.whl
 site_packages=$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 bin=$folder/venv/bin
 
 # Away from the checkout, whose files must not stand in for the wheel's.
-.venv/bin/python -m scripts.link_requirements "$site_packages" minicache
+.venv/bin/python -m scripts.link_requirements "$site_packages" minicache-course
 cd "$folder"
 "$bin/minicache" --help >/dev/null
 # The lower floor is pure standard library; it and `import minicache` bring in nothing else.
@@ -44,12 +44,12 @@ for name in ("py.typed", *(f"serving/http/static/{each}" for each in ("index.htm
 PYTHON
 "$bin/minicache" generate "Yesterday I" # the shipped checkpoint
 printed=$("$bin/minicache" init my-course 2>&1) && fail "init needs more than the package, and does not say so"
-grep -qF "minicache[course]" <<<"$printed" || fail "init does not say which extra it needs"
+grep -qF "minicache-course[course]" <<<"$printed" || fail "init does not say which extra it needs"
 
 echo "The engine alone"
 cd "$checkout"
 .venv/bin/python -m venv --without-pip "$folder/engine"
-.venv/bin/pip --quiet --disable-pip-version-check --python "$folder/engine" install --no-deps "$folder"/minicache-*.whl
+.venv/bin/pip --quiet --disable-pip-version-check --python "$folder/engine" install --no-deps "$folder"/minicache_course-*.whl
 engine_packages=${site_packages/"$folder/venv"/"$folder/engine"}
 rm -r "$engine_packages"/minicache_{course,teach,cli}
 .venv/bin/python -m scripts.link_requirements "$engine_packages" torch numpy safetensors rich
@@ -59,7 +59,7 @@ cd "$folder"
 
 echo "Taking the course"
 cd "$checkout"
-.venv/bin/python -m scripts.link_requirements "$site_packages" 'minicache[course]'
+.venv/bin/python -m scripts.link_requirements "$site_packages" 'minicache-course[course]'
 .venv/bin/minicache init "$folder/from-the-checkout" >/dev/null
 cd "$folder"
 "$bin/minicache" init my-course

@@ -82,5 +82,7 @@ def _course() -> ModuleType:
         from minicache_course import install
     except ModuleNotFoundError as error:
         message = _("the course needs {name}: {command}")
-        raise MissingExtraError(message.format(name=error.name, command="pip install 'minicache[course]'")) from error
+        raise MissingExtraError(
+            message.format(name=error.name, command="pip install 'minicache-course[course]'")
+        ) from error
     return install

@@ -48,7 +48,7 @@ def needing_extra(doing: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{doing} needs {error.name}: pip install 'minicache[serve]'") from error
+        raise MissingExtraError(f"{doing} needs {error.name}: pip install 'minicache-course[serve]'") from error
 
 
 @contextmanager

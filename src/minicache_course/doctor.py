@@ -21,7 +21,7 @@ from minicache_course.language import remember, said, translations
 from minicache_course.workspace import CHECKOUT, TABLE, Workspace, find_workspace
 
 _IN_A_CLONE = (CHECKOUT / TABLE).is_file()
-_INSTALL = 'pip install -c constraints.txt -e ".[course]"' if _IN_A_CLONE else 'pip install "minicache[course]"'
+_INSTALL = 'pip install -c constraints.txt -e ".[course]"' if _IN_A_CLONE else 'pip install "minicache-course[course]"'
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 

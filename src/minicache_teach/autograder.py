@@ -104,7 +104,7 @@ def write_autograder(workspace: Workspace, phase: Phase, file: Path, seed: int |
 
 def _requirements() -> set[str]:
     """The packages that grading needs, without versions."""
-    return _required("minicache", "course") - _NOT_FOR_GRADING
+    return _required("minicache-course", "course") - _NOT_FOR_GRADING
 
 
 def _versions() -> dict[str, str]:

@@ -134,7 +134,7 @@ def _copydetect() -> Any:
         import copydetect
         import copydetect.utils
     except ImportError as error:
-        raise CourseError("the similarity report needs copydetect: pip install 'minicache[teach]'") from error
+        raise CourseError("the similarity report needs copydetect: pip install 'minicache-course[teach]'") from error
     return copydetect
 
 

@@ -18,7 +18,7 @@ def test_without_its_extra_it_says_what_to_install() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "httpx" in result.stderr
-    assert "minicache[serve]" in result.stderr
+    assert "minicache-course[serve]" in result.stderr
 
 
 @pytest.mark.parametrize(

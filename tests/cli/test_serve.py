@@ -26,7 +26,7 @@ def test_without_its_extra_it_says_what_to_install(module: str) -> None:
     result = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert module in result.stderr
-    assert "minicache[serve]" in result.stderr
+    assert "minicache-course[serve]" in result.stderr
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

@@ -42,7 +42,7 @@ def test_lower_floor_is_pure_standard_library(module: str) -> None:
 
 @pytest.mark.slow
 def test_without_the_extra_for_real_models_all_else_works() -> None:
-    """`minicache[hf]` is asked for when a folder's tokenizer or a hub name is, and not before."""
+    """`minicache-course[hf]` is asked for when a folder's tokenizer or a hub name is, and not before."""
     code = """
 import sys
 for name in ("transformers", "tokenizers", "huggingface_hub", "jinja2"):

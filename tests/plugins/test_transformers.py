@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'minicache[hf]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'minicache-course[hf]'")
 
 import torch
 

@@ -319,7 +319,7 @@ def test_what_is_missing_is_said(speaking, monkeypatch):
     """Without transformers a folder's text cannot be read; its model can."""
     folder, _ = speaking
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=re.escape("pip install 'minicache[hf]'")):
+    with pytest.raises(MissingExtraError, match=re.escape("pip install 'minicache-course[hf]'")):
         LLM(folder)
     monkeypatch.setattr("minicache.engine.loading.load_tokenizer", lambda model: None)
     assert LLM(folder, num_blocks=10, tokenizer=FakeTokenizer()).model.config.vocab_size == 300

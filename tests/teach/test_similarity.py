@@ -107,4 +107,4 @@ def test_without_copydetect_it_says_what_to_install(folder: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "copydetect", None)
     done = CliRunner().invoke(app, ["similarity", "class", "--phase", "1"])
     assert done.exit_code == 1
-    assert "pip install 'minicache[teach]'" in str(done.exception)
+    assert "pip install 'minicache-course[teach]'" in str(done.exception)

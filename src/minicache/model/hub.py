@@ -49,7 +49,9 @@ def download(name: str) -> Path:
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ImportError as error:
-        raise MissingExtraError(f"downloading {name} needs huggingface_hub: pip install 'minicache[hf]'") from error
+        raise MissingExtraError(
+            f"downloading {name} needs huggingface_hub: pip install 'minicache-course[hf]'"
+        ) from error
     try:
         HfApi().model_info(name, timeout=TIMEOUT)  # snapshot_download alone would wait longer
         return Path(snapshot_download(name, allow_patterns=[*FILES], etag_timeout=TIMEOUT))

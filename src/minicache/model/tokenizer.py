@@ -39,7 +39,7 @@ class FolderTokenizer:
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:
             raise MissingExtraError(
-                f"the tokenizer of {folder} needs transformers: pip install 'minicache[hf]'; or give another, "
+                f"the tokenizer of {folder} needs transformers: pip install 'minicache-course[hf]'; or give another, "
                 "LLM(…, tokenizer=…)"
             ) from error
         ids = end_token_ids(Path(folder))

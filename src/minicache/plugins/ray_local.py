@@ -26,7 +26,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray
 except ModuleNotFoundError as missing:
-    raise MissingExtraError("Ray is not installed: pip install 'minicache[scale]'") from missing
+    raise MissingExtraError("Ray is not installed: pip install 'minicache-course[scale]'") from missing
 
 OBJECT_STORE_NBYTES: Final = 80 * 2**20
 """Ray's shared memory, as small as Ray allows: tokens and results do not go through it."""

@@ -21,7 +21,9 @@ try:
     from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
 except ImportError as missing:
-    raise MissingExtraError("this plug-in needs transformers 5.23 or newer: pip install 'minicache[hf]'") from missing
+    raise MissingExtraError(
+        "this plug-in needs transformers 5.23 or newer: pip install 'minicache-course[hf]'"
+    ) from missing
 
 
 class MinicacheScheduler(Scheduler):

@@ -25,9 +25,9 @@ def why_unavailable() -> str | None:
     try:
         from minicache.kernels.cpu import attention  # noqa: F401
     except ModuleNotFoundError:
-        return "numba is not installed: pip install 'minicache[cpu]'"
+        return "numba is not installed: pip install 'minicache-course[cpu]'"
     except ImportError as error:  # for example, a numpy too new for this numba
-        return f"numba cannot be imported ({error}): pip install --upgrade 'minicache[cpu]'"
+        return f"numba cannot be imported ({error}): pip install --upgrade 'minicache-course[cpu]'"
     except RuntimeError as error:
         return f"numba finds no folder for compiled code ({error}): set NUMBA_CACHE_DIR to one that can be written"
     return None

@@ -202,8 +202,8 @@ def is_not_written(error: BaseException) -> bool:
 def unwritten_task(error: BaseException) -> str | None:
     """The task, such as "1.2", whose untouched starter raised `error`, a `NotImplementedError("phase 1, task 2: …")`.
 
-    Or what was raised while it was handled. Or, where a kernel was to run, what Triton made of it: the interpreter
-    wraps it, the compiler cannot translate it. None: it is another error.
+    Or, where a kernel was to run, what Triton made of it: the interpreter wraps it, the compiler cannot translate it.
+    None: it is another error.
     """
     found = None
     if isinstance(error, NotImplementedError):
@@ -212,8 +212,7 @@ def unwritten_task(error: BaseException) -> str | None:
         found = _STARTER.search(ast.unparse(line))
     if found:
         return f"{found[1]}.{found[2]}"
-    behind = error.__cause__ if _is_tritons(error) else error.__context__
-    return None if behind is None else unwritten_task(behind)
+    return unwritten_task(error.__cause__) if _is_tritons(error) and error.__cause__ is not None else None
 
 
 def unwrapped(error: BaseException) -> BaseException:

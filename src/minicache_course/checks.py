@@ -259,7 +259,7 @@ def short(value: Any) -> str:
         return _short_tensor(value)
     if isinstance(value, list | tuple):
         leaves = _leaves(value)
-        if len(leaves) == len(value) > 8 and all(map(is_number, leaves)) and len(repr(value)) > 80:
+        if len(leaves) > 8 and all(map(is_number, leaves)) and len(repr(value)) > 80:
             kinds = {type(leaf).__name__ for leaf in leaves}
             return f"a {type(value).__name__} of {len(leaves)} {kinds.pop() if len(kinds) == 1 else said('number')}s"
     if isinstance(value, list | tuple) and 0 < len(value) <= 8:

@@ -19,7 +19,7 @@ def test_a_plug_in_without_its_engine_says_what_to_install(monkeypatch, plugin, 
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, engine, None)
     monkeypatch.delitem(sys.modules, f"minicache.plugins.{plugin}", raising=False)
-    with pytest.raises(MissingExtraError, match=r"minicache\[hf\]|minicache\[scale\]|docs/en/reference/plugins.md"):
+    with pytest.raises(MissingExtraError, match=r"minicache-course\[(hf|scale)\]|docs/en/reference/plugins.md"):
         importlib.import_module(f"minicache.plugins.{plugin}")
 
 

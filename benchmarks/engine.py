@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
@@ -54,7 +53,7 @@ from minicache.cache.paged import PagedKVCache
 from minicache.engine.decoding import decode
 from minicache.engine.timing import timed
 from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
-from minicache.model.fused import fuse
+from minicache.model.linear import PackedLinear, pack
 
 ROUNDS: Final = 7
 SHORTEST, LONGEST = 50, 100
@@ -116,7 +115,7 @@ def take_turns(
         "laid_out_1" …, and "prompts", the pass over all prompts.
     """
     laid_out = deepcopy(model)
-    fuse(laid_out, in_place=True)
+    pack(laid_out)
     layers = {f"stored_{batch}": partial(linear_layers, model, batch, batch) for batch in BATCHES}
     layers |= {f"laid_out_{batch}": partial(linear_layers, laid_out, batch, batch) for batch in BATCHES}
     layers["prompts"] = partial(linear_layers, model, sum(map(len, rows["32"].work.prompts)), NUM_REQUESTS)
@@ -199,15 +198,19 @@ def make_rows() -> dict[str, Row]:
 
 def linear_layers(model: MiniGPT, num_tokens: int, num_logits: int) -> float:
     """CPU seconds of the linear layers alone, the best of 5 passes: no pass of the model takes less."""
-    layers = [module for module in model.layers.modules() if isinstance(module, torch.nn.Linear)]
-    inputs = {width: torch.randn(num_tokens, width) for width in {layer.in_features for layer in layers}}
+    layers = [
+        (module, module.in_features if isinstance(module, torch.nn.Linear) else module.weights.shape[1])
+        for module in model.layers.modules()
+        if isinstance(module, torch.nn.Linear | PackedLinear)
+    ]
+    inputs = {width: torch.randn(num_tokens, width) for _, width in layers}
     seconds = []
     with torch.inference_mode():
         for _ in range(5):
             start = time.thread_time()
-            for layer in layers:
-                layer(inputs[layer.in_features])
-            F.linear(inputs[SHAPE.hidden_size][:num_logits], model.embed_tokens.weight)
+            for layer, width in layers:
+                layer(inputs[width])
+            model.logits(inputs[SHAPE.hidden_size][:num_logits])
             seconds.append(time.thread_time() - start)
     return min(seconds)
 

@@ -17,6 +17,7 @@ from minicache.memory.blocks import BlockPool, BlockTable
 from minicache.model import Decoder, DecoderConfig, MiniGPT, MiniGPTConfig, fused
 from minicache.model.decoder import Llama3Scaling
 from minicache.model.fused import fuse, layer_caches
+from minicache.model.linear import PackedLinear, pack
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_layers": 3, "max_seq_len": 512}
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -87,11 +88,13 @@ def tensors_of(tokens, step):
     )
 
 
-def pair(name_or_model, block_size=4, **options):
+def pair(name_or_model, block_size=4, packed=False):
     """The same model served in both ways."""
     model = a_model(MODELS[name_or_model]) if isinstance(name_or_model, str) else name_or_model
     modules = Served(deepcopy(model), by_modules, block_size)
-    assert fuse(model, **options) is model
+    if packed:
+        pack(model)
+    assert fuse(model) is model
     return modules, Served(model, by_kernels, block_size)
 
 
@@ -99,10 +102,10 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+@pytest.mark.parametrize("packed", [False, True], ids=["copied", "packed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_caches_are_those_of_the_modules(name, in_place):
-    modules, kernels = pair(name, in_place=in_place)
+def test_logits_and_caches_are_those_of_the_modules(name, packed):
+    modules, kernels = pair(name, packed=packed)
     for seed, counts in enumerate([[5, 12, 3, 1], *STEPS.values()]):
         close(kernels.run(counts, seed), modules.run(counts, seed))
     for layer in range(kernels.storage.num_layers):
@@ -154,16 +157,17 @@ def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_w
 # Whose weights they are
 
 
-def test_weights_in_place_are_held_once_and_compute_what_they_did():
-    model = a_model(MODELS["biases"])
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+def test_packed_weights_are_held_once_and_compute_what_they_did():
+    model = a_model(MODELS["normed queries, tied"])
     tokens = torch.arange(9)[None]
     logits = model(tokens)
-    fuse(model, in_place=True)
-    assert all(weight.equal(before[name]) for name, weight in model.state_dict().items())
-    torch.testing.assert_close(model(tokens), logits)
-    q, k = (getattr(model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
-    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    pack(model)
+    close(model(tokens), logits)
+    fuse(model)
+    close(model(tokens), logits)
+    held = {layer.weights.numbers.untyped_storage() for layer in model.modules() if isinstance(layer, PackedLinear)}
+    assert len({storage.data_ptr() for storage in held}) == 4 * len(model.layers) + 1  # q, k, v are one; gate, up too
+    assert not [name for name, parameter in model.named_parameters() if parameter.ndim == 2]
 
 
 def test_copies_leave_the_model_as_it_was(tmp_path):
@@ -172,10 +176,9 @@ def test_copies_leave_the_model_as_it_was(tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
-def test_a_weight_that_is_changed_later_counts(in_place):
+def test_a_weight_that_is_changed_later_counts():
     """In the next step of the same engine: fine-tune, ask, fine-tune, ask."""
-    modules, kernels = pair("normed queries, tied", in_place=in_place)
+    modules, kernels = pair("normed queries, tied")
     close(kernels.run([3, 4, 5, 6], 0), modules.run([3, 4, 5, 6], 0))
     other = a_model(MODELS["normed queries, tied"], seed=1).state_dict()
     kernels.model.load_state_dict(other)
@@ -196,10 +199,9 @@ def adam_w(parameters):
     torch.optim.AdamW(parameters, lr=0.1, fused=True).step()
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 @pytest.mark.parametrize("change", [add_to, adam_w])
-def test_a_change_that_pytorch_does_not_count_is_noticed(change, in_place):
-    _, kernels = pair("biases", in_place=in_place)
+def test_a_change_that_pytorch_does_not_count_is_noticed(change):
+    _, kernels = pair("biases")
     kernels.run([3, 4, 5, 6], 0)
     change(kernels.model.parameters())
     modules = Served(deepcopy(kernels.model), by_modules)
@@ -267,10 +269,9 @@ def test_a_model_that_computes_something_else_than_its_class_is_not_fused():
         lambda model: setattr(model.layers[0].mlp, "up_proj", torch.nn.Linear(48, 72)),
         lambda model: torch.nn.utils.parametrizations.weight_norm(model.layers[0].mlp.up_proj),
     ):
-        for in_place in (False, True):
-            model = a_model(MODELS["minigpt"])
-            change(model)
-            assert fuse(model, in_place=in_place) is None
+        model = a_model(MODELS["minigpt"])
+        change(model)
+        assert fuse(model) is None
         model = a_model(MODELS["minigpt"])
         fuse(model)
         change(model)

@@ -20,6 +20,7 @@ from minicache.model import Decoder, MiniGPT, load_minigpt
 from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
+from minicache.model.linear import pack
 from minicache.model.tokenizer import folder_tokenizer
 
 logger = logging.getLogger("minicache")
@@ -111,10 +112,10 @@ def _load(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> 
     else:
         loaded = load_minigpt(path, dtype=dtype or torch.float32, device=device)
         loaded = loaded if dtype else half_on_gpu(loaded)
-    if cpu.is_available():
-        from minicache.model.fused import fuse  # imports numba
-
-        fuse(loaded, in_place=True)  # no other code has this model, so no weight need be held twice
+    weights = next(iter(loaded.parameters()))
+    on_cpu = weights.device.type == "cpu" and weights.dtype == torch.float32 and cpu.is_available()
+    if on_cpu and isinstance(loaded, Decoder):
+        pack(loaded)  # no other code has this model, so no weight need be held twice
     return loaded
 
 

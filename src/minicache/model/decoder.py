@@ -161,12 +161,6 @@ class Decoder(Transformer):
         self.frequencies = frequencies if config.rope_scaling is None else config.rope_scaling.scale(frequencies)
         self._frequencies_on: dict[torch.device, Tensor] = {}
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The second half of `forward`: logits `[…, vocab_size]` of the positions `[…, hidden_size]` that are given."""
-        if self.lm_head is None:
-            return F.linear(hidden, self.embed_tokens.weight)
-        return cast(Tensor, self.lm_head(hidden))
-
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`.
 
@@ -177,7 +171,7 @@ class Decoder(Transformer):
         if device not in self._frequencies_on:  # copied once: a copy waits for the device
             self._frequencies_on[device] = self.frequencies.to(device)
         cos, sin = turns(positions, self._frequencies_on[device])
-        dtype = self.embed_tokens.weight.dtype
+        dtype = cast(RMSNorm, self.norm).weight.dtype
         return cos.to(dtype), sin.to(dtype)
 
 

@@ -3,8 +3,8 @@
 The modules of `minicache.model.minigpt` and `minicache.model.decoder` say what is computed, one operation after the
 other. That is dozens of operations a layer, and most of a decode step is spent between the products. Here
 a layer is four products and five kernels (`minicache.kernels.cpu`): the weights of queries, keys and values are one
-matrix, and so are those of gate and up; keys and values go straight into the blocks; and of the last layer only the
-rows whose logits are read are computed beyond keys and values.
+matrix, and so are those of gate and up, in the order in which a product reads them; keys and values go straight into
+the blocks; and of the last layer only the rows whose logits are read are computed beyond keys and values.
 
 The result is that of the modules but for rounding; they are the fallback, and the oracle of the tests. No phase builds
 this module.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,29 +31,24 @@ from minicache.kernels.cpu import rows as kernels
 from minicache.kernels.cpu.steps import CacheArrays, check_slots, plan_step
 from minicache.kernels.cpu.warming import require_ready
 from minicache.model.decoder import Decoder
+from minicache.model.linear import PackedEmbedding, PackedLinear
 from minicache.model.minigpt import MiniGPT, Transformer
+from minicache.model.panels import Panels
 
 Array = NDArray[np.float32]
 
 MLP_ROWS = 512
 """How many rows go through a feed-forward block at a time: so what is between its products stays in the CPU's cache."""
 
-HEAD_NBYTES = 64 * 2**20
-"""The largest embedding of which a copy is laid out for the product with the output rows. Above it, the product waits
-for memory whatever the layout, and the copy would cost as much again."""
 
-
-def fuse(model: object, *, in_place: bool = False) -> MiniGPT | Decoder | None:
+def fuse(model: object) -> MiniGPT | Decoder | None:
     """Join a model's weights for the CPU, so `logits_at` can run it.
 
-    Each joined matrix is laid out column by column: a CPU multiplies few rows by such a matrix faster
-    (`benchmarks/engine.py`).
+    Those of `PackedLinear` layers are joined in place, and held once. Of `nn.Linear` layers the joined weights are
+    copies, and the model is left as it is.
 
     Args:
         model: anything.
-        in_place: the model's parameters become views of the joined matrices, so no weight is held twice. The model
-            computes what it did; but `safetensors` refuses to save parameters that lie in one memory. If not in place,
-            the model is left as it is, and the matrices are copies. A model that was joined in place stays so.
 
     Returns:
         The model, which `logits_at` can run now. None, and nothing was changed: it is no float32 `MiniGPT` or
@@ -64,14 +59,14 @@ def fuse(model: object, *, in_place: bool = False) -> MiniGPT | Decoder | None:
         return None
     weights = _WEIGHTS.get(model)
     if weights is None or not weights.are_those_of(model):
-        _join(model, in_place or (weights is not None and weights.in_place))
+        _join(model)
     return model
 
 
-def _join(model: Transformer, in_place: bool) -> _Weights:
-    # Not as inference tensors, whatever the caller's mode: the parameters that become views may be trained later.
+def _join(model: Transformer) -> _Weights:
+    # Not as inference tensors, whatever the caller's mode.
     with torch.inference_mode(False), torch.no_grad():
-        weights = _WEIGHTS[model] = _Weights.of(model, in_place)
+        weights = _WEIGHTS[model] = _Weights.of(model)
     return weights
 
 
@@ -97,10 +92,22 @@ def _detours(model: nn.Module) -> Iterator[object]:
         yield "forward" in vars(module)
 
 
-def _parts(model: nn.Module) -> list[tuple[str, object]]:
-    """What a model is made of: the types of its modules, and the shapes of its parameters."""
-    modules = [(name, type(module)) for name, module in model.named_modules()]
-    return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters())]
+def _parts(model: nn.Module) -> set[tuple[str, object]]:
+    """What a model is made of: the types of its modules, and the shapes of its parameters, be they packed or not."""
+    parts: set[tuple[str, object]] = {(name, parameter.shape) for name, parameter in model.named_parameters()}
+    embedding = model.embed_tokens
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear | PackedEmbedding):
+            if name == "lm_head" and isinstance(embedding, PackedEmbedding):
+                continue  # the embedding's own numbers
+            parts.add((f"{name}.weight", torch.Size(module.weights.shape)))
+            if isinstance(module, PackedLinear) and module.bias is not None:
+                parts.add((f"{name}.bias", module.bias.shape))
+        parts.add((name, _PLAIN.get(type(module), type(module))))
+    return parts
+
+
+_PLAIN = {PackedLinear: nn.Linear, PackedEmbedding: nn.Embedding}
 
 
 def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensors) -> Tensor:
@@ -123,7 +130,7 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
 def logits_of(model: Transformer, hidden: Tensor) -> Tensor:
     """The logits `[R, vocab_size]` of what `hidden_at` gives."""
     head = _WEIGHTS[model].head
-    logits = _empty(len(hidden), head.matrix.shape[1])
+    logits = _empty(len(hidden), head.panels.shape[0])
     _product(hidden, head, logits)
     return logits
 
@@ -156,7 +163,7 @@ def hidden_at(
     if not weights.are_current:
         if not _can_fuse(model):
             raise ValueError("the model was converted, or parts of it were replaced: make a new engine for it")
-        weights = _join(model, weights.in_place)
+        weights = _join(model)
     num_new, num_seqs, num_rows = step.token_ids.shape[0], step.context_lens.shape[0], step.last.shape[0]
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
@@ -263,30 +270,28 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Linear layers with the same input, as one.
+    """Linear layers with the same inputs, as one.
 
     Attributes:
-        matrix: `[in, Σ out]`, contiguous.
+        panels: their weights.
         bias: `[Σ out]`; None: none of them has one.
     """
 
-    matrix: Tensor
+    panels: Panels
     bias: Tensor | None
 
     @classmethod
-    def of(cls, *layers: nn.Linear, in_place: bool) -> _Joined:
-        """Join layers; in place, their weights and biases become views of the joined ones."""
-        sizes = [layer.out_features for layer in layers]
-        matrix = torch.cat([layer.weight.detach().t() for layer in layers], dim=1)
-        has_bias = layers[0].bias is not None
-        bias = torch.cat([layer.bias.detach() for layer in layers]) if has_bias else None
-        if in_place:
-            for layer, columns in zip(layers, torch.split(matrix, sizes, dim=1), strict=True):
-                layer.weight.data = columns.t()
-            if bias is not None:
-                for layer, numbers in zip(layers, torch.split(bias, sizes), strict=True):
-                    layer.bias.data = numbers
-        return cls(matrix, bias)
+    def of(cls, *layers: nn.Linear | PackedLinear) -> _Joined:
+        """Join layers. Those that are packed share the joined memory from now on."""
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
+        if not packed:
+            return cls(Panels.of(torch.cat([cast(nn.Linear, layer).weight.detach() for layer in layers])), bias)
+        panels = Panels.join([cast(Panels, layer.weights) for layer in packed])
+        for layer, own in zip(packed, panels.split(), strict=True):
+            layer.weights = own
+        return cls(panels, bias)
 
 
 @dataclass(frozen=True)
@@ -303,10 +308,10 @@ class _Layer:
     window: int
 
     @classmethod
-    def of(cls, block: Any, in_place: bool) -> _Layer:
+    def of(cls, block: Any) -> _Layer:
         """Join the weights of a `minicache.model.minigpt.Block`."""
         q_norm, k_norm = (_gain(getattr(block.self_attn, name, None)) for name in ("q_norm", "k_norm"))
-        qkv, output, gate_up, down = (_Joined.of(*layers, in_place=in_place) for layers in _linear_layers(block))
+        qkv, output, gate_up, down = (_Joined.of(*layers) for layers in _linear_layers(block))
         window = getattr(block.self_attn, "window", None)
         return cls(qkv, output, gate_up, down, _gain(block.post_attention_layernorm), q_norm, k_norm, window or 0)
 
@@ -317,7 +322,7 @@ def _gain(norm: nn.Module | None) -> Any:
     return None if weight is None else _array(weight.contiguous())
 
 
-def _linear_layers(block: Any) -> tuple[tuple[nn.Linear, ...], ...]:
+def _linear_layers(block: Any) -> tuple[tuple[nn.Linear | PackedLinear, ...], ...]:
     """The linear layers of a block, those with the same input together."""
     attention, mlp = block.self_attn, block.mlp
     return (
@@ -337,11 +342,10 @@ class _Weights:
         layers: of each block.
         norms: of each block the gain of its first norm, which is computed with the sum before it; last the model's own.
         head: the output layer.
-        in_place: whether the model's parameters are views of these.
         parameters: the model's.
         counted: those of which PyTorch counts how often they are changed in place: all but inference tensors.
         versions: `_versions` when the weights were joined.
-        samples: some numbers of each parameter that was copied: views. Not every optimizer has PyTorch count its steps.
+        samples: some numbers of each parameter: views. Not every optimizer has PyTorch count its steps.
         numbers: what was in the samples when the weights were joined.
     """
 
@@ -349,7 +353,6 @@ class _Weights:
     layers: list[_Layer]
     norms: list[Array]
     head: _Joined
-    in_place: bool
     parameters: list[nn.Parameter]
     counted: list[nn.Parameter]
     versions: list[int]
@@ -357,18 +360,17 @@ class _Weights:
     numbers: bytes
 
     @classmethod
-    def of(cls, model: Any, in_place: bool) -> _Weights:
+    def of(cls, model: Any) -> _Weights:
         """Join a model's weights."""
-        layers, head = [_Layer.of(block, in_place) for block in model.layers], _output_matrix(model, in_place)
+        layers, head = [_Layer.of(block) for block in model.layers], _output_layer(model)
         norms = [*(block.input_layernorm for block in model.layers), model.norm]
         parameters = list(model.parameters())
         gains = [_gain(norm) for norm in norms]
-        copied = [model.embed_tokens.weight] if in_place else parameters
-        samples = [_sample(parameter) for parameter in copied]
+        samples = [_sample(parameter) for parameter in parameters]
         numbers = np.concatenate(samples).tobytes()
         counted = [parameter for parameter in parameters if not parameter.is_inference()]
         versions = _versions(parameters, counted)
-        return cls(model.config, layers, gains, head, in_place, parameters, counted, versions, samples, numbers)
+        return cls(model.config, layers, gains, head, parameters, counted, versions, samples, numbers)
 
     def are_those_of(self, model: Transformer) -> bool:
         """Whether the model has the same parameters still, and none has been changed since."""
@@ -398,21 +400,18 @@ _WEIGHTS: WeakKeyDictionary[Transformer, _Weights] = WeakKeyDictionary()
 """Of every model that was fused. No attribute of the model: a copy of a model would copy it, and be stale."""
 
 
-def _output_matrix(model: Any, in_place: bool) -> _Joined:
-    """The output layer. Where it is the embedding, a copy laid out for the product, unless that is large."""
-    layer = getattr(model, "lm_head", None)
-    if layer is not None:
-        return _Joined.of(layer, in_place=in_place)
-    matrix = model.embed_tokens.weight.detach().t()
-    return _Joined(matrix.contiguous() if matrix.nbytes <= HEAD_NBYTES else matrix, None)
+def _output_layer(model: Any) -> _Joined:
+    """The output layer; where it is the embedding, that."""
+    if model.lm_head is None:
+        return _Joined(Panels.of(model.embed_tokens.weight), None)
+    return _Joined.of(model.lm_head)
 
 
 def _product(rows: Tensor, weights: _Joined, out: Tensor) -> None:
     """Multiply rows by joined weights."""
-    if weights.bias is None:
-        torch.mm(rows, weights.matrix, out=out)
-    else:
-        torch.addmm(weights.bias, rows, weights.matrix, out=out)
+    weights.panels.times(rows, out)
+    if weights.bias is not None:
+        out += weights.bias
 
 
 def _feed_forward(layer: _Layer, room: _Room) -> None:

@@ -58,12 +58,14 @@ class Transformer(nn.Module):
         embed_tokens: token ids → `[…, hidden_size]`.
         layers: one `Block` after the other.
         norm: after the last of them.
+        lm_head: the output layer; None if it is the embedding.
     """
 
     config: Shape
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
     norm: nn.Module
+    lm_head: nn.Module | None
 
     def forward(self, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
         """Compute the logits of the token after each position.
@@ -111,15 +113,18 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The second half of `forward`: logits `[…, vocab_size]` of the positions `[…, hidden_size]` that are given."""
-        raise NotImplementedError
+        if self.lm_head is None:
+            return F.linear(hidden, self.embed_tokens.weight)
+        return cast(Tensor, self.lm_head(hidden))
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`, as `rotate` wants them."""
         raise NotImplementedError
 
     def num_parameters(self) -> int:
-        """The number of trained values; a tied embedding counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """The number of trained values, packed ones too (`minicache.model.linear`); a tied embedding counts once."""
+        packed = sum(getattr(module, "num_packed", 0) for module in self.modules())
+        return packed + sum(parameter.numel() for parameter in self.parameters())
 
     def _check_token_ids(self, token_ids: Tensor) -> None:
         if not isinstance(token_ids, Tensor) or token_ids.dtype != torch.int64:
@@ -170,14 +175,11 @@ class MiniGPT(Transformer):
             for index in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = None
         cos, sin = rotary_tables(config)
         # Derived from the config, so not part of a checkpoint.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The second half of `forward`: logits `[…, vocab_size]` of the positions `[…, hidden_size]` that are given."""
-        return F.linear(hidden, self.embed_tokens.weight)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`, from a table."""

@@ -76,12 +76,14 @@ def load(start: Start, connection: Connection) -> Rank:
     if start.is_fused:
         from minicache.kernels.cpu.warming import warm_up
         from minicache.model.fused import fuse
+        from minicache.model.linear import pack
 
-        if fuse(shard, in_place=True) is None:
+        pack(shard)
+        if fuse(shard) is None:
             raise ValueError("rank 0 computes with the numba kernels, and this rank cannot")
         warm_up()
     connection.send(Ready())
-    group = Group(start.store, start.rank, start.size, shard.embed_tokens.weight, start.timeout_seconds)
+    group = Group(start.store, start.rank, start.size, next(shard.parameters()), start.timeout_seconds)
     return Rank(shard, group, start.is_fused)
 
 
@@ -98,7 +100,7 @@ class Server:
 
     def begin(self, begin: Begin) -> None:
         """Make the storages of a new engine."""
-        config, weights = self._rank.model.config, self._rank.model.embed_tokens.weight
+        config, weights = self._rank.model.config, next(self._rank.model.parameters())
         pool = BlockPool(begin.num_blocks, begin.block_size)
         sizes = (config.num_layers, config.num_kv_heads, config.head_dim)
         if begin.kv_cache_dtype is None:

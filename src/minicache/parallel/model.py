@@ -25,6 +25,7 @@ from minicache.errors import InvariantError, RankDiedError, RankFailedError, req
 from minicache.kernels import cpu
 from minicache.kernels.backends import is_plain_replaced
 from minicache.model.decoder import Decoder
+from minicache.model.linear import pack
 from minicache.model.minigpt import MiniGPT
 from minicache.parallel.group import Group
 from minicache.parallel.messages import Begin, Failed, FromRank, Move, Start, Step, ToRank
@@ -89,7 +90,7 @@ class ParallelModel:
         require_count("tensor_parallel_size", size, at_least=2)
         require_shardable(model, size)
         model = cast(MiniGPT | Decoder, model)
-        weights = model.embed_tokens.weight
+        weights = next(iter(model.parameters()))
         place, dtype = weights.device if device is None else torch.device(device), dtype or weights.dtype
         if place.type == "cuda" and torch.cuda.device_count() < size:
             raise ValueError(
@@ -224,7 +225,7 @@ class ParallelModel:
                 self._send_to(other, Start(rank, size, kind, config, *how), shard_weights(model, rank, size, dtype))
             self._wait_for_ready()
             try:
-                group = Group(store, 0, size, self.shard.embed_tokens.weight, self._timeout_seconds)
+                group = Group(store, 0, size, next(self.shard.parameters()), self._timeout_seconds)
             except RuntimeError as error:
                 self._die(str(error), error)
         return Rank(self.shard, group, self._is_fused)
@@ -370,11 +371,13 @@ def _shard(
 
 def _fuse(shard: MiniGPT | Decoder) -> bool:
     """Join a shard's weights if it can run fused; return whether it can."""
-    if shard.embed_tokens.weight.device.type != "cpu" or not cpu.is_available() or is_plain_replaced():
+    weights = next(shard.parameters())
+    if weights.device.type != "cpu" or weights.dtype != torch.float32 or not cpu.is_available() or is_plain_replaced():
         return False
     from minicache.model.fused import fuse  # imports numba
 
-    return fuse(shard, in_place=True) is not None
+    pack(shard)
+    return fuse(shard) is not None
 
 
 def as_bytes(weight: Tensor) -> memoryview:

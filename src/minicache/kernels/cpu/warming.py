@@ -24,9 +24,10 @@ def warm_up(
     """Compile every kernel, or load what an earlier process compiled: seconds the first time, then half a second.
 
     Each is compiled once for all models, because sizes are arguments and not constants; those that read or write a
-    cache are compiled once per cache dtype. Numba keeps the code in the `__pycache__` next to the kernel's module; if
-    that is not writable, in the user's cache folder; and in NUMBA_CACHE_DIR if that is set. Processes that compile a
-    kernel at the same time each write a complete file, and one replaces the other.
+    cache are compiled once per cache dtype, and the product once for each way to hold weights. Numba keeps the code in
+    the `__pycache__` next to the kernel's module; if that is not writable, in the user's cache folder; and in
+    NUMBA_CACHE_DIR if that is set. Processes that compile a kernel at the same time each write a complete file, and one
+    replaces the other.
 
     Args:
         progress: called with the numbers of compiled kernels and of all kernels, from (0, n) to (n, n).
@@ -35,14 +36,15 @@ def warm_up(
     Raises:
         KernelUnavailableError: compiled code cannot be read (a damaged file) or written (a full disk).
     """
-    from minicache.kernels.cpu import attention, rows
+    from minicache.kernels.cpu import attention, products, rows
 
-    signatures = {**rows.signatures(NUMBERS[dtype]), **attention.signatures(NUMBERS[dtype])}
-    progress(0, len(signatures))
+    versions = [*rows.signatures(NUMBERS[dtype]).items(), *attention.signatures(NUMBERS[dtype]).items()]
+    versions += [(products.product, signature) for signature in products.SIGNATURES]
+    progress(0, len(versions))
     with _LOCK:
-        for done, (kernel, signature) in enumerate(signatures.items(), 1):
+        for done, (kernel, signature) in enumerate(versions, 1):
             _compile(kernel, signature)
-            progress(done, len(signatures))
+            progress(done, len(versions))
         _READY.add(dtype)
 
 

@@ -12,6 +12,7 @@ from minicache.engine.llm import LLM
 from minicache.engine.loading import find_model, load_model
 from minicache.engine.options import EngineOptions, ReplicaOptions
 from minicache.engine.stopping import Tokenizer
+from minicache.model.minigpt import Transformer
 from minicache.scheduler import has_option
 from minicache.serving.replica.messages import EngineInfo
 from minicache.serving.replica.stats import cache_info
@@ -40,8 +41,7 @@ def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> LLM
     device = options.device if options.tensor_parallel_size == 1 else None
     given["model"] = load_model(find_model(options.model), given["dtype"], device)
     llm = LLM(**given, tokenizer=tokenizer)
-    parameters: list[torch.Tensor] = list(llm.model.parameters())
-    if options.num_threads is None and sum(each.numel() for each in parameters) <= MAX_SMALL:
+    if options.num_threads is None and isinstance(llm.model, Transformer) and llm.model.num_parameters() <= MAX_SMALL:
         torch.set_num_threads(1)
     return llm
 

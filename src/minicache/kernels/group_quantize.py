@@ -1,0 +1,78 @@
+"""Weights in a byte or in four bits per number, with a scale for each group of inputs: in PyTorch.
+
+A decode step reads every weight for each token that it computes, so its time is that of reading them: weights of half
+the bytes take half the time. One scale for a whole matrix would be that of its largest number, and most numbers are far
+smaller; so GROUP inputs of each output have a scale of their own. These are the layouts of GGUF's Q8_0 (int8) and Q4_1
+(int4), so what such a file holds is held here without a further rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP: Final = 32
+"""Consecutive inputs of an output that share a scale."""
+
+
+class GroupQuantized(NamedTuple):
+    """A weight `[out, in]` of few bits.
+
+    Attributes:
+        numbers: int8 `[out, in]`; or of four bits uint8 `[out, in / 2]`, of each group sixteen bytes: byte i has number
+            i in its low half and number i + 16 in its high half.
+        scale: of each group, `[out, in / GROUP]` float16.
+        minimum: what is added to scale · number, likewise; None for int8, which is symmetric.
+    """
+
+    numbers: Tensor
+    scale: Tensor
+    minimum: Tensor | None
+
+
+def quantize_groups(weight: Tensor, dtype: str) -> GroupQuantized:
+    """Round a weight to int8 or to four bits, group by group.
+
+    int8: the number of a group that is largest in magnitude becomes ±127. int4: the smallest becomes 0, the largest 15.
+
+    Args:
+        weight: `[out, in]`, floating point; in is a multiple of GROUP.
+        dtype: "int8" or "int4".
+
+    Raises:
+        ValueError: dtype is neither, in is no multiple of GROUP, or a number is not finite, or out of float16's range.
+    """
+    if dtype not in ("int8", "int4"):
+        raise ValueError(f'weights are quantized to "int8" or "int4"; got {dtype!r}')
+    if weight.ndim != 2 or weight.shape[1] % GROUP:
+        raise ValueError(f"a weight must be [out, in] with in a multiple of {GROUP}; got {list(weight.shape)}")
+    groups = weight.detach().float().view(len(weight), -1, GROUP)
+    if dtype == "int8":
+        scale, minimum = groups.abs().amax(dim=-1).div(127).half(), None
+        numbers = _in_steps(groups, scale).clamp_(-127, 127).to(torch.int8).flatten(1)
+    else:
+        low, high = groups.aminmax(dim=-1)
+        scale, minimum = high.sub(low).div(15).half(), low.half()
+        codes = _in_steps(groups - minimum.float()[..., None], scale).clamp_(0, 15).to(torch.uint8)
+        numbers = (codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4).flatten(1)
+    if not (scale.isfinite().all() and (minimum is None or minimum.isfinite().all())):
+        raise ValueError("a weight is infinite, NaN, or too large for a scale in float16")
+    return GroupQuantized(numbers, scale, minimum)
+
+
+def dequantize_groups(weight: GroupQuantized) -> Tensor:
+    """The weight `[out, in]` in float32 that was rounded."""
+    numbers, scale, minimum = weight
+    if minimum is None:
+        return numbers.float().view(*scale.shape, GROUP).mul_(scale.float()[..., None]).flatten(1)
+    pairs = numbers.view(*scale.shape, GROUP // 2)
+    codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).float()
+    return codes.mul_(scale.float()[..., None]).add_(minimum.float()[..., None]).flatten(1)
+
+
+def _in_steps(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Numbers `[out, groups, GROUP]` as whole multiples of their group's scale; 0 where that is 0."""
+    steps = scale.float()[..., None]
+    return torch.where(steps > 0, numbers / steps, 0.0).round_()

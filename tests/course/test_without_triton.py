@@ -41,7 +41,8 @@ def test_phase_4_is_not_graded_and_the_reason_is_told(no_compilers: None) -> Non
     assert "Triton is not installed" in task.tests[0].message
     stream = io.StringIO()
     print_result(result, Console(file=stream, width=200))
-    assert stream.getvalue().count("Not graded: Triton is not installed") == 1
+    asked = "Not graded: Triton is not installed: pip install 'minicache-course[triton]'"
+    assert stream.getvalue().count(asked) == (sys.platform == "linux")
 
 
 @pytest.mark.slow

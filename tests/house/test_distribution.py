@@ -46,7 +46,7 @@ def test_every_text_names_our_distribution_and_an_extra_that_it_has() -> None:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that pip takes for an index: our distribution, as this environment has it, and a `minicache` that fails."""
+    """An index for pip: our distribution, as this environment has it, and a `minicache` that fails."""
     folder = tmp_path_factory.mktemp("index")
     ours = distribution(PROJECT["name"])
     stem = f"{ours.name.replace('-', '_')}-{ours.version}"

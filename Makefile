@@ -11,7 +11,7 @@ say := printf '\n\033[1m%s\033[0m\n'
 $(SETUP): pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON="$(PYTHON)" scripts/setup.sh
 
-.PHONY: help setup demo test check lint docs serve committed wheel figures notebooks gpu clean
+.PHONY: help setup demo test check lint docs serve committed wheel release figures notebooks gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,7 +57,11 @@ committed:
 		{ echo "notebooks/ has changes that are not committed, and the wheel would carry them: git stash -- notebooks"; exit 1; }
 
 wheel: committed docs ## build the wheel, pages included, into dist/
-	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	@$(BIN)/python -m hatchling build -t wheel
+
+release: wheel ## what a release has: the wheel and the source into dist/, the site into out/
+	@$(BIN)/python -m hatchling build -t sdist
+	@mkdir -p out && tar -czf out/minicache-site.tar.gz site
 
 figures: $(SETUP) ## draw every figure of the docs again
 	@$(BIN)/python -m scripts.figures

@@ -14,7 +14,7 @@ fail() {
 
 [ -f site/index.html ] || .venv/bin/python -m scripts.docs site
 echo "Building the wheel"
-.venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$folder" .
+.venv/bin/python -m hatchling build -t wheel -d "$folder"
 echo "Installing it"
 .venv/bin/python -m venv --without-pip "$folder/venv"
 .venv/bin/pip --quiet --disable-pip-version-check --python "$folder/venv" install --no-deps "$folder"/minicache_course-*.whl

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from minicache.request import Request as Request
     from minicache.scheduler import create_scheduler as create_scheduler
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __getattr__, __dir__ = lazily(
     __name__,

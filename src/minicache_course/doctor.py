@@ -53,14 +53,16 @@ def examine() -> Iterator[Finding]:
         text=True,
     )
     yield Finding("Python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
-    yield _tried(trying, "torch", _INSTALL) if find_spec("torch") else _package("torch", _INSTALL)
+    torch = _tried(trying, "torch", _INSTALL)
+    yield torch if find_spec("torch") else _package("torch", _INSTALL)
+    yield _tried(trying, "numba", "without it the engine is several times slower on a CPU", required=False)
+    yield _tried(trying, "triton", "phase 4 is not graded; everything else works", required=False)
+    trying.wait()
     for name in ("numpy", "pytest", "hypothesis", "libcst", "watchfiles"):
         yield _package(name, _INSTALL)
     plugins = {entry.value for entry in entry_points(group="pytest11")}
     active = "minicache_course.plugin" in plugins
     yield Finding("pytest plugin", active, said("active") if active else "not found by pytest", f"{_INSTALL} again")
-    yield _tried(trying, "triton", "phase 4 is not graded; everything else works", required=False)
-    trying.wait()
     if _IN_A_CLONE:
         browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
         needed = "needed only by the site's tests: install chromium"
@@ -86,11 +88,11 @@ def _package(name: str, remedy: str) -> Finding:
 
 
 def try_out() -> None:
-    """Use torch and Triton, and print a line of JSON for each: whether it works, and what was found.
+    """Use torch, numba and Triton, and print a line of JSON for each: whether it works, and what was found.
 
     In a process of its own: importing Triton settles where it runs, and what does not fit the machine may crash.
     """
-    for use in (_use_torch, _use_triton):
+    for use in (_use_torch, _use_numba, _use_triton):
         try:
             told = (True, use())
         except KernelUnavailableError as error:
@@ -104,8 +106,21 @@ def _use_torch() -> str:
     import torch
 
     torch.ones(2, 2).sum()  # a torch that does not fit the machine imports, and fails here
-    device = "with a GPU" if torch.cuda.is_available() else "CPU only: sufficient for the course"
-    return f"{torch.__version__} ({device})"
+    if torch.version.cuda is None:
+        kind = "CPU build: sufficient for the course"
+    elif torch.cuda.is_available():
+        kind = "CUDA build, with a GPU"
+    else:
+        kind = "CUDA build without a GPU: the CPU build is 4 GB smaller, see docs/en/setup.md"
+    return f"{torch.__version__} ({kind})"
+
+
+def _use_numba() -> str:
+    from minicache.kernels import cpu
+
+    if reason := cpu.why_unavailable():
+        raise KernelUnavailableError(reason)
+    return f"{version('numba')} (the engine's kernels on a CPU)"
 
 
 def _use_triton() -> str:
@@ -114,7 +129,7 @@ def _use_triton() -> str:
     runtime.interpret_without_gpu()
     runtime.require_triton(runtime.usual_device())
     place = "interpreter, canary passed" if runtime.interpreting() else "on the GPU"
-    return f"{version('triton')} ({place})"
+    return f"{version('triton')} ({place}; only phase 4 needs it)"
 
 
 def _tried(trying: subprocess.Popen[str], name: str, remedy: str, *, required: bool = True) -> Finding:

@@ -20,9 +20,9 @@ from minicache_course.errors import CourseError
 from minicache_course.files import replace_file
 from minicache_course.install import CARRIED, PYTEST_INI
 from minicache_course.table import Phase
-from minicache_course.workspace import INSTALLED, PACKAGES, SOURCES, Workspace
+from minicache_course.workspace import INSTALLED, PACKAGES, SOURCES, Workspace, phase_imports
 
-_NOT_FOR_GRADING = {"jupyter", "jupytext", "nbclient", "watchfiles"}
+_NOT_FOR_GRADING = {"jupyterlab", "numba", "watchfiles"}
 
 _SETUP = """\
 #!/usr/bin/env bash
@@ -74,12 +74,13 @@ def write_autograder(workspace: Workspace, phase: Phase, file: Path, seed: int |
     if not workspace.tests(phase).is_dir():
         raise CourseError(f"phase {phase.number} has no tests: {workspace.tests(phase)} is not there")
     options = f"--phase {phase.number}" + (f" --seed {seed}" if seed is not None else "")
+    needed = requirements(phase)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     contents = {
         "setup.sh": _SETUP.replace("@PYTHON@", python).encode(),
         "run_autograder": _RUN.replace("@OPTIONS@", options).encode(),
-        "requirements.txt": "".join(f"{name}\n" for name in sorted(_requirements())).encode(),
-        "constraints.txt": "".join(f"{name}=={of}\n" for name, of in sorted(_versions().items())).encode(),
+        "requirements.txt": "".join(f"{name}\n" for name in sorted(needed)).encode(),
+        "constraints.txt": "".join(f"{name}=={of}\n" for name, of in sorted(_versions(needed).items())).encode(),
         "course/pytest.ini": PYTEST_INI.encode(),
     }
     for pattern in (*CARRIED, INSTALLED):
@@ -102,15 +103,16 @@ def write_autograder(workspace: Workspace, phase: Phase, file: Path, seed: int |
     replace_file(file, whole.getvalue())
 
 
-def _requirements() -> set[str]:
-    """The packages that grading needs, without versions."""
-    return _required("minicache-course", "course") - _NOT_FOR_GRADING
+def requirements(phase: Phase) -> set[str]:
+    """The packages that grading a phase needs, without versions."""
+    kernels = _required("minicache-course", "triton") if phase_imports(phase, "triton") else set()
+    return (_required("minicache-course", "course") | kernels) - _NOT_FOR_GRADING
 
 
-def _versions() -> dict[str, str]:
-    """The version of each package that is needed here, and of what they need."""
+def _versions(needed: set[str]) -> dict[str, str]:
+    """The version of each of these packages here, and of what they need."""
     versions: dict[str, str] = {}
-    left = _requirements()
+    left = set(needed)
     while left:
         name = left.pop()
         try:

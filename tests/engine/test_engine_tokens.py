@@ -11,6 +11,7 @@ from tests.grid import grid
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import RequestTooLargeError
+from minicache.kernels import cpu
 from minicache.model import MiniGPT, MiniGPTConfig, save_minigpt
 from minicache.scheduler import SCHEDULERS
 from minicache.scheduler.observe import Observer
@@ -52,6 +53,14 @@ def test_the_order_of_requests_does_not_matter(model, prompts, expected, order):
     params = params_of()
     got = token_ids(llm.generate([prompts[i] for i in order], [params[i] for i in order]))
     assert got == [expected[i] for i in order]
+
+
+def test_without_numba_the_tokens_are_the_same_and_it_is_said_once(model, prompts, expected, monkeypatch, caplog):
+    monkeypatch.setattr(cpu, "why_unavailable", lambda: "numba is away for this test")
+    for llm in [LLM(model, num_blocks=64) for _ in range(2)]:
+        assert token_ids(llm.generate(prompts, params_of())) == expected
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert record.getMessage().endswith("several times slower: numba is away for this test")
 
 
 # In chunks

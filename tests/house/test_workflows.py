@@ -26,9 +26,22 @@ def test_what_a_workflow_runs_is_there(workflow: Path) -> None:
     assert commands
 
 
+def jobs(workflow: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((ROOT / ".github/workflows" / workflow).read_text(encoding="utf-8"))["jobs"])
+
+
 def test_the_oldest_python_is_tested() -> None:
-    tests = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
-    tested = tests["jobs"]["tests"]["strategy"]["matrix"]["python"]
+    tested = jobs("tests.yml")["tests"]["strategy"]["matrix"]["python"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == f">={tested[0]}"
     assert tested == sorted(tested, key=lambda each: int(each.split(".")[1]))
+
+
+def test_only_what_was_rehearsed_is_published() -> None:
+    release = jobs("release.yml")
+    assert [release[name].get("needs") for name in ("build", "test", "publish", "attach")] == [
+        None, "build", "test", "publish",
+    ]  # fmt: skip
+    assert [step["run"] for step in release["test"]["steps"] if "run" in step] == ["scripts/rehearse.sh"]
+    assert release["test"]["strategy"]["matrix"]["python"] == jobs("tests.yml")["tests"]["strategy"]["matrix"]["python"]
+    assert [name for name, job in release.items() if "id-token" in job.get("permissions", {})] == ["publish"]

@@ -86,7 +86,7 @@ def test_too_late(said: Said, before: str, after: str, change: str) -> None:
 
 def test_no_triton_on_linux(said: Said) -> None:
     message = said(HIDE_TRITON + "sys.platform = 'linux'\n" + REQUIRE)
-    assert message.startswith("Triton is not installed: pip install triton")
+    assert message.startswith("Triton is not installed: pip install 'minicache-course[triton]'")
     assert "phase 4" in message
 
 

@@ -16,7 +16,7 @@ from tests.toys import COLOR, NBYTES, Toys
 from minicache_course.errors import CourseError
 from minicache_course.install import course_files
 from minicache_course.workspace import open_workspace
-from minicache_teach.autograder import write_autograder
+from minicache_teach.autograder import requirements, write_autograder
 
 
 @pytest.fixture
@@ -57,10 +57,16 @@ def test_the_zip_is_ready_to_upload(toys: Toys, tmp_path: Path) -> None:
         for script in ("setup.sh", "run_autograder"):
             assert modes[script] == 0o755
             assert subprocess.run(["bash", "-n"], input=archive.read(script), check=True).returncode == 0
-        requirements = archive.read("requirements.txt").decode().split()
+        required = set(archive.read("requirements.txt").decode().split())
         pinned = dict(line.split("==") for line in archive.read("constraints.txt").decode().split())
-    assert {"pytest", "hypothesis", "torch", "typer"} <= set(requirements) <= set(pinned)
-    assert "jupyter" not in requirements
+    assert {"pytest", "hypothesis", "torch", "typer"} <= required <= set(pinned)
+    assert not {"jupyterlab", "numba", "triton"} & required
+
+
+def test_only_the_kernels_zip_asks_for_triton() -> None:
+    workspace = open_workspace(Path(__file__).parents[2])
+    asks = {phase.number for phase in workspace.course if "triton" in requirements(phase)}
+    assert asks == ({4} if sys.platform == "linux" else set())
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def _import_triton() -> None:
     except (ImportError, OSError, RuntimeError) as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != "triton":
             raise KernelUnavailableError(f"Triton is installed but cannot be imported: {error}") from error
-        remedy = "pip install triton"
+        remedy = "pip install 'minicache-course[triton]'"
         if sys.platform != "linux":
             remedy = f"it exists for Linux only, and this is {sys.platform}: use WSL, a container or a hosted notebook"
         text = f"Triton is not installed: {remedy}. Everything but phase 4's kernels runs without it"

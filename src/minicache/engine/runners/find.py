@@ -10,6 +10,8 @@ step may have, and PyTorch's allocator keeps the memory that this took. No phase
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from os.path import dirname
 from typing import Protocol
@@ -30,6 +32,8 @@ from minicache.kernels.backends import is_plain_replaced
 from minicache.model.minigpt import Transformer
 from minicache.parallel import ParallelModel
 from minicache.scheduler import Scheduler, SchedulerOutput
+
+logger = logging.getLogger("minicache")
 
 
 class ModelRunner(Protocol):
@@ -136,7 +140,7 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
     """The runner for a model, ready to run.
 
     On a CPU the model's weights are joined, and the kernels are compiled or loaded. Compiling takes some seconds, once
-    on a machine; a terminal shows its progress.
+    on a machine; a terminal shows its progress. Where numba is missing, a warning says so, once in a process.
 
     Args:
         model: what is to be run.
@@ -155,7 +159,10 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
     device = memory.storage.device
     if device.type == "cuda":
         return GPUModelRunner(model, memory, max_num_seqs, None if enforce_eager else CUDACapture(device))
-    if device.type != "cpu" or not cpu.is_available() or is_plain_replaced():
+    if device.type != "cpu" or is_plain_replaced():
+        return None
+    if reason := cpu.why_unavailable():
+        _warn_of_slow_steps(reason)
         return None
     from minicache.engine.runners.cpu import CPUModelRunner  # these import numba
     from minicache.kernels.cpu.warming import warm_up
@@ -169,6 +176,12 @@ def find_runner(model: Model, memory: Memory, max_num_seqs: int, *, enforce_eage
         task = progress.add_task("Compiling kernels")
         warm_up(lambda done, total: progress.update(task, completed=done, total=total), dtype=memory.storage.dtype)
     return CPUModelRunner(fused, memory)
+
+
+@functools.cache
+def _warn_of_slow_steps(reason: str) -> None:
+    """Say, once in a process, that its engines compute in PyTorch alone, and why."""
+    logger.warning("the engine runs without its CPU kernels, several times slower: %s", reason)
 
 
 def is_loop_replaced() -> bool:

@@ -25,16 +25,16 @@ def why_unavailable() -> str | None:
     try:
         from minicache.kernels.cpu import attention  # noqa: F401
     except ModuleNotFoundError:
-        return "numba is not installed: pip install 'minicache-course[cpu]'"
+        return "numba is not installed: pip install numba"
     except ImportError as error:  # for example, a numpy too new for this numba
-        return f"numba cannot be imported ({error}): pip install --upgrade 'minicache-course[cpu]'"
+        return f"numba cannot be imported ({error}): pip install --upgrade numba"
     except RuntimeError as error:
         return f"numba finds no folder for compiled code ({error}): set NUMBA_CACHE_DIR to one that can be written"
     return None
 
 
 def is_available() -> bool:
-    """Whether numba can compile and cache kernels: the extra `cpu` is installed, and a folder is writable."""
+    """Whether numba can compile and cache kernels: numba is installed, and a folder is writable."""
     return why_unavailable() is None
 
 

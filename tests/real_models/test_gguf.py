@@ -70,7 +70,7 @@ def test_a_file_is_the_folder_of_its_numbers(save, tmp_path, kind, monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="only Linux says how much memory was in use")
 def test_there_are_never_two_copies_of_the_weights(save, tmp_path):
     """100 MiB of float32, from a quarter of that."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2816, "vocab_size": 512, "num_hidden_layers": 5, "head_dim": 16}
+    sizes = {"hidden_size": 512, "intermediate_size": 2816, "vocab_size": 512, "num_hidden_layers": 6, "head_dim": 16}
     path = write_gguf(save("llama", **sizes, fresh=True).folder, tmp_path / "model.gguf", kind="Q8_0")
     small = write_gguf(save("llama", **SIZES, fresh=True).folder, tmp_path / "small.gguf", kind="Q8_0")
     code = f"""

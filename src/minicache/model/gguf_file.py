@@ -1,7 +1,8 @@
 """The format of GGUF files (ggml's, versions 2 and 3): a header of fields and tensors' places, then the tensors.
 
 The header is read here: the library's reader makes an array of each string of a vocabulary, which takes a second and
-a half, and never ends on some broken files. Numbers are dequantised by the library (`gguf.quants`). No phase builds this module.
+a half, and never ends on some broken files. Numbers are dequantised by the library (`gguf.quants`). No phase builds
+this module.
 """
 
 from __future__ import annotations

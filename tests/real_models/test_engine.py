@@ -14,7 +14,7 @@ from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import CheckpointError, MissingExtraError, UnsupportedModelError
-from minicache.model.tokenizer import FolderTokenizer
+from minicache.model.tokenizer import folder_tokenizer
 from minicache.scheduler.observe import Observer
 
 LLAMA3 = {
@@ -180,7 +180,7 @@ def test_a_stream_shows_no_half_letters(speaking):
             return torch.nn.functional.one_hot(following, 300)[None].float()
 
     model = Parrot(LLM(folder, num_blocks=10).model.config)
-    llm = LLM(model, num_blocks=20, tokenizer=FolderTokenizer(folder))
+    llm = LLM(model, num_blocks=20, tokenizer=folder_tokenizer(folder))
     chunks = list(llm.stream(["a"], SamplingParams(max_tokens=100)))
     pieces = [chunk.text for chunk in chunks]
     assert "".join(pieces) == said
@@ -238,7 +238,7 @@ def test_a_folder_without_a_tokenizer_takes_token_ids(save):
 def test_token_ids_that_only_one_of_the_two_knows(speaking):
     """A model may have more tokens than its tokenizer; those have no text."""
     folder, theirs = speaking
-    tokenizer = FolderTokenizer(folder)
+    tokenizer = folder_tokenizer(folder)
     assert len(theirs) < 299
     assert tokenizer.decode([50, 299, 51]) == tokenizer.decode([50, 51])
     with pytest.raises(IndexError, match="300"):
@@ -248,7 +248,7 @@ def test_token_ids_that_only_one_of_the_two_knows(speaking):
 def test_no_token_has_more_characters_than_the_bound(speaking):
     """What refuses a text by its length alone, before it is tokenized, must refuse none that fits."""
     folder, theirs = speaking
-    tokenizer = FolderTokenizer(folder)
+    tokenizer = folder_tokenizer(folder)
     shown = [theirs.decode([token_id], skip_special_tokens=False) for token_id in range(len(theirs))]
     assert max(map(len, shown)) <= tokenizer.max_token_chars <= 2 * max(map(len, shown))
 
@@ -264,7 +264,7 @@ def test_a_conversation_is_the_templates_text(speaking):
         {"role": "user", "content": "日?"},
     ]
     text = "<s><|user|>hello<|assistant|>the mat<|user|>日?<|assistant|>"
-    got = FolderTokenizer(folder).apply_chat_template(messages)
+    got = folder_tokenizer(folder).apply_chat_template(messages)
     assert got == theirs.encode(text, add_special_tokens=False)
     assert got.count(theirs.bos_token_id) == 1
     assert LLM(folder, num_blocks=20).generate([got], PARAMS)[0].token_ids
@@ -273,12 +273,12 @@ def test_a_conversation_is_the_templates_text(speaking):
 def test_messages_that_a_template_refuses(speaking, save, add_tokenizer):
     folder, _ = speaking
     with pytest.raises(ValueError, match="chat template refuses these messages: no role judge"):
-        FolderTokenizer(folder).apply_chat_template([{"role": "judge", "content": "no"}])
+        folder_tokenizer(folder).apply_chat_template([{"role": "judge", "content": "no"}])
     bare = save("llama", fresh=True).folder
     add_tokenizer(bare)
     (bare / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):
-        FolderTokenizer(bare).apply_chat_template([{"role": "user", "content": "no"}])
+        folder_tokenizer(bare).apply_chat_template([{"role": "user", "content": "no"}])
 
 
 # Sixteen bits on a CPU

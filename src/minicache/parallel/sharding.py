@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from minicache.model.assembling import without_memory
 from minicache.model.config import MiniGPTConfig
 from minicache.model.decoder import Decoder, DecoderConfig
 from minicache.model.minigpt import MiniGPT, rotary_tables
@@ -100,7 +101,7 @@ def empty_shard(kind: str, config: Config, dtype: torch.dtype) -> MiniGPT | Deco
         config: of `shard_config`.
         dtype: of the weights to come.
     """
-    with torch.device("meta"):
+    with without_memory():
         shard = MiniGPT(cast(MiniGPTConfig, config)) if kind == "MiniGPT" else Decoder(cast(DecoderConfig, config))
     if isinstance(shard, MiniGPT):  # its tables are not in the state_dict
         shard.cos, shard.sin = (table.to(dtype) for table in rotary_tables(shard.config))

@@ -98,7 +98,7 @@ class LLM(EngineLoop):
             require_combination(size, given.cache)
         found = find_model(model)
         dtype = cast("torch.dtype | None", given.dtype)
-        model = load_model(found, dtype, given.device if size == 1 else None)
+        model = load_model(found, dtype, given.device, weight_dtype=given.weight_dtype, num_ranks=size)
         if size != 1:
             model = parallelize(model, size, dtype, given.device)
         self.tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer

@@ -6,6 +6,7 @@ No phase builds this module.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,12 +16,11 @@ from torch import nn
 from minicache.engine.kv import Model
 from minicache.engine.stopping import Tokenizer
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
-from minicache.kernels import cpu
 from minicache.model import Decoder, MiniGPT, load_minigpt
 from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
 from minicache.model.folder import load_folder
 from minicache.model.hub import download, is_hub_name
-from minicache.model.linear import pack
+from minicache.model.linear import pack, pack_layer
 from minicache.model.tokenizer import folder_tokenizer
 
 logger = logging.getLogger("minicache")
@@ -66,7 +66,14 @@ def load_tokenizer(model: Path | object) -> Tokenizer | None:
     return folder_tokenizer(model) if model.is_dir() else MiniGPTTokenizer()
 
 
-def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: torch.device | str | None) -> Model:
+def load_model(
+    model: str | Path | Model,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    *,
+    weight_dtype: str | None = None,
+    num_ranks: int = 1,
+) -> Model:
     """The model that an engine was asked for.
 
     Args:
@@ -75,23 +82,34 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
             bits become float32, with a warning, on a CPU that has no instructions for them and would be many times
             slower; and on a GPU float32 becomes bfloat16, or float16 if that is an older one (`half_on_gpu`).
         device: where to hold them; None: the CPU.
+        weight_dtype: "int8" or "int4", what the weights of linear layers are rounded to as they are read; None: they
+            are not (`minicache.model.linear`).
+        num_ranks: over how many processes it will be divided. If more than one, it is loaded on the CPU.
 
     Returns:
-        The given model; or the one that was loaded, its weights joined for the CPU (`minicache.model.fused`).
+        The given model; or the one that was loaded, its weights packed for the CPU's products.
 
     Raises:
         CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
         TypeError: the model is none of these, or the dtype is no `torch.dtype`.
-        ValueError: there is no such device here; or a dtype or device is given with a model that has others.
+        ValueError: there is no such device here; a dtype or device is given with a model that has others; or the
+            weights cannot be quantized, or not with these options.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, torch.float16 for instance; got {dtype!r}")
+    if weight_dtype not in (None, "int8", "int4"):
+        raise ValueError(f'weight_dtype must be "int8" or "int4", or be left out; got {weight_dtype!r}')
+    if weight_dtype and num_ranks > 1:
+        raise ValueError(
+            "weights of few bits are not divided among ranks: leave out weight_dtype or tensor_parallel_size"
+        )
+    device = device if num_ranks == 1 else None
     if device is not None:
         _require_device(device)
     model = find_model(model)
     if isinstance(model, Path):
         with torch.inference_mode(False):  # whatever the caller's mode: the model may be trained later
-            return _load(model, dtype, device or "cpu")
+            return _load(model, dtype, torch.device(device or "cpu"), weight_dtype, num_ranks)
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
         raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
     weights = next(iter(model.parameters()))
@@ -100,22 +118,26 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
             f"the model's weights are {weights.dtype} on {weights.device}: for another dtype or device convert the "
             f"model itself, model.to(…), and leave dtype and device out"
         )
+    if weight_dtype:
+        raise ValueError("weight_dtype rounds weights as they are loaded: give the model's name or path, not a model")
     return model
 
 
-def _load(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
+def _load(
+    path: Path, dtype: torch.dtype | None, device: torch.device, weight_dtype: str | None, num_ranks: int
+) -> Model:
     """As `load_model`, of a checkpoint's or a folder's path."""
+    if weight_dtype and dtype is None:  # known before the first weight is rounded
+        dtype = half_of_gpu(device) if device.type == "cuda" else torch.float32
+    settle = partial(pack_layer, dtype=weight_dtype) if num_ranks == 1 else None
     loaded: MiniGPT | Decoder
     if path.is_dir():
-        loaded = load_folder(path, dtype=dtype, device=device)
-        loaded = _widened(loaded if dtype else half_on_gpu(loaded), path, dtype)
-    else:
-        loaded = load_minigpt(path, dtype=dtype or torch.float32, device=device)
-        loaded = loaded if dtype else half_on_gpu(loaded)
-    weights = next(iter(loaded.parameters()))
-    on_cpu = weights.device.type == "cpu" and weights.dtype == torch.float32 and cpu.is_available()
-    if on_cpu and isinstance(loaded, Decoder):
-        pack(loaded)  # no other code has this model, so no weight need be held twice
+        loaded = load_folder(path, dtype=dtype, device=device, settle=settle)
+        return _widened(loaded if dtype else half_on_gpu(loaded), path, dtype)
+    loaded = load_minigpt(path, dtype=dtype or torch.float32, device=device)
+    loaded = loaded if dtype else half_on_gpu(loaded)
+    if weight_dtype:
+        pack(loaded, weight_dtype)
     return loaded
 
 
@@ -155,10 +177,13 @@ def half_on_gpu(model: _Module) -> _Module:
     weights = next(iter(model.parameters()))
     if weights.device.type != "cuda":
         return model
-    has_bfloat16 = torch.cuda.get_device_capability(weights.device) >= (8, 0)
-    if has_bfloat16 and weights.dtype == torch.float16:
-        return model
-    return model.to(torch.bfloat16 if has_bfloat16 else torch.float16)
+    half = half_of_gpu(weights.device)
+    return model if half == torch.bfloat16 and weights.dtype == torch.float16 else model.to(half)
+
+
+def half_of_gpu(device: torch.device) -> torch.dtype:
+    """The 16 bits that a CUDA device's matrix units take: bfloat16, before compute capability 8.0 float16."""
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
 def computes_in(dtype: torch.dtype) -> bool:

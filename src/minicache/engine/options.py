@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 DType = Literal["float32", "float16", "bfloat16"]
 KVCacheDType = Literal["int8", "fp8_e4m3"]
+WeightDType = Literal["int8", "int4"]
 Preemption = Literal["recompute", "swap"]
 
 BATCH, MODEL, PROCESSES = "Cache and batch", "Model and device", "Processes"
@@ -89,6 +90,9 @@ class EngineOptions:
             paged. None: in the dtype of the weights.
         dtype: of the weights, for `LLM` a `torch.dtype`; None: float32 for a checkpoint, what config.json says for a
             folder, but 16 bits on a GPU (`minicache.engine.loading.load_model`). A model that is given has its own.
+        weight_dtype: round the weights of linear layers, as they are loaded, to int8 or to four bits, with a scale for
+            each 32 (`minicache.kernels.group_quantize`): less memory, and less to read for each token. dtype is what is
+            computed in. None: they stay as they are.
         device: of the weights; None: the CPU. A model that is given has its own.
         gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
             have theirs (`minicache.engine.runners.find`). It counts if num_blocks is None.
@@ -228,6 +232,15 @@ class EngineOptions:
         default=None,
         metadata=option(
             "Weights in float32, float16 or bfloat16; default: the model's, 16 bits on a GPU.",
+            "DTYPE",
+            panel=MODEL,
+            simulate=_NO_MODEL,
+        ),
+    )
+    weight_dtype: WeightDType | None = field(
+        default=None,
+        metadata=option(
+            "Quantize the weights: int8 or int4, for less memory and faster decoding; default: no.",
             "DTYPE",
             panel=MODEL,
             simulate=_NO_MODEL,

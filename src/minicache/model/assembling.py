@@ -43,13 +43,18 @@ class _NothingDrawn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def assemble(model: _Module, tensors: Iterable[tuple[str, Tensor]]) -> _Module:
+Settle = Callable[[Any, str], object]
+"""Called with a model and a parameter's name when that has its tensor: may put another module in its module's place."""
+
+
+def assemble(model: _Module, tensors: Iterable[tuple[str, Tensor]], settle: Settle | None = None) -> _Module:
     """Give a model its weights.
 
     Args:
         model: made in `without_memory`.
         tensors: of each parameter the name and what it is to hold; the tensor is not copied. Each is asked for when the
             one before has its place, so what makes them need not hold two.
+        settle: called after each, before the next is asked for.
 
     Returns:
         The model, in evaluation mode.
@@ -57,6 +62,9 @@ def assemble(model: _Module, tensors: Iterable[tuple[str, Tensor]]) -> _Module:
     for name, tensor in tensors:
         owner, _, kind = name.rpartition(".")
         setattr(model.get_submodule(owner), kind, nn.Parameter(tensor))
+        del tensor
+        if settle is not None:
+            settle(model, name)
     return model.eval()
 
 

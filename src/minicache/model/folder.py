@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minicache.errors import CheckpointError, UnsupportedModelError
-from minicache.model.assembling import assemble, check_tensors, without_memory
+from minicache.model.assembling import Settle, assemble, check_tensors, without_memory
 from minicache.model.decoder import Decoder, DecoderConfig, LinearScaling, Llama3Scaling
 from minicache.model.fields import Fields, one_of
 
@@ -203,7 +203,13 @@ def _end_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any] | No
 # What a folder holds
 
 
-def load_folder(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
+def load_folder(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    settle: Settle | None = None,
+) -> Decoder:
     """Load a model from a Hugging Face folder, ready for inference.
 
     Names, shapes and dtypes of all tensors are checked against config.json before the first is read, and each is
@@ -213,6 +219,7 @@ def load_folder(folder: str | Path, *, dtype: torch.dtype | None = None, device:
         folder: has config.json, and model.safetensors or its shards with model.safetensors.index.json.
         dtype: what to hold the weights in; None: what config.json says, or if it says nothing, what they are stored in.
         device: where to hold them.
+        settle: as for `minicache.model.assembling.assemble`.
 
     Returns:
         The model in evaluation mode.
@@ -232,7 +239,8 @@ def load_folder(folder: str | Path, *, dtype: torch.dtype | None = None, device:
     check_tensors(folder, {name: tensor.shape for name, tensor in stored.items()}, wanted, "config.json")
     _check_dtypes(stored)
     dtype = dtype or _dtype(folder, values) or _STORED[stored[_stored_name("embed_tokens.weight")].dtype]
-    return assemble(model, ((names[name], tensor) for name, tensor in _read_tensors(stored, names, dtype, device)))
+    tensors = ((names[name], tensor) for name, tensor in _read_tensors(stored, names, dtype, device))
+    return assemble(model, tensors, settle)
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from minicache.kernels import AttentionMetadata
 from minicache.kernels.cpu import rows as kernels
 from minicache.kernels.cpu.steps import CacheArrays, check_slots, plan_step
 from minicache.kernels.cpu.warming import require_ready
+from minicache.model.assembling import without_memory
 from minicache.model.decoder import Decoder
 from minicache.model.linear import PackedEmbedding, PackedLinear
 from minicache.model.minigpt import MiniGPT, Transformer
@@ -44,7 +45,7 @@ MLP_ROWS = 512
 def fuse(model: object) -> MiniGPT | Decoder | None:
     """Join a model's weights for the CPU, so `logits_at` can run it.
 
-    Those of `PackedLinear` layers are joined in place, and held once. Of `nn.Linear` layers the joined weights are
+    Those of packed layers (`minicache.model.linear`) are joined already. Of `nn.Linear` layers the joined weights are
     copies, and the model is left as it is.
 
     Args:
@@ -79,7 +80,7 @@ def _can_fuse(model: Any) -> bool:
         return False
     if any(_detours(model)):
         return False
-    with torch.device("meta"):
+    with without_memory():
         untouched = type(model)(model.config)
     return _parts(model) == _parts(untouched)
 
@@ -282,16 +283,13 @@ class _Joined:
 
     @classmethod
     def of(cls, *layers: nn.Linear | PackedLinear) -> _Joined:
-        """Join layers. Those that are packed share the joined memory from now on."""
+        """Join layers: of `nn.Linear` copies, of packed ones what they share already."""
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-        if not packed:
-            return cls(Panels.of(torch.cat([cast(nn.Linear, layer).weight.detach() for layer in layers])), bias)
-        panels = Panels.join([cast(Panels, layer.weights) for layer in packed])
-        for layer, own in zip(packed, panels.split(), strict=True):
-            layer.weights = own
-        return cls(panels, bias)
+        packed = [cast(Panels, layer.weights).joined for layer in layers if isinstance(layer, PackedLinear)]
+        if packed and packed[0] is not None:
+            return cls(packed[0], bias)
+        return cls(Panels.of(*(cast(nn.Linear, layer).weight for layer in layers)), bias)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minicache.errors import CheckpointError, UnsupportedModelError
-from minicache.model.assembling import assemble, check_tensors, without_memory
+from minicache.model.assembling import Settle, assemble, check_tensors, without_memory
 from minicache.model.decoder import Decoder, DecoderConfig, FactorScaling, LinearScaling
 from minicache.model.fields import Fields, one_of
 from minicache.model.gguf_file import GGUFFile, StoredTensor
@@ -63,7 +63,13 @@ _KNOWN: Final = {
 """What an architecture's fields may say. Another field may change what is computed, so it is refused."""
 
 
-def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
+def load_gguf(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    settle: Settle | None = None,
+) -> Decoder:
     """Load a model from a GGUF file, ready for inference.
 
     Names and shapes of all tensors are checked before the first is read, and each is dequantised as it is read, a part
@@ -73,6 +79,7 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, device: tor
         path: of the file.
         dtype: what to hold the weights in; None: float32.
         device: where to hold them.
+        settle: as for `minicache.model.assembling.assemble`.
 
     Returns:
         The model in evaluation mode.
@@ -92,7 +99,7 @@ def load_gguf(path: str | Path, *, dtype: torch.dtype | None = None, device: tor
     wanted = {_stored_name(name): parameter.shape for name, parameter in model.named_parameters()}
     check_tensors(file.path, {name: tensor.shape for name, tensor in tensors.items()}, wanted, "its header")
     in_order = [(names[name], tensor) for name, tensor in tensors.items()]
-    return assemble(model, _read_tensors(file, in_order, config, dtype or torch.float32, device))
+    return assemble(model, _read_tensors(file, in_order, config, dtype or torch.float32, device), settle)
 
 
 def gguf_config(file: GGUFFile) -> DecoderConfig:

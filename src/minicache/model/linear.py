@@ -6,8 +6,9 @@ phase builds this module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -79,40 +80,57 @@ class PackedEmbedding(nn.Module):
 
 
 def pack(model: Transformer, dtype: str | None = None) -> None:
-    """Put packed layers in the place of a model's linear layers, one after the other.
+    """Put packed layers in the place of all of a model's linear layers (`pack_layer`)."""
+    for name in [name for name, _ in model.named_parameters()]:
+        pack_layer(model, name, dtype=dtype)
+
+
+def pack_layer(model: Transformer, name: str, *, dtype: str | None = None) -> None:
+    """Put packed layers in the place of the linear layer that has a parameter, and of those with the same inputs.
 
     The output layer is int8 where the others have four bits: it decides between tokens, and an embedding that is the
-    output layer shares its numbers.
+    output layer shares its numbers. An embedding that is not stays as it is: of a table few rows are read.
 
     Args:
-        model: with dtype None, in float32 on the CPU. Nothing else may hold its weights, or they are held twice.
-        dtype: "int8" or "int4", what to round the weights to; None: they stay float32.
+        model: nothing else may hold its weights, or they are held twice.
+        name: of the parameter. Where that is no weight of a linear layer, or layers with the same inputs have no memory
+            yet, nothing happens.
+        dtype: "int8" or "int4", what to round the weights to; None: they stay float32, and if they are not on a CPU
+            with numba, nothing happens.
 
     Raises:
-        ValueError: a layer cannot be quantized (`quantize_groups`).
+        ValueError: the weights cannot be quantized (`quantize_groups`).
     """
+    path = name.rpartition(".")[0]
+    layer = model.get_submodule(path)
     head = "int8" if dtype == "int4" else dtype
-    if model.lm_head is None:
-        weights = _packed(model.embed_tokens.weight, head)
-        model.lm_head = PackedLinear(weights)
-        model.embed_tokens = PackedEmbedding(weights)  # type: ignore[assignment]
-    elif isinstance(model.lm_head, nn.Linear):
-        model.lm_head = PackedLinear(_packed(model.lm_head.weight, head))
-    for parent in list(model.layers.modules()):
-        for name, layer in parent.named_children():
-            if isinstance(layer, nn.Linear):
-                bias = None if layer.bias is None else layer.bias.detach()
-                setattr(parent, name, PackedLinear(_packed(layer.weight, dtype), bias))
+    if layer is model.embed_tokens and isinstance(layer, nn.Embedding) and model.lm_head is None:
+        if (packed := _packed([layer.weight], head)) is not None:
+            model.lm_head = PackedLinear(packed[0])
+            model.embed_tokens = PackedEmbedding(packed[0])  # type: ignore[assignment]
+    elif isinstance(layer, nn.Linear):
+        parent, _, attribute = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        names = next((names for names in _SAME_INPUTS if attribute in names), (attribute,))
+        layers = [cast(nn.Linear, owner.get_submodule(each)) for each in names]
+        if any(each.weight.is_meta for each in layers):
+            return
+        packed = _packed([each.weight for each in layers], head if layer is model.lm_head else dtype)
+        for each, weights, attribute in zip(layers, packed or [], names, strict=bool(packed)):
+            setattr(owner, attribute, PackedLinear(weights, None if each.bias is None else each.bias.detach()))
 
 
-def _packed(weight: Tensor, dtype: str | None) -> Weights:
-    """A weight in the form that its device computes with."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and cpu.is_available():
+_SAME_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def _packed(layers: list[Tensor], dtype: str | None) -> Sequence[Weights] | None:
+    """The weights of layers with the same inputs, as their device computes with them; None: as they are."""
+    first = layers[0]
+    if first.device.type == "cpu" and first.dtype == torch.float32 and cpu.is_available():
         from minicache.model.panels import Panels  # imports numba
 
-        return Panels.of(weight, dtype)
-    assert dtype is not None, "only a CPU with numba has a form of its own for float32"
-    return _Groups(*quantize_groups(weight, dtype), weight.dtype)
+        return Panels.of(*layers, dtype=dtype).split()
+    return None if dtype is None else [_Groups(*quantize_groups(weight, dtype), weight.dtype) for weight in layers]
 
 
 class _Groups(NamedTuple):

@@ -6,7 +6,6 @@ No phase builds this module, and importing it imports numba.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -19,10 +18,12 @@ from torch import Tensor
 
 from minicache.kernels.cpu.products import PANEL, product
 from minicache.kernels.cpu.warming import require_ready
-from minicache.kernels.group_quantize import GROUP, quantize_groups
+from minicache.kernels.group_quantize import GROUP, GroupQuantized, quantize_groups
 
 PART_NBYTES: Final = 4 * 2**20
 """The least work that a thread is woken for, as bytes of weights to read: four multiply-adds take as long as a byte."""
+PART_ROWS: Final = 64 * PANEL
+"""Outputs that are packed at a time."""
 
 
 @dataclass(frozen=True)
@@ -34,52 +35,51 @@ class Panels:
         scale: of each group, `[panels, in / GROUP, PANEL]` float16; None for float32.
         minimum: likewise, for four bits; else None.
         sizes: the outputs of each layer. A layer's first panel is its own.
+        joined: of one of several layers, the panels of all; else None.
     """
 
     numbers: Tensor
     scale: Tensor | None
     minimum: Tensor | None
     sizes: tuple[int, ...]
+    joined: Panels | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, dtype: str | None = None) -> Panels:
-        """Pack a weight `[out, in]`; dtype None keeps it in float32.
+    def of(cls, *weights: Tensor, dtype: str | None = None) -> Panels:
+        """Pack the weights `[out, in]` of layers with the same inputs; dtype None keeps them in float32.
 
         Raises:
-            ValueError: it cannot be quantized (`quantize_groups`).
+            ValueError: they cannot be quantized (`quantize_groups`).
         """
-        size = len(weight)
-        if dtype is None:
-            return cls(_in_panels(weight.detach().float()), None, None, (size,))
-        numbers, scale, minimum = quantize_groups(weight, dtype)
-        if minimum is None:
-            return cls(_in_panels(numbers), _in_panels(scale), None, (size,))
-        pairs = numbers.view(*scale.shape, GROUP // 2)
-        codes = _in_panels(torch.cat([pairs & 15, pairs >> 4], dim=-1).flatten(1))
-        numbers = codes[..., : PANEL // 2] | codes[..., PANEL // 2 :] << 4
-        return cls(numbers, _in_panels(scale), _in_panels(minimum), (size,))
-
-    @classmethod
-    def join(cls, parts: Sequence[Panels]) -> Panels:
-        """The panels of several layers with the same inputs, one after the other."""
-        first = parts[0]
-        if len(parts) == 1:
-            return first
-        return cls(
-            torch.cat([part.numbers for part in parts]),
-            None if first.scale is None else torch.cat([part.scale for part in parts if part.scale is not None]),
-            None if first.minimum is None else torch.cat([part.minimum for part in parts if part.minimum is not None]),
-            tuple(size for part in parts for size in part.sizes),
+        sizes, depth = tuple(map(len, weights)), weights[0].shape[1]
+        num_panels = sum(map(_num_panels, sizes))
+        kind, lanes = _KINDS[dtype]
+        numbers = torch.zeros(num_panels, depth, lanes, dtype=kind, device="cpu")
+        scale, minimum = (
+            torch.zeros(num_panels, depth // GROUP, PANEL, dtype=torch.float16, device="cpu") if is_there else None
+            for is_there in (dtype is not None, dtype == "int4")
         )
+        first = 0
+        for weight in weights:
+            for part in torch.split(weight.detach(), PART_ROWS):  # rounding needs several copies
+                if dtype is None:
+                    _fill(numbers, first, part)
+                else:
+                    _fill_quantized(numbers, scale, minimum, first, quantize_groups(part, dtype))
+                first += _num_panels(len(part))
+        return cls(numbers, scale, minimum, sizes)
 
     def split(self) -> list[Panels]:
-        """The layers' own: views."""
+        """The layers' own: views, each of which knows these as `joined`."""
         counts = [_num_panels(size) for size in self.sizes]
         parts = [
             [None] * len(counts) if tensor is None else torch.split(tensor, counts)
             for tensor in (self.numbers, self.scale, self.minimum)
         ]
-        return [Panels(*each, (size,)) for *each, size in zip(*parts, self.sizes, strict=True)]  # type: ignore[call-arg]
+        return [
+            Panels(numbers, scale, minimum, (size,), self)
+            for numbers, scale, minimum, size in zip(*parts, self.sizes, strict=True)
+        ]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class Panels:
         rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
         out = torch.empty(len(rows), self.shape[0], dtype=torch.float32, device="cpu")
         self.times(rows, out)
-        return out.view(*hidden.shape[:-1], -1)
+        return out.view(*hidden.shape[:-1], self.shape[0])
 
     def times(self, rows: Tensor, out: Tensor) -> None:
         """Multiply rows `[N, in]` by the weights, into out `[N, out]`; both float32 and contiguous.
@@ -139,15 +139,32 @@ class Panels:
         return numbers, scale, minimum, np.array(columns, np.int64)
 
 
-def _in_panels(weight: Tensor) -> Tensor:
-    """`[out, n]` → `[panels, n, PANEL]`, contiguous; zeros fill the last panel."""
-    size, depth = weight.shape
-    panels = weight.new_zeros(_num_panels(size), depth, PANEL)
-    whole = size // PANEL
-    panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, depth).transpose(1, 2)
-    if size % PANEL:
-        panels[-1, :, : size % PANEL] = weight[whole * PANEL :].t()
-    return panels
+_KINDS = {None: (torch.float32, PANEL), "int8": (torch.int8, PANEL), "int4": (torch.uint8, PANEL // 2)}
+
+
+def _fill(panels: Tensor, first: int, weight: Tensor) -> None:
+    """Write a weight `[out, n]` to panels `[…, n, PANEL]` from the first on."""
+    whole, rest = divmod(len(weight), PANEL)
+    panels[first : first + whole] = weight[: whole * PANEL].view(whole, PANEL, weight.shape[1]).transpose(1, 2)
+    if rest:
+        panels[first + whole, :, :rest] = weight[whole * PANEL :].t()
+
+
+def _fill_quantized(
+    panels: Tensor, scale: Tensor | None, minimum: Tensor | None, first: int, weight: GroupQuantized
+) -> None:
+    """The same of quantized weights."""
+    assert scale is not None
+    _fill(scale, first, weight.scale)
+    if minimum is None or weight.minimum is None:
+        _fill(panels, first, weight.numbers)
+        return
+    _fill(minimum, first, weight.minimum)
+    pairs = weight.numbers.view(len(weight.numbers), -1, GROUP // 2)
+    codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+    each = codes.new_zeros(_num_panels(len(codes)), codes.shape[1], PANEL)
+    _fill(each, 0, codes)
+    panels[first : first + len(each)] = each[..., : PANEL // 2] | each[..., PANEL // 2 :] << 4
 
 
 def _num_panels(size: int) -> int:

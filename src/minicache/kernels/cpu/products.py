@@ -3,7 +3,7 @@
 Of a weight `[out, in]`, PANEL outputs make a panel: for each input their PANEL numbers side by side, one register or
 two. A tile, some rows times a panel, keeps its sums in registers from the first input to the last; so each number of
 the weights is read once for up to TILE_ROWS rows, and of few rows the product costs what reading the weights costs.
-That is why weights of one byte or of four bits make decoding faster: they become float32 in a register.
+Weights of one byte or of four bits make decoding faster, then: they become float32 in a register.
 
 Each output is summed in the order of the inputs, whatever the other rows are: a row gives the same numbers, to the
 last bit, in every batch.
@@ -39,11 +39,15 @@ CHUNK_ROWS: Final = 240
 
 _FLOAT, _INT, _SIZE = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
-_BYTES, _HALVES = ir.VectorType(ir.IntType(8), _LANES), ir.VectorType(ir.HalfType(), _LANES)
+_BYTES, _HALVES = ir.VectorType(ir.IntType(8), _LANES), ir.VectorType(ir.IntType(16), _LANES)
 
 
 def _size(number):
     return ir.Constant(_SIZE, number)
+
+
+def _ints(number):
+    return ir.Constant(_INTS, [number] * _LANES)
 
 
 def _spread(builder, number):
@@ -55,6 +59,18 @@ def _spread(builder, number):
 
 def _multiply_add(builder, a, b, c):
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+def _widen(builder, halves):
+    """float16, finite, as float32. Not LLVM's conversion: it calls a library where a processor has no instruction."""
+    codes = builder.zext(halves, _INTS)
+    # Sign, exponent and mantissa as float32 has them. Its exponent counts from 2**-127 instead of 2**-15, for numbers
+    # below the smallest normal one too: what is missing is a factor of 2**112.
+    bits = builder.or_(
+        builder.shl(builder.and_(codes, _ints(0x7FFF)), _ints(13)),
+        builder.shl(builder.and_(codes, _ints(0x8000)), _ints(16)),
+    )
+    return builder.fmul(builder.bitcast(bits, _FLOATS), ir.Constant(_FLOATS, [2.0**112] * _LANES))
 
 
 def _repeat(builder, count, values, body):
@@ -97,9 +113,7 @@ def _tile_of(num_rows, strip):
                 at = builder.add(builder.mul(panel, builder.sdiv(depth, _size(GROUP))), group)
                 at = builder.mul(at, _size(PANEL))
                 places = [builder.add(at, _size(output)) for output in outputs]
-                return [
-                    builder.fpext(builder.load(pointer(position, place, _HALVES), align=2), _FLOATS) for place in places
-                ]
+                return [_widen(builder, builder.load(pointer(position, place, _HALVES), align=2)) for place in places]
 
             def weights_of(k, group):
                 row = builder.add(builder.mul(panel, depth), k)
@@ -153,10 +167,6 @@ def _tile_of(num_rows, strip):
         return signature, generate
 
     return tile
-
-
-def _ints(number):
-    return ir.Constant(_INTS, [number] * _LANES)
 
 
 def _choose():

@@ -38,8 +38,8 @@ def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> LLM
         given["speculative"] = SpeculativeConfig(options.speculative, options.num_speculative_tokens)
     given["prefix_caching"] &= has_option(options.scheduler, "prefix_caching")
     # Loaded here, as `LLM` would load the name's tokenizer too. With several ranks it is they that go to the device.
-    device = options.device if options.tensor_parallel_size == 1 else None
-    given["model"] = load_model(find_model(options.model), given["dtype"], device)
+    how = {"weight_dtype": given.pop("weight_dtype"), "num_ranks": options.tensor_parallel_size}
+    given["model"] = load_model(find_model(options.model), given["dtype"], options.device, **how)
     llm = LLM(**given, tokenizer=tokenizer)
     if options.num_threads is None and isinstance(llm.model, Transformer) and llm.model.num_parameters() <= MAX_SMALL:
         torch.set_num_threads(1)

@@ -131,9 +131,9 @@ def logits_at(model: Transformer, caches: Sequence[LayerCache], step: StepTensor
 def logits_of(model: Transformer, hidden: Tensor) -> Tensor:
     """The logits `[R, vocab_size]` of what `hidden_at` gives."""
     head = _WEIGHTS[model].head
-    logits = _empty(len(hidden), head.panels.shape[0])
-    _product(hidden, head, logits)
-    return logits
+    logits = np.empty((len(hidden), head.panels.shape[0]), np.float32)
+    _product(hidden.numpy(), head, logits)
+    return torch.from_numpy(logits)
 
 
 def hidden_at(
@@ -175,10 +175,10 @@ def hidden_at(
     prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
     plan = plan_step(decode if num_new == num_seqs else prompts, num_blocks, block_size)
     residual, room = _array(model.embed_tokens(step.token_ids)), _Room(config, num_new)
-    kernels.rms_norm(residual, weights.norms[0], eps, room.y_array)
+    kernels.rms_norm(residual, weights.norms[0], eps, room.y)
     for layer, next_norm, cache in zip(weights.layers, weights.norms[1:], caches, strict=True):
         _product(room.y, layer.qkv, room.qkv)
-        queries = room.heads_array
+        queries = room.heads
         if layer.q_norm is not None:
             kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
         kernels.rope_store(queries, cos, sin, slots, *cache.slots, config.num_heads)
@@ -187,16 +187,16 @@ def hidden_at(
             read = decode if num_rows == num_seqs else _read_rows(step)
             plan, last = plan_step(read, num_blocks, block_size), step.last.numpy()
             queries, residual, room = queries[last], residual[last], _Room(config, num_rows)
-        plan.attend(queries, cache.blocks, scale, layer.window, room.out_array)
+        plan.attend(queries, cache.blocks, scale, layer.window, room.out_heads)
         _product(room.out, layer.output, room.y)
         if all_reduce is not None:
-            all_reduce(room.y)
-        kernels.add_rms_norm(residual, room.y_array, layer.norm, eps, room.y_array)
+            all_reduce(torch.from_numpy(room.y))
+        kernels.add_rms_norm(residual, room.y, layer.norm, eps, room.y)
         _feed_forward(layer, room)
         if all_reduce is not None:
-            all_reduce(room.y)
-        kernels.add_rms_norm(residual, room.y_array, next_norm, eps, room.y_array)
-    return room.y
+            all_reduce(torch.from_numpy(room.y))
+        kernels.add_rms_norm(residual, room.y, next_norm, eps, room.y)
+    return torch.from_numpy(room.y)
 
 
 def _read_rows(step: StepTensors) -> AttentionMetadata:
@@ -237,7 +237,7 @@ def layer_caches(storage: PagedStorage) -> list[LayerCache]:
 
 
 class _Room:
-    """Memory for what a layer computes of some rows, the same for all layers; and the same memory as kernels see it.
+    """Memory for what a layer computes of some rows, the same for all layers.
 
     Args:
         config: of the model.
@@ -247,26 +247,24 @@ class _Room:
         y: `[N, hidden_size]`, what was normed, or what is added next to the residual stream.
         qkv: `[N, (H + 2 · H_kv) · d]`.
         out: `[N, H · d]`, what attention gives.
+        heads, out_heads: `qkv` and `out` head by head, `[N, heads, d]`.
         parts: of at most MLP_ROWS rows of `y` each: these rows, and room for their gate and up and for the product of
             both.
-        y_array, heads_array, out_array: `y`; `qkv` and `out` head by head, `[N, heads, d]`.
     """
 
     def __init__(self, config: Any, num_rows: int) -> None:
         head_dim, num_heads = config.head_dim, config.num_heads
-        self.y = _empty(num_rows, config.hidden_size)
-        self.qkv = _empty(num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim)
-        self.out = _empty(num_rows, num_heads * head_dim)
-        self.y_array = self.y.numpy()
-        self.heads_array = self.qkv.numpy().reshape(num_rows, -1, head_dim)
-        self.out_array = self.out.numpy().reshape(num_rows, -1, head_dim)
+        self.y = np.empty((num_rows, config.hidden_size), np.float32)
+        self.qkv = np.empty((num_rows, (num_heads + 2 * config.num_kv_heads) * head_dim), np.float32)
+        self.out = np.empty((num_rows, num_heads * head_dim), np.float32)
+        self.heads, self.out_heads = (each.reshape(num_rows, -1, head_dim) for each in (self.qkv, self.out))
         size = min(num_rows, MLP_ROWS)
-        gate_up = _empty(size, 2 * config.intermediate_size)
-        hidden = _empty(size, config.intermediate_size)
+        gate_up = np.empty((size, 2 * config.intermediate_size), np.float32)
+        hidden = np.empty((size, config.intermediate_size), np.float32)
         self.parts = []
-        for rows in torch.split(self.y, size):
-            its_gate_up, its_hidden = gate_up[: len(rows)], hidden[: len(rows)]
-            self.parts.append((rows, its_gate_up, its_hidden, its_gate_up.numpy(), its_hidden.numpy()))
+        for first in range(0, num_rows, size):
+            rows = self.y[first : first + size]
+            self.parts.append((rows, gate_up[: len(rows)], hidden[: len(rows)]))
 
 
 @dataclass(frozen=True)
@@ -279,13 +277,13 @@ class _Joined:
     """
 
     panels: Panels
-    bias: Tensor | None
+    bias: Array | None
 
     @classmethod
     def of(cls, *layers: nn.Linear | PackedLinear) -> _Joined:
         """Join layers: of `nn.Linear` copies, of packed ones what they share already."""
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        bias = torch.cat(biases) if biases else None
+        bias = _array(torch.cat(biases)) if biases else None
         packed = [cast(Panels, layer.weights).joined for layer in layers if isinstance(layer, PackedLinear)]
         if packed and packed[0] is not None:
             return cls(packed[0], bias)
@@ -405,7 +403,7 @@ def _output_layer(model: Any) -> _Joined:
     return _Joined.of(model.lm_head)
 
 
-def _product(rows: Tensor, weights: _Joined, out: Tensor) -> None:
+def _product(rows: Array, weights: _Joined, out: Array) -> None:
     """Multiply rows by joined weights."""
     weights.panels.times(rows, out)
     if weights.bias is not None:
@@ -414,15 +412,10 @@ def _product(rows: Tensor, weights: _Joined, out: Tensor) -> None:
 
 def _feed_forward(layer: _Layer, room: _Room) -> None:
     """SwiGLU of the rows of `room.y`, in place."""
-    for rows, gate_up, hidden, gate_up_array, hidden_array in room.parts:
+    for rows, gate_up, hidden in room.parts:
         _product(rows, layer.gate_up, gate_up)
-        kernels.silu_mul(gate_up_array, hidden_array)
+        kernels.silu_mul(gate_up, hidden)
         _product(hidden, layer.down, rows)
-
-
-def _empty(*shape: int) -> Tensor:
-    """Memory for results: float32 on the CPU, whatever PyTorch's defaults are."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _array(tensor: Tensor) -> Array:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minicache.kernels.cpu.products import PANEL, product
@@ -91,23 +92,23 @@ class Panels:
         require_ready(torch.float32)
         rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
         out = torch.empty(len(rows), self.shape[0], dtype=torch.float32, device="cpu")
-        self.times(rows, out)
+        self.times(rows.numpy(), out.numpy())
         return out.view(*hidden.shape[:-1], self.shape[0])
 
-    def times(self, rows: Tensor, out: Tensor) -> None:
-        """Multiply rows `[N, in]` by the weights, into out `[N, out]`; both float32 and contiguous.
+    def times(self, rows: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+        """Multiply rows `[N, in]` by the weights, into out `[N, out]`; both contiguous.
 
         On several threads, as many as PyTorch's, if there is work for them.
         """
-        work = max(self._nbytes, len(rows) * self.numbers.numel() // 4)
-        num_parts = min(torch.get_num_threads(), work // PART_NBYTES, len(self.numbers))
-        if num_parts < 2:
-            product(rows.numpy(), *self._arrays, out.numpy(), 0, len(self.numbers))
+        count, numbers_per_row, nbytes, arrays = self._prepared
+        work = max(nbytes, rows.shape[0] * numbers_per_row)
+        num_parts = 1 if work < 2 * PART_NBYTES else min(torch.get_num_threads(), work // PART_NBYTES, count)
+        if num_parts == 1:
+            product(rows, *arrays, out, 0, count)
             return
-        bounds = [len(self.numbers) * part // num_parts for part in range(num_parts + 1)]
-        x, to = rows.numpy(), out.numpy()
+        bounds = [count * part // num_parts for part in range(num_parts + 1)]
         threads, ranges = _threads(num_parts), pairwise(bounds)
-        for part in [threads.submit(product, *(x, *self._arrays, to, first, last)) for first, last in ranges]:
+        for part in [threads.submit(product, *(rows, *arrays, out, first, last)) for first, last in ranges]:
             part.result()
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -122,13 +123,9 @@ class Panels:
         codes = self.numbers[panel, :, lane % half] >> (4 * (lane // half))[..., None] & 15
         return codes.float() * scale + self.minimum[panel, :, lane].float().repeat_interleave(GROUP, -1)
 
-    @property
-    def _nbytes(self) -> int:
-        return self.numbers.nbytes
-
     @cached_property
-    def _arrays(self) -> tuple[Any, ...]:
-        """What `product` takes between its inputs and outputs."""
+    def _prepared(self) -> tuple[int, int, int, tuple[Any, ...]]:
+        """How many panels; what a row adds to the work, and what reading is; what `product` takes in the middle."""
         numbers, scale, minimum = self.numbers.numpy(), *map(_codes, (self.scale, self.minimum))
         starts = np.cumsum([0, *self.sizes])
         columns = [
@@ -136,7 +133,8 @@ class Panels:
             for start, size in zip(starts, self.sizes, strict=False)
             for at in range(0, size, PANEL)
         ]
-        return numbers, scale, minimum, np.array(columns, np.int64)
+        arrays = numbers, scale, minimum, np.array(columns, np.int64)
+        return len(numbers), self.shape[0] * self.shape[1] // 4, numbers.nbytes, arrays
 
 
 _KINDS = {None: (torch.float32, PANEL), "int8": (torch.int8, PANEL), "int4": (torch.uint8, PANEL // 2)}

@@ -29,7 +29,7 @@ FILES: Final = (
 
 def is_hub_name(name: str) -> bool:
     """Whether this can be the name of a model on the hub: "org/name"."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not name.endswith(".safetensors")
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not name.endswith((".safetensors", ".gguf"))
 
 
 def download(name: str) -> Path:

@@ -14,14 +14,15 @@ from torch import nn
 
 from minicache.engine.kv import Model
 from minicache.engine.stopping import Tokenizer
+from minicache.errors import CheckpointError
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
 from minicache.kernels import cpu
 from minicache.model import Decoder, MiniGPT, load_minigpt
-from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
 from minicache.model.folder import folder_config, folder_dtype, load_folder
 from minicache.model.gguf import gguf_config, load_gguf
 from minicache.model.gguf_file import GGUFFile, is_gguf
 from minicache.model.hub import download, is_hub_name
+from minicache.model.shelf import SHELF, find_on_shelf
 from minicache.model.tokenizer import folder_tokenizer, gguf_tokenizer
 from minicache.parallel.sharding import require_divisible
 
@@ -37,23 +38,29 @@ def find_model(model: str | Path | _Given) -> Path | _Given:
     """Find the model that an engine was asked for.
 
     Args:
-        model: "minigpt", "minigpt-draft", the path of a checkpoint, a GGUF file or a Hugging Face folder, a hub name,
-            or a model. A local path goes before a hub name.
+        model: a short name ("minigpt", "smollm2": `minicache.model.shelf`), the path of a checkpoint, a GGUF file or a
+            Hugging Face folder, a hub name, or a model. A local path goes before a hub name.
 
     Returns:
         The path of the file or folder, which may not exist; a model as it was given.
 
     Raises:
+        PullError: a short name, and the model is not here yet.
+        CheckpointError: a name that is none of these.
         HubError: a hub name, and the model is neither here already nor can it be downloaded.
         MissingExtraError: a hub name, and `huggingface_hub` is not installed.
     """
     if not isinstance(model, str | Path):
         return model
-    if model in ("minigpt", "minigpt-draft"):
-        return SHIPPED if model == "minigpt" else SHIPPED_DRAFT
-    if isinstance(model, str) and is_hub_name(model) and not Path(model).exists():
-        return download(model)
-    return Path(model)
+    if isinstance(model, str) and model in SHELF:
+        return find_on_shelf(model)
+    path = Path(model)
+    if isinstance(model, str) and not path.exists():
+        if is_hub_name(model):
+            return download(model)
+        if path.name == model and not path.suffix:
+            raise CheckpointError(f"there is no checkpoint at {model}, and no model of that name: {', '.join(SHELF)}")
+    return path
 
 
 def load_tokenizer(model: Path | object) -> Tokenizer | None:

@@ -74,8 +74,9 @@ class EngineOptions:
     """How an engine is made: what `LLM` takes as keywords. Where a name stands here, `LLM` also takes the thing itself.
 
     Attributes:
-        model: "minigpt", the path of a checkpoint of `minicache train`, of a Hugging Face folder or of a GGUF file, a
-            hub name ("org/name"); or a model (`minicache.engine.kv.Model`).
+        model: a short name ("minigpt", "smollm2": `minicache.model.shelf`), the path of a checkpoint of
+            `minicache train`, of a Hugging Face folder or of a GGUF file, a hub name ("org/name"); or a model
+            (`minicache.engine.kv.Model`).
         scheduler: the name of a stage; or a `Scheduler`, whose pool and limits then replace the options from num_blocks
             to reserve_full_prompt.
         cache: "paged": blocks; "dense": a `KVCache` for each request, which neither swaps nor shares.
@@ -106,7 +107,7 @@ class EngineOptions:
     model: str = field(
         default="minigpt",
         metadata=option(
-            '"minigpt", a checkpoint, a GGUF file, a Hugging Face folder, or "org/name".',
+            '"minigpt", "smollm2", a checkpoint, a GGUF file, a Hugging Face folder, or "org/name".',
             "MODEL",
             simulate=Face("it simulates published models, by names of its own", is_left_out=True),
         ),

@@ -243,6 +243,29 @@ def load_folder(
     return assemble(model, tensors, settle)
 
 
+def folder_config(folder: Path) -> DecoderConfig:
+    """The shape of a folder's model.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as `load_folder`.
+    """
+    return _config_of(folder, _read_json(folder / "config.json"))
+
+
+def folder_dtype(folder: Path) -> torch.dtype:
+    """What `load_folder` holds the weights in if no dtype is given: what config.json says, or else what is stored.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as `load_folder`.
+    """
+    values = _read_json(folder / "config.json")
+    if (dtype := _dtype(folder, values)) is not None:
+        return dtype
+    stored = _stored_tensors(folder, tied=False)
+    embedding = stored.get(_stored_name("embed_tokens.weight"))
+    return torch.float32 if embedding is None else _STORED.get(embedding.dtype, torch.float32)
+
+
 def end_token_ids(folder: Path) -> tuple[int, ...]:
     """The tokens with which a folder's model ends its text.
 
@@ -278,12 +301,22 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} has no {path.name}: is it the folder of a model?") from error
+        raise CheckpointError(f"{path.parent} has no {path.name}: {_instead_of(path.parent)}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path} must hold a JSON object")
     return values
+
+
+def _instead_of(folder: Path) -> str:
+    """What to do where a folder is not that of a model."""
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return f"it has a GGUF file, so give that, {files[0]}"
+    if files:
+        return f"it has {len(files)} GGUF files, so give one of them, {files[0]} for instance"
+    return "is it the folder of a model?"
 
 
 def _dtype(folder: Path, values: Mapping[str, Any]) -> torch.dtype | None:

@@ -57,6 +57,11 @@ class StoredTensor:
         return prod(self.shape[:-1])
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file, by its ending."""
+    return path.suffix.lower() == ".gguf"
+
+
 class GGUFFile:
     """What a GGUF file says; its tensors are read one at a time.
 

@@ -34,7 +34,15 @@ def require_shardable(model: object, size: int) -> None:
         raise TypeError(
             f"tensor parallelism divides the models of minicache.model, MiniGPT and Decoder; got {type(model).__name__}"
         )
-    config = cast(MiniGPT | Decoder, model).config
+    require_divisible(cast(MiniGPT | Decoder, model).config, size)
+
+
+def require_divisible(config: Config, size: int) -> None:
+    """Refuse a model of a shape that cannot be divided among `size` ranks.
+
+    Raises:
+        ValueError: as `require_shardable`.
+    """
     for name in ("num_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise ValueError(

@@ -38,7 +38,7 @@ def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> LLM
         given["speculative"] = SpeculativeConfig(options.speculative, options.num_speculative_tokens)
     given["prefix_caching"] &= has_option(options.scheduler, "prefix_caching")
     # Loaded here, as `LLM` would load the name's tokenizer too. With several ranks it is they that go to the device.
-    how = {"weight_dtype": given.pop("weight_dtype"), "num_ranks": options.tensor_parallel_size}
+    how = {"weight_dtype": given.pop("weight_dtype"), "tensor_parallel_size": options.tensor_parallel_size}
     given["model"] = load_model(find_model(options.model), given["dtype"], options.device, **how)
     llm = LLM(**given, tokenizer=tokenizer)
     if options.num_threads is None and isinstance(llm.model, Transformer) and llm.model.num_parameters() <= MAX_SMALL:

@@ -23,7 +23,9 @@ TEMPLATE = (
 )
 
 
-def write_folder(folder: Path, said: str = SAID, *, template: str | None = TEMPLATE, loops: bool = False) -> Path:
+def write_folder(
+    folder: Path, said: str = SAID, *, template: str | None = TEMPLATE, loops: bool = False, max_len: int = 256
+) -> Path:
     """Write model, tokenizer and chat template.
 
     Args:
@@ -31,6 +33,7 @@ def write_folder(folder: Path, said: str = SAID, *, template: str | None = TEMPL
         said: the answer to every conversation.
         template: None: the folder has none.
         loops: begin the answer again instead of ending it.
+        max_len: the model's.
 
     Returns:
         The folder.
@@ -47,7 +50,7 @@ def write_folder(folder: Path, said: str = SAID, *, template: str | None = TEMPL
     tokens = tokenizer.encode(said)
     assert len({*tokens}) == len(tokens), "a token stands twice in it"
     sizes = {"vocab_size": len(names), "hidden_size": 272, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 17, "num_key_value_heads": 17, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 17, "num_key_value_heads": 17, "max_position_embeddings": max_len}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=0))
     chain = [names.index("<|assistant|>"), *tokens]
     with torch.no_grad():

@@ -28,6 +28,7 @@ class FolderTokenizer:
         end_token_id: the first of them; −1 if there is none.
         max_token_chars: the most characters of a text that one token stands for. A vocabulary writes a token with one
             letter for each of its characters, or for each of its bytes, so with no fewer.
+        has_chat_template: whether conversations can be turned into prompts (`apply_chat_template`).
 
     Raises:
         MissingExtraError: `transformers` is not installed.
@@ -51,6 +52,7 @@ class FolderTokenizer:
         self.end_token_ids: tuple[int, ...] = ids if own is None or own in ids else (*ids, own)
         self.end_token_id = next(iter(self.end_token_ids), -1)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
+        self.has_chat_template = bool(self._tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
         """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>)."""
@@ -73,7 +75,7 @@ class FolderTokenizer:
         Raises:
             ValueError: the folder has no chat template, or it refuses these messages.
         """
-        if not self._tokenizer.chat_template:
+        if not self.has_chat_template:
             raise ValueError("this model has no chat template: give a prompt")
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)

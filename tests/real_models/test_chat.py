@@ -49,6 +49,10 @@ def client(folder: Path, request: pytest.FixtureRequest) -> Iterator[openai.Open
             yield client
 
 
+def test_the_models_card_says_that_it_chats(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("parrot").model_extra["has_chat_template"] is True
+
+
 def test_an_answer_ends_with_the_turn(client: openai.OpenAI, folder: Path) -> None:
     answer = client.chat.completions.create(model="parrot", messages=MESSAGES, temperature=0)
     (choice,) = answer.choices
@@ -88,6 +92,7 @@ def test_a_model_without_a_chat_template_takes_prompts_only(tmp_path: Path) -> N
     with running(load_folder(tmp_path), "thread", tokenizer=FolderTokenizer(tmp_path)) as server:
         refused = server.ask("POST", "/v1/chat/completions", {"messages": MESSAGES})
         assert refused.status == 400
+        assert server.ask("GET", "/v1/models").json["data"][0]["has_chat_template"] is False
         assert refused.json["error"]["message"] == "this model has no chat template: give a prompt"
         assert server.complete("<|assistant|>").json["choices"][0]["text"] == SAID
 

@@ -18,7 +18,7 @@ from tests.server.conftest import running
 from typer.testing import CliRunner
 
 from minicache.model import load_folder
-from minicache.model.tokenizer import FolderTokenizer
+from minicache.model.tokenizer import folder_tokenizer
 from minicache_cli import app, main
 
 MESSAGES: list[Any] = [
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def client(folder: Path, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    tokenizer, model = FolderTokenizer(folder), load_folder(folder)
+    tokenizer, model = folder_tokenizer(folder), load_folder(folder)
     with running(model, request.param, tokenizer=tokenizer, served_model_name="parrot") as server:
         url = f"http://127.0.0.1:{server.port}/v1"
         with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60) as client:
@@ -57,7 +57,7 @@ def test_an_answer_ends_with_the_turn(client: openai.OpenAI, folder: Path) -> No
     answer = client.chat.completions.create(model="parrot", messages=MESSAGES, temperature=0)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
-    num_prompt = len(FolderTokenizer(folder).encode(PROMPT))
+    num_prompt = len(folder_tokenizer(folder).encode(PROMPT))
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, NUM_SAID)
 
@@ -89,7 +89,7 @@ def test_a_stop_string_of_several_tokens(client: openai.OpenAI) -> None:
 
 def test_a_model_without_a_chat_template_takes_prompts_only(tmp_path: Path) -> None:
     write_folder(tmp_path, template=None)
-    with running(load_folder(tmp_path), "thread", tokenizer=FolderTokenizer(tmp_path)) as server:
+    with running(load_folder(tmp_path), "thread", tokenizer=folder_tokenizer(tmp_path)) as server:
         refused = server.ask("POST", "/v1/chat/completions", {"messages": MESSAGES})
         assert refused.status == 400
         assert server.ask("GET", "/v1/models").json["data"][0]["has_chat_template"] is False
@@ -124,7 +124,7 @@ def figures(line: str) -> tuple[Any, ...]:
 
 
 def num_tokens(folder: Path, text: str) -> int:
-    return len(FolderTokenizer(folder).encode(text))
+    return len(folder_tokenizer(folder).encode(text))
 
 
 def test_a_conversation_finds_its_history_in_the_prefix_cache(folder: Path) -> None:

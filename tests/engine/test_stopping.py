@@ -101,6 +101,47 @@ def test_a_letter_is_shown_when_all_its_bytes_are_there(prompt, answer):
     assert stream.text == answer
 
 
+class BytePieces:
+    """A tokenizer whose tokens are pieces of a text's bytes: one may end a letter and begin the next."""
+
+    end_token_id = -1
+
+    def __init__(self, data, cuts):
+        self.pieces = [data[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+    def encode(self, text):
+        raise NotImplementedError
+
+    def decode(self, ids):
+        return b"".join(self.pieces[token_id] for token_id in ids).decode(errors="replace")
+
+
+@given(st.text("xé€😀", min_size=12, max_size=40), st.data())
+def test_tokens_that_straddle_letters_show_whole_letters(text, data):
+    """As those of byte-level vocabularies do in Chinese, for more tokens in a row than are held back."""
+    encoded = b"x" + text.encode()
+    cuts = data.draw(st.sets(st.integers(2, len(encoded) - 1)))
+    tokenizer = BytePieces(encoded, sorted({1, *cuts}))
+    stream = TextStream(tokenizer, [0])
+    for token_id in range(1, len(tokenizer.pieces)):
+        stream.push(token_id)
+        assert text.startswith(stream.text)
+    stream.finish()
+    assert stream.text == text
+
+
+def test_a_long_run_of_tokens_that_straddle_letters_is_shown_as_it_comes():
+    text = "€" * 40
+    tokenizer = BytePieces(b"x" + text.encode(), [1, *range(3, 120, 3)])
+    stream = TextStream(tokenizer, [0])
+    for token_id in range(1, len(tokenizer.pieces) - 1):
+        stream.push(token_id)
+        assert text.startswith(stream.text)
+    assert len(stream.text) > 20
+    stream.push(len(tokenizer.pieces) - 1)
+    assert stream.text == text
+
+
 def test_bytes_that_never_become_a_letter_are_shown_at_the_end():
     stream = TextStream(Bytes(), [65])
     assert [stream.push(token) for token in (66, 0xE2, 0x82)] == ["B", "", ""]

@@ -188,6 +188,9 @@ def test_shared_and_cached_blocks_are_told(every_step: None) -> None:
     assert {0, 1} <= set(pool["cached"])
     assert pool["shared"] == []
     assert view.snapshot()["ttft"]["count"] == 2
+    add(scheduler, "a", num_prompt=9)
+    scheduler.schedule()
+    assert [row["num_cached"] for row in view.snapshot()["running"]] == [8]
 
 
 def test_an_abort_of_the_last_request_is_idle() -> None:

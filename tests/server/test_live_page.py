@@ -1,4 +1,4 @@
-"""The live page in headless Chromium, with a real engine behind it: it draws blocks, and a prompt is answered."""
+"""The live page in headless Chromium, with a real engine behind it: it draws blocks, it answers, it converses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.chatting import write_folder
 from tests.site.chromium import FLAGS, chromium
 
 from minicache.engine.answers import Chunk
@@ -44,6 +46,7 @@ class Page:
         self._numbers = itertools.count(1)
         self._session: dict[str, str] = {}
         self.urls: list[str] = []  # that it has asked for
+        self.bodies: list[Any] = []  # that it has sent
         self.complaints: list[str] = []  # errors of the console, of scripts and of the network
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -94,6 +97,8 @@ class Page:
         match event.get("method"):
             case "Network.requestWillBeSent":
                 self.urls.append(params["request"]["url"])
+                if body := params["request"].get("postData"):
+                    self.bodies.append(json.loads(body))
             case "Runtime.exceptionThrown":
                 self.complaints.append(json.dumps(params["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning", "assert"):
@@ -117,10 +122,10 @@ def page(tmp_path: Path) -> Iterator[Page]:
     page.close()
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
+@contextmanager
+def serving(llm: LLM) -> Iterator[str]:
+    """The address of a server's page."""
     ports: Queue[int] = Queue()
-    llm = UnhurriedLLM(num_blocks=256, block_size=4, max_num_seqs=8)
     server = Server(create_app(AsyncEngine(llm)), port=0, on_listening=ports.put)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -129,10 +134,17 @@ def address() -> Iterator[str]:
     thread.join()
 
 
+@pytest.fixture
+def address() -> Iterator[str]:
+    with serving(UnhurriedLLM(num_blocks=256, block_size=4, max_num_seqs=8)) as address:
+        yield address
+
+
 def test_it_draws_a_request_and_shows_its_answer(address: str, page: Page) -> None:
     page.call("Page.navigate", url=address)
     page.wait_for("document.getElementById('served')?.textContent.startsWith('minigpt · Chunked')")
     page.wait_for("document.getElementById('state').textContent === 'idle'")
+    assert page.evaluate("document.getElementById('chat').hidden")  # MiniGPT has no chat template
     assert "256 free" in page.evaluate("document.getElementById('pool-said').textContent")
 
     # What is drawn while it runs is noted by an observer in the page: the run may be over before we ask.
@@ -175,3 +187,66 @@ def test_it_draws_a_request_and_shows_its_answer(address: str, page: Page) -> No
 
     assert {urlsplit(url).netloc for url in page.urls} == {urlsplit(address).netloc}
     assert all("400" in complaint for complaint in page.complaints), page.complaints  # the browser tells of that one
+
+
+SAID = "<i>日&"
+NUM_SAID = len(SAID.encode())
+
+
+def test_a_conversation(tmp_path: Path, page: Page) -> None:
+    """With a model that says SAID again and again: history, markup as text, a stop, a new one, one that is too long."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_folder(folder, SAID, loops=True)
+    llm = UnhurriedLLM(folder, num_blocks=256, block_size=4, prefix_caching=True)
+
+    def send(text: str, *, max_tokens: int, until: str) -> list[dict[str, str]]:
+        """Type it and press Enter; the messages that were sent last."""
+        page.evaluate(f"document.getElementById('chat-max-tokens').value = {max_tokens}")
+        page.evaluate("document.getElementById('message').focus()")
+        page.call("Input.insertText", text=text)
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+        page.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        page.wait_for(until)
+        return page.bodies[-1]["messages"]
+
+    def texts(of: str) -> list[str]:
+        return page.evaluate(f"[...document.querySelectorAll('#turns {of}')].map((each) => each.textContent)")
+
+    def answered(number: int) -> str:
+        return f"document.querySelectorAll('#turns .ended').length === {number}"
+
+    def turn(asked: str, said: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+    with serving(llm) as address:
+        page.call("Page.navigate", url=address)
+        page.wait_for("document.getElementById('chat')?.hidden === false")
+        assert page.evaluate("document.getElementById('try').open") is False
+        send("<b>hi</b>", max_tokens=NUM_SAID, until=answered(1))
+        messages = send("and?", max_tokens=NUM_SAID, until=answered(2))
+        assert messages == [*turn("<b>hi</b>", SAID), {"role": "user", "content": "and?"}]
+        assert texts(".asked") == ["<b>hi</b>", "and?"]
+        assert texts(".given") == [SAID, SAID]
+        assert all(head.startswith(f"{NUM_SAID} tokens, first token after") for head in texts(".head"))
+        assert page.evaluate("document.querySelectorAll('#turns b, #turns i').length") == 0
+
+        send("on", max_tokens=200, until="document.querySelectorAll('#turns .given')[2]?.textContent.length > 9")
+        page.evaluate("document.getElementById('chat-stop').click()")
+        page.wait_for(answered(3))
+        assert page.evaluate("document.getElementById('chat-said').textContent") == "Stopped."
+        page.wait_for("document.getElementById('state').textContent === 'idle'")
+        stopped = texts(".given")[2]
+        assert (SAID * 50).startswith(stopped)
+        assert send("?", max_tokens=1, until=answered(4))[4:6] == turn("on", stopped)
+
+        page.evaluate("document.getElementById('chat-new').click()")
+        assert texts("li") == []
+        send("x" * 150, max_tokens=NUM_SAID, until=answered(1))
+        messages = send("y" * 150, max_tokens=NUM_SAID, until=answered(2))
+        assert messages == [{"role": "user", "content": "y" * 150}]
+        assert texts(".about") == ["The turns above no longer fit, and are left out."]
+        send("z" * 300, max_tokens=1, until="document.querySelector('#chat-said.problem')?.textContent")
+        assert page.evaluate("document.getElementById('message').value") == "z" * 300  # to be shortened
+        assert llm.scheduler.stats.num_hit_tokens > 0
+    assert all("400" in complaint for complaint in page.complaints), page.complaints

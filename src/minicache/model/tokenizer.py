@@ -42,6 +42,11 @@ class ModelTokenizer:
         self.end_token_id = next(iter(self.end_token_ids), -1)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be turned into prompts (`apply_chat_template`)."""
+        return bool(self._whole().chat_template)
+
     def encode(self, text: str) -> list[int]:
         """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>)."""
         return list(self._tokenizer.encode(text).ids)
@@ -63,9 +68,9 @@ class ModelTokenizer:
         Raises:
             ValueError: the model has no chat template, or it refuses these messages.
         """
-        whole = self._whole()
-        if not whole.chat_template:
+        if not self.has_chat_template:
             raise ValueError("this model has no chat template: give a prompt")
+        whole = self._whole()
         try:
             text = whole.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the model's authors, and may raise what it likes

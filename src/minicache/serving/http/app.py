@@ -209,7 +209,12 @@ def _openai_routes(served: Served) -> APIRouter:
     router = APIRouter(prefix="/v1", responses=ERRORS)
 
     def card() -> ModelCard:
-        return ModelCard(id=served.model, created=served.created, max_model_len=served.info.max_model_len)
+        return ModelCard(
+            id=served.model,
+            created=served.created,
+            max_model_len=served.info.max_model_len,
+            has_chat_template=getattr(served.tokenizer, "has_chat_template", False),
+        )
 
     @router.get("/models")
     async def list_models() -> ModelList:

@@ -249,6 +249,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "minicache"
     max_model_len: int
+    has_chat_template: bool
 
 
 class ModelList(BaseModel):

@@ -1,8 +1,9 @@
-"""An engine from its options, as a process of its own and `minicache serve --in-process` make it."""
+"""An engine from its options, as a process of its own, `minicache serve --in-process` and `minicache chat` make it."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,8 +15,9 @@ from minicache.engine.options import EngineOptions, ReplicaOptions
 from minicache.engine.stopping import Tokenizer
 from minicache.model.minigpt import Transformer
 from minicache.scheduler import has_option
-from minicache.serving.replica.messages import EngineInfo
-from minicache.serving.replica.stats import cache_info
+
+if TYPE_CHECKING:
+    from minicache.serving.replica.messages import EngineInfo
 
 MAX_SMALL = 50_000_000  # parameters up to which a second thread makes a step slower
 
@@ -48,6 +50,9 @@ def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> LLM
 
 def info_of(llm: LLM) -> EngineInfo:
     """What a server must know of an engine."""
+    from minicache.serving.replica.messages import EngineInfo  # a server has msgspec, `minicache chat` may not
+    from minicache.serving.replica.stats import cache_info
+
     scheduler = llm.scheduler
     held = None if llm.storage is None else llm.storage.dtype
     cache_dtype = next((name for name, dtype in KV_CACHE_DTYPES.items() if dtype == held), "auto")

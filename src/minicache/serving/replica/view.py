@@ -269,6 +269,7 @@ class LiveView(Observer):
             "blocks": list(request.block_ids),
             "num_host_blocks": len(request.host_block_ids),
             "num_prompt": request.num_prompt_tokens,
+            "num_cached": request.num_cached_tokens,
             "num_output": len(request.output_token_ids),
             "max_tokens": request.max_tokens,
             "num_computed": request.num_computed_tokens,

@@ -1,4 +1,5 @@
-// The live page: draws the pictures of `/live`, and sends prompts to `/v1/completions`. No library, no other host.
+// The live page: draws the pictures of `/live`, sends prompts to `/v1/completions`, and, if the model has a chat template,
+// keeps a conversation going through `/v1/chat/completions`. No library, no other host.
 //
 // A picture is the JSON of `minicache.serving.http.live.LiveView.snapshot`. Whatever it does not say is not drawn: the page
 // keeps no books of its own. Text goes into the page as text, never as HTML.
@@ -199,8 +200,9 @@ function drawTables(picture) {
 function drawRow(row, request, blockSize, isShared) {
   const [, tokens, cells] = row.children;
   const preempted = request.num_preemptions ? `, ↺ ${request.num_preemptions}` : "";
-  tokens.textContent = `${request.num_prompt} + ${request.num_output} of ${request.max_tokens}${preempted}`;
-  tokens.title = `${request.num_prompt} prompt tokens, ${request.num_output} generated; preempted ${request.num_preemptions} times`;
+  const cached = request.num_cached ? `\n${request.num_cached} cached` : "";
+  tokens.textContent = `${request.num_prompt} + ${request.num_output} of ${request.max_tokens}${preempted}${cached}`;
+  tokens.title = `${request.num_prompt} prompt tokens, ${request.num_cached} of them from the prefix cache, ${request.num_output} generated; preempted ${request.num_preemptions} times`;
   const numTokens = request.num_computed + request.num_new;
   while (cells.children.length > request.blocks.length) cells.lastChild.remove();
   request.blocks.forEach((block, place) => {
@@ -376,33 +378,39 @@ async function callApi(path, body, signal) {
   if (response.status === 401) askForKey();
   const text = await response.text();
   let message = text.slice(0, 500);
+  let code;
   try {
-    message = JSON.parse(text).error.message;
+    ({ message, code } = JSON.parse(text).error);
   } catch {
     // not OpenAI's shape: shown as it came
   }
   const wait = response.headers.get("Retry-After");
-  throw new Error(`${response.status}: ${message}${wait ? ` (retry in ${wait} s)` : ""}`);
+  throw Object.assign(new Error(`${response.status}: ${message}${wait ? ` (retry in ${wait} s)` : ""}`), { code });
 }
 
 function askForKey() {
+  find("try").open = true;
   find("key-label").hidden = false;
   find("key").focus();
 }
 
 async function learnModel() {
   try {
-    const models = await (await callApi("models")).json();
-    served.model = models.data[0].id;
+    const [model] = (await (await callApi("models")).json()).data;
+    served.model = model.id;
+    if (model.has_chat_template && find("chat").hidden) {
+      find("chat").hidden = false;
+      find("try").open = false;
+    }
     plan();
   } catch (error) {
     tell(error.message, true);
   }
 }
 
-function tell(text, isProblem = false) {
-  say("said", text);
-  find("said").classList.toggle("problem", isProblem);
+function tell(text, isProblem = false, id = "said") {
+  say(id, text);
+  find(id).classList.toggle("problem", isProblem);
 }
 
 /** Sends prompts in one call: a browser opens only six connections to a host. */
@@ -492,6 +500,91 @@ class Card {
   }
 }
 
+// A conversation
+
+const talk = { messages: [], control: null }; // the AbortController of the answer under way
+
+async function converse(text) {
+  const { messages } = talk;
+  const control = (talk.control = new AbortController());
+  const card = new Card(text);
+  let numTokens = 0;
+  find("turns").append(card.element);
+  find("turns").scrollTop = find("turns").scrollHeight;
+  find("message").value = "";
+  setTalking(true);
+  tell("", false, "chat-said");
+  messages.push({ role: "user", content: text });
+  try {
+    const response = await callChat(messages, card, control.signal);
+    for await (const event of events(response.body)) {
+      if (event.error) throw new Error(event.error.message);
+      numTokens = event.usage?.completion_tokens ?? numTokens;
+      const [choice] = event.choices;
+      if (choice?.delta.content || choice?.finish_reason) follow(() => card.add(choice.delta.content ?? "", choice.finish_reason));
+    }
+    card.head.textContent = `${whole.format(numTokens)} tokens, ${card.head.textContent}`;
+    tell("The answer is complete.", false, "chat-said");
+  } catch (error) {
+    const isStopped = error.name === "AbortError";
+    follow(() => card.end(isStopped ? "stopped by you" : "failed"));
+    tell(isStopped ? "Stopped." : error.message, !isStopped, "chat-said");
+  } finally {
+    if (card.text.textContent) messages.push({ role: "assistant", content: card.text.textContent });
+    else messages.pop();
+    if (talk.control === control) {
+      talk.control = null;
+      if (!card.text.textContent) find("message").value ||= text; // to be sent again
+      setTalking(false);
+    }
+  }
+}
+
+function setTalking(isTalking) {
+  const [before, after] = isTalking ? ["chat-send", "chat-stop"] : ["chat-stop", "chat-send"];
+  find(after).disabled = false;
+  if (document.activeElement === find(before)) find(after).focus(); // a disabled button would lose it
+  find(before).disabled = true;
+}
+
+/** Has a conversation answered. Of one that is too long, the older half of the turns is dropped, as often as need be. */
+async function callChat(messages, card, signal) {
+  for (;;) {
+    try {
+      return await callApi("chat/completions", {
+        model: served.model || undefined,
+        messages,
+        max_completion_tokens: find("chat-max-tokens").valueAsNumber,
+        temperature: find("chat-temperature").valueAsNumber,
+        stream: true,
+        stream_options: { include_usage: true },
+      }, signal);
+    } catch (error) {
+      if (error.code !== "context_length_exceeded" || messages.length < 3) throw error;
+      messages.splice(0, 2 * Math.ceil((messages.length - 1) / 4));
+      card.element.before(make("li", { className: "about", textContent: "The turns above no longer fit, and are left out." }));
+    }
+  }
+}
+
+/** Changes the last turn, and keeps its end in sight if it was. */
+function follow(change) {
+  const turns = find("turns");
+  const isAtEnd = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 40;
+  change();
+  if (isAtEnd) turns.scrollTop = turns.scrollHeight;
+}
+
+function beginAnew() {
+  talk.control?.abort();
+  talk.control = null;
+  talk.messages = [];
+  find("turns").replaceChildren();
+  setTalking(false);
+  tell("A new conversation.", false, "chat-said");
+  find("message").focus();
+}
+
 // What is pressed and pointed at
 
 function walk(id, columns, count, current, read) {
@@ -534,6 +627,18 @@ function begin() {
   find("stop").addEventListener("click", () => {
     for (const control of calls) control.abort();
   });
+  find("chat-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = find("message").value.trim();
+    if (text && !talk.control) converse(text);
+  });
+  find("message").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    find("chat-form").requestSubmit();
+  });
+  find("chat-stop").addEventListener("click", () => talk.control?.abort());
+  find("chat-new").addEventListener("click", beginAnew);
   find("key").addEventListener("change", () => {
     served.key = find("key").value;
     tell("");

@@ -110,6 +110,10 @@ class HubError(CheckpointError):
     """A model requested by hub name: the hub cannot be reached or lacks it, and there is no local copy."""
 
 
+class PullError(CheckpointError):
+    """A model of the shelf is not on this machine, or cannot be fetched. The message says what to do."""
+
+
 class MissingExtraError(MinicacheError):
     """A feature needs packages that are not installed. The message has the command to install them."""
 

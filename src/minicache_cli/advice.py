@@ -1,4 +1,4 @@
-"""Options of `minicache serve` that will disappoint: what is likely not meant, and what to set instead."""
+"""What an engine can hold, and options of `minicache serve` that will disappoint: what to set instead."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def advice(info: EngineInfo, options: ReplicaOptions, *, replicas: int, drain_se
         drain_seconds: how long SIGTERM waits for answers.
     """
     return [*_about_cache(info), *_about_steps(info, options), *_about_machine(options, replicas, drain_seconds)]
+
+
+def capacity(info: EngineInfo) -> str:
+    """How many requests an engine runs at once, in words."""
+    num_tokens, longest = info.cache.num_blocks * info.cache.block_size, info.max_model_len
+    num_full = num_tokens // longest
+    if num_full >= info.max_num_seqs:
+        return f"up to {info.max_num_seqs} requests at once"
+    if num_full == 0:
+        return f"{num_tokens:,} tokens, less than one request of {longest:,}"
+    most = min(info.max_num_seqs, info.cache.num_blocks)
+    return f"{num_tokens:,} tokens, {num_full} requests of {longest:,} at once, or up to {most} shorter ones"
 
 
 def _about_cache(info: EngineInfo) -> list[str]:

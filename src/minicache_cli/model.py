@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from gettext import gettext as _
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from minicache.engine.options import EngineOptions
 from minicache.palette import color
 from minicache_cli.labs import Mine, use_labs
+from minicache_cli.options import with_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minicache.cache.dense import KVCache
-    from minicache.grammar import Tokenizer
-    from minicache.model import MiniGPTConfig
+    from minicache.engine.kv import ModelConfig
+    from minicache.engine.stopping import Tokenizer
 
 app = typer.Typer()
 
@@ -29,6 +31,7 @@ CacheKind = Literal["none", "dense", "paged"]
 
 
 @app.command()
+@with_options(EngineOptions, only=("model",))
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt, such as "Yesterday I".')],
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 48,
@@ -37,26 +40,30 @@ def generate(
     ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed for reproducible sampling.")] = None,
     cache: Annotated[CacheKind, typer.Option(help="The KV cache; none recomputes everything.")] = "dense",
-    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint written by `minicache train`.")] = None,
     mine: Mine = False,
+    **engine: Any,
 ) -> None:
-    """Complete PROMPT with MiniGPT, word by word."""
+    """Complete PROMPT with MiniGPT or another model, token by token."""
     console = Console(highlight=False)
     if mine:
         use_labs(console)
     import torch
 
     from minicache.engine.decoding import decode
+    from minicache.engine.loading import find_model, load_model, load_tokenizer
     from minicache.engine.picking import sampler
-    from minicache.grammar import Tokenizer
-    from minicache.model import load_minigpt
+    from minicache.grammar import Tokenizer as MiniGPTTokenizer
 
-    torch.set_num_threads(1)  # steps this small are slower on two
-    model, tokenizer = load_minigpt(checkpoint), Tokenizer()
+    found = find_model(engine["model"])
+    model, tokenizer = load_model(found, None, None), load_tokenizer(found)
+    if tokenizer is None:
+        raise typer.BadParameter(f"{found} has no tokenizer, so it takes no text")
+    if isinstance(tokenizer, MiniGPTTokenizer):
+        torch.set_num_threads(1)  # steps this small are slower on two
     prompt_ids = tokenizer.encode(prompt)
     room = model.config.max_seq_len - len(prompt_ids)
     if not prompt_ids or room < 1:
-        raise typer.BadParameter(f"the prompt must have 1 … {model.config.max_seq_len - 1} words")
+        raise typer.BadParameter(f"the prompt must have 1 … {model.config.max_seq_len - 1} tokens")
     max_tokens = min(max_tokens, room)
     kv_cache = _make_cache(cache, model.config, num_rows=len(prompt_ids) + max_tokens)
     start = time.perf_counter()
@@ -94,12 +101,12 @@ def train(
     last = run.losses[-50:]
     console.print(
         f"{out}: loss {sum(last) / len(last):.3f} after {len(run.losses)} steps and "
-        f"{time.perf_counter() - start:.0f} s. Try it: minicache generate 'Yesterday I' --checkpoint {out}",
+        f"{time.perf_counter() - start:.0f} s. Try it: minicache generate 'Yesterday I' --model {out}",
         soft_wrap=True,
     )
 
 
-def _make_cache(kind: CacheKind, config: MiniGPTConfig, num_rows: int) -> KVCache | None:
+def _make_cache(kind: CacheKind, config: ModelConfig, num_rows: int) -> KVCache | None:
     """An empty cache of `num_rows` rows for one sequence, or None."""
     if kind == "none":
         return None
@@ -111,17 +118,21 @@ def _make_cache(kind: CacheKind, config: MiniGPTConfig, num_rows: int) -> KVCach
 
 
 def _stream(console: Console, tokenizer: Tokenizer, prompt_ids: list[int], steps: Iterable[Tensor]) -> int:
-    """Print the prompt, then each word as it comes, until the text ends; the number of tokens generated."""
-    ids = list(prompt_ids)
-    shown = tokenizer.decode(ids)
-    console.print(Text(shown, style=color("prompt", "dark")), end="", soft_wrap=True)
-    for token in steps:
-        ids.append(int(token))
-        if ids[-1] == tokenizer.end_token_id:
-            console.print(Text(" ■", style=color("end", "dark")), end="")
+    """Print the prompt, then the text of each token as it comes, until it ends; the number of tokens generated."""
+    from minicache.engine.stopping import TextStream, end_token_ids
+
+    def show(text: str, role: str) -> None:
+        console.print(Text(text, style=color(role, "dark")), end="", soft_wrap=True)
+
+    show(tokenizer.decode(prompt_ids), "prompt")
+    text, ends, num_tokens = TextStream(tokenizer, prompt_ids), end_token_ids(tokenizer), 0
+    for step in steps:
+        token_id, num_tokens = int(step), num_tokens + 1
+        if token_id in ends:
             break
-        text = tokenizer.decode(ids)
-        console.print(Text(text[len(shown) :], style=color("generated", "dark")), end="", soft_wrap=True)
-        shown = text
+        show(text.push(token_id), "generated")
+    show(text.finish(), "generated")
+    if num_tokens and token_id in ends:
+        show(" ■", "end")
     console.print()
-    return len(ids) - len(prompt_ids)
+    return num_tokens

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from minicache.engine.options import BATCH, MODEL, PROCESSES, ReplicaOptions
-from minicache_cli.advice import advice
+from minicache_cli.advice import advice, capacity
 from minicache_cli.labs import Mine, use_labs
 from minicache_cli.listening import Host, Logs, Port, bind, logged, needing_extra, run, url_of
 from minicache_cli.options import asked, with_options
@@ -210,7 +210,7 @@ def _say(console: Console, info: EngineInfo, options: ReplicaOptions, http: Http
         blocks += f" in {info.cache.cache_dtype}"
     rows = [
         ("model", what),
-        ("cache", f"{blocks}, up to {info.max_num_seqs} requests in a batch"),
+        ("cache", f"{blocks}: {capacity(info)}"),
         ("page", f"{url}/"),
         ("API", f"{url}/v1" + (" (requires the API key)" if has_key else "")),
         ("metrics", f"{url}/metrics"),

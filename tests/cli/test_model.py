@@ -78,9 +78,7 @@ def test_an_unknown_word_is_one_clear_line(capsys: pytest.CaptureFixture[str], m
 def test_a_missing_checkpoint_is_one_clear_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "nowhere.safetensors" in refusal(
-        capsys, monkeypatch, "generate", "Now we", "--checkpoint", "nowhere.safetensors"
-    )
+    assert "nowhere.safetensors" in refusal(capsys, monkeypatch, "generate", "Now we", "--model", "nowhere.safetensors")
 
 
 def test_an_empty_prompt_is_refused() -> None:

@@ -15,7 +15,7 @@ from minicache.engine.options import ReplicaOptions
 from minicache.errors import CheckpointError
 from minicache.serving.replica.messages import CacheInfo, EngineInfo
 from minicache_cli import app
-from minicache_cli.advice import advice
+from minicache_cli.advice import advice, capacity
 
 
 @pytest.mark.slow
@@ -94,6 +94,20 @@ def test_whoever_lets_other_machines_in_without_a_key_is_warned(options: list[st
 def made(num_blocks: int = 1024, max_num_seqs: int = 256, max_model_len: int = 512, block_size: int = 16) -> EngineInfo:
     cache = CacheInfo(block_size, num_blocks, 0, True, max_model_len)
     return EngineInfo(max_model_len, 100, max_num_seqs, cache)
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        (made(), "16,384 tokens, 32 requests of 512 at once, or up to 256 shorter ones"),
+        (made(max_model_len=8192), "16,384 tokens, 2 requests of 8,192 at once, or up to 256 shorter ones"),
+        (made(num_blocks=64), "1,024 tokens, 2 requests of 512 at once, or up to 64 shorter ones"),
+        (made(max_num_seqs=32), "up to 32 requests at once"),
+        (made(num_blocks=1), "16 tokens, less than one request of 512"),
+    ],
+)
+def test_what_the_cache_holds_is_said(info: EngineInfo, words: str) -> None:
+    assert capacity(info) == words
 
 
 @pytest.mark.parametrize(

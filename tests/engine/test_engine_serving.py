@@ -335,11 +335,13 @@ def test_a_scheduler_that_has_requests_already(model, prompts):
 
 
 def test_the_default_memory(model):
-    """64 MiB, but enough for one request and not more than for max_num_seqs of them."""
+    """64 MiB or 16,384 tokens, but enough for one request and not more than for max_num_seqs of them."""
     assert LLM(model).storage.nbytes == 64 * 2**20
     assert LLM(model, max_num_seqs=2).scheduler.pool.num_blocks == 2 * 512 // 16
-    large = a_model(hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=512, max_seq_len=2000)
-    assert LLM(large).scheduler.pool.num_blocks == 2000 // 16
+    large = a_model(hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=64, max_seq_len=2000)
+    assert LLM(large).scheduler.pool.num_blocks == 16_384 // 16
+    longer = a_model(hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=64, max_seq_len=20_000)
+    assert LLM(longer).scheduler.pool.num_blocks == 20_000 // 16
     assert LLM(model, cache="dense").storage is None
 
 

@@ -14,8 +14,10 @@ from minicache.engine.decoding import decode
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.errors import CheckpointError, MissingExtraError, UnsupportedModelError
-from minicache.model.tokenizer import FolderTokenizer
+from minicache.model.tokenizer import folder_tokenizer
 from minicache.scheduler.observe import Observer
+
+from .gguf_files import write_gguf
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -180,7 +182,7 @@ def test_a_stream_shows_no_half_letters(speaking):
             return torch.nn.functional.one_hot(following, 300)[None].float()
 
     model = Parrot(LLM(folder, num_blocks=10).model.config)
-    llm = LLM(model, num_blocks=20, tokenizer=FolderTokenizer(folder))
+    llm = LLM(model, num_blocks=20, tokenizer=folder_tokenizer(folder))
     chunks = list(llm.stream(["a"], SamplingParams(max_tokens=100)))
     pieces = [chunk.text for chunk in chunks]
     assert "".join(pieces) == said
@@ -238,7 +240,7 @@ def test_a_folder_without_a_tokenizer_takes_token_ids(save):
 def test_token_ids_that_only_one_of_the_two_knows(speaking):
     """A model may have more tokens than its tokenizer; those have no text."""
     folder, theirs = speaking
-    tokenizer = FolderTokenizer(folder)
+    tokenizer = folder_tokenizer(folder)
     assert len(theirs) < 299
     assert tokenizer.decode([50, 299, 51]) == tokenizer.decode([50, 51])
     with pytest.raises(IndexError, match="300"):
@@ -248,7 +250,7 @@ def test_token_ids_that_only_one_of_the_two_knows(speaking):
 def test_no_token_has_more_characters_than_the_bound(speaking):
     """What refuses a text by its length alone, before it is tokenized, must refuse none that fits."""
     folder, theirs = speaking
-    tokenizer = FolderTokenizer(folder)
+    tokenizer = folder_tokenizer(folder)
     shown = [theirs.decode([token_id], skip_special_tokens=False) for token_id in range(len(theirs))]
     assert max(map(len, shown)) <= tokenizer.max_token_chars <= 2 * max(map(len, shown))
 
@@ -264,7 +266,7 @@ def test_a_conversation_is_the_templates_text(speaking):
         {"role": "user", "content": "日?"},
     ]
     text = "<s><|user|>hello<|assistant|>the mat<|user|>日?<|assistant|>"
-    got = FolderTokenizer(folder).apply_chat_template(messages)
+    got = folder_tokenizer(folder).apply_chat_template(messages)
     assert got == theirs.encode(text, add_special_tokens=False)
     assert got.count(theirs.bos_token_id) == 1
     assert LLM(folder, num_blocks=20).generate([got], PARAMS)[0].token_ids
@@ -273,32 +275,74 @@ def test_a_conversation_is_the_templates_text(speaking):
 def test_messages_that_a_template_refuses(speaking, save, add_tokenizer):
     folder, _ = speaking
     with pytest.raises(ValueError, match="chat template refuses these messages: no role judge"):
-        FolderTokenizer(folder).apply_chat_template([{"role": "judge", "content": "no"}])
+        folder_tokenizer(folder).apply_chat_template([{"role": "judge", "content": "no"}])
     bare = save("llama", fresh=True).folder
     add_tokenizer(bare)
     (bare / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):
-        FolderTokenizer(bare).apply_chat_template([{"role": "user", "content": "no"}])
+        folder_tokenizer(bare).apply_chat_template([{"role": "user", "content": "no"}])
 
 
 # Sixteen bits on a CPU
 
 
-def test_sixteen_bits_that_the_cpu_does_not_compute_in_are_loaded_as_float32(save, monkeypatch, caplog):
-    """It is said once for each model; a dtype that is asked for is taken, and so is one that the CPU computes in."""
-    folder = save("llama", dtype=torch.bfloat16).folder
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False}, raising=False)
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype", None])
+def test_sixteen_bits_are_loaded_as_float32_on_a_cpu(save, caplog, field):
+    """It is said once for each model, wherever the dtype is known from; a dtype that is asked for is taken."""
+    folder = save("llama", dtype=torch.bfloat16, fresh=True).folder
+    values = json.loads((folder / "config.json").read_text())
+    values |= {field: values.pop("dtype")} if field else {"dtype": None}
+    (folder / "config.json").write_text(json.dumps(values))
     assert {weight.dtype for weight in LLM(folder, num_blocks=20).model.parameters()} == {torch.float32}
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"{folder} holds bfloat16, in which this CPU does not compute: loaded as float32, in twice the memory. "
-        "To keep it, slow as it is, give dtype=torch.bfloat16"
+        f"{folder} holds bfloat16: loaded as float32, which the CPU kernels compute in, in twice the memory. To keep "
+        "it, without the kernels, give dtype=torch.bfloat16 (--dtype bfloat16)"
     ]
     caplog.clear()
     asked_for = LLM(folder, num_blocks=20, dtype=torch.bfloat16)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
-    for llm in (asked_for, LLM(folder, num_blocks=20)):
-        assert all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in llm.model.parameters())
+    assert all(weight.dtype == torch.bfloat16 for weight in asked_for.model.parameters())
     assert caplog.records == []
+
+
+# GGUF files
+
+
+def test_a_gguf_file_gives_the_tokens_of_its_folder(save, add_tokenizer, tmp_path):
+    folder = save("llama", vocab_size=300, fresh=True).folder
+    add_tokenizer(folder)
+    path = write_gguf(folder, tmp_path / "model.gguf", tokenizer=True)
+    prompts = ["hello the mat", "日本 😀", [5, 7]]
+    ours, want = (LLM(model, num_blocks=40).generate(prompts, PARAMS) for model in (str(path), folder))
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in want]
+    assert [answer.text for answer in ours] == [answer.text for answer in want]
+
+
+def test_a_folder_with_nothing_but_a_gguf_file(save, tmp_path):
+    folder = save("llama", fresh=True).folder
+    path = write_gguf(folder, tmp_path / "a.gguf")
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"has no config.json: it has a GGUF file, so give that, {path}")
+    ):
+        LLM(tmp_path)
+    path.with_name("b.gguf").touch()
+    with pytest.raises(CheckpointError, match="it has 2 GGUF files, so give one of them"):
+        LLM(tmp_path)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_model_that_cannot_be_divided_is_refused_before_its_weights_are_read(save, tmp_path, as_file):
+    folder = save("llama", fresh=True).folder
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 does not divide the model's num_heads, 4"):
+        LLM(path if as_file else folder, tensor_parallel_size=3)
+
+
+def test_the_default_cache_holds_eight_requests_of_2048_tokens(save):
+    large = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 4096}
+    llm = LLM(save("llama", **large).folder)
+    assert llm.storage.nbytes == 8 * 2048 * 2 * 3 * 4 * 256 * 4
+    assert LLM(save("llama", **large).folder, max_num_seqs=2).storage.nbytes == llm.storage.nbytes / 2
 
 
 # What is refused
@@ -335,6 +379,7 @@ class FakeTokenizer:
         ("no-such-model", "there is no checkpoint at"),
         ("a/b/c", "there is no checkpoint at"),
         ("x/y.safetensors", "no ch"),
+        ("x/y.gguf", "cannot be read as a GGUF file"),
     ],
 )
 def test_a_path_where_nothing_is(path, saying):

@@ -11,6 +11,8 @@ import pytest
 from minicache.errors import UnsupportedModelError
 from minicache.model import load_folder
 from minicache.model.folder import FAMILIES
+from minicache.model.gguf import ARCHITECTURES
+from minicache.model.gguf_file import TYPES
 
 PAGE = Path(__file__).parents[2] / "docs/en/reference/models.md"
 
@@ -41,3 +43,9 @@ def test_the_errors_are_those_that_are_raised(tmp_path):
 
 def test_the_table_names_all_families():
     assert all(f"`{name}`" in PAGE.read_text() for name in FAMILIES)
+
+
+def test_the_table_of_gguf_files_is_complete():
+    (table,) = re.findall(r"## GGUF files\n(.*?)\n## ", PAGE.read_text(), re.DOTALL)
+    assert all(f"`{name}`" in table for name in ARCHITECTURES)
+    assert f"| tensors | {', '.join(TYPES)} |" in table

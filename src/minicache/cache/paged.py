@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minicache import kernels
 from minicache.cache.dense import KVCache
-from minicache.cache.rows import LayerTurns, check_dtype, check_layer, check_rows
+from minicache.cache.rows import LayerTurns, check_dtype, check_layer, check_rows, zeros
 from minicache.errors import CacheOverflowError, OutOfBlocksError, SharedBlockError, require_count
 from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
 
@@ -59,7 +59,7 @@ class PagedStorage:
         self.head_dim = head_dim
         self.dtype = dtype
         shape = (2, num_layers, pool.num_blocks, pool.block_size, num_kv_heads, head_dim)
-        rows = torch.zeros(shape, dtype=dtype, device=device)
+        rows = zeros(shape, dtype=dtype, device=device)
         self._k, self._v = rows[0].unbind(), rows[1].unbind()
         self.device = rows.device
 

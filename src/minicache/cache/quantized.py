@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
-from minicache.cache.rows import check_layer
+from minicache.cache.rows import check_layer, zeros
 from minicache.errors import require_count
 from minicache.memory.blocks import BlockPool
 
@@ -71,7 +71,7 @@ class QuantizedStorage(PagedStorage):
         self.head_dim = head_dim
         self.dtype = dtype
         shape = (2, num_layers, pool.num_blocks, pool.block_size, num_kv_heads, head_dim)
-        self._numbers = torch.zeros(shape, dtype=dtype, device=device)
+        self._numbers = zeros(shape, dtype=dtype, device=device)
         self.device = self._numbers.device
 
     @property

@@ -1,4 +1,4 @@
-"""The checks that all caches share: the rows that they are given, and the order of the layers.
+"""What caches share: the checks of the rows that they are given and of the order of the layers, and their memory.
 
 You wrote these checks once, in phase 1, inside `KVCache`. The caches of later phases import them from here. No phase
 builds this module.
@@ -6,8 +6,27 @@ builds this module.
 
 from __future__ import annotations
 
+from math import prod
+from typing import Final
+
+import numpy as np
 import torch
 from torch import Tensor
+
+_ALIGNMENT: Final = 64  # bytes: a line of a CPU's cache
+
+
+def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """As `torch.zeros`. On the CPU, memory is taken page by page when it is first written.
+
+    So a cache that is sized for many requests costs what it holds, and nothing at the start.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = prod(shape) * dtype.itemsize
+    pages = np.zeros(nbytes + _ALIGNMENT, dtype=np.uint8)
+    start = -pages.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(pages[start : start + nbytes]).view(dtype).view(shape)
 
 
 def check_dtype(dtype: torch.dtype) -> None:

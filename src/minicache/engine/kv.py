@@ -26,7 +26,10 @@ from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
 
 DEFAULT_NBYTES: Final = 64 * 2**20
-"""The size of an engine's cache if num_blocks is not given: 64 MiB, 32,768 tokens of MiniGPT."""
+"""The least size of an engine's cache on a CPU if num_blocks is not given: 64 MiB, 32,768 tokens of MiniGPT."""
+
+DEFAULT_NUM_TOKENS: Final = 16_384
+"""How many tokens it holds at least: eight requests of 2,048. A large model's 64 MiB would not hold one."""
 
 
 class ModelConfig(Protocol):
@@ -115,6 +118,11 @@ def kv_token_nbytes(model: Model, kv_cache_dtype: str | None = None) -> int:
         return quantized_token_nbytes(config.num_layers, config.num_kv_heads, config.head_dim)
     dtype: torch.dtype = next(iter(model.parameters())).dtype
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def default_nbytes(model: Model, kv_cache_dtype: str | None = None) -> int:
+    """The size of an engine's cache on a CPU if num_blocks is not given: DEFAULT_NBYTES or DEFAULT_NUM_TOKENS."""
+    return max(DEFAULT_NBYTES, DEFAULT_NUM_TOKENS * kv_token_nbytes(model, kv_cache_dtype))
 
 
 def default_num_blocks(

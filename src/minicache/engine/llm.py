@@ -56,8 +56,8 @@ class LLM(EngineLoop):
         options: those of `EngineOptions`, as keywords; the model may come first without one. A model, a `Scheduler`, a
             `torch.dtype` and a `SpeculativeConfig` may stand where a name does there.
         tokenizer: turns text into tokens and back; its end tokens finish answers. None: MiniGPT's for a checkpoint, the
-            folder's for a folder. A folder may have none, and a model that is given has none: then prompts are token
-            ids, and answers have no text.
+            folder's or the GGUF file's for those. They may have none, and a model that is given has none: then prompts
+            are token ids, and answers have no text.
         observers: notified of what the scheduler does (`minicache.scheduler.observe`).
 
     Attributes:
@@ -74,8 +74,8 @@ class LLM(EngineLoop):
             and the others have an `AnswerId`.
 
     Raises:
-        CheckpointError: checkpoint or folder cannot be read.
-        UnsupportedModelError: the folder's model is of an architecture that is not supported.
+        CheckpointError: checkpoint, file or folder cannot be read.
+        UnsupportedModelError: the model asks for what is not supported.
         HubError: a hub name, and the model is neither here already nor can it be downloaded.
         MissingExtraError: what the model needs is not installed.
         RankFailedError, RankDiedError: a process of the model could not be started.
@@ -98,7 +98,7 @@ class LLM(EngineLoop):
             require_combination(size, given.cache)
         found = find_model(model)
         dtype = cast("torch.dtype | None", given.dtype)
-        model = load_model(found, dtype, given.device if size == 1 else None)
+        model = load_model(found, dtype, given.device if size == 1 else None, tensor_parallel_size=size)
         if size != 1:
             model = parallelize(model, size, dtype, given.device)
         self.tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer

@@ -14,13 +14,17 @@ from torch import nn
 
 from minicache.engine.kv import Model
 from minicache.engine.stopping import Tokenizer
+from minicache.errors import CheckpointError
 from minicache.grammar import Tokenizer as MiniGPTTokenizer
 from minicache.kernels import cpu
 from minicache.model import Decoder, MiniGPT, load_minigpt
-from minicache.model.checkpoint import SHIPPED, SHIPPED_DRAFT
-from minicache.model.folder import load_folder
+from minicache.model.folder import folder_config, folder_dtype, load_folder
+from minicache.model.gguf import gguf_config, load_gguf
+from minicache.model.gguf_file import GGUFFile, is_gguf
 from minicache.model.hub import download, is_hub_name
-from minicache.model.tokenizer import folder_tokenizer
+from minicache.model.shelf import SHELF, find_on_shelf
+from minicache.model.tokenizer import folder_tokenizer, gguf_tokenizer
+from minicache.parallel.sharding import require_divisible
 
 logger = logging.getLogger("minicache")
 
@@ -34,54 +38,70 @@ def find_model(model: str | Path | _Given) -> Path | _Given:
     """Find the model that an engine was asked for.
 
     Args:
-        model: "minigpt", "minigpt-draft", the path of a checkpoint or of a Hugging Face folder, a hub name, or a
-            model. A local path goes before a hub name.
+        model: a short name ("minigpt", "smollm2": `minicache.model.shelf`), the path of a checkpoint, a GGUF file or a
+            Hugging Face folder, a hub name, or a model. A local path goes before a hub name.
 
     Returns:
         The path of the file or folder, which may not exist; a model as it was given.
 
     Raises:
+        PullError: a short name, and the model is not here yet.
+        CheckpointError: a name that is none of these.
         HubError: a hub name, and the model is neither here already nor can it be downloaded.
         MissingExtraError: a hub name, and `huggingface_hub` is not installed.
     """
     if not isinstance(model, str | Path):
         return model
-    if model in ("minigpt", "minigpt-draft"):
-        return SHIPPED if model == "minigpt" else SHIPPED_DRAFT
-    if isinstance(model, str) and is_hub_name(model) and not Path(model).exists():
-        return download(model)
-    return Path(model)
+    if isinstance(model, str) and model in SHELF:
+        return find_on_shelf(model)
+    path = Path(model)
+    if isinstance(model, str) and not path.exists():
+        if is_hub_name(model):
+            return download(model)
+        if path.name == model and not path.suffix:
+            raise CheckpointError(f"there is no checkpoint at {model}, and no model of that name: {', '.join(SHELF)}")
+    return path
 
 
 def load_tokenizer(model: Path | object) -> Tokenizer | None:
-    """The tokenizer of the model that `find_model` has found: MiniGPT's, the folder's, or None.
+    """The tokenizer of the model that `find_model` has found: MiniGPT's, the folder's, the file's, or None.
 
     Raises:
-        CheckpointError: the folder has one that cannot be read.
+        CheckpointError: the folder or the file has one that cannot be read.
         MissingExtraError: it has one, and `transformers` is not installed.
     """
     if not isinstance(model, Path):
         return None
-    return folder_tokenizer(model) if model.is_dir() else MiniGPTTokenizer()
+    if model.is_dir():
+        return folder_tokenizer(model)
+    return gguf_tokenizer(model) if is_gguf(model) else MiniGPTTokenizer()
 
 
-def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: torch.device | str | None) -> Model:
+def load_model(
+    model: str | Path | Model,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    *,
+    tensor_parallel_size: int = 1,
+) -> Model:
     """The model that an engine was asked for.
 
     Args:
         model: as for `find_model`.
-        dtype: what to hold its weights in; None: float32 for a checkpoint, what the folder says for a folder. But 16
-            bits become float32, with a warning, on a CPU that has no instructions for them and would be many times
-            slower; and on a GPU float32 becomes bfloat16, or float16 if that is an older one (`half_on_gpu`).
+        dtype: what to hold its weights in; None: float32 on a CPU, where the kernels compute in it, with a warning if a
+            folder holds 16 bits; and on a GPU bfloat16, or float16 if that is an older one (`half_on_gpu`).
         device: where to hold them; None: the CPU.
+        tensor_parallel_size: over how many processes the model is to be divided; checked before weights are read.
 
     Returns:
         The given model; or the one that was loaded, its weights joined for the CPU (`minicache.model.fused`).
 
     Raises:
-        CheckpointError: there is no such checkpoint or folder, or it cannot be read; also what `find_model` raises.
+        CheckpointError: there is no such checkpoint, file or folder, or it cannot be read; also what `find_model`
+            raises.
         TypeError: the model is none of these, or the dtype is no `torch.dtype`.
-        ValueError: there is no such device here; or a dtype or device is given with a model that has others.
+        ValueError: there is no such device here; a dtype or device is given with a model that has others; or the model
+            cannot be divided so.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, torch.float16 for instance; got {dtype!r}")
@@ -89,6 +109,8 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
         _require_device(device)
     model = find_model(model)
     if isinstance(model, Path):
+        if tensor_parallel_size > 1:
+            _require_divisible(model, tensor_parallel_size)
         with torch.inference_mode(False):  # whatever the caller's mode: the model may be trained later
             return _load(model, dtype, device or "cpu")
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
@@ -103,19 +125,29 @@ def load_model(model: str | Path | Model, dtype: torch.dtype | None, device: tor
 
 
 def _load(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
-    """As `load_model`, of a checkpoint's or a folder's path."""
+    """As `load_model`, of a path."""
     loaded: MiniGPT | Decoder
     if path.is_dir():
-        loaded = load_folder(path, dtype=dtype, device=device)
-        loaded = _widened(loaded if dtype else half_on_gpu(loaded), path, dtype)
+        loaded = load_folder(path, dtype=dtype or _default_dtype(path, device), device=device)
+    elif is_gguf(path):
+        loaded = load_gguf(path, dtype=dtype, device=device)
     else:
         loaded = load_minigpt(path, dtype=dtype or torch.float32, device=device)
-        loaded = loaded if dtype else half_on_gpu(loaded)
+    if dtype is None:
+        half_on_gpu(loaded)
     if cpu.is_available():
         from minicache.model.fused import fuse  # imports numba
 
         fuse(loaded, in_place=True)  # no other code has this model, so no weight need be held twice
     return loaded
+
+
+def _require_divisible(path: Path, size: int) -> None:
+    """Refuse a number of processes that a model cannot be divided among."""
+    if path.is_dir():
+        require_divisible(folder_config(path), size)
+    elif is_gguf(path):
+        require_divisible(gguf_config(GGUFFile(path)), size)
 
 
 def _require_device(device: torch.device | str) -> None:
@@ -126,20 +158,22 @@ def _require_device(device: torch.device | str) -> None:
         raise ValueError(f'no device {device!r} here, give "cpu" or leave it out: {error}') from error
 
 
-def _widened(model: Decoder, folder: Path, dtype: torch.dtype | None) -> Decoder:
-    """The model, converted to float32 if no dtype was asked for and this CPU has no instructions for its own."""
-    weights = next(iter(model.parameters()))
-    if dtype is not None or weights.device.type != "cpu" or computes_in(weights.dtype):
-        return model
-    name = str(weights.dtype).removeprefix("torch.")
-    logger.warning(
-        "%s holds %s, in which this CPU does not compute: loaded as float32, in twice the memory. "
-        "To keep it, slow as it is, give dtype=torch.%s",
-        folder,
-        name,
-        name,
-    )
-    return model.float()
+def _default_dtype(folder: Path, device: torch.device | str) -> torch.dtype | None:
+    """What to hold a folder's weights in if no dtype is asked for: on a CPU float32, said if it is not the folder's."""
+    if torch.device(device).type != "cpu":
+        return None
+    held = folder_dtype(folder)
+    if held != torch.float32:
+        name = str(held).removeprefix("torch.")
+        logger.warning(
+            "%s holds %s: loaded as float32, which the CPU kernels compute in, in twice the memory. "
+            "To keep it, without the kernels, give dtype=torch.%s (--dtype %s)",
+            folder,
+            name,
+            name,
+            name,
+        )
+    return torch.float32
 
 
 def half_on_gpu(model: _Module) -> _Module:
@@ -158,11 +192,3 @@ def half_on_gpu(model: _Module) -> _Module:
     if has_bfloat16 and weights.dtype == torch.float16:
         return model
     return model.to(torch.bfloat16 if has_bfloat16 else torch.float16)
-
-
-def computes_in(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for a floating-point dtype. Without them PyTorch converts every number."""
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
-    # Older releases of PyTorch cannot tell; then float32 is the safe answer.
-    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return kind is None or any(has and kind in name for name, has in capabilities.items())

@@ -74,21 +74,23 @@ class EngineOptions:
     """How an engine is made: what `LLM` takes as keywords. Where a name stands here, `LLM` also takes the thing itself.
 
     Attributes:
-        model: "minigpt", the path of a checkpoint of `minicache train`, the path of a Hugging Face folder, a hub name
-            ("org/name"); or a model (`minicache.engine.kv.Model`).
+        model: a short name ("minigpt", "smollm2": `minicache.model.shelf`), the path of a checkpoint of
+            `minicache train`, of a Hugging Face folder or of a GGUF file, a hub name ("org/name"); or a model
+            (`minicache.engine.kv.Model`).
         scheduler: the name of a stage; or a `Scheduler`, whose pool and limits then replace the options from num_blocks
             to reserve_full_prompt.
         cache: "paged": blocks; "dense": a `KVCache` for each request, which neither swaps nor shares.
-        num_blocks: blocks of the cache. None: as many as 64 MiB hold, on a GPU as gpu_memory_utilization says; but at
-            least for one request of max_model_len tokens and at most for max_num_seqs such.
+        num_blocks: blocks of the cache. None: as many as 64 MiB hold, or 16,384 tokens if that is more; on a GPU as
+            gpu_memory_utilization says; but at least for one request of max_model_len tokens and at most for
+            max_num_seqs such.
         block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
             `minicache.scheduler.create_scheduler`, which documents them.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
         kv_cache_dtype: keys and values in one byte a number, with a scale for each token and head
             (`minicache.cache.quantized`): the same memory holds two to four times as many tokens. Such a cache is
             paged. None: in the dtype of the weights.
-        dtype: of the weights, for `LLM` a `torch.dtype`; None: float32 for a checkpoint, what config.json says for a
-            folder, but 16 bits on a GPU (`minicache.engine.loading.load_model`). A model that is given has its own.
+        dtype: of the weights, for `LLM` a `torch.dtype`; None: float32 on a CPU, 16 bits on a GPU
+            (`minicache.engine.loading.load_model`). A model that is given has its own.
         device: of the weights; None: the CPU. A model that is given has its own.
         gpu_memory_utilization: what part of a GPU's free memory the cache takes, once weights and the largest step
             have theirs (`minicache.engine.runners.find`). It counts if num_blocks is None.
@@ -105,7 +107,7 @@ class EngineOptions:
     model: str = field(
         default="minigpt",
         metadata=option(
-            '"minigpt", a checkpoint, a Hugging Face folder, or "org/name".',
+            '"minigpt", "smollm2", a checkpoint, a GGUF file, a Hugging Face folder, or "org/name".',
             "MODEL",
             simulate=Face("it simulates published models, by names of its own", is_left_out=True),
         ),
@@ -132,10 +134,10 @@ class EngineOptions:
     num_blocks: int | None = field(
         default=None,
         metadata=option(
-            "Number of cache blocks; default: 64 MiB of them.",
+            "Number of cache blocks; default: 64 MiB or 16,384 tokens, the larger.",
             at_least=1,
             panel=BATCH,
-            fleet=Face("there are several engines", help="Cache blocks per replica; default: 64 MiB of them."),
+            fleet=Face("there are several engines", help="Cache blocks per replica; default: 64 MiB or 16,384 tokens."),
             simulate=Face(
                 "the machine is simulated", help="Number of cache blocks; default: the memory that the weights leave."
             ),
@@ -227,7 +229,7 @@ class EngineOptions:
     dtype: DType | None = field(
         default=None,
         metadata=option(
-            "Weights in float32, float16 or bfloat16; default: the model's, 16 bits on a GPU.",
+            "Weights in float32, float16 or bfloat16; default: float32, on a GPU 16 bits.",
             "DTYPE",
             panel=MODEL,
             simulate=_NO_MODEL,

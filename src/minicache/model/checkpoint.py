@@ -15,10 +15,11 @@ from minicache.errors import CheckpointError
 from minicache.grammar import Tokenizer
 from minicache.model.config import MiniGPTConfig
 from minicache.model.minigpt import MiniGPT
+from minicache.model.shelf import find_on_shelf
 
 FORMAT = "minigpt-1"
-SHIPPED = Path(__file__).with_name("minigpt.safetensors")
-SHIPPED_DRAFT = Path(__file__).with_name("minigpt-draft.safetensors")
+SHIPPED = find_on_shelf("minigpt")
+SHIPPED_DRAFT = find_on_shelf("minigpt-draft")
 """A smaller model of the same vocabulary, to speculate with."""
 
 

@@ -63,6 +63,21 @@ class Llama3Scaling:
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
+@dataclass(frozen=True)
+class FactorScaling:
+    """A divisor for each frequency: how GGUF files have Llama 3's scaling.
+
+    Attributes:
+        factors: `[head_dim / 2]`, > 0.
+    """
+
+    factors: tuple[float, ...]
+
+    def scale(self, frequencies: Tensor) -> Tensor:
+        """The frequencies to turn by."""
+        return frequencies / torch.tensor(self.factors)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The shape of a `Decoder`.
@@ -104,7 +119,7 @@ class DecoderConfig:
     max_seq_len: int
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rope_scaling: LinearScaling | Llama3Scaling | None = None
+    rope_scaling: LinearScaling | Llama3Scaling | FactorScaling | None = None
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -158,7 +173,7 @@ class Decoder(Transformer):
         # Half a head's numbers, and no buffer: a buffer would be rounded when the model is converted to 16 bits.
         with torch.device("cpu"):
             frequencies = rotary_frequencies(config.rope_theta, config.head_dim)
-        self.frequencies = frequencies if config.rope_scaling is None else config.rope_scaling.scale(frequencies)
+            self.frequencies = frequencies if config.rope_scaling is None else config.rope_scaling.scale(frequencies)
         self._frequencies_on: dict[torch.device, Tensor] = {}
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ run code. No phase builds this module.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,9 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minicache.errors import CheckpointError, UnsupportedModelError
+from minicache.model.assembling import assemble, check_tensors, without_memory
 from minicache.model.decoder import Decoder, DecoderConfig, LinearScaling, Llama3Scaling
+from minicache.model.fields import Fields, one_of
 
 WEIGHTS: Final = "model.safetensors"
+CONFIG: Final = "config.json: "
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _STORED: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # as safetensors calls them
@@ -74,13 +77,13 @@ def decoder_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
         UnsupportedModelError: it asks for what is not computed here; the message says which field, and what would do.
         CheckpointError: a field has a value that no model can have, or is missing.
     """
-    fields = _Fields(config)
+    fields = Fields(config, CONFIG)
     family = _family(fields)
     fields.require("hidden_act", "silu", default="silu")
     if fields.get("quantization_config") is not None:
         method = fields.get("quantization_config")
         method = method.get("quant_method", method) if isinstance(method, Mapping) else method
-        raise _unsupported("quantization_config", method, f"weights that are not quantised: {_one_of(DTYPES)}")
+        raise fields.unsupported("quantization_config", method, f"weights that are not quantised: {one_of(DTYPES)}")
     num_layers, num_heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
     all_bias = family.qkv_bias is None and fields.flag("attention_bias")
@@ -108,59 +111,16 @@ def decoder_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
         raise CheckpointError(f"config.json: no model can have this shape: {error}") from error
 
 
-class _Fields:
-    """A config's fields, looked up with what they must be."""
-
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
-        self._values = values
-        self._where = where
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value; the default if there is none, or null."""
-        value = self._values.get(name)
-        return default if value is None else value
-
-    def has(self, name: str) -> bool:
-        """Whether there is a value, be it null."""
-        return name in self._values
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """An int of at least 1."""
-        value = self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"config.json: {self._where}{name} must be a positive whole number; it is {value!r}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number over 0."""
-        value = self.get(name, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise CheckpointError(f"config.json: {self._where}{name} must be a positive number; it is {value!r}")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """True or False, which is the default."""
-        value = self.get(name, False)
-        if type(value) is not bool:
-            raise CheckpointError(f"config.json: {self._where}{name} must be true or false; it is {value!r}")
-        return value
-
-    def require(self, name: str, only: Any, default: Any = None) -> None:
-        """Refuse any value but one."""
-        if self.get(name, default) != only:
-            raise _unsupported(self._where + name, self.get(name), repr(only))
-
-
-def _family(fields: _Fields) -> Family:
+def _family(fields: Fields) -> Family:
     """The family whose architecture a config names."""
     architectures = fields.get("architectures")
     match architectures:
         case [str(name)] if name in FAMILIES:
             return FAMILIES[name]
-    raise _unsupported("architectures", architectures, _one_of(FAMILIES))
+    raise fields.unsupported("architectures", architectures, one_of(FAMILIES))
 
 
-def _rope(fields: _Fields) -> dict[str, Any]:
+def _rope(fields: Fields) -> dict[str, Any]:
     """Base and scaling of the rotary frequencies, by their names in `DecoderConfig`.
 
     Newer configs say it in `rope_parameters`, older ones in `rope_theta` and `rope_scaling`; "type" is how the oldest
@@ -169,8 +129,8 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name, {})
     if not isinstance(values, Mapping) or any(isinstance(value, Mapping) for value in values.values()):
-        raise _unsupported(name, values, "one set of values for all layers")
-    rope = _Fields(values, f"{name}.")
+        raise fields.unsupported(name, values, "one set of values for all layers")
+    rope = Fields(values, f"{CONFIG}{name}.")
     fields.require("partial_rotary_factor", 1.0, default=1.0)
     rope.require("partial_rotary_factor", 1.0, default=1.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
@@ -180,7 +140,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     if kind == "linear":
         return {"rope_theta": theta, "rope_scaling": LinearScaling(rope.number("factor"))}
     if kind != "llama3":
-        raise _unsupported(f"{name}.rope_type", kind, _one_of(("default", "linear", "llama3")))
+        raise rope.unsupported("rope_type", kind, one_of(("default", "linear", "llama3")))
     longest = fields.get("original_max_position_embeddings", fields.get("max_position_embeddings"))
     scaling = Llama3Scaling(
         rope.number("factor"),
@@ -193,14 +153,16 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _windows(fields: _Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window, or None."""
     kinds = fields.get("layer_types")
     if kinds is not None:
-        _check_layer_types(kinds, family, num_layers)
+        _check_layer_types(fields, family, num_layers)
     if family.windows == "no" or (family.windows == "some" and not fields.flag("use_sliding_window")):
         if kinds is not None and "sliding_attention" in kinds:
-            raise _unsupported("layer_types", "sliding_attention", '"full_attention", which is all that this model has')
+            raise fields.unsupported(
+                "layer_types", "sliding_attention", '"full_attention", which is all that this model has'
+            )
         return (None,) * num_layers
     if fields.has("sliding_window") and fields.get("sliding_window") is None:
         return (None,) * num_layers
@@ -215,15 +177,16 @@ def _windows(fields: _Fields, family: Family, num_layers: int) -> tuple[int | No
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
-def _check_layer_types(kinds: Any, family: Family, num_layers: int) -> None:
+def _check_layer_types(fields: Fields, family: Family, num_layers: int) -> None:
     """Raise unless `layer_types` names a kind of attention that is computed here for each layer."""
+    kinds = fields.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise CheckpointError(f"config.json: layer_types must name one kind for each of {num_layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise _unsupported("layer_types", kind, _one_of(("full_attention", "sliding_attention")))
+            raise fields.unsupported("layer_types", kind, one_of(("full_attention", "sliding_attention")))
     if family.windows == "all" and len(set(kinds)) > 1:
-        raise _unsupported("layer_types", kinds, "one kind for all layers in this family")
+        raise fields.unsupported("layer_types", kinds, "one kind for all layers in this family")
 
 
 def _end_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> tuple[int, ...]:
@@ -235,15 +198,6 @@ def _end_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     if any(type(token_id) is not int or token_id < 0 for token_id in ids):
         raise CheckpointError(f"eos_token_id must be a token id, or a list of them; it is {value!r}")
     return tuple(dict.fromkeys(ids))
-
-
-def _unsupported(field: str, value: Any, instead: str) -> UnsupportedModelError:
-    """What to raise where a config asks for something else than is computed here."""
-    return UnsupportedModelError(f"config.json: {field} is {value!r}, which is not supported; supported: {instead}")
-
-
-def _one_of(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 # What a folder holds
@@ -269,16 +223,39 @@ def load_folder(folder: str | Path, *, dtype: torch.dtype | None = None, device:
     """
     folder = Path(folder)
     values = _read_json(folder / "config.json")
-    with torch.device("meta"):  # shapes without memory
-        model = Decoder(_config_of(folder, values))
-    stored = _stored_tensors(folder, tied=model.config.tie_word_embeddings)
-    names = {_stored_name(name): name for name in model.state_dict()}
-    shapes = {stored_name: model.state_dict()[name].shape for stored_name, name in names.items()}
-    _check_tensors(folder, stored, shapes)
+    config = _config_of(folder, values)
+    with without_memory():
+        model = Decoder(config)
+    stored = _stored_tensors(folder, tied=config.tie_word_embeddings)
+    names = {_stored_name(name): name for name, _ in model.named_parameters()}
+    wanted = {_stored_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    check_tensors(folder, {name: tensor.shape for name, tensor in stored.items()}, wanted, "config.json")
+    _check_dtypes(stored)
     dtype = dtype or _dtype(folder, values) or _STORED[stored[_stored_name("embed_tokens.weight")].dtype]
-    state = {names[name]: tensor for name, tensor in _read_tensors(stored, names, dtype, device)}
-    model.load_state_dict(state, assign=True)
-    return model.eval()
+    return assemble(model, ((names[name], tensor) for name, tensor in _read_tensors(stored, names, dtype, device)))
+
+
+def folder_config(folder: Path) -> DecoderConfig:
+    """The shape of a folder's model.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as `load_folder`.
+    """
+    return _config_of(folder, _read_json(folder / "config.json"))
+
+
+def folder_dtype(folder: Path) -> torch.dtype:
+    """What `load_folder` holds the weights in if no dtype is given: what config.json says, or else what is stored.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as `load_folder`.
+    """
+    values = _read_json(folder / "config.json")
+    if (dtype := _dtype(folder, values)) is not None:
+        return dtype
+    stored = _stored_tensors(folder, tied=False)
+    embedding = stored.get(_stored_name("embed_tokens.weight"))
+    return torch.float32 if embedding is None else _STORED.get(embedding.dtype, torch.float32)
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
@@ -316,12 +293,22 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} has no {path.name}: is it the folder of a model?") from error
+        raise CheckpointError(f"{path.parent} has no {path.name}: {_instead_of(path.parent)}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path} must hold a JSON object")
     return values
+
+
+def _instead_of(folder: Path) -> str:
+    """What to do where a folder is not that of a model."""
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return f"it has a GGUF file, so give that, {files[0]}"
+    if files:
+        return f"it has {len(files)} GGUF files, so give one of them, {files[0]} for instance"
+    return "is it the folder of a model?"
 
 
 def _dtype(folder: Path, values: Mapping[str, Any]) -> torch.dtype | None:
@@ -330,8 +317,8 @@ def _dtype(folder: Path, values: Mapping[str, Any]) -> torch.dtype | None:
     if name is None:
         return None
     if name not in DTYPES:
-        error = _unsupported("dtype", name, f"{_one_of(DTYPES)}; or say which, LLM(…, dtype=torch.float32)")
-        raise UnsupportedModelError(f"{folder}: {error}")
+        instead = f"{one_of(DTYPES)}; or say which, LLM(…, dtype=torch.float32)"
+        raise Fields(values, f"{folder}: {CONFIG}").unsupported("dtype", name, instead)
     return DTYPES[name]
 
 
@@ -394,27 +381,18 @@ def _check_tied(stored: dict[str, _Stored]) -> None:
             )
 
 
-def _check_tensors(folder: Path, stored: dict[str, _Stored], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise unless the folder has the tensors that its config.json asks for, and no others."""
-    for problem, names in (("lacks", shapes.keys() - stored.keys()), ("also has", stored.keys() - shapes.keys())):
-        if names:
-            first = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
-            raise CheckpointError(
-                f"{folder} {problem} {len(names)} tensor{'s' if len(names) > 1 else ''}, by what config.json says of "
-                f"the model: {first}"
-            )
-    for name, (file, shape, dtype) in stored.items():
-        if shape != tuple(shapes[name]):
-            raise CheckpointError(f"{file}: {name} is {list(shape)}, by config.json it is {list(shapes[name])}")
+def _check_dtypes(stored: dict[str, _Stored]) -> None:
+    """Raise unless all tensors are stored as numbers that are read."""
+    for name, (file, _, dtype) in stored.items():
         if dtype not in _STORED:
             raise UnsupportedModelError(
-                f"{file}: {name} is stored as {dtype}, which is not supported; supported: {_one_of(_STORED)}"
+                f"{file}: {name} is stored as {dtype}, which is not supported; supported: {one_of(_STORED)}"
             )
 
 
 def _read_tensors(
     stored: dict[str, _Stored], names: Iterable[str], dtype: torch.dtype, device: torch.device | str
-) -> Iterable[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors, one after the other, converted."""
     for name in names:
         # An open file's pages stay in memory once they were read: opened for each tensor, it is one tensor's at most.

@@ -1,62 +1,55 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, and the chat template next to it.
+"""The tokenizers of published models: of a Hugging Face folder or a GGUF file, and the chat template that comes along.
 
-`transformers` does the work; it is asked for when a folder has a tokenizer, and not before. What this adds is what the
-engine asks of a tokenizer (`minicache.engine.stopping.Tokenizer`). No phase builds this module.
+`tokenizers` and `transformers` do the work; they are asked for when a model has a tokenizer, and not before. What this
+adds is what the engine asks of a tokenizer (`minicache.engine.stopping.Tokenizer`). No phase builds this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from minicache.errors import CheckpointError, MissingExtraError, UnsupportedModelError
+from minicache.errors import CheckpointError, MinicacheError, MissingExtraError, UnsupportedModelError
+from minicache.model.fields import Fields, one_of
 from minicache.model.folder import end_token_ids
+from minicache.model.gguf import gguf_end_token_ids
+from minicache.model.gguf_file import GGUFFile
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
-class FolderTokenizer:
-    """A folder's tokenizer, as the engine uses one.
+class ModelTokenizer:
+    """A published model's tokenizer, as the engine uses one.
 
     Args:
-        folder: of the model.
+        tokenizer: a `tokenizers.Tokenizer`.
+        whole: makes the `PreTrainedTokenizerFast` around it, which has the chat template; called when one is needed.
+        end_token_ids: as below.
+        has_chat_template: as below.
 
     Attributes:
-        end_token_ids: the tokens that end a text: the model's (generation_config.json, else config.json), and the
-            tokenizer's own.
+        end_token_ids: the tokens that end a text.
         end_token_id: the first of them; −1 if there is none.
         max_token_chars: the most characters of a text that one token stands for. A vocabulary writes a token with one
             letter for each of its characters, or for each of its bytes, so with no fewer.
         has_chat_template: whether conversations can be turned into prompts (`apply_chat_template`).
-
-    Raises:
-        MissingExtraError: `transformers` is not installed.
-        CheckpointError: the tokenizer's files cannot be read.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        try:
-            from transformers import PreTrainedTokenizerFast
-        except ImportError as error:
-            raise MissingExtraError(
-                f"the tokenizer of {folder} needs transformers: pip install 'minicache-course[hf]'; or give another, "
-                "LLM(…, tokenizer=…)"
-            ) from error
-        ids = end_token_ids(Path(folder))
-        try:
-            self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}") from error
-        own = self._tokenizer.eos_token_id
-        self.end_token_ids: tuple[int, ...] = ids if own is None or own in ids else (*ids, own)
+    def __init__(
+        self, tokenizer: Any, whole: Callable[[], Any], end_token_ids: tuple[int, ...], *, has_chat_template: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._whole = whole
+        self.has_chat_template = has_chat_template
+        self.end_token_ids = end_token_ids
         self.end_token_id = next(iter(self.end_token_ids), -1)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
-        self.has_chat_template = bool(self._tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
         """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>)."""
-        return list(self._tokenizer.encode(text))
+        return list(self._tokenizer.encode(text).ids)
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Token ids as a text, in which end tokens and other special tokens do not show.
@@ -64,7 +57,7 @@ class FolderTokenizer:
         Bytes that are no whole letter yet are U+FFFD, and so are those that never become one.
         """
         shown = [token_id for token_id in ids if token_id not in self.end_token_ids]
-        return str(self._tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(shown, skip_special_tokens=True))
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as the token ids of a prompt, up to where the model is to answer.
@@ -73,31 +66,145 @@ class FolderTokenizer:
             messages: each with "role" and "content", in their order.
 
         Raises:
-            ValueError: the folder has no chat template, or it refuses these messages.
+            ValueError: the model has no chat template, or it refuses these messages.
         """
         if not self.has_chat_template:
             raise ValueError("this model has no chat template: give a prompt")
+        whole = self._whole()
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = whole.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the model's authors, and may raise what it likes
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         # The template has written all special tokens that belong there.
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def folder_tokenizer(folder: Path) -> FolderTokenizer | None:
-    """The tokenizer of a folder; None if it has none.
+def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
+    """The tokenizer of a folder: tokenizer.json, and the chat template next to it; None if it has none.
+
+    Its end tokens are the model's (generation_config.json, else config.json), and the tokenizer's own.
 
     Raises:
         UnsupportedModelError: it has one, but no tokenizer.json.
-        MissingExtraError, CheckpointError: as `FolderTokenizer`.
+        MissingExtraError: `transformers` is not installed.
+        CheckpointError: the tokenizer's files cannot be read.
     """
-    if (folder / "tokenizer.json").is_file():
-        return FolderTokenizer(folder)
-    other = next((name for name in _OTHER_TOKENIZERS if (folder / name).is_file()), None)
-    if other is not None:
-        raise UnsupportedModelError(
-            f"{folder} has its tokenizer as {other}, and only tokenizer.json is read: save it anew with "
-            "`AutoTokenizer.from_pretrained(…).save_pretrained(…)` of transformers"
+    if not (folder / "tokenizer.json").is_file():
+        other = next((name for name in _OTHER_TOKENIZERS if (folder / name).is_file()), None)
+        if other is not None:
+            raise UnsupportedModelError(
+                f"{folder} has its tokenizer as {other}, and only tokenizer.json is read: save it anew with "
+                "`AutoTokenizer.from_pretrained(…).save_pretrained(…)` of transformers"
+            )
+        return None
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise _missing(folder) from error
+    ids = end_token_ids(folder)
+    try:
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}") from error
+    own = tokenizer.eos_token_id
+    ids = ids if own is None or own in ids else (*ids, own)
+    has_template = bool(tokenizer.chat_template)
+    return ModelTokenizer(tokenizer.backend_tokenizer, lambda: tokenizer, ids, has_chat_template=has_template)
+
+
+# GGUF files
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_SPLITS: Final = {"smollm": None, "llama-bpe": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
+"""By what a file calls it, how a text is split before its parts become tokens: as in the models' own tokenizer.json.
+SmolLM's has digits one by one, and splits what is between them as GPT-2's does."""
+
+_CONTROL: Final = 3  # kinds of tokens that are found in a text before it is split
+_USER_DEFINED: Final = 4
+
+
+def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
+    """The tokenizer of a GGUF file, and its chat template; None if it has none.
+
+    Raises:
+        UnsupportedModelError: it makes tokens in a way that is not known here; the message says which.
+        MissingExtraError: `tokenizers` or `gguf` is not installed.
+        CheckpointError: the file is broken, or lacks what its tokenizer needs.
+    """
+    file = GGUFFile(path)
+    if "tokenizer.ggml.model" not in file.fields:
+        return None
+    fields = Fields(file.fields, f"{path}: ")
+    try:
+        tokenizer = _byte_level_bpe(fields)
+    except ImportError as error:
+        raise _missing(path) from error
+    except MinicacheError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"the tokenizer of {path} cannot be read: {error!r}") from error
+
+    @cache
+    def whole() -> Any:
+        from tokenizers import Tokenizer
+        from tokenizers.models import BPE
+        from transformers import PreTrainedTokenizerFast
+
+        ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        special = {
+            f"{name}_token": tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None
+        }
+        # Only to fill in the template: it makes no tokens, so it needs none but these.
+        made: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), **special)  # type: ignore[no-untyped-call]
+        made.chat_template = fields.get("tokenizer.chat_template")
+        return made
+
+    has_template = bool(fields.get("tokenizer.chat_template"))
+    return ModelTokenizer(tokenizer, whole, gguf_end_token_ids(file), has_chat_template=has_template)
+
+
+def _byte_level_bpe(fields: Fields) -> Any:
+    """The `tokenizers.Tokenizer` of a file's fields."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    fields.require("tokenizer.ggml.model", "gpt2")
+    split_by = fields.get("tokenizer.ggml.pre")
+    if split_by not in _SPLITS:
+        raise fields.unsupported("tokenizer.ggml.pre", split_by, one_of(_SPLITS))
+    fields.require("tokenizer.ggml.add_space_prefix", False, default=False)
+    fields.require("tokenizer.ggml.add_eos_token", False, default=False)
+    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges")]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split_by == "llama-bpe"))
+    if split_by == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    pattern = _SPLITS[split_by]
+    steps = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if pattern is None
+        else pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        of_kind = [token for token, its in zip(tokens, kinds, strict=True) if its == kind]
+        add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in of_kind])
+    if fields.flag("tokenizer.ggml.add_bos_token", default=split_by == "llama-bpe"):
+        token_id = fields.get("tokenizer.ggml.bos_token_id")
+        token = tokens[token_id]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{token} $A", special_tokens=[(token, token_id)]
         )
-    return None
+    return tokenizer
+
+
+def _missing(model: Path) -> MissingExtraError:
+    return MissingExtraError(
+        f"the tokenizer of {model} needs transformers: pip install 'minicache-course[hf]'; or give another, "
+        "LLM(…, tokenizer=…)"
+    )

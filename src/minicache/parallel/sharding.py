@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from minicache.model.assembling import without_memory
 from minicache.model.config import MiniGPTConfig
 from minicache.model.decoder import Decoder, DecoderConfig
 from minicache.model.minigpt import MiniGPT, rotary_tables
@@ -33,7 +34,15 @@ def require_shardable(model: object, size: int) -> None:
         raise TypeError(
             f"tensor parallelism divides the models of minicache.model, MiniGPT and Decoder; got {type(model).__name__}"
         )
-    config = cast(MiniGPT | Decoder, model).config
+    require_divisible(cast(MiniGPT | Decoder, model).config, size)
+
+
+def require_divisible(config: Config, size: int) -> None:
+    """Refuse a model of a shape that cannot be divided among `size` ranks.
+
+    Raises:
+        ValueError: as `require_shardable`.
+    """
     for name in ("num_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise ValueError(
@@ -100,7 +109,7 @@ def empty_shard(kind: str, config: Config, dtype: torch.dtype) -> MiniGPT | Deco
         config: of `shard_config`.
         dtype: of the weights to come.
     """
-    with torch.device("meta"):
+    with without_memory():
         shard = MiniGPT(cast(MiniGPTConfig, config)) if kind == "MiniGPT" else Decoder(cast(DecoderConfig, config))
     if isinstance(shard, MiniGPT):  # its tables are not in the state_dict
         shard.cos, shard.sin = (table.to(dtype) for table in rotary_tables(shard.config))

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from minicache.engine import loop
-from minicache.engine.kv import DEFAULT_NBYTES, DenseMemory, Memory, Model, PagedMemory, kv_token_nbytes
+from minicache.engine.kv import DenseMemory, Memory, Model, PagedMemory, default_nbytes, kv_token_nbytes
 from minicache.engine.runners.gpu import CUDACapture, GPUModelRunner
 from minicache.engine.runners.parallel import ParallelMemory, ParallelRunner, require_combination
 from minicache.engine.runners.sampling import draw
@@ -79,7 +79,7 @@ def cache_nbytes(
     """Bytes for the cache of an engine whose num_blocks is not given.
 
     On a CUDA device: after one forward pass of max_num_batched_tokens tokens, gpu_memory_utilization of the memory that
-    no one has. Elsewhere, where memory is shared with other programs: DEFAULT_NBYTES.
+    no one has. Elsewhere, where memory is shared with other programs: `default_nbytes`.
 
     Args:
         model: its weights are on the device.
@@ -101,7 +101,7 @@ def cache_nbytes(
         model = model.shard  # what is free on its GPU is free on those of the other ranks
     weights = next(iter(model.parameters()))
     if weights.device.type != "cuda":
-        return DEFAULT_NBYTES
+        return default_nbytes(model, kv_cache_dtype)
     if isinstance(model, Transformer):
         run_largest_step(model, max_num_batched_tokens, max_num_seqs, max_model_len)
         torch.cuda.synchronize(weights.device)

@@ -39,8 +39,9 @@ def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> LLM
         given["speculative"] = SpeculativeConfig(options.speculative, options.num_speculative_tokens)
     given["prefix_caching"] &= has_option(options.scheduler, "prefix_caching")
     # Loaded here, as `LLM` would load the name's tokenizer too. With several ranks it is they that go to the device.
-    device = options.device if options.tensor_parallel_size == 1 else None
-    given["model"] = load_model(find_model(options.model), given["dtype"], device)
+    size = options.tensor_parallel_size
+    device = options.device if size == 1 else None
+    given["model"] = load_model(find_model(options.model), given["dtype"], device, tensor_parallel_size=size)
     llm = LLM(**given, tokenizer=tokenizer)
     parameters: list[torch.Tensor] = list(llm.model.parameters())
     if options.num_threads is None and sum(each.numel() for each in parameters) <= MAX_SMALL:

@@ -1,0 +1,86 @@
+"""How a model gets the weights that a file holds: built without memory, then given its tensors one after the other.
+
+No phase builds this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from minicache.errors import CheckpointError
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Modules that are made in this context have parameters with a shape and no memory (PyTorch's device "meta").
+
+    As `torch.device("meta")`, but without `torch._dynamo`: the first random number that is drawn for such a tensor, by
+    `nn.Embedding` for instance, imports it, and that takes a second and 145 MiB. Here none is drawn.
+    """
+    with torch.device("meta"), _NothingDrawn():
+        yield
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves parameters as they are where a module would initialise them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call the function, unless it is one of `torch.nn.init`."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def assemble(model: _Module, tensors: Iterable[tuple[str, Tensor]]) -> _Module:
+    """Give a model its weights.
+
+    Args:
+        model: made in `without_memory`.
+        tensors: of each parameter the name and what it is to hold; the tensor is not copied. Each is asked for when the
+            one before has its place, so what makes them need not hold two.
+
+    Returns:
+        The model, in evaluation mode.
+    """
+    for name, tensor in tensors:
+        owner, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(owner), kind, nn.Parameter(tensor))
+    return model.eval()
+
+
+def check_tensors(
+    where: Path, shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], source: str
+) -> None:
+    """Raise unless a file or folder has the tensors that its model asks for, and no others.
+
+    Args:
+        where: the file or folder.
+        shapes: of the tensors that it has, by their names there.
+        wanted: of those that the model asks for.
+        source: what says so, "config.json" for instance.
+
+    Raises:
+        CheckpointError: a tensor is missing, is one too many, or has another shape.
+    """
+    for problem, names in (("lacks", wanted.keys() - shapes.keys()), ("also has", shapes.keys() - wanted.keys())):
+        if names:
+            first = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
+            raise CheckpointError(
+                f"{where} {problem} {len(names)} tensor{'s' if len(names) > 1 else ''}, by what {source} says of the "
+                f"model: {first}"
+            )
+    for name, shape in wanted.items():
+        if tuple(shapes[name]) != tuple(shape):
+            raise CheckpointError(f"{where}: {name} is {list(shapes[name])}, by {source} it is {list(shape)}")

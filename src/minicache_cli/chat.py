@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 OF_THE_ENGINE = (
-    *("scheduler", "num_blocks", "block_size", "max_model_len", "prefix_caching", "kv_cache_dtype", "dtype", "device"),
-    *("speculative", "num_speculative_tokens", "num_threads"),
+    *("scheduler", "num_blocks", "block_size", "max_model_len", "prefix_caching", "kv_cache_dtype", "dtype"),
+    *("weight_dtype", "device", "speculative", "num_speculative_tokens", "num_threads"),
 )
 """The engine's options that mean something to a single conversation."""
 
@@ -40,7 +40,7 @@ class Wanted:
 
     system: str | None = asked(None, "System prompt; default: that of the model's chat template.", "TEXT")
     max_tokens: int = asked(512, "Maximum tokens of an answer.", "N", min=1)
-    temperature: float = asked(0.2, "0: greedy decoding; 1: sample from the model's distribution.", "X", min=0.0)
+    temperature: float = asked(0.0, "0: greedy decoding; 1: sample from the model's distribution.", "X", min=0.0)
 
 
 @app.command()
@@ -122,6 +122,8 @@ class Conversation:
         pool = llm.scheduler.pool
         self.longest = min(llm.max_model_len, pool.num_blocks * pool.block_size)
         self.turns: list[tuple[str, str]] = []
+        with suppress(ValueError):
+            self._token_ids([], "")  # imports what fills in the template, so the first answer does not wait for it
 
     def prompt(self, question: str) -> tuple[list[int], int]:
         """The token ids of a question and what came before it, and how many of the oldest turns do not fit.
@@ -141,8 +143,13 @@ class Conversation:
         check_prompt_length(token_ids, self.longest, None)
         return token_ids, num_dropped
 
-    def answer(self, token_ids: list[int], stop: threading.Event) -> Iterator[str | Figures]:
+    def answer(self, token_ids: list[int], begun: float, stop: threading.Event) -> Iterator[str | Figures]:
         """The answer to a prompt, piece by piece, then its figures. It ends early when `stop` is set.
+
+        Args:
+            token_ids: of the prompt.
+            begun: when it was asked for, in seconds of `perf_counter`.
+            stop: is looked at after each step.
 
         Raises:
             Exception: what a step raises.
@@ -153,7 +160,6 @@ class Conversation:
         max_tokens = min(self._wanted.max_tokens, self.longest - len(token_ids))
         params = SamplingParams(max_tokens=max_tokens, temperature=self._wanted.temperature)
         self._blocks.most = 0
-        begun = time.perf_counter()
         name = llm.add_request(token_ids, params)
         request, reason = llm.answers[name].request, None
         times: list[float] = []
@@ -223,6 +229,7 @@ class Figures:
 
 def _answer(console: Console, conversation: Conversation, question: str) -> None:
     """Print the answer to a question as it comes, and keep it; or say why there is none."""
+    begun = time.perf_counter()
     try:
         token_ids, num_dropped = conversation.prompt(question)
     except (RequestTooLargeError, ValueError) as error:
@@ -234,7 +241,7 @@ def _answer(console: Console, conversation: Conversation, question: str) -> None
         del conversation.turns[:num_dropped]
     text = ""
     with _stopping() as stop:
-        for piece in conversation.answer(token_ids, stop):
+        for piece in conversation.answer(token_ids, begun, stop):
             if isinstance(piece, Figures):
                 typer.echo()
                 console.print(str(piece), style="dim", soft_wrap=True)

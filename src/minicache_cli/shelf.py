@@ -72,4 +72,4 @@ def pull_model(
             )
     console.print(str(path), soft_wrap=True)
     given = name if cache_dir is None else path
-    console.print(_("Try it: {command}").format(command=f'minicache generate "Once" --model {given}'), soft_wrap=True)
+    console.print(_("Try it: {command}").format(command=f"minicache chat {given}"), soft_wrap=True)

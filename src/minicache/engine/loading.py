@@ -6,6 +6,8 @@ No phase builds this module.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -123,7 +125,8 @@ def load_model(
     if isinstance(model, Path):
         if tensor_parallel_size > 1:
             _require_divisible(model, tensor_parallel_size)
-        with torch.inference_mode(False):  # whatever the caller's mode: the model may be trained later
+        # Whatever the caller's mode: the model may be trained later.
+        with torch.inference_mode(False), _one_thread():
             return _load(model, dtype, torch.device(device or "cpu"), weight_dtype, tensor_parallel_size)
     if not (hasattr(model, "config") and hasattr(model, "parameters")):
         raise TypeError(f'model must be "minigpt", a path, a hub name, or a model with a config; got {model!r}')
@@ -153,6 +156,19 @@ def _load(path: Path, dtype: torch.dtype | None, device: torch.device, weight_dt
         if weight_dtype:
             pack(loaded, weight_dtype)
     return loaded if dtype else half_on_gpu(loaded)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have PyTorch compute on one thread. Tensors are read one after the other, and take a second on one; more threads
+    wait for each other at each, and on a machine that is busy that takes minutes.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def _require_divisible(path: Path, size: int) -> None:

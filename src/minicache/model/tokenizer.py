@@ -27,25 +27,25 @@ class ModelTokenizer:
         tokenizer: a `tokenizers.Tokenizer`.
         whole: makes the `PreTrainedTokenizerFast` around it, which has the chat template; called when one is needed.
         end_token_ids: as below.
+        has_chat_template: as below.
 
     Attributes:
         end_token_ids: the tokens that end a text.
         end_token_id: the first of them; −1 if there is none.
         max_token_chars: the most characters of a text that one token stands for. A vocabulary writes a token with one
             letter for each of its characters, or for each of its bytes, so with no fewer.
+        has_chat_template: whether conversations can be turned into prompts (`apply_chat_template`).
     """
 
-    def __init__(self, tokenizer: Any, whole: Callable[[], Any], end_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: Any, whole: Callable[[], Any], end_token_ids: tuple[int, ...], *, has_chat_template: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._whole = whole
+        self.has_chat_template = has_chat_template
         self.end_token_ids = end_token_ids
         self.end_token_id = next(iter(self.end_token_ids), -1)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether conversations can be turned into prompts (`apply_chat_template`)."""
-        return bool(self._whole().chat_template)
 
     def encode(self, text: str) -> list[int]:
         """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>)."""
@@ -108,7 +108,8 @@ def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
         raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}") from error
     own = tokenizer.eos_token_id
     ids = ids if own is None or own in ids else (*ids, own)
-    return ModelTokenizer(tokenizer.backend_tokenizer, lambda: tokenizer, ids)
+    has_template = bool(tokenizer.chat_template)
+    return ModelTokenizer(tokenizer.backend_tokenizer, lambda: tokenizer, ids, has_chat_template=has_template)
 
 
 # GGUF files
@@ -161,7 +162,8 @@ def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
         made.chat_template = fields.get("tokenizer.chat_template")
         return made
 
-    return ModelTokenizer(tokenizer, whole, gguf_end_token_ids(file))
+    has_template = bool(fields.get("tokenizer.chat_template"))
+    return ModelTokenizer(tokenizer, whole, gguf_end_token_ids(file), has_chat_template=has_template)
 
 
 def _byte_level_bpe(fields: Fields) -> Any:

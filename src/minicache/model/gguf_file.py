@@ -25,9 +25,10 @@ MAGIC: Final = b"GGUF"
 TYPES: Final = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 """The kinds of tensors that are read, as ggml calls them."""
 
-CHUNK_NBYTES: Final = 2**18
-"""About how many bytes of a tensor are dequantised at a time, as float32. Little: large memory that is freed has glibc
-take the next from its heap, where what is freed among the weights is not given back."""
+CHUNK_NBYTES: Final = 2**17
+"""How many bytes of a tensor are dequantised at a time, as float32. Little: PyTorch copies 32,768 numbers with one
+thread, and waking others for each part costs more; and once large memory was freed, glibc takes the next from its heap,
+where what is freed among the weights is not given back."""
 
 _SCALARS: Final = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # a value's type, as struct has it
 _STRING: Final = 8

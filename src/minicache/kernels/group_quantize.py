@@ -1,4 +1,4 @@
-"""Weights in a byte or in four bits per number, with a scale for each group of inputs: in PyTorch.
+"""Weights in a byte or in four bits per number, with a scale for each group of inputs: in PyTorch. Phase 4 builds it.
 
 A decode step reads every weight for each token that it computes, so its time is that of reading them: weights of half
 the bytes take half the time. One scale for a whole matrix would be that of its largest number, and most numbers are far

@@ -10,10 +10,9 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minicache.kernels import cpu
+from minicache.kernels import cpu, linear
 from minicache.kernels.group_quantize import GROUP, GroupQuantized, dequantize_groups, quantize_groups
 from minicache.model.minigpt import Transformer
 
@@ -130,7 +129,8 @@ class _Groups(NamedTuple):
 
     def linear(self, hidden: Tensor) -> Tensor:
         """As `Weights`."""
-        return F.linear(hidden, dequantize_groups(GroupQuantized(*self[:3])).to(hidden.dtype))
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return linear(rows, GroupQuantized(*self[:3])).view(*hidden.shape[:-1], -1)
 
     def rows(self, ids: Tensor) -> Tensor:
         """As `Weights`."""

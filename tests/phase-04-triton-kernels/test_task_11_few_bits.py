@@ -119,7 +119,7 @@ def test_rows_in_half_precision(multiplies, dtype, stored):
 
 
 def test_sums_are_in_fp32(linear):
-    """16384 products of 1, and 32 of 1/128: in half precision neither the large sum nor the small steps would survive."""
+    """16384 products of 1, and 32 of 1/128: half precision keeps neither the large sum nor the small steps."""
     num_groups = 513
     numbers = torch.ones(1, num_groups * GROUP, dtype=torch.int8)
     scale = torch.ones(1, num_groups)

@@ -130,7 +130,7 @@ class _Groups(NamedTuple):
     def linear(self, hidden: Tensor) -> Tensor:
         """As `Weights`."""
         rows = hidden.reshape(-1, hidden.shape[-1])
-        return linear(rows, GroupQuantized(*self[:3])).view(*hidden.shape[:-1], -1)
+        return linear(rows, GroupQuantized(*self[:3])).view(*hidden.shape[:-1], len(self.scale))
 
     def rows(self, ids: Tensor) -> Tensor:
         """As `Weights`."""

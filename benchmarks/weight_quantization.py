@@ -1,8 +1,8 @@
 """What weights of few bits cost and save: error of the weights, perplexity on two texts, bytes, and decode time.
 
-Two models: SmolLM2-135M-Instruct (`minicache pull smollm2`), and the shipped MiniGPT. The SmolLM2 that pip brings was published in
-four bits (Q4_1), its output layer in int8 (Q8_0): rounding it to `int4` again finds the same numbers. MiniGPT's weights
-were never rounded before.
+Two models: SmolLM2-135M-Instruct (`minicache pull smollm2`), and the shipped MiniGPT. The SmolLM2 that pip brings was
+published in four bits (Q4_1), its output layer in int8 (Q8_0): rounding it to `int4` again finds the same numbers.
+MiniGPT's weights were never rounded before.
 
 - **Ways of rounding**: `int8` and `int4` are the engine's (`minicache.model.linear.pack`: a scale for each group of 32
   inputs; in int4 also a minimum, and the output layer in int8). For comparison, rounded in place: `int4_symmetric` has

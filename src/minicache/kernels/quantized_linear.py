@@ -24,7 +24,7 @@ def dequantize_tile(numbers, scale, minimum):
 
     Not a kernel but a function that kernels call. `tl.reshape(x, [a, b, c])` keeps the order of the elements.
 
-    Args:
+    Tiles:
         numbers: `[OUTPUTS, n · GROUPS]` integers: n consecutive ones of each group.
         scale: `[OUTPUTS, GROUPS]` fp32.
         minimum: likewise, or None.

@@ -5,11 +5,14 @@ No phase builds this module, and importing it imports numba.
 
 from __future__ import annotations
 
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -55,7 +58,7 @@ class Panels:
         sizes, depth = tuple(map(len, weights)), weights[0].shape[1]
         num_panels = sum(map(_num_panels, sizes))
         kind, lanes = _KINDS[dtype]
-        numbers = torch.zeros(num_panels, depth, lanes, dtype=kind, device="cpu")
+        numbers = _zeros((num_panels, depth, lanes), kind)
         scale, minimum = (
             torch.zeros(num_panels, depth // GROUP, PANEL, dtype=torch.float16, device="cpu") if is_there else None
             for is_there in (dtype is not None, dtype == "int4")
@@ -138,6 +141,15 @@ class Panels:
 
 
 _KINDS = {None: (torch.float32, PANEL), "int8": (torch.int8, PANEL), "int4": (torch.uint8, PANEL // 2)}
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """As `torch.zeros`, in large pages where the system has them: weights are read from end to end."""
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _fill(panels: Tensor, first: int, weight: Tensor) -> None:

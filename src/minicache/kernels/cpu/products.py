@@ -34,12 +34,14 @@ STRIP: Final = 2 * _LANES
 STRIPS: Final = PANEL // STRIP
 TILE_ROWS: Final = 12 if _IS_WIDE else 6
 """The most rows of a tile."""
+_LINE_NBYTES: Final = 64
+"""What a CPU fetches at a time."""
 CHUNK_ROWS: Final = 240
 """Rows that go through all panels before the next do, so their inputs stay in the CPU's cache."""
 
-_FLOAT, _INT, _SIZE = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_FLOAT, _INT, _SIZE, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
-_BYTES, _HALVES = ir.VectorType(ir.IntType(8), _LANES), ir.VectorType(ir.IntType(16), _LANES)
+_BYTES, _HALVES = ir.VectorType(_BYTE, _LANES), ir.VectorType(ir.IntType(16), _LANES)
 
 
 def _size(number):
@@ -59,6 +61,14 @@ def _spread(builder, number):
 
 def _multiply_add(builder, a, b, c):
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+def _prefetch(builder, place):
+    """Have the CPU fetch what lies at a place into its second-level cache. Any address will do."""
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT])
+    fetch = builder.module.declare_intrinsic("llvm.prefetch", [_BYTE.as_pointer()], kind)
+    is_read, locality, is_data = (ir.Constant(_INT, number) for number in (0, 2, 1))
+    builder.call(fetch, [place, is_read, locality, is_data])
 
 
 def _widen(builder, halves):
@@ -93,19 +103,19 @@ def _repeat(builder, count, values, body):
 def _tile_of(num_rows, strip):
     """The intrinsic of a tile: sums over `depth` inputs of `num_rows` rows times a strip of a panel.
 
-    Input k of row r is x[x_at + k · stride + r]; its weights are row first + k of `numbers`, seen as `[…, PANEL]`.
-    Results go to out[out_at + r · width + output].
+    Input k of row r is x[x_at + k · stride + r]; its weights are row first + k of `numbers`, seen as `[…, PANEL]`. The
+    row that is `ahead` of it is fetched into the CPU's cache. Results go to out[out_at + r · width + output].
     """
     outputs = [strip * STRIP, strip * STRIP + _LANES]  # of a panel, the first of each register
 
     @intrinsic
-    def tile(typingctx, x, x_at, stride, depth, numbers, first, scale, minimum, out, out_at, width):
+    def tile(typingctx, x, x_at, stride, depth, numbers, first, ahead, scale, minimum, out, out_at, width):
         def generate(context, builder, signature, args):
             def pointer(position, element, kind):
                 data = context.make_array(signature.args[position])(context, builder, args[position]).data
                 return builder.bitcast(builder.gep(data, [element]), kind.as_pointer())
 
-            x_at, stride, depth, first, out_at, width = (args[i] for i in (1, 2, 3, 5, 9, 10))
+            x_at, stride, depth, first, ahead, out_at, width = (args[i] for i in (1, 2, 3, 5, 6, 10, 11))
             kind = signature.args[4].dtype
 
             def input_of(k, row):
@@ -120,6 +130,12 @@ def _tile_of(num_rows, strip):
 
             def weights_of(k, group):
                 row = builder.add(first, k)
+                row_nbytes = PANEL // 2 if kind == types.uint8 else PANEL * kind.bitwidth // 8
+                for at in range(0, row_nbytes // STRIPS, _LINE_NBYTES):
+                    place = builder.mul(builder.add(row, ahead), _size(row_nbytes))
+                    at += strip * row_nbytes // STRIPS
+                    data = builder.bitcast(pointer(4, _size(0), _BYTE), _BYTE.as_pointer())
+                    _prefetch(builder, builder.gep(data, [builder.add(place, _size(at))]))
                 if kind == types.uint8:
                     at = builder.mul(row, _size(PANEL // 2))
                     places = [builder.add(at, _size(output % (PANEL // 2))) for output in outputs]
@@ -137,8 +153,7 @@ def _tile_of(num_rows, strip):
                 if kind == types.float32:
                     return [builder.load(pointer(4, place, _FLOATS), align=4) for place in places]
                 codes = [builder.load(pointer(4, place, _BYTES), align=1) for place in places]
-                vectors = [builder.sitofp(builder.sext(code, _INTS), _FLOATS) for code in codes]
-                return [builder.fmul(vector, scale) for vector, scale in zip(vectors, group[0], strict=True)]
+                return [builder.sitofp(builder.sext(code, _INTS), _FLOATS) for code in codes]
 
             def add_input(k, group, sums):
                 weights = weights_of(k, group)
@@ -148,11 +163,20 @@ def _tile_of(num_rows, strip):
                 ]
 
             def add_group(group, sums):
-                values = [group_values(position, group) for position in (6, 7) if signature.args[position] != none]
+                values = [group_values(position, group) for position in (7, 8) if signature.args[position] != none]
                 start = builder.mul(group, _size(GROUP))
-                return _repeat(
-                    builder, _size(GROUP), sums, lambda i, inside: add_input(builder.add(start, i), values, inside)
-                )
+
+                def add(i, inside):
+                    return add_input(builder.add(start, i), values, inside)
+
+                if kind == types.uint8:
+                    return _repeat(builder, _size(GROUP), sums, add)
+                parts = _repeat(builder, _size(GROUP), zeros, add)  # in int8 the scale is a factor of the whole group
+                [scales] = values
+                return [
+                    _multiply_add(builder, part, scales[at % 2], total)
+                    for at, (part, total) in enumerate(zip(parts, sums, strict=True))
+                ]
 
             none, zeros = types.none, [ir.Constant(_FLOATS, [0.0] * _LANES)] * (2 * num_rows)
             if kind == types.float32:
@@ -162,11 +186,11 @@ def _tile_of(num_rows, strip):
             for at, total in enumerate(sums):
                 place = builder.add(out_at, builder.mul(width, _size(at // 2)))
                 place = builder.add(place, _size(at % 2 * _LANES))
-                builder.store(total, pointer(8, place, _FLOATS), align=4)
+                builder.store(total, pointer(9, place, _FLOATS), align=4)
             return context.get_dummy_value()
 
         size = types.intp
-        signature = types.none(x, size, size, size, numbers, size, scale, minimum, out, size, size)
+        signature = types.none(x, size, size, size, numbers, size, size, scale, minimum, out, size, size)
         return signature, generate
 
     return tile
@@ -174,7 +198,7 @@ def _tile_of(num_rows, strip):
 
 def _choose():
     """A function that calls a tile. Each is code of its own, so the choice is written out."""
-    names = "x, x_at, stride, depth, numbers, first, scale, minimum, out, out_at, width"
+    names = "x, x_at, stride, depth, numbers, first, ahead, scale, minimum, out, out_at, width"
     tiles = {(rows, strip): f"tile_{rows}_{strip}" for rows in range(1, TILE_ROWS + 1) for strip in range(STRIPS)}
     lines = [f"def choose(num_rows, strip, {names}):"]
     lines += [f"    if num_rows == {rows} and strip == {at}: {name}({names})" for (rows, at), name in tiles.items()]
@@ -216,16 +240,46 @@ def product(x, numbers, scale, minimum, columns, out, first, last):
                     packed[at + k * count + i] = x[row + i, k]
         for panel in range(first, last):
             column, own = columns[panel, 0], columns[panel, 1]
-            begin = panel * depth
+            begin, ahead = panel * depth, depth  # the next panel's row is fetched meanwhile
             for row in range(chunk, end, most):
                 count, at = min(most, end - row), (row - chunk) * depth
                 for strip in range(STRIPS):
                     to = strip * STRIP
                     if own == PANEL:
                         to += row * width + column
-                        tile(count, strip, packed, at, count, depth, numbers, begin, scale, minimum, out, to, width)
+                        tile(
+                            count,
+                            strip,
+                            packed,
+                            at,
+                            count,
+                            depth,
+                            numbers,
+                            begin,
+                            ahead,
+                            scale,
+                            minimum,
+                            out,
+                            to,
+                            width,
+                        )
                     else:
-                        tile(count, strip, packed, at, count, depth, numbers, begin, scale, minimum, part, to, PANEL)
+                        tile(
+                            count,
+                            strip,
+                            packed,
+                            at,
+                            count,
+                            depth,
+                            numbers,
+                            begin,
+                            ahead,
+                            scale,
+                            minimum,
+                            part,
+                            to,
+                            PANEL,
+                        )
                 if own < PANEL:
                     for i in range(count):
                         for j in range(own):

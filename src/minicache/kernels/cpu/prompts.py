@@ -16,7 +16,7 @@ from minicache.kernels.cpu.products import PANEL, STRIP, STRIPS, TILE_ROWS, tile
 from minicache.kernels.cpu.vectors import INLINE, OPTIONS, add, exp, full, load, maximum, mul, store, sub
 
 # vectors.py as compiled code knows it, sha256: 60a8d9aca10b4be7
-# products.py as compiled code knows it, sha256: 33fefc53b55d487d
+# products.py as compiled code knows it, sha256: 1b124e8182cb5b9a
 
 _ZERO, _INFINITY = np.float32(0), np.float32(np.inf)
 _LANES = 8
@@ -82,7 +82,9 @@ def attend_prompt(q, k_cache, v_cache, k_scale, v_scale, block_table, context_le
                 num_rows, at = min(TILE_ROWS, high - key), key * PANEL
                 for strip in range(STRIPS):
                     to = at + strip * STRIP
-                    tile(num_rows, strip, keys, key, context_len, head_dim, queries, 0, None, None, weights, to, PANEL)
+                    tile(
+                        num_rows, strip, keys, key, context_len, head_dim, queries, 0, 0, None, None, weights, to, PANEL
+                    )
             _hide(weights, low, high, seen, window, count)
             _softmax(weights, low, high, sums)
             for i in range(0, head_dim, TILE_ROWS):
@@ -90,7 +92,7 @@ def attend_prompt(q, k_cache, v_cache, k_scale, v_scale, block_table, context_le
                 for strip in range(STRIPS):
                     to = i * PANEL + strip * STRIP
                     depth = high - low
-                    tile(num_rows, strip, values, at, head_dim, depth, weights, low, None, None, attended, to, PANEL)
+                    tile(num_rows, strip, values, at, head_dim, depth, weights, low, 0, None, None, attended, to, PANEL)
             for lane in range(count):
                 for i in range(head_dim):
                     out[start + lane, head, i] = attended[i, lane] / sums[lane]

@@ -39,15 +39,20 @@ from triton.compiler import ASTSource
 from benchmarks import ladder
 from benchmarks._record import record
 from minicache.errors import KernelUnavailableError
-from minicache.kernels import configs, decode, gather, prefill, quantized_store, split_kv, store
+from minicache.kernels import configs, decode, gather, prefill, quantized_linear, quantized_store, split_kv, store
+from minicache.kernels.group_quantize import quantize_groups
 
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
+INT4 = torch.uint8  # of weights: two numbers in a byte
 DTYPES = ((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP16, INT8), (BF16, FP8))
 """Of queries and cache."""
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256, 512, 576)
 THOROUGH = (80, 90, 100)
 """Architectures that are compiled for all of these; the others for heads of 64 and 128, in bf16, fp32 and over int8."""
+
+NUM_ROWS = (1, 40, 100)
+"""Of a linear layer: a launch of each configuration."""
 
 GROUP = 8
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
@@ -57,6 +62,7 @@ POINTERS = {
     BF16: "*bf16",
     INT8: "*i8",
     FP8: "*fp8e4nv",
+    INT4: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -78,12 +84,13 @@ class Launch:
     """A call of a launcher.
 
     Attributes:
-        launcher: "store", "quantized_store", "gather", "decode", "split_kv", "prefill", or the name of a rung of the
-            ladder.
+        launcher: "store", "quantized_store", "gather", "decode", "split_kv", "prefill", "quantized_linear", or the name
+            of a rung of the ladder.
         architecture: such as 90.
-        queries: the queries' dtype; of quantized_store, that of the rows; of store and gather, the cache's.
-        cache: the cache's dtype.
-        head_dim: d.
+        queries: the queries' dtype; of quantized_store and quantized_linear, that of the rows; of store and gather, the
+            cache's.
+        cache: the cache's dtype; of quantized_linear, the weight's.
+        head_dim: d; of quantized_linear, how many rows there are.
     """
 
     launcher: str
@@ -154,6 +161,9 @@ def launches() -> Iterator[Launch]:
         for launcher, stored in product(("store", "gather"), (BF16, INT8, FP8)):
             yield Launch(launcher, arch, stored, stored, 128)
         yield from (Launch("quantized_store", arch, BF16, stored, 128) for stored in (INT8, FP8))
+        half = BF16 if arch >= 80 else FP16
+        for queries, stored, num_rows in product((half, FP32), (INT8, INT4), NUM_ROWS):
+            yield Launch("quantized_linear", arch, queries, stored, num_rows)
 
 
 def selection() -> Iterator[Launch]:
@@ -165,6 +175,8 @@ def selection() -> Iterator[Launch]:
         yield Launch("split_kv", arch, BF16, BF16, 128)
         yield from (Launch(launcher, arch, byte[1], byte[1], 128) for launcher in ("store", "gather"))
         yield Launch("quantized_store", arch, BF16, byte[1], 128)
+        for stored, num_rows in ((INT8, 1), (INT4, 100)):
+            yield Launch("quantized_linear", arch, BF16, stored, num_rows)
     yield from (Launch(rung.name, 90, BF16, BF16, 128) for rung in ladder.RUNGS[:2])  # the others are of the package
 
 
@@ -174,7 +186,7 @@ def rows(launch: Launch) -> list[Row]:
         "architecture": f"sm_{launch.architecture}",
         "queries": short(launch.queries),
         "cache": short(launch.cache),
-        "head_dim": launch.head_dim,
+        "head_dim": "" if launch.launcher == "quantized_linear" else launch.head_dim,
     }
     options: list[dict[str, Any]] = [{}]
     if launch.launcher in ("decode", "split_kv", "prefill"):
@@ -196,7 +208,7 @@ def rows(launch: Launch) -> list[Row]:
 def compiled(launch: Launch, options: dict[str, Any]) -> list[Row]:
     """The kernels of one call with these options."""
     found: list[Row] = []
-    modules = (store, quantized_store, gather, decode, split_kv, prefill, ladder)
+    modules = (store, quantized_store, quantized_linear, gather, decode, split_kv, prefill, ladder)
     kernels = {
         (module, name): kernel for module in modules for name, kernel in vars(module).items() if "_kernel" in name
     }
@@ -232,6 +244,9 @@ def call(launch: Launch, options: dict[str, Any]) -> None:
             quantized_store.store_kv(new, new, eight, eight, slots, k_scale=scales, v_scale=scales)
         case "gather":
             gather.gather_kv(cache, torch.zeros(4, dtype=torch.int32), 50)
+        case "quantized_linear":
+            weight = quantize_groups(torch.ones(128, 256), "int8" if launch.cache == INT8 else "int4")
+            quantized_linear.linear(torch.empty(launch.head_dim, 256, dtype=launch.queries), weight)
         case "decode":
             decode.paged_decode_attention(*paged, scale=scale, **options)
         case "split_kv":
@@ -281,7 +296,7 @@ class Compiles:
             {
                 "kernel": self.kernel.__name__,
                 "rows": values.get("ROWS", ""),
-                "tile": values.get("TILE", ""),
+                "tile": values.get("TILE", values.get("OUTPUTS", "")),
                 "stages": options.get("num_stages", ""),
                 "threads": 32 * made.metadata.num_warps,
                 "shared": made.metadata.shared,
@@ -312,7 +327,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def short(dtype: torch.dtype) -> str:
     """A dtype's name as tables have it."""
-    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", INT8: "int8", FP8: "fp8 (e4m3)"}
+    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", INT8: "int8", FP8: "fp8 (e4m3)", INT4: "int4"}
     return names[dtype]
 
 

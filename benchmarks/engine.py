@@ -1,40 +1,36 @@
-"""How fast the engine serves: next to vLLM and `transformers`, and next to its own linear layers.
+"""How fast the engine serves, next to vLLM, llama.cpp and `transformers`.
 
-The same random Llama (6 layers, hidden size 256, 8 query over 2 KV heads, 4,096 tokens, float32) is served greedily by
-our engine, with its defaults; by vLLM's CPU backend, compiled (its default) and eager; by `transformers`' `generate`,
-in batches padded on the left; and by its continuous batching. Each engine is a process with one thread
-(`benchmarks/_contestant.py`). vLLM takes part where scripts/vllm_env.sh has made its environment; elsewhere its figures
-are null. The work is:
+Two models. SmolLM2-135M-Instruct (`minicache pull smollm2`) answers 32 questions, `prompts.json`, with 64 tokens each:
+all of them at once, the first 8 at once, and the first 4 one after the other; and "prompt" is a text of 1,500 tokens
+with one token to come. A random Llama (6 layers, hidden size 256, 8 query over 2 KV heads, 4,096 tokens), whose linear
+layers are tiny, gives 32 requests of 50 to 100 prompt tokens 100 tokens each: all at once, the first 8, and the first 2
+one after the other; and "ragged" is 64 requests that want 1 to 199 tokens, with 32 batch slots. There `generate` goes
+on to the longest of a batch, and only the tokens that are wanted count.
 
-- 32 requests of 50 to 100 prompt tokens, 2,415 together, that want 100 tokens each, with 32 batch slots;
-- the first 8 of them with 8 batch slots, and the first 2 with one;
-- ragged: 64 requests that want 1 to 199 tokens, with 32 batch slots. `generate` goes on to the longest of a batch, and
-  only the tokens that are wanted count.
+The engines serve greedily: ours with its defaults, and with weights in int8; vLLM's CPU backend; `transformers`'
+`generate`, in batches padded on the left; llama.cpp with weights in float32 and in Q8_0. Each is a process with one
+thread (`benchmarks/_contestant.py`). Those that scripts/peers_env.sh has not made are left out; their figures are null.
 
-After a run that is not counted, for each engine and work, they take turns in another order each round. Recorded are the
-tokens per second of the fastest round and of the median, by wall time and by the CPU time of the engine's process, and
-the ratios of our engine to each. No engine may share a prompt's KV entries with an earlier round. All answers are
-compared: an engine whose token is not the likeliest by more than rounding fails the benchmark.
-
-The ceiling is what the linear layers take alone, on as many tokens at a time, with their weights as PyTorch stores
-them; and for comparison laid out column by column (`minicache.model.fused`). Then MiniGPT, one sequence,
-through either cache.
+After a run of a few tokens that is not counted, for each engine and work, they take turns in another order each round.
+Recorded are the tokens per second of CPU time, of the fastest round and of the median, and the ratios of our engine to
+each other: of the one with weights in int8 to Q8_0, of the one in float32 to the rest. No engine may share a prompt's
+KV entries with an earlier round. All answers are compared: an engine in float32 whose token is not the likeliest by
+more than rounding fails the benchmark.
 
     python -m benchmarks.engine
 
-It takes about 10 minutes with vLLM.
+It takes about 20 minutes with all of them.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from copy import deepcopy
-from functools import partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -46,19 +42,28 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks._contestant import ENGINES, Contestant, Run, Work, is_here
+from benchmarks._contestant import ENGINES, MODEL_GGUF, ROOT, Contestant, Run, Work, is_here
 from benchmarks._record import record
-from minicache.cache.dense import KVCache
-from minicache.cache.paged import PagedKVCache
-from minicache.engine.decoding import decode
-from minicache.engine.timing import timed
-from minicache.model import MiniGPT, MiniGPTConfig, load_minigpt
-from minicache.model.linear import PackedLinear, pack
+from minicache.model import MiniGPT, MiniGPTConfig
+from minicache.model.decoder import DecoderConfig
+from minicache.model.gguf import load_gguf
+from minicache.model.shelf import pull
+from minicache.model.tokenizer import gguf_tokenizer
 
-ROUNDS: Final = 7
+OURS: Final = {
+    "vllm": "minicache",
+    "llama_f32": "minicache",
+    "transformers": "minicache",
+    "llama_q8_0": "minicache_int8",
+}
+"""With which of our engines each other is compared."""
+FLOAT32: Final = ("minicache", "vllm", "llama_f32", "transformers")
+NUM_WARM_UP: Final = 4
+NEAR_TIE: Final = 1e-3
+"""The most by which a token's logit may be below the largest: rounding differs from engine to engine."""
+
 SHORTEST, LONGEST = 50, 100
 NUM_REQUESTS, NUM_NEW = 32, 100
-BATCHES = (1, 8, 32)
 SHAPE = MiniGPTConfig(
     vocab_size=4096,
     hidden_size=256,
@@ -70,82 +75,88 @@ SHAPE = MiniGPTConfig(
     max_seq_len=512,
 )
 NUM_RAGGED, MOST_RAGGED = 64, 199
-NEAR_TIE: Final = 1e-3
-"""The most by which a token's logit may be below the largest: rounding differs from engine to engine."""
-CACHES = {"dense": KVCache, "paged": PagedKVCache}
+
+NUM_ANSWER, NUM_LONG = 64, 1500
 
 transformers: Any = import_module("transformers")  # Any: much of it has no types
 
 
 class Row(NamedTuple):
-    """Work, and the batch slots to serve it with."""
+    """Work, and how many of its requests an engine gets at once."""
 
     work: Work
-    max_num_seqs: int
+    at_once: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that count: the new ones; where they are one a prompt, the prompts'."""
+        return sum(self.work.num_new) if max(self.work.num_new) > 1 else sum(map(len, self.work.prompts))
+
+
+class Model(NamedTuple):
+    """A model to serve.
+
+    Attributes:
+        about: its name and kind.
+        make: writes it into a folder, and returns it as `transformers` has it, and the rows of the table.
+        engines: those that serve it.
+        rounds: how often each does.
+    """
+
+    about: str
+    make: Callable[[Path], tuple[Any, dict[str, Row]]]
+    engines: tuple[str, ...]
+    rounds: int
 
 
 Runs = Mapping[str, Mapping[str, list[Run]]]
-"""Row → engine → its counted runs; an engine that is not measured is missing, or has none."""
+"""Row → engine → its counted runs; an engine that is not measured is missing."""
 
 
 def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    llama, model = the_same_model()
-    rows = make_rows()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        llama.save_pretrained(folder)
-        names = [name for name in ENGINES if is_here(name)]
-        engines = [stack.enter_context(closing(Contestant(name, Path(folder)))) for name in names]
-        runs, linear = take_turns(engines, rows, model)
-    figures = results(runs, rows, linear)
-    show(figures)
-    agreement = {name: agreement_of(name, llama, runs, rows) for name in names}
-    about = {"model": f"random Llama, {model.num_parameters():,} parameters, float32", "threads": 1, "rounds": ROUNDS}
-    record("engine", about | figures | {"agreement": agreement} | caches())
+    record("engine", {"threads": 1} | {name: measure(model) for name, model in MODELS.items()})
 
 
-def take_turns(
-    engines: list[Contestant], rows: Mapping[str, Row], model: MiniGPT
-) -> tuple[dict[str, dict[str, list[Run]]], dict[str, list[float]]]:
-    """Have every engine do every row's work in every round; and the seconds of the linear layers, in between.
+def measure(model: Model) -> dict[str, Any]:
+    """What is recorded of one model."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        llama, rows = model.make(folder)
+        engines = [stack.enter_context(closing(Contestant(name, folder))) for name in model.engines if is_here(name)]
+        runs = take_turns(engines, rows, model.rounds)
+    figures = {name: results_of(runs[name], row) for name, row in rows.items()}
+    show(model.about, figures)
+    agreement = {name: agreement_of(name, llama, runs, rows) if name in runs["1"] else None for name in ENGINES}
+    about = {
+        "model": f"{model.about}, {llama.num_parameters():,} parameters, float32",
+        "rounds": model.rounds,
+        "rows": figures,
+    }
+    return about | {"agreement": agreement}
 
-    Returns:
-        The counted runs, and the seconds of the linear layers: "stored_1" … with the weights as PyTorch stores them,
-        "laid_out_1" …, and "prompts", the pass over all prompts.
-    """
-    laid_out = deepcopy(model)
-    pack(laid_out)
-    layers = {f"stored_{batch}": partial(linear_layers, model, batch, batch) for batch in BATCHES}
-    layers |= {f"laid_out_{batch}": partial(linear_layers, laid_out, batch, batch) for batch in BATCHES}
-    layers["prompts"] = partial(linear_layers, model, sum(map(len, rows["32"].work.prompts)), NUM_REQUESTS)
-    pairs = [(name, engine) for name in rows for engine in engines if takes_part(engine.name, name)]
-    runs: dict[str, dict[str, list[Run]]] = {name: {} for name in rows}
+
+def take_turns(engines: list[Contestant], rows: Mapping[str, Row], rounds: int) -> dict[str, dict[str, list[Run]]]:
+    """Have every engine do every row's work in every round, and return the counted runs."""
+    pairs = [(name, engine) for name in rows for engine in engines]
+    runs: dict[str, dict[str, list[Run]]] = {name: {engine.name: [] for engine in engines} for name in rows}
     for name, engine in track(pairs, description="Warming up"):
-        engine.serve(*rows[name])
-        runs[name][engine.name] = []
-    seconds: dict[str, list[float]] = {name: [] for name in layers}
+        (prompts, num_new), at_once = rows[name]
+        engine.serve(Work(prompts, [min(NUM_WARM_UP, num) for num in num_new]), at_once)
     rng = random.Random(0)
-    for _ in track(range(ROUNDS), description="Serving"):
-        for name, engine in rng.sample(pairs, len(pairs)):
+    for _ in range(rounds):
+        for name, engine in track(rng.sample(pairs, len(pairs)), description="Serving"):
             runs[name][engine.name].append(engine.serve(*rows[name]))
-        for name, alone in layers.items():
-            seconds[name].append(alone())
-    return runs, seconds
+    return runs
 
 
-def takes_part(engine: str, row: str) -> bool:
-    """Whether an engine is asked to do a row's work. Continuous batching of `transformers` has no batch slots."""
-    return engine != "continuous" or row == "32"
+# The models and their work
 
 
-# The model and the work
-
-
-def the_same_model(shape: MiniGPTConfig = SHAPE) -> tuple[Any, MiniGPT]:
-    """A random Llama of that shape, twice: `transformers`' and ours, with the same weights."""
-    torch.manual_seed(0)
-    llama = transformers.LlamaForCausalLM(
+def as_llama(shape: MiniGPTConfig | DecoderConfig) -> Any:
+    """A random Llama of `transformers`, of that shape, whose output layer is its embedding."""
+    return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
@@ -163,9 +174,49 @@ def the_same_model(shape: MiniGPTConfig = SHAPE) -> tuple[Any, MiniGPT]:
             pad_token_id=0,
         )
     ).eval()
+
+
+def the_same_model(shape: MiniGPTConfig = SHAPE) -> tuple[Any, MiniGPT]:
+    """A random Llama of that shape, twice: `transformers`' and ours, with the same weights."""
+    torch.manual_seed(0)
+    llama = as_llama(shape)
     model = MiniGPT(shape).eval()
     model.load_state_dict(llama.model.state_dict())
     return llama, model
+
+
+def random_llama(folder: Path) -> tuple[Any, dict[str, Row]]:
+    """The model, and the rows of its table."""
+    llama, _ = the_same_model()
+    llama.save_pretrained(folder)
+    return llama, make_rows()
+
+
+def smollm2(folder: Path) -> tuple[Any, dict[str, Row]]:
+    """The model, and the rows of its table. Its weights have four bits in the file; in the folder they are float32."""
+    path = pull("smollm2")
+    (folder / MODEL_GGUF).parent.mkdir()
+    (folder / MODEL_GGUF).symlink_to(path)
+    model, tokenizer = load_gguf(path), gguf_tokenizer(path)
+    assert tokenizer is not None
+    llama = as_llama(model.config)
+    llama.model.load_state_dict(model.state_dict())
+    llama.save_pretrained(folder)
+    questions = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
+    long = tokenizer.encode((ROOT / "LICENSE").read_text(encoding="utf-8"))[:NUM_LONG]
+    return llama, {
+        "1": Row(Work(prompts[:4], [NUM_ANSWER] * 4), 1),
+        "8": Row(Work(prompts[:8], [NUM_ANSWER] * 8), 8),
+        "32": Row(Work(prompts, [NUM_ANSWER] * len(prompts)), 32),
+        "prompt": Row(Work([long], [1]), 1),
+    }
+
+
+MODELS: Final = {
+    "smollm2": Model("SmolLM2-135M-Instruct", smollm2, tuple(ENGINES), 3),
+    "random": Model("random Llama", random_llama, ("minicache", "vllm", "transformers"), 7),
+}
 
 
 def make_work(num_requests: int = NUM_REQUESTS) -> Work:
@@ -184,35 +235,13 @@ def make_ragged_work() -> Work:
 
 
 def make_rows() -> dict[str, Row]:
-    """What is served: "1", "8" and "32" batch slots, and "ragged"."""
+    """What is served: "1", "8" and "32" requests at once, and "ragged"."""
     return {
         "1": Row(make_work(2), 1),
         "8": Row(make_work(8), 8),
         "32": Row(make_work(), 32),
-        "ragged": Row(make_ragged_work(), 32),
+        "ragged": Row(make_ragged_work(), NUM_RAGGED),
     }
-
-
-# The ceiling
-
-
-def linear_layers(model: MiniGPT, num_tokens: int, num_logits: int) -> float:
-    """CPU seconds of the linear layers alone, the best of 5 passes: no pass of the model takes less."""
-    layers = [
-        (module, module.in_features if isinstance(module, torch.nn.Linear) else module.weights.shape[1])
-        for module in model.layers.modules()
-        if isinstance(module, torch.nn.Linear | PackedLinear)
-    ]
-    inputs = {width: torch.randn(num_tokens, width) for _, width in layers}
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(5):
-            start = time.thread_time()
-            for layer, width in layers:
-                layer(inputs[width])
-            model.logits(inputs[SHAPE.hidden_size][:num_logits])
-            seconds.append(time.thread_time() - start)
-    return min(seconds)
 
 
 # Are they the same tokens?
@@ -222,33 +251,26 @@ def agreement_of(name: str, llama: Any, runs: Runs, rows: Mapping[str, Row]) -> 
     """`agrees` for all answers of an engine's last round; and how many of them are not our engine's, token by token.
 
     Raises:
-        RuntimeError: a token is not the likeliest by more than NEAR_TIE.
+        RuntimeError: a token of an engine in float32 is not the likeliest by more than NEAR_TIE.
     """
     prompts, answers, ours = [], [], []
     for row, (work, _) in rows.items():
-        if name in runs[row]:
-            prompts += work.prompts
-            answers += runs[row][name][-1].token_ids
-            ours += runs[row]["minicache"][-1].token_ids
-    agreement = agrees(llama, Work(prompts, [len(answer) for answer in answers]), answers)
-    if agreement["largest_gap"] > NEAR_TIE:
+        prompts += work.prompts
+        answers += runs[row][name][-1].token_ids
+        ours += runs[row]["minicache"][-1].token_ids
+    agreement = agrees(llama, prompts, answers)
+    if name in FLOAT32 and agreement["largest_gap"] > NEAR_TIE:
         raise RuntimeError(f"{name} generates other tokens than the likeliest: {agreement}")
     num_that_differ = sum(answer != our for answer, our in zip(answers, ours, strict=True))
     return {"num_answers": len(answers), "num_answers_that_differ": num_that_differ} | agreement
 
 
-def agrees(llama: Any, work: Work, token_ids: list[list[int]]) -> dict[str, Any]:
+def agrees(llama: Any, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
     """How many of an engine's tokens are those that `transformers` finds likeliest after the same tokens.
 
     Where they differ, `largest_gap` is by how much the token's logit is below the largest: a near tie, or an error.
     """
-    gaps: list[Tensor] = []
-    for prompt, answer in zip(work.prompts, token_ids, strict=True):
-        with torch.inference_mode():
-            logits = llama(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
-        its = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        gaps.append(logits.amax(dim=1) - its)
-    gap = torch.cat(gaps)
+    gap = torch.cat([gaps(llama, tuple(prompt), tuple(its)) for prompt, its in zip(prompts, answers, strict=True)])
     return {
         "num_tokens": len(gap),
         "num_tokens_that_differ": int((gap > 0).sum()),
@@ -257,117 +279,57 @@ def agrees(llama: Any, work: Work, token_ids: list[list[int]]) -> dict[str, Any]
     }
 
 
-# MiniGPT alone, through either cache
-
-
-def caches() -> dict[str, Any]:
-    """Milliseconds a token of the shipped MiniGPT, one sequence from first position to last, through either cache."""
-    model = load_minigpt()
-    config = model.config
-    runs: dict[str, list[list[float]]] = {name: [] for name in CACHES}
-    for _ in track(range(ROUNDS), description="Decoding"):
-        for name, make in CACHES.items():
-            cache = make(config.num_layers, 1, config.num_kv_heads, config.max_seq_len, config.head_dim)
-            steps = decode(model, torch.tensor([[1]]), config.max_seq_len, cache=cache)
-            runs[name].append([seconds * 1e3 for _, seconds in timed(steps)])
-    # Step by step the least of all repeats, and of those the mean.
-    mean = {name: statistics.fmean(map(min, zip(*repeats, strict=True))) for name, repeats in runs.items()}
-    return {
-        "ms_per_token_through": {name: round(value, 4) for name, value in mean.items()},
-        "paged_over_dense_cache": mean["paged"] / mean["dense"],
-    }
+@cache
+def gaps(llama: Any, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
+    """By how much each token's logit is below the largest: `[len(answer)]`."""
+    with torch.inference_mode():
+        logits: Tensor = llama(torch.tensor([[*prompt, *answer[:-1]]]), logits_to_keep=len(answer)).logits[0]
+    return logits.amax(dim=1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
 # What is recorded
 
 
-def results(runs: Runs, rows: Mapping[str, Row], linear: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Tokens per second, and the ratios that pages state, all of one run of the benchmark.
-
-    Args:
-        runs: as `take_turns` returns them.
-        rows: the work that they did.
-        linear: seconds of the linear layers, as `take_turns` returns them.
+def results_of(runs: Mapping[str, list[Run]], row: Row) -> dict[str, Any]:
+    """One row of a table.
 
     Returns:
-        In `rows`, for each row: `tokens_per_second` of each engine (`rates`), null if it was not measured; the ratios
-        of our engine to each other, and to the best other by the same clock. And the ceilings, with our share of them.
+        `tokens_per_second` of each engine (`rates`), and the ratios of our engines to the others; null if one was not
+        measured.
     """
-    least = {name: min(values) for name, values in linear.items()}
-    ceiling, laid_out = ({str(n): n / least[f"{name}_{n}"] for n in BATCHES} for name in ("stored", "laid_out"))
-    # The prompts' pass gives each request its first token, and 99 more passes of 32 give the rest.
-    whole = NUM_REQUESTS * NUM_NEW / (least["prompts"] + (NUM_NEW - 1) * least["stored_32"])
-    each = {name: results_of(runs[name], row) for name, row in rows.items()}
-    ours = {name: each[name]["tokens_per_second"]["minicache"]["cpu"] for name in ceiling}
-    return {
-        "num_requests": NUM_REQUESTS,
-        "num_prompt_tokens": sum(map(len, rows["32"].work.prompts)),
-        "num_new_tokens_each": NUM_NEW,
-        "rows": each,
-        "lowest_ratio_to_best_peer": min(row["ratio_to_best_peer"]["cpu"] for row in each.values()),
-        "linear_tokens_per_second": {name: round(value, 1) for name, value in ceiling.items()},
-        "laid_out_tokens_per_second": {name: round(value, 1) for name, value in laid_out.items()},
-        "linear_prompts_ms": least["prompts"] * 1e3,
-        "linear_whole_tokens_per_second": whole,
-        "share_of_ceiling": {name: ours[name] / ceiling[name] for name in ours},
-        "share_of_laid_out_ceiling": {name: ours[name] / laid_out[name] for name in ours},
-        "share_of_whole_ceiling": ours["32"] / whole,
-    }
-
-
-def results_of(runs: Mapping[str, list[Run]], row: Row) -> dict[str, Any]:
-    """One row of `results`."""
-    num_tokens = sum(row.work.num_new)
-    rate = {name: rates(runs[name], num_tokens) if runs.get(name) else None for name in ENGINES}
-    peers = {name: its for name, its in rate.items() if its is not None and name != "minicache"}
-    ours = rate["minicache"]
-    assert ours is not None
-    best_peer = max(peers, key=lambda name: peers[name]["cpu"])
-    best = {clock: max(its[clock] for its in peers.values()) for clock in ours}
+    rate = {name: rates(runs[name], row.num_tokens) if name in runs else None for name in ENGINES}
+    ratio = {name: _ratio(rate[ours], rate[name]) for name, ours in OURS.items()}
     return {
         "num_requests": len(row.work.prompts),
-        "num_tokens": num_tokens,
-        "max_num_seqs": row.max_num_seqs,
-        "tokens_per_second": {name: its and _rounded(its) for name, its in rate.items()},
-        "best_peer": best_peer,
-        "ratio_to_best_peer": _ratio(ours, best),
-        "ratio_to": {name: its and _ratio(ours, its) for name, its in rate.items() if name != "minicache"},
+        "num_tokens": row.num_tokens,
+        "at_once": row.at_once,
+        "tokens_per_second": {
+            name: its and {kind: round(value, 1) for kind, value in its.items()} for name, its in rate.items()
+        },
+        "ratio_to": ratio,
     }
 
 
 def rates(runs: Iterable[Run], num_tokens: int) -> dict[str, float]:
-    """Tokens per second of the fastest run and of the median, by the wall clock and by CPU time."""
-    walls, cpus = zip(*((run.wall, run.cpu) for run in runs), strict=True)
-    seconds = {
-        "wall": min(walls),
-        "wall_median": statistics.median(walls),
-        "cpu": min(cpus),
-        "cpu_median": statistics.median(cpus),
-    }
-    return {clock: num_tokens / value for clock, value in seconds.items()}
+    """Tokens per second of CPU time, of the fastest run and of the median."""
+    seconds = [run.cpu for run in runs]
+    return {"fastest": num_tokens / min(seconds), "median": num_tokens / statistics.median(seconds)}
 
 
-def _ratio(ours: Mapping[str, float], its: Mapping[str, float]) -> dict[str, float]:
-    return {clock: ours[clock] / its[clock] for clock in ours}
+def _ratio(ours: dict[str, float] | None, its: dict[str, float] | None) -> dict[str, float] | None:
+    return None if ours is None or its is None else {kind: ours[kind] / its[kind] for kind in ours}
 
 
-def _rounded(rate: Mapping[str, float]) -> dict[str, float]:
-    return {clock: round(value, 1) for clock, value in rate.items()}
-
-
-def show(figures: Mapping[str, Any]) -> None:
-    """Print tokens per CPU second of every engine, and how our engine does next to the best of the others."""
-    table = Table("tokens per CPU second", box=SIMPLE_HEAD)
-    for row in figures["rows"]:
-        table.add_column(row, justify="right")
+def show(title: str, rows: Mapping[str, Any]) -> None:
+    """Print the tokens per CPU second of every engine, and the ratios of ours to the others."""
+    table = Table("tokens per CPU second", *rows, box=SIMPLE_HEAD, title=title)
     for name in ENGINES:
-        its = [row["tokens_per_second"][name] for row in figures["rows"].values()]
-        table.add_row(name, *("–" if rate is None else f"{rate['cpu']:,.0f}" for rate in its))
-    ratios = [row["ratio_to_best_peer"]["cpu"] for row in figures["rows"].values()]
-    table.add_row("ours / best peer", *(f"{ratio:.2f}" for ratio in ratios))
-    table.add_row("share of linear layers", *(f"{share:.2f}" for share in figures["share_of_ceiling"].values()))
+        its = [row["tokens_per_second"][name] for row in rows.values()]
+        table.add_row(name, *("–" if rate is None else f"{rate['fastest']:,.1f}" for rate in its))
+    for name, ours in OURS.items():
+        ratios = [row["ratio_to"][name] for row in rows.values()]
+        table.add_row(f"{ours} / {name}", *("–" if ratio is None else f"{ratio['fastest']:.2f}" for ratio in ratios))
     Console().print(table)
-    Console().print(f"Share of the linear layers' ceiling for the whole run: {figures['share_of_whole_ceiling']:.2f}")
 
 
 if __name__ == "__main__":

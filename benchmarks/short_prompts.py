@@ -1,4 +1,4 @@
-"""Up to how many new tokens the decode kernel attends to a sequence faster than PyTorch does, each query by itself.
+"""Up to how many new tokens the decode kernel attends to a sequence faster than the one for prompts, query by query.
 
 One sequence of float32 with n new tokens, after none (a whole prompt) and after 256 and 2,048 others (a chunk of one).
 Both ways attend through the same plan, with the limits set so one or the other runs; CPU time, minimum, taking
@@ -33,11 +33,11 @@ def main() -> None:
     with torch.inference_mode():
         lines = [measure(heads, before) for heads, before in track(cases, description="Attending")]
     limits = {"longest_prompt": steps.LONGEST_PROMPT, "longest_chunk": steps.LONGEST_CHUNK}
-    record("short_prompts", limits | {"kernel_time_by_pytorch_time": lines})
+    record("short_prompts", limits | {"decode_time_by_prompt_time": lines})
 
 
 def measure(heads: tuple[int, int, int], before: int) -> dict[str, Any]:
-    """The kernel's time divided by PyTorch's, for each number of new tokens."""
+    """The decode kernel's time divided by that of the one for prompts, for each number of new tokens."""
     num_heads, num_kv_heads, head_dim = heads
     ratios = {str(num_new): round(ratio(*heads, before, num_new), 2) for num_new in NUM_NEW}
     return {"heads": f"{num_heads}/{num_kv_heads} of {head_dim}", "tokens_before": before, "ratios": ratios}
@@ -52,7 +52,7 @@ def ratio(num_heads: int, num_kv_heads: int, head_dim: int, before: int, num_new
     tables, lengths = torch.randperm(num_blocks)[None], torch.tensor([before + num_new])
     plans = []
     limits = steps.LONGEST_PROMPT, steps.LONGEST_CHUNK
-    for limit in (num_new, 0):  # the kernel, PyTorch
+    for limit in (num_new, 0):  # the decode kernel, that for prompts
         steps.LONGEST_PROMPT = steps.LONGEST_CHUNK = limit
         metadata = AttentionMetadata(tables, lengths, torch.tensor([0, num_new]))
         plans.append(steps.plan_step(metadata, num_blocks, BLOCK))

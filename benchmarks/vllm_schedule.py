@@ -2,9 +2,9 @@
 
 It runs vLLM's `Scheduler` without a model, on the three requests of docs/en/reference/one-iteration.md, and prints of
 each step what that page's program prints, and the block tables. vLLM's block 0 is a null block, so its numbers are
-larger by one. It needs the environment that scripts/vllm_env.sh makes:
+larger by one. It needs the environment that scripts/peers_env.sh vllm makes:
 
-    scripts/vllm_env.sh && .venv-vllm/bin/python -m benchmarks.vllm_schedule
+    scripts/peers_env.sh vllm && .venv-vllm/bin/python -m benchmarks.vllm_schedule
 """
 
 from __future__ import annotations

@@ -330,6 +330,31 @@ milliseconds = 1e3 * slowest.seconds
 print(f"slowest step after the first: {milliseconds:.1f} ms for {slowest.num_tokens} tokens")
 
 # %% [markdown]
+# ## 9. On a real model
+#
+# Twelve questions for SmolLM2-135M-Instruct, and four slots. The model ends its answers itself, so their lengths are
+# not known in advance. Which stage takes fewer steps, and how much of that is left in seconds?
+
+# %%
+real_model = nb.real_model()
+if real_model is not None:
+    ask = ["Name three fruits.", "Who wrote Hamlet?", "Why do cats purr?", "What is 12 times 12?"]
+    ask += ["How is bread made?", "What is a haiku?", "Is seven prime?", "Where is Peru?"]
+    ask += ["What is a compiler?", "Name a planet.", "Why do we sleep?", "What is 2 + 2?"]
+    for stage in ("static", "continuous"):
+        llm = LLM(real_model, scheduler=stage, max_num_seqs=4, num_blocks=128)
+        for text in ask:
+            messages = [{"role": "user", "content": text}]
+            token_ids = llm.tokenizer.apply_chat_template(messages)
+            llm.add_request(token_ids, SamplingParams(max_tokens=48))
+        start, chunks, num_steps = time.perf_counter(), [], 0
+        while llm.has_unfinished:
+            chunks += llm.step()
+            num_steps += 1
+        seconds = time.perf_counter() - start
+        print(f"{stage}: {num_steps} steps, {len(chunks)} tokens, {seconds:.1f} s")
+
+# %% [markdown]
 # ## Your experiment: how bad can static batching get?
 #
 # With the six requests of the first figure, static batching takes 14 steps and continuous batching 11. Find six requests

@@ -367,6 +367,31 @@ print(f"mean TTFT: {1e3 * seconds / count:.1f} ms in the server, ", end="")
 print(f"{1e3 * client_side:.1f} ms at the clients")
 
 # %% [markdown]
+# ## 7. On a real model
+#
+# Four clients ask SmolLM2-135M-Instruct a question each, and read its answer as it is generated. Is the time to the
+# first token the same for all four? Which answer is complete first?
+
+# %%
+real_model = nb.real_model()
+
+
+async def ask(engine, question):
+    messages = [{"role": "user", "content": question}]
+    token_ids = engine.llm.tokenizer.apply_chat_template(messages)
+    start, times, text = time.perf_counter(), [], ""
+    async for chunk in await engine.add_request(token_ids, SamplingParams(max_tokens=32)):
+        times.append(time.perf_counter() - start)
+        text += chunk.text
+    print(f"first token after {times[0]:.2f} s, the last after {times[-1]:.2f} s: {text}")
+
+
+if real_model is not None:
+    questions = "Why is the sky blue?", "Who wrote Hamlet?", "What is 12 times 12?", "Name a star."
+    async with AsyncEngine(LLM(real_model, num_blocks=64)) as engine:
+        await asyncio.gather(*(ask(engine, question) for question in questions))
+
+# %% [markdown]
 # ## Your experiment: how long a waiting queue?
 #
 # Under twice the load that it can answer, a server must refuse half of the requests. What is a long waiting queue good

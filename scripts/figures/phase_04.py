@@ -47,6 +47,7 @@ def main() -> None:
     draw("split-merge", split_merge, size=(7.2, 3.7))
     draw("ladder-bytes", ladder_bytes, size=(7.2, 3.0))
     draw("prefill-tiles", prefill_tiles, size=(7.2, 5.5))
+    draw("weight-groups", weight_groups, size=(7.2, 3.4))
 
 
 # --- what the tracer saw --------------------------------------------------------------------------------------------
@@ -425,3 +426,27 @@ def _legend(
         diagram.cell(x, y, "", role, width=0.5, height=0.5)
         diagram.text(x + 0.65, y + 0.25, meaning, fontsize=TYPE_SIZE * 0.9)
         x += steps[index] if index < len(steps) else step
+
+
+# --- weights of few bits ----------------------------------------------------------------------------------------------
+
+LAYER, OUTPUT = "layers.2.self_attn.o_proj.weight", 102
+"""The output of MiniGPT's whose groups differ most in range."""
+
+
+def weight_groups(figure: Figure, scheme: Scheme) -> None:
+    """The weights of an output, and the sixteen values that four bits have: one scale for all, and one for a group."""
+    from minicache.kernels.group_quantize import GROUP
+    from minicache.model import load_minigpt
+
+    row = load_minigpt().state_dict()[LAYER][OUTPUT].numpy()
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, size, title in zip(panels, (len(row), GROUP), ("one scale", "a scale for each group"), strict=True):
+        for start in range(0, len(row), size):
+            group = row[start : start + size]
+            values = np.linspace(group.min(), group.max(), 16)
+            axes.hlines(values, start - 0.5, start + size - 0.5, color=color("wasted", scheme), linewidth=0.8)
+        axes.plot(row, ".", color=color("generated", scheme), markersize=5)
+        axes.set(xlabel="input", title=title, xticks=range(0, len(row) + 1, GROUP))
+        axes.grid(visible=False)
+    panels[0].set_ylabel("weight")

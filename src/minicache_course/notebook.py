@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import matplotlib as mpl
@@ -18,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from minicache.model.shelf import on_this_machine
 from minicache.palette import color
 from minicache.plots import STYLE
 from minicache_course.errors import CourseError
@@ -59,6 +61,14 @@ def begin(phase: int, *, mine: bool = False) -> None:
     mpl.rcParams.update(STYLE | {"font.size": 10.5, "axes.titlesize": 10.5, "figure.dpi": 120})
     mpl.rcParams.update({"figure.constrained_layout.use": True, "axes.titlelocation": "left"})
     print(f"Phase {phase}: {whose}")
+
+
+def real_model() -> Path | None:
+    """The file of SmolLM2, if `minicache pull smollm2` has put it on this machine; else None, and a line says so."""
+    found = on_this_machine("smollm2")
+    if found is None:
+        print("This cell needs a real model. To run it: minicache pull smollm2 (93 MB), then this cell again.")
+    return found
 
 
 def check(answer: Any, right: Any, *, within: float = 0.0) -> None:

@@ -1,13 +1,18 @@
 """`minicache demo`, small: all ways decode, plots are written, a cache that lies is found out."""
 
 import heapq
+import io
 import json
+import re
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from rich.console import Console
+from tests.chatting import SAID, write_folder
 from typer.testing import CliRunner
 
 from minicache.cache.dense import KVCache
@@ -15,8 +20,10 @@ from minicache.cache.paged import PagedKVCache
 from minicache.engine import llm
 from minicache.errors import MinicacheError
 from minicache.grammar import Tokenizer
+from minicache.memory.blocks import blocks_for
+from minicache.model.tokenizer import folder_tokenizer
 from minicache.trace import TraceStep
-from minicache_cli.demo import NUM_TIMED, PROMPTS, app, burst, memory, speed
+from minicache_cli.demo import NUM_TIMED, PROMPTS, app, burst, memory, questions, speed
 
 
 @pytest.fixture
@@ -39,13 +46,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     schedulers, num_threads = [], torch.get_num_threads()
 
     class Watched(llm.LLM):
-        def __init__(self, *args, scheduler, **options) -> None:
-            schedulers.append(scheduler)
-            super().__init__(*args, scheduler=scheduler, **options)
+        def __init__(self, *args, **options) -> None:
+            schedulers.append(options.get("scheduler"))
+            super().__init__(*args, **options)
 
     out = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "LLM", Watched)
+        patch.setenv("HF_HOME", str(out))  # where no model is
         result = CliRunner().invoke(app, ["--out", str(out), "--max-seq-len", "24"], env={"COLUMNS": "120"})
     torch.set_num_threads(num_threads)
     assert result.exit_code == 0, result.output
@@ -125,7 +133,7 @@ def test_demo_serves_a_burst_with_both_schedulers(demo: Demo) -> None:
 
 @pytest.mark.slow
 def test_the_schedulers_take_turns(demo: Demo) -> None:
-    assert demo.schedulers == ["static", "continuous"] * 3
+    assert demo.schedulers[:6] == ["static", "continuous"] * 3
 
 
 def a_run(num_steps: int, seconds: float) -> burst.Run:
@@ -153,3 +161,43 @@ def test_demo_looks_at_its_folder_first(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["--out", str(tmp_path / "file" / "demo")])
     assert result.exit_code == 2
     assert "cannot be created" in " ".join(result.output.replace("│", " ").split())  # rich wraps and frames it
+
+
+def ask(model: str, *, width: int = 120) -> list[str]:
+    """The lines of the demo's last part, without a terminal."""
+    console = Console(record=True, width=width, file=io.StringIO())
+    questions.show(model, console)
+    return console.export_text().splitlines()
+
+
+@pytest.mark.usefixtures("threads")
+def test_sixteen_questions_at_once(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    *cells, first, second, legend, speeds, used = ask(str(folder))
+    assert "a block of a prompt" in legend
+    text = "\n".join(cells)
+    assert text.count(SAID) == len(questions.QUESTIONS)
+    for question in questions.QUESTIONS:
+        assert question in text
+    # A byte is a token, two more are the roles'; the answer's last one is not computed.
+    ends = [
+        len(folder_tokenizer(folder).encode(f"<|user|>{each}<|end|><|assistant|>{SAID}"))
+        for each in questions.QUESTIONS
+    ]
+    held = [blocks_for(end, questions.BLOCK_SIZE) for end in ends]
+    assert used == f"At most {sum(held)} of {questions.NUM_BLOCKS} blocks were in use, 16 tokens each."
+    letters = first + second
+    assert [letters.count(letter) for letter in string.ascii_lowercase[:16]] == held
+    assert letters.count("·") == questions.NUM_BLOCKS - sum(held)
+    assert re.fullmatch(r"Tokens a second: \d+ all together, \d+ one question after the other\.", speeds)
+
+
+@pytest.mark.usefixtures("threads")
+def test_answers_are_cut_to_no_width(tmp_path: Path) -> None:
+    assert "\n".join(ask(str(write_folder(tmp_path)), width=60)).count(SAID) == len(questions.QUESTIONS)
+
+
+def test_without_the_model_the_last_part_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert ask("smollm2") == ["smollm2 is not on this machine. To see this part: minicache pull smollm2"]
+    assert list(tmp_path.iterdir()) == []

@@ -49,6 +49,12 @@ def test_an_answer_is_checked(capsys: pytest.CaptureFixture[str], answer, right,
     assert said in capsys.readouterr().out
 
 
+def test_a_model_that_is_not_here_is_none_and_a_line(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert nb.real_model() is None
+    assert "minicache pull smollm2" in capsys.readouterr().out
+
+
 def test_contestants_take_turns_and_the_quickest_run_counts() -> None:
     order: list[str] = []
     found = nb.fastest({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3)

@@ -43,6 +43,7 @@ def test_every_kernel_compiles_and_none_spills(corners: list[dict[str, Any]]) ->
     assert {each["kernel"] for each in corners} == {
         "store_kernel",
         "quantized_store_kernel",
+        "quantized_linear_kernel",
         "gather_kernel",
         "decode_kernel",
         "split_kernel",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ import numpy as np
 
 from minicache import kernels
 from minicache.errors import KernelUnavailableError
-from minicache.kernels import backends, cpu, tiles
-from minicache.kernels.cpu import attention, rows, steps, vectors, warming
+from minicache.kernels import backends, cpu
+from minicache.kernels.cpu import attention, products, prompts, rows, steps, vectors, warming
 from minicache.model.minigpt import rotary_frequencies, rotate, turns
 
 
@@ -157,13 +158,13 @@ def test_prompts_and_decodes_in_one_step(window: int | None) -> None:
     torch.testing.assert_close(got.double(), expected(q, paged, starts, sliding_window=window), rtol=1e-5, atol=2e-6)
 
 
-def test_short_prompts_never_reach_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    attended = []
-    monkeypatch.setattr(tiles, "paged_attention", lambda q, *_, **__: attended.append(len(q)) or torch.zeros(q.shape))
+def test_the_queries_of_short_prompts_are_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    attended: list[int] = []
+    monkeypatch.setattr(steps, "attend_prompt", lambda q, *_: attended.append(len(q)))
     paged = a_batch([before + new for before, new in MIXED])
     starts = torch.tensor([0, *(new for _, new in MIXED)]).cumsum(0)
     kernels.paged_prefill_attention(torch.randn(int(starts[-1]), 4, 32), *paged, starts, backend="numba")
-    assert attended == [150, 40, 9]
+    assert attended == [150, 40, 96]
 
 
 def test_a_plan_attends_for_a_model() -> None:
@@ -378,13 +379,14 @@ def test_an_engine_computes_while_another_is_warmed_up() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_kernels_name_the_vectors_that_are_compiled_into_them() -> None:
+@pytest.mark.parametrize(
+    ("module", "inlined"), [(attention, vectors), (rows, vectors), (prompts, vectors), (prompts, products)]
+)
+def test_kernels_name_what_is_compiled_into_them(module: ModuleType, inlined: ModuleType) -> None:
     """Numba looks at a kernel's own file only: where `vectors` changes and that does not, old code would run."""
-    digest = hashlib.sha256(Path(vectors.__file__).read_bytes()).hexdigest()[:16]
-    for module in (attention, rows):
-        assert f"sha256: {digest}" in Path(module.__file__).read_text(encoding="utf-8"), (
-            f"write {digest} into {module.__file__}"
-        )
+    name, code = inlined.__name__.split(".")[-1], Path(str(inlined.__file__)).read_bytes()
+    line = f"{name}.py as compiled code knows it, sha256: {hashlib.sha256(code).hexdigest()[:16]}"
+    assert line in Path(str(module.__file__)).read_text(encoding="utf-8"), f"write into {module.__file__}: {line}"
 
 
 @pytest.mark.slow

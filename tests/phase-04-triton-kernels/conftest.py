@@ -152,10 +152,10 @@ def _check_stores(log: Log, given: Mapping[str, Any]) -> None:
 
 
 def _check_that_a_program_loads_once(log: Log) -> None:
-    """Raise if a program loads a number of a cache, or of dense keys or values, more than once."""
+    """Raise if a program loads a number of a cache, of dense keys or values, or of a weight, more than once."""
     loaded: dict[tuple[str, Program, str], list[Access]] = {}
     for access in log.accesses:
-        if access.kind == "load" and access.tensor in ("cache", "k_cache", "v_cache", "k", "v"):
+        if access.kind == "load" and access.tensor in ("cache", "k_cache", "v_cache", "k", "v", "numbers"):
             loaded.setdefault((access.kernel, access.program, access.tensor), []).append(access)
     for accesses in loaded.values():
         shape = log.shapes[accesses[0].tensor]

@@ -15,7 +15,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not PYTHON.exists(), reason="vLLM is not here: scripts/vllm_env.sh makes its environment, 3.5 GB"
+        not PYTHON.exists(), reason="vLLM is not here: scripts/peers_env.sh vllm makes its environment, 3.5 GB"
     ),
 ]
 

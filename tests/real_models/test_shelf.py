@@ -182,9 +182,9 @@ def test_the_commands(small, tmp_path):
     assert row("small").rstrip().endswith("to pull")
     told = run("pull", "small", "--cache-dir", str(tmp_path / "elsewhere"))
     assert "A small model, 0 MB, MIT, small-model 1.5" in told
-    assert f"--model {tmp_path / 'elsewhere/Small.gguf'}" in told
+    assert f"minicache chat {tmp_path / 'elsewhere/Small.gguf'}" in told
     assert "to pull" in row("small")
-    assert "--model small" in run("pull", "small")
+    assert "minicache chat small" in run("pull", "small")
     assert row("small").rstrip().endswith("here")
     assert "here already" in run("pull", "small")
     assert "comes with this package" in run("pull", "minigpt")

@@ -1,8 +1,9 @@
 """Store, gather and attend through block tables, on three backends.
 
 A model's step calls `store_kv` and `paged_attention`, which has only what models need: a sliding window, and scales of
-a quantized cache. `paged_decode_attention` and `paged_prefill_attention` (module `every_option`) are for learning and
-for calls from outside: they check a step's tables and lengths too, and have the options of the literature.
+a quantized cache; and `linear` where its weights are quantized. `paged_decode_attention` and `paged_prefill_attention`
+(module `every_option`) are for learning and for calls from outside: they check a step's tables and lengths too, and
+have the options of the literature.
 
 The functions check their arguments once, for all backends (`checks`), choose one (`backends`) and pass them on. Kernels
 are imported on first use, so the package works without Triton and numba. No phase builds this module.
@@ -17,7 +18,7 @@ CPU tensors only.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,9 +29,13 @@ from minicache.kernels.backends import Backend, attend, choose
 from minicache.kernels.every_option import paged_decode_attention, paged_prefill_attention
 from minicache.kernels.metadata import AttentionMetadata
 
+if TYPE_CHECKING:
+    from minicache.kernels.group_quantize import GroupQuantized
+
 __all__ = [
     "AttentionMetadata",
     "gather_kv",
+    "linear",
     "paged_attention",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -196,3 +201,37 @@ def paged_attention(
     chosen = choose(backend, q, k_cache, v_cache, by_row=by_row)
     options = {"k_scale": k_scale, "v_scale": v_scale, "sliding_window": sliding_window}
     return attend(chosen, q, k_cache, v_cache, metadata, **options)
+
+
+def linear(hidden: Tensor, weight: GroupQuantized, *, backend: Backend | None = None) -> Tensor:
+    """Rows times a weight of few bits: what a linear layer computes. No gradient flows.
+
+    Args:
+        hidden: `[N, in]`, float32, float16 or bfloat16; any strides.
+        weight: `[out, in]`, as `minicache.kernels.group_quantize.quantize_groups` rounds it, contiguous.
+        backend: "torch", which dequantizes the whole weight first; "triton"; or None to choose by device. numba's
+            weights lie in another order, `minicache.model.panels`.
+
+    Returns:
+        `[N, out]`, the dtype of `hidden`.
+
+    Raises:
+        TypeError: an argument is not a tensor, or has the wrong dtype.
+        ValueError: shapes do not fit, the weight is not contiguous, tensors are on different devices, or the backend is
+            unknown.
+        KernelUnavailableError: Triton cannot run here, or numba was asked for.
+    """
+    checks.group_quantized(hidden, weight)
+    if hidden.is_meta:
+        return hidden.new_empty(len(hidden), len(weight.scale))
+    if backend == "numba":
+        raise KernelUnavailableError(
+            'numba multiplies by weights in panels, of minicache.model.panels. Use backend "torch" or None'
+        )
+    if choose(backend, hidden, weight.numbers, numba_can=False) == "torch":
+        from minicache.kernels.group_quantize import dequantize_groups
+
+        return torch.nn.functional.linear(hidden, dequantize_groups(weight).to(hidden.dtype))
+    from minicache.kernels import quantized_linear
+
+    return quantized_linear.linear(hidden, weight)

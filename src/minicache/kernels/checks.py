@@ -6,11 +6,15 @@ No check reads the values of a GPU's tensor: it would wait for the device. No ph
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minicache.errors import require_count
+
+if TYPE_CHECKING:
+    from minicache.kernels.group_quantize import GroupQuantized
 
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -28,7 +32,7 @@ def tensor(
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a {_names(dtypes)} tensor; got {type(value).__name__}")
     if value.device != device:
-        raise ValueError(f"{name} is on {value.device}, the cache on {device}: move it first")
+        raise ValueError(f"{name} is on {value.device}, other arguments on {device}: move it first")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be {_names(dtypes)}; got {_names([value.dtype])}")
     if value.shape != shape and (value.ndim != len(shape) or any(map(_differ, shape, value.shape))):
@@ -118,6 +122,24 @@ def head_scale(name: str, scale: float | Tensor, k_cache: Tensor) -> None:
         tensor(name, scale, k_cache.device, scale.shape if one else (k_cache.shape[2],), FLOATS)
     else:
         number(name, scale)
+
+
+def group_quantized(hidden: Tensor, weight: GroupQuantized) -> None:
+    """Raise unless rows `[N, in]` can be multiplied by this weight `[out, in]`."""
+    from minicache.kernels.group_quantize import GROUP
+
+    device = hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
+    tensor("weight.scale", weight.scale, device, ("out", "groups"), (torch.float16,))
+    num_outputs, num_groups = weight.scale.shape
+    numbers, per_group = (torch.int8, GROUP) if weight.minimum is None else (torch.uint8, GROUP // 2)
+    tensor("weight.numbers", weight.numbers, device, (num_outputs, num_groups * per_group), (numbers,))
+    if weight.minimum is not None:
+        tensor("weight.minimum", weight.minimum, device, weight.scale.shape, (torch.float16,))
+    if not all(each is None or each.is_contiguous() for each in weight):
+        raise ValueError("a quantized weight must be contiguous")
+    if not weight.scale.numel():
+        raise ValueError(f"a weight needs outputs and inputs; it has {num_outputs} outputs and {num_groups} groups")
+    tensor("hidden", hidden, device, ("N", num_groups * GROUP), FLOATS[:3])
 
 
 def number(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Launch configurations of the attention kernels: rows, tokens per tile, warps and pipeline stages, by architecture.
+"""Launch configurations of attention and linear layers: rows, tile, warps and pipeline stages, by architecture.
 
 The launchers call `choose`; `benchmarks/compiled.py` and the tests compile exactly what it returns, for each
 architecture, dtype and head size, and check that nothing spills. A launch without a configuration is refused with a
@@ -21,6 +21,10 @@ ahead.
 
 Over one byte per number every thread also holds the scales of the tokens whose scores it computes. On datacentre
 Blackwell a thread has whole rows of scores, and so the scales of a whole tile: its prefill tiles are shorter.
+
+**Linear layers** over quantized weights: few rows take 16, the least that tensor cores multiply, and many programs of
+few outputs, each with 4 KB of weights per iteration. With many rows the weights that a program has dequantized are used
+for 128 of them.
 
 The numbers were chosen without a GPU, by this arithmetic and the compiler's output; their speed is not measured.
 """
@@ -219,6 +223,52 @@ def choose(
             'most: take backend="torch"'
         )
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How `quantized_linear_kernel` is launched.
+
+    Attributes:
+        rows: rows of a program.
+        outputs: outputs of a program.
+        groups: groups of inputs per iteration.
+        num_warps: warps of a program.
+        num_stages: pipeline stages of its loop.
+    """
+
+    rows: int
+    outputs: int
+    groups: int
+    num_warps: int
+    num_stages: int
+
+
+_FEW, _SOME, _MANY = 16, 64, 128
+_LINEAR = {
+    "interpreted": {_FEW: LinearConfig(16, 32, 4, 1, 1)},
+    "turing": {_FEW: LinearConfig(16, 32, 2, 4, 1), _MANY: LinearConfig(64, 64, 1, 8, 1)},
+    "single": {_FEW: LinearConfig(16, 32, 2, 4, 3), _MANY: LinearConfig(64, 64, 1, 8, 3)},
+    "half": {
+        _FEW: LinearConfig(16, 32, 4, 4, 4),
+        _SOME: LinearConfig(64, 64, 2, 4, 3),
+        _MANY: LinearConfig(128, 128, 1, 8, 4),
+    },
+}
+"""The rows up to which a launch takes a configuration; more take the last one."""
+
+
+def choose_linear(arch: int, dtype: torch.dtype, num_rows: int) -> LinearConfig:
+    """The configuration of a linear layer over quantized weights.
+
+    Args:
+        arch: from `architecture`.
+        dtype: of the layer's inputs: float32, float16 or bfloat16.
+        num_rows: of them, at least 1.
+    """
+    kind = {INTERPRETER: "interpreted", 75: "turing"}.get(arch, "half" if dtype.itemsize == 2 else "single")
+    row = _LINEAR[kind]
+    return row[min((most for most in row if num_rows <= most), default=max(row))]
 
 
 def merge_warps(padded_splits: int, padded_head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Weights in a byte or in four bits per number, with a scale for each group of inputs: in PyTorch.
+"""Weights in a byte or in four bits per number, with a scale for each group of inputs: in PyTorch. Phase 4 builds it.
 
 A decode step reads every weight for each token that it computes, so its time is that of reading them: weights of half
 the bytes take half the time. One scale for a whole matrix would be that of its largest number, and most numbers are far
@@ -35,10 +35,14 @@ class GroupQuantized(NamedTuple):
 def quantize_groups(weight: Tensor, dtype: str) -> GroupQuantized:
     """Round a weight to int8 or to four bits, group by group.
 
-    int8: the number of a group that is largest in magnitude becomes ±127. int4: the smallest becomes 0, the largest 15.
+    A group is GROUP consecutive inputs of one output. In int8 its scale is the largest |weight| / 127, its numbers are
+    weight / scale, −127 … 127. In int4 its minimum is its smallest weight, its scale (largest − smallest) / 15, its
+    numbers are (weight − minimum) / scale, 0 … 15. Numbers are rounded to nearest, half to even, with the scale and the
+    minimum as float16 keeps them; those may take a number out of its range, so it is clamped. Where the scale is 0 in
+    float16, the numbers are 0.
 
     Args:
-        weight: `[out, in]`, floating point; in is a multiple of GROUP.
+        weight: `[out, in]`, floating point; in is a multiple of GROUP. It is not changed.
         dtype: "int8" or "int4".
 
     Raises:
@@ -63,7 +67,7 @@ def quantize_groups(weight: Tensor, dtype: str) -> GroupQuantized:
 
 
 def dequantize_groups(weight: GroupQuantized) -> Tensor:
-    """The weight `[out, in]` in float32 that was rounded."""
+    """The weight `[out, in]` that was rounded, in float32: numbers times scale, plus the minimum if there is one."""
     numbers, scale, minimum = weight
     if minimum is None:
         return numbers.float().view(*scale.shape, GROUP).mul_(scale.float()[..., None]).flatten(1)

@@ -23,21 +23,24 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def without_memory() -> Iterator[None]:
     """Modules that are made in this context have parameters with a shape and no memory (PyTorch's device "meta").
 
-    As `torch.device("meta")`, but without `torch._dynamo`: the first random number that is drawn for such a tensor, by
-    `nn.Embedding` for instance, imports it, and that takes a second and 145 MiB. Here none is drawn.
+    As `torch.device("meta")`, but without `torch._dynamo`, which takes a second and 145 MiB: some functions import it
+    when they are called for that device. So no initial weights are drawn here, and small tables that begin with an
+    `arange` are computed, on the CPU.
     """
-    with torch.device("meta"), _NothingDrawn():
+    with torch.device("meta"), _NoDynamo():
         yield
 
 
-class _NothingDrawn(TorchFunctionMode):
-    """Leaves parameters as they are where a module would initialise them."""
+class _NoDynamo(TorchFunctionMode):
+    """Replaces the functions that import `torch._dynamo`, in the constructors of this package's models."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call the function, unless it is one of `torch.nn.init`."""
+        """Call a function, unless it initialises weights."""
         kwargs = kwargs or {}
+        if func is torch.arange:
+            return func(*args, **{"device": "cpu", **kwargs})
         if getattr(func, "__module__", None) == nn.init.__name__:
             return kwargs["tensor"]
         return func(*args, **kwargs)

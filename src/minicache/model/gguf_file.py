@@ -25,8 +25,10 @@ MAGIC: Final = b"GGUF"
 TYPES: Final = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 """The kinds of tensors that are read, as ggml calls them."""
 
-CHUNK_NBYTES: Final = 4 * 2**20
-"""About how much of a tensor is read and dequantised at a time."""
+CHUNK_NBYTES: Final = 2**17
+"""How many bytes of a tensor are dequantised at a time, as float32. Little: PyTorch copies 32,768 numbers with one
+thread, and waking others for each part costs more; and once large memory was freed, glibc takes the next from its heap,
+where what is freed among the weights is not given back."""
 
 _SCALARS: Final = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # a value's type, as struct has it
 _STRING: Final = 8
@@ -99,7 +101,7 @@ class GGUFFile:
         from gguf import GGMLQuantizationType, quants
 
         out = torch.empty((tensor.num_rows, tensor.shape[-1]), dtype=dtype)
-        num_rows = max(1, CHUNK_NBYTES // tensor.row_nbytes)
+        num_rows = max(1, CHUNK_NBYTES // (4 * tensor.shape[-1]))
         try:
             with self.path.open("rb") as file:
                 file.seek(tensor.offset)

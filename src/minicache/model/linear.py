@@ -11,10 +11,9 @@ from math import prod
 from typing import NamedTuple, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minicache.kernels import cpu
+from minicache.kernels import cpu, linear
 from minicache.kernels.group_quantize import GROUP, GroupQuantized, dequantize_groups, quantize_groups
 from minicache.model.minigpt import Transformer
 
@@ -148,7 +147,8 @@ class _Groups(NamedTuple):
 
     def linear(self, hidden: Tensor) -> Tensor:
         """As `Weights`."""
-        return F.linear(hidden, dequantize_groups(GroupQuantized(*self[:3])).to(hidden.dtype))
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return linear(rows, GroupQuantized(*self[:3])).view(*hidden.shape[:-1], len(self.scale))
 
     def rows(self, ids: Tensor) -> Tensor:
         """As `Weights`."""

@@ -1,10 +1,11 @@
-"""`minicache demo`: what the engine's parts are for, on the trained model, in under a minute.
+"""`minicache demo`: what the engine's parts are for, on the shipped model, and then a real one, in about a minute.
 
 Each part ends with a sentence that is made from what was measured, whatever that was.
 """
 
 from __future__ import annotations
 
+from gettext import gettext as _
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,7 @@ def demo(
     max_seq_len: Annotated[int, typer.Option(min=16, max=512, help="Length of prompt + text, in tokens.")] = 400,
     mine: Mine = False,
 ) -> None:
-    """A KV cache's speed, a paged cache's memory, and a burst of requests through two schedulers; same tokens."""
+    """A KV cache's speed, a paged cache's memory, a burst of requests through two schedulers; and a real model."""
     console = Console()
     make_folder(out)
     if mine:
@@ -46,13 +47,15 @@ def demo(
 
     from minicache.grammar import Tokenizer
     from minicache.model import load_minigpt
-    from minicache_cli.demo import burst, memory, speed
+    from minicache_cli.demo import burst, memory, questions, speed
 
     torch.set_num_threads(1)  # a second thread makes steps this small slower and their times noisy
     model, tokenizer = load_minigpt(), Tokenizer()
-    console.rule("1 of 3: what a KV cache saves", align="left")
+    console.rule("1 of 4: what a KV cache saves", align="left")
     speed.show(model, tokenizer, PROMPTS[:NUM_TIMED], max_seq_len, out, console)
-    console.rule("2 of 3: what a paged KV cache saves", align="left")
+    console.rule("2 of 4: what a paged KV cache saves", align="left")
     memory.show(model, tokenizer, PROMPTS, max_seq_len, out, console)
-    console.rule("3 of 3: what continuous batching saves", align="left")
+    console.rule("3 of 4: what continuous batching saves", align="left")
     burst.show(model, tokenizer, PROMPTS, out, console)
+    console.rule(_("4 of 4: a real model"), align="left")
+    questions.show(questions.MODEL, console)

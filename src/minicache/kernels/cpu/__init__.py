@@ -1,8 +1,9 @@
 """The CPU kernels, in numba: the counterpart of Triton on a GPU.
 
 `vectors` operates on eight numbers at a time, in Triton's vocabulary; `attention` has the paged decode kernel; `rows`
-the small kernels of a transformer layer; `steps` prepares and checks a step's metadata for them, once per step, because
-the kernels have no bounds checks; `warming` compiles them all before the first step.
+the small kernels of a transformer layer; `products` its linear layers, and `prompts` attention made of such products;
+`steps` prepares and checks a step's metadata for them, once per step, because the kernels have no bounds checks;
+`warming` compiles them all before the first step.
 
 These modules import numba, which takes a third of a second. This one imports it on first use.
 """

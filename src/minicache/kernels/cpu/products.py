@@ -30,8 +30,8 @@ GROUP: Final = 32
 # 32 registers of sixteen numbers, or 16 of eight: 24 or 12 sums, two weights, and an input.
 _IS_WIDE: Final = bool(binding.get_host_cpu_features().get("avx512f"))
 _LANES: Final = 16 if _IS_WIDE else 8
-_STRIP: Final = 2 * _LANES
-_STRIPS: Final = PANEL // _STRIP
+STRIP: Final = 2 * _LANES
+STRIPS: Final = PANEL // STRIP
 TILE_ROWS: Final = 12 if _IS_WIDE else 6
 """The most rows of a tile."""
 CHUNK_ROWS: Final = 240
@@ -91,36 +91,39 @@ def _repeat(builder, count, values, body):
 
 
 def _tile_of(num_rows, strip):
-    """The intrinsic of a tile: `num_rows` rows, as `product` packs them, times a strip of a panel."""
-    outputs = [strip * _STRIP, strip * _STRIP + _LANES]  # of a panel, the first of each register
+    """The intrinsic of a tile: sums over `depth` inputs of `num_rows` rows times a strip of a panel.
+
+    Input k of row r is x[x_at + k · stride + r]; its weights are row first + k of `numbers`, seen as `[…, PANEL]`.
+    Results go to out[out_at + r · width + output].
+    """
+    outputs = [strip * STRIP, strip * STRIP + _LANES]  # of a panel, the first of each register
 
     @intrinsic
-    def tile(typingctx, x, x_at, depth, numbers, panel, scale, minimum, out, out_at, width):
+    def tile(typingctx, x, x_at, stride, depth, numbers, first, scale, minimum, out, out_at, width):
         def generate(context, builder, signature, args):
             def pointer(position, element, kind):
                 data = context.make_array(signature.args[position])(context, builder, args[position]).data
                 return builder.bitcast(builder.gep(data, [element]), kind.as_pointer())
 
-            x_at, depth, panel, out_at, width = (args[i] for i in (1, 2, 4, 8, 9))
-            kind = signature.args[3].dtype
+            x_at, stride, depth, first, out_at, width = (args[i] for i in (1, 2, 3, 5, 9, 10))
+            kind = signature.args[4].dtype
 
             def input_of(k, row):
-                at = builder.add(x_at, builder.add(builder.mul(k, _size(num_rows)), _size(row)))
+                at = builder.add(x_at, builder.add(builder.mul(k, stride), _size(row)))
                 return _spread(builder, builder.load(pointer(0, at, _FLOAT)))
 
             def group_values(position, group):
                 """The strip's scales or minimums of a group of inputs: float16 in memory."""
-                at = builder.add(builder.mul(panel, builder.sdiv(depth, _size(GROUP))), group)
-                at = builder.mul(at, _size(PANEL))
+                at = builder.mul(builder.add(builder.sdiv(first, _size(GROUP)), group), _size(PANEL))
                 places = [builder.add(at, _size(output)) for output in outputs]
                 return [_widen(builder, builder.load(pointer(position, place, _HALVES), align=2)) for place in places]
 
             def weights_of(k, group):
-                row = builder.add(builder.mul(panel, depth), k)
+                row = builder.add(first, k)
                 if kind == types.uint8:
                     at = builder.mul(row, _size(PANEL // 2))
                     places = [builder.add(at, _size(output % (PANEL // 2))) for output in outputs]
-                    codes = [builder.zext(builder.load(pointer(3, place, _BYTES), align=1), _INTS) for place in places]
+                    codes = [builder.zext(builder.load(pointer(4, place, _BYTES), align=1), _INTS) for place in places]
                     # Output j is in the low half of byte j, output j + 16 in the high one.
                     halves = [4 * (output // (PANEL // 2)) for output in outputs]
                     codes = [
@@ -132,8 +135,8 @@ def _tile_of(num_rows, strip):
                 at = builder.mul(row, _size(PANEL))
                 places = [builder.add(at, _size(output)) for output in outputs]
                 if kind == types.float32:
-                    return [builder.load(pointer(3, place, _FLOATS), align=4) for place in places]
-                codes = [builder.load(pointer(3, place, _BYTES), align=1) for place in places]
+                    return [builder.load(pointer(4, place, _FLOATS), align=4) for place in places]
+                codes = [builder.load(pointer(4, place, _BYTES), align=1) for place in places]
                 vectors = [builder.sitofp(builder.sext(code, _INTS), _FLOATS) for code in codes]
                 return [builder.fmul(vector, scale) for vector, scale in zip(vectors, group[0], strict=True)]
 
@@ -145,10 +148,10 @@ def _tile_of(num_rows, strip):
                 ]
 
             def add_group(group, sums):
-                values = [group_values(position, group) for position in (5, 6) if signature.args[position] != none]
-                first = builder.mul(group, _size(GROUP))
+                values = [group_values(position, group) for position in (6, 7) if signature.args[position] != none]
+                start = builder.mul(group, _size(GROUP))
                 return _repeat(
-                    builder, _size(GROUP), sums, lambda i, inside: add_input(builder.add(first, i), values, inside)
+                    builder, _size(GROUP), sums, lambda i, inside: add_input(builder.add(start, i), values, inside)
                 )
 
             none, zeros = types.none, [ir.Constant(_FLOATS, [0.0] * _LANES)] * (2 * num_rows)
@@ -159,11 +162,11 @@ def _tile_of(num_rows, strip):
             for at, total in enumerate(sums):
                 place = builder.add(out_at, builder.mul(width, _size(at // 2)))
                 place = builder.add(place, _size(at % 2 * _LANES))
-                builder.store(total, pointer(7, place, _FLOATS), align=4)
+                builder.store(total, pointer(8, place, _FLOATS), align=4)
             return context.get_dummy_value()
 
         size = types.intp
-        signature = types.none(x, size, size, numbers, size, scale, minimum, out, size, size)
+        signature = types.none(x, size, size, size, numbers, size, scale, minimum, out, size, size)
         return signature, generate
 
     return tile
@@ -171,8 +174,8 @@ def _tile_of(num_rows, strip):
 
 def _choose():
     """A function that calls a tile. Each is code of its own, so the choice is written out."""
-    names = "x, x_at, depth, numbers, panel, scale, minimum, out, out_at, width"
-    tiles = {(rows, strip): f"tile_{rows}_{strip}" for rows in range(1, TILE_ROWS + 1) for strip in range(_STRIPS)}
+    names = "x, x_at, stride, depth, numbers, first, scale, minimum, out, out_at, width"
+    tiles = {(rows, strip): f"tile_{rows}_{strip}" for rows in range(1, TILE_ROWS + 1) for strip in range(STRIPS)}
     lines = [f"def choose(num_rows, strip, {names}):"]
     lines += [f"    if num_rows == {rows} and strip == {at}: {name}({names})" for (rows, at), name in tiles.items()]
     namespace: dict[str, Any] = {name: _tile_of(*shape) for shape, name in tiles.items()}
@@ -180,7 +183,7 @@ def _choose():
     return njit(**INLINE)(namespace["choose"])
 
 
-_tile = _choose()
+tile = _choose()
 
 
 @njit(**OPTIONS)
@@ -213,15 +216,16 @@ def product(x, numbers, scale, minimum, columns, out, first, last):
                     packed[at + k * count + i] = x[row + i, k]
         for panel in range(first, last):
             column, own = columns[panel, 0], columns[panel, 1]
+            begin = panel * depth
             for row in range(chunk, end, most):
                 count, at = min(most, end - row), (row - chunk) * depth
-                for strip in range(_STRIPS):
-                    offset = strip * _STRIP
+                for strip in range(STRIPS):
+                    to = strip * STRIP
                     if own == PANEL:
-                        to = row * width + column + offset
-                        _tile(count, strip, packed, at, depth, numbers, panel, scale, minimum, out, to, width)
+                        to += row * width + column
+                        tile(count, strip, packed, at, count, depth, numbers, begin, scale, minimum, out, to, width)
                     else:
-                        _tile(count, strip, packed, at, depth, numbers, panel, scale, minimum, part, offset, PANEL)
+                        tile(count, strip, packed, at, count, depth, numbers, begin, scale, minimum, part, to, PANEL)
                 if own < PANEL:
                     for i in range(count):
                         for j in range(own):

@@ -1,8 +1,8 @@
 """One step's metadata for the kernels: checked once, as numpy arrays, for all layers.
 
 A query of a decode step is a sequence of the decode kernel. So is each query of a short prompt: query t has the
-sequence's blocks and, as its context, the tokens up to t. A long prompt uses PyTorch (`tiles`), where its queries share
-each key that is read. Which prompts are long is decided per sequence.
+sequence's blocks and, as its context, the tokens up to t. Those of a long prompt share each key that is read
+(`prompts`). Which prompts are long is decided per sequence.
 
 The first call for a cache dtype compiles or loads the kernels, unless `warming` has done so.
 """
@@ -14,23 +14,24 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minicache.kernels import AttentionMetadata, tiles
+from minicache.kernels import AttentionMetadata
 from minicache.kernels.cpu import array_of, rows
 from minicache.kernels.cpu.attention import decode, find_fault
+from minicache.kernels.cpu.prompts import attend_prompt
 from minicache.kernels.cpu.warming import require_ready
 
-LONGEST_PROMPT = 96
+LONGEST_PROMPT = 32
 """The most tokens of a whole prompt that use the decode kernel, one sequence each.
 
-Measured (`benchmarks/short_prompts.py`): up to here it takes at most a tenth more time than PyTorch, and mostly less.
+Measured (`benchmarks/short_prompts.py`): up to here it is faster, or slower by a tenth at most.
 """
 
-LONGEST_CHUNK = 8
-"""The same for new tokens after cached ones. Each of them reads all of those, which PyTorch reads once."""
+LONGEST_CHUNK = 12
+"""The same for new tokens after cached ones. Each of them reads all of those, which the kernel for prompts reads once.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ class _Queries:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The query rows `start` … `end` − 1 of one long prompt, and metadata of this sequence alone."""
+    """The query rows `start` … `end` − 1 of one long prompt, its blocks, and its tokens with the new ones."""
 
     start: int
     end: int
-    metadata: AttentionMetadata
+    block_table: NDArray[np.int64]
+    context_len: int
 
 
 def paged_attention(
@@ -139,15 +141,6 @@ class CacheArrays(NamedTuple):
         k_array, v_array, *scales = map(array_of, tensors)
         return cls(k_array, v_array, *(scales or (None, None)))
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The arrays as tensors again."""
-        k, v = (torch.from_numpy(each) for each in (self.k, self.v))
-        if k.dtype == torch.uint8:
-            k, v = k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
-        k_scale, v_scale = (None if each is None else torch.from_numpy(each) for each in (self.k_scale, self.v_scale))
-        return k, v, k_scale, v_scale
-
 
 class StepPlan:
     """How the queries of a step attend: made by `plan_step`, which has checked what the kernels do not.
@@ -187,19 +180,7 @@ class StepPlan:
             if isinstance(part, _Queries):
                 decode(queries, *caches, part.block_tables, part.context_lens, scale, window, result)
             else:
-                k, v, k_scale, v_scale = caches.tensors
-                heads = torch.from_numpy(queries[:, : out.shape[1]])
-                attended = tiles.paged_attention(
-                    heads,
-                    k,
-                    v,
-                    part.metadata,
-                    scale=float(scale),
-                    k_scale=k_scale,
-                    v_scale=v_scale,
-                    sliding_window=window or None,
-                )
-                result[:] = attended.numpy()
+                attend_prompt(queries, *caches, part.block_table, part.context_len, scale, window, result)
 
 
 def plan_step(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> StepPlan:
@@ -240,7 +221,9 @@ def _make_plan(metadata: AttentionMetadata, num_blocks: int, block_size: int) ->
         if starts[before + 1] < starts[after]:
             parts.append(_queries(block_tables, context_lens, starts, before + 1, after))
         if after < len(num_new):
-            parts.append(_Prompt(int(starts[after]), int(starts[after + 1]), _alone(metadata, after)))
+            parts.append(
+                _Prompt(int(starts[after]), int(starts[after + 1]), block_tables[after], int(context_lens[after]))
+            )
     return StepPlan(int(starts[-1]), parts)
 
 
@@ -257,13 +240,6 @@ def _queries(
     # Query row r is as far from its sequence's end as r is from the sequence's last row.
     contexts = np.repeat(context_lens[first:end] - starts[first + 1 : end + 1], num_new) + rows + 1
     return _Queries(int(starts[first]), int(starts[end]), np.repeat(block_tables[first:end], num_new, axis=0), contexts)
-
-
-def _alone(metadata: AttentionMetadata, sequence: int) -> AttentionMetadata:
-    only = slice(sequence, sequence + 1)
-    num_new = metadata.starts[sequence + 1] - metadata.starts[sequence]
-    starts = torch.tensor([0, num_new], device="cpu")
-    return AttentionMetadata(metadata.block_tables[only], metadata.context_lens[only], starts)
 
 
 def _check(block_tables: NDArray[np.int64], context_lens: NDArray[np.int64], num_blocks: int, block_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pickle import UnpicklingError
 from threading import Lock
 from typing import Any
@@ -36,9 +37,10 @@ def warm_up(
     Raises:
         KernelUnavailableError: compiled code cannot be read (a damaged file) or written (a full disk).
     """
-    from minicache.kernels.cpu import attention, products, rows
+    from minicache.kernels.cpu import attention, products, prompts, rows
 
-    versions = [*rows.signatures(NUMBERS[dtype]).items(), *attention.signatures(NUMBERS[dtype]).items()]
+    by_cache = (module.signatures(NUMBERS[dtype]).items() for module in (rows, attention, prompts))
+    versions = list(chain(*by_cache))
     versions += [(products.product, signature) for signature in products.SIGNATURES]
     progress(0, len(versions))
     with _LOCK:

@@ -69,7 +69,8 @@ def names() -> dict[str, Any]:
     course = tomllib.loads((DOCS.parent / "labs" / "course.toml").read_text(encoding="utf-8"))
     tasks = {task["module"] for phase in course["phase"] for task in phase["task"]}
     modules = [importlib.import_module(module) for module in [*sorted(tasks), *" ".join(USED).split()]]
-    return {name: value for module in modules for name, value in vars(module).items() if type(value) is not type(math)}
+    found = ((name, getattr(module, name)) for module in modules for name in dir(module))  # some on first use
+    return {name: value for name, value in found if type(value) is not type(math)}
 
 
 def examples(page: str) -> str:

@@ -135,8 +135,9 @@ def test_defaults_of_pytorch_do_not_count():
     close(logits, expected)
 
 
-def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_written():
-    _, kernels = pair("minigpt")
+@pytest.mark.parametrize("packed", [False, True], ids=["copied", "packed"])
+def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_written(packed):
+    _, kernels = pair("minigpt", packed=packed)
     storage, model = kernels.storage, kernels.model
     tokens, step = kernels.step([1, 1, 1, 1])
     good = tensors_of(tokens, step)

@@ -90,6 +90,9 @@ def test_products_are_those_of_pytorch(size, depth, num_rows, dtype):
     torch.testing.assert_close(panels.linear(rows), expected, atol=1e-4, rtol=1e-5)
     ids = torch.tensor([[0, size - 1, size // 2]])
     assert panels.rows(ids).equal(rounded(weight, dtype)[ids])
+    for wrong in (-1, size):
+        with pytest.raises(IndexError, match="out of range"):
+            panels.rows(torch.tensor([0, wrong]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -115,7 +115,13 @@ class Panels:
             part.result()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The weights of some outputs of the one layer, in float32: `[…, in]` for ids `[…]`."""
+        """The weights of some outputs of the one layer, in float32: `[…, in]` for ids `[…]`.
+
+        Raises:
+            IndexError: there is no such output.
+        """
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]:
+            raise IndexError(f"index out of range 0 … {self.shape[0] - 1}: {ids.tolist()}")
         panel, lane = ids // PANEL, ids % PANEL
         if self.scale is None:
             return self.numbers[panel, :, lane]

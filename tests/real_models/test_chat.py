@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,6 +232,7 @@ def test_at_a_terminal_in_spanish_and_without_what_a_server_needs(tmp_path: Path
     command = [sys.executable, "-c", code, "--lang", "es", "chat", str(tmp_path), "--max-tokens", "90000"]
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is started in the background may ignore it
         os.execve(sys.executable, command, os.environ | {"COLUMNS": "200", "TERM": "dumb"})
     seen = ""
 

@@ -228,7 +228,7 @@ def product(x, numbers, scale, minimum, columns, out, first, last):
     num_rows, depth = x.shape
     width = out.shape[1]
     packed = np.empty(min(num_rows, CHUNK_ROWS) * depth, np.float32)
-    part = np.empty(TILE_ROWS * PANEL, np.float32)
+    part = np.empty((TILE_ROWS, PANEL), np.float32)
     for chunk in range(0, num_rows, CHUNK_ROWS):
         end = min(num_rows, chunk + CHUNK_ROWS)
         num_tiles = (end - chunk + TILE_ROWS - 1) // TILE_ROWS
@@ -240,50 +240,21 @@ def product(x, numbers, scale, minimum, columns, out, first, last):
                     packed[at + k * count + i] = x[row + i, k]
         for panel in range(first, last):
             column, own = columns[panel, 0], columns[panel, 1]
-            begin, ahead = panel * depth, depth  # the next panel's row is fetched meanwhile
+            begin = panel * depth
             for row in range(chunk, end, most):
                 count, at = min(most, end - row), (row - chunk) * depth
+                # The last panel may have fewer outputs than PANEL: of it all are computed, and its own are kept.
+                into = out if own == PANEL else part
+                to, wide = (row * width + column, width) if own == PANEL else (0, PANEL)
                 for strip in range(STRIPS):
-                    to = strip * STRIP
-                    if own == PANEL:
-                        to += row * width + column
-                        tile(
-                            count,
-                            strip,
-                            packed,
-                            at,
-                            count,
-                            depth,
-                            numbers,
-                            begin,
-                            ahead,
-                            scale,
-                            minimum,
-                            out,
-                            to,
-                            width,
-                        )
-                    else:
-                        tile(
-                            count,
-                            strip,
-                            packed,
-                            at,
-                            count,
-                            depth,
-                            numbers,
-                            begin,
-                            ahead,
-                            scale,
-                            minimum,
-                            part,
-                            to,
-                            PANEL,
-                        )
+                    place = to + strip * STRIP
+                    tile(
+                        count, strip, packed, at, count, depth, numbers, begin, depth, scale, minimum, into, place, wide
+                    )
                 if own < PANEL:
                     for i in range(count):
                         for j in range(own):
-                            out[row + i, column + j] = part[i * PANEL + j]
+                            out[row + i, column + j] = part[i, j]
 
 
 _X, _CODES = "float32[:, ::1]", "uint16[:, :, ::1]"

@@ -16,7 +16,7 @@ from minicache.kernels.cpu.products import PANEL, STRIP, STRIPS, TILE_ROWS, tile
 from minicache.kernels.cpu.vectors import INLINE, OPTIONS, add, exp, full, load, maximum, mul, store, sub
 
 # vectors.py as compiled code knows it, sha256: 60a8d9aca10b4be7
-# products.py as compiled code knows it, sha256: 1b124e8182cb5b9a
+# products.py as compiled code knows it, sha256: 66637c067bc42ab5
 
 _ZERO, _INFINITY = np.float32(0), np.float32(np.inf)
 _LANES = 8

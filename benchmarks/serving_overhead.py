@@ -13,8 +13,9 @@ steps. The ladders take turns in another order each round. Time is cut into wind
 window the least of all rounds, and their sum: what the machine takes while no one disturbs it. Processor time is
 recorded too, of server and engine together: on a machine with fewer cores than busy threads, it is what serving costs.
 
-Two models: the shipped one (its steps are short, so all else weighs more), and the random Llama of
-`benchmarks/engine.py`, 6.6 times as large. One thread for PyTorch.
+Three models: the shipped one (its steps are short, so all else weighs more), the random Llama of
+`benchmarks/engine.py`, 6.6 times as large, and SmolLM2-135M-Instruct (`minicache pull smollm2`). One thread for
+PyTorch.
 
     python -m benchmarks.serving_overhead
 """
@@ -49,14 +50,17 @@ from minicache.engine.picking import greedy
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 from minicache.memory.blocks import blocks_for
-from minicache.model import MiniGPT, load_minigpt, save_minigpt
+from minicache.model import Decoder, MiniGPT, load_minigpt, save_minigpt
+from minicache.model.gguf import load_gguf
+from minicache.model.shelf import find_on_shelf
+from minicache.model.tokenizer import ModelTokenizer, gguf_tokenizer
 from minicache.request import Request
 from minicache.scheduler import SchedulerOutput
 from minicache.serving.load import Endpoint, LoadRun, fixed_arrivals, make_requests
 
 GOAL = 0.15
 BATCHES = (1, 16, 64)
-ROUNDS = {"minigpt": 7, "llama": 4}
+ROUNDS = {"minigpt": 7, "llama": 4, "smollm2": 3}
 NUM_PROMPT, NUM_NEW = 64, 128
 FIRST, LAST, WINDOW = 32, 96, 16
 BLOCK_SIZE = 16
@@ -115,10 +119,15 @@ def main() -> None:
     )
 
 
-def make_model(name: str) -> tuple[MiniGPT, Words | Tokenizer]:
+def make_model(name: str) -> tuple[MiniGPT | Decoder, Words | Tokenizer | ModelTokenizer]:
     """A model and its tokenizer; everyone who calls this gets the same weights."""
     if name == "minigpt":
         return load_minigpt(), Tokenizer()
+    if name == "smollm2":
+        path = find_on_shelf(name)
+        tokenizer = gguf_tokenizer(path)
+        assert tokenizer is not None
+        return load_gguf(path), tokenizer
     torch.manual_seed(0)
     return MiniGPT(SHAPE).eval(), Words()
 
@@ -267,11 +276,13 @@ def serve(name: str, in_process: bool, wire: Connection) -> None:
         if in_process:
             engine = AsyncEngine(make_llm(LLM, name))
         else:
-            _, tokenizer = make_model(name)
+            made, tokenizer = make_model(name)
             model = name
-            if name != "minigpt":
+            if name == "llama":
+                assert isinstance(made, MiniGPT)
                 model = f"{folder}/model.safetensors"
-                save_minigpt(make_model(name)[0], model)
+                save_minigpt(made, model)
+            del made
             options = ReplicaOptions(
                 model=model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_threads=1, prefix_caching=True
             )

@@ -410,6 +410,25 @@ total = sum(map(random_load, range(40)), Counter())
 print(", ".join(f"{number:,} {name}" for name, number in total.items()), "and no complaint")
 
 # %% [markdown]
+# ## 8. On a real model
+#
+# Five questions for SmolLM2-135M-Instruct, one after the other, all behind the same system prompt. Each line: how many
+# of the prompt's tokens were found in the cache, and how long the first token took.
+
+# %%
+real_model = nb.real_model()
+if real_model is not None:
+    rules = {"role": "system", "content": "You are brief and polite. You answer in one sentence. " * 20}
+    llm = LLM(real_model, scheduler="sharing", prefix_caching=True, num_blocks=128)
+    for text in ("Who wrote Hamlet?", "Who was Ada?", "Where is Peru?", "Why do we sleep?", "Name a planet."):
+        token_ids = llm.tokenizer.apply_chat_template([rules, {"role": "user", "content": text}])
+        num_hits, start = llm.scheduler.stats.num_hit_tokens, time.perf_counter()
+        (answer,) = llm.generate([token_ids], SamplingParams(max_tokens=1))
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        num_hits = llm.scheduler.stats.num_hit_tokens - num_hits
+        print(f"{text} {num_hits} of {len(token_ids)} tokens found, {milliseconds:.0f} ms")
+
+# %% [markdown]
 # ## Your experiment: in which order do you write a prompt?
 #
 # An assistant's prompt has four parts: the time (new in every request), instructions (always the same), one of eight

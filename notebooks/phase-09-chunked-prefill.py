@@ -288,6 +288,7 @@ nb.check(num_rows, sum(1 + k for k in (0, 0, 5, 2)))
 
 # %%
 import random
+import time
 
 from minicache.engine.drafting import SpeculativeConfig
 from minicache.grammar import sample_text
@@ -403,6 +404,28 @@ tokens_a_step = None
 
 # %%
 nb.check(tokens_a_step, round(sum(0.8**n for n in range(5)), 1))
+
+# %% [markdown]
+# ## 9. On a real model
+#
+# SmolLM2-135M-Instruct writes freely in its first answer, and copies most of its second one from the prompt. Which of the
+# two do draft tokens from the text make faster?
+
+# %%
+real_model = nb.real_model()
+if real_model is not None:
+    sentence = "The ship left Lima on Monday with forty sacks of rice, and reached Panama nine days later."
+    for text in ("Why is the sky blue?", f"Repeat this text three times, word for word: {sentence}"):
+        for num_drafts in (0, 4):
+            speculative = SpeculativeConfig("ngram", num_drafts) if num_drafts else None
+            llm = LLM(real_model, num_blocks=128, speculative=speculative)
+            token_ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+            start = time.perf_counter()
+            (tokens,), num_steps = answers_of(llm, [token_ids], SamplingParams(max_tokens=64))
+            seconds = time.perf_counter() - start
+            print(
+                f"{text[:21]}: up to {num_drafts} draft tokens, {len(tokens)} tokens in {num_steps} steps, {seconds:.1f} s"
+            )
 
 # %% [markdown]
 # ## Your experiment: the load that meets an SLO

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -226,7 +227,7 @@ SERVERS = ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn", "z
 
 
 def test_at_a_terminal_in_spanish_and_without_what_a_server_needs(tmp_path: Path) -> None:
-    """Ctrl-C stops the answer, which would be very long, and what was computed stays cached; Ctrl-D quits."""
+    """Ctrl-C stops the answer, which would be very long, and what was computed stays cached; or it gives up a line."""
     write_folder(tmp_path, "日", loops=True, max_len=10**5)
     code = f"import sys; sys.modules.update(dict.fromkeys({SERVERS})); from minicache_cli import main; main()"
     command = [sys.executable, "-c", code, "--lang", "es", "chat", str(tmp_path), "--max-tokens", "90000"]
@@ -256,6 +257,12 @@ def test_at_a_terminal_in_spanish_and_without_what_a_server_needs(tmp_path: Path
     found = re.search(r"(\d+) de los (\d+) tokens del prompt", until(", detenida"))
     assert found
     assert 64 <= int(found[1]) < int(found[2])
+    until("> ")
+    os.write(terminal, b"given up")
+    until("given up")  # readline has it: before that, it may not wait yet, and Python's input() would miss the signal
+    os.write(terminal, b"\x03")
+    while not select.select([terminal], [], [], 1)[0]:
+        os.write(terminal, b"\x03")
     until("> ")
     os.write(terminal, b"\x04")
     assert os.waitpid(process, 0)[1] == 0

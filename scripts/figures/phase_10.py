@@ -158,7 +158,7 @@ def latency_against_rate(figure: Figure, scheme: Scheme) -> None:
 
 
 def overhead(figure: Figure, scheme: Scheme) -> None:
-    """A step's time at 1, 16 and 64 requests, of three models: what the model takes is 1, the rest engine and server."""
+    """A step's time at 1, 16 and 64 requests of three models: what the model takes is 1, the rest engine and server."""
     found = results("serving_overhead")
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     names = {"minigpt": "MiniGPT", "llama": "random Llama", "smollm2": "SmolLM2"}

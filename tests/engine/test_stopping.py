@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -252,3 +254,28 @@ def test_nothing_is_held_back_without_reason(pieces, stops):
             break
         suspect = [n for n in range(1, len(text) + 1) if any(stop.startswith(text[-n:]) for stop in stops)]
         assert stream.text == text[: len(text) - max(suspect, default=0)]
+
+
+def test_what_nearly_is_one_of_many_stop_strings_costs_no_more_than_other_text():
+    """Counted in calls: when a long beginning turns out to be none, all its ends are not compared with all strings."""
+    stops = ["a" * (63 - length) + "b" * length + "." for length in range(16)]
+    text = ("a" * 62 + "c") * 10
+    num_calls = []
+    for letters, strings in ((text, stops), (text, ["."])):
+        stream = TextStream(Letters(), [97], strings)
+        calls = 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for letter in letters:
+                stream.push(ord(letter))
+        finally:
+            sys.setprofile(None)
+        num_calls.append(calls)
+        assert stream.text + stream.finish() == letters
+    near, plain = num_calls
+    assert near < 1.5 * plain

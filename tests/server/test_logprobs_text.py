@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,16 @@ def chunks_of(token_ids: Sequence[int], stop: Sequence[str], reason: str, *, is_
     return chunks
 
 
+def whole(shape: Shape, choices: Sequence[Sequence[Chunk]], num_prompt_tokens: int) -> Any:
+    """A whole answer, with all its slices done."""
+    work = shape.whole(choices, num_prompt_tokens)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return json.loads(end.value)
+
+
 def answer(kind: type[Shape], chunks: Sequence[Chunk], *, stream: bool) -> tuple[str, list[str], list[int]]:
     """Its text, its tokens and their offsets, as a client puts them together."""
     shape = kind("m", Bytes())
@@ -52,7 +63,7 @@ def answer(kind: type[Shape], chunks: Sequence[Chunk], *, stream: bool) -> tuple
     if stream:
         choices = [event["choices"][0] for chunk in chunks for event in parse_events(shape.events(0, [chunk]))]
     else:
-        choices = shape.whole([chunks], len(PROMPT))["choices"]
+        choices = whole(shape, [chunks], len(PROMPT))["choices"]
     text, tokens, offsets = "", [], []
     for choice in choices:
         message = choice.get("delta", choice.get("message"))
@@ -106,7 +117,8 @@ def test_an_answer_that_ends_within_a_letter(tail: list[int], is_empty_end: bool
 def test_likely_tokens_have_names_of_their_own() -> None:
     shape = CompletionShape("m", Bytes())
     shape.continue_prompts([PROMPT])
-    (first, *_rest) = shape.whole([chunks_of(b"ab", [], "length")], 4)["choices"][0]["logprobs"]["top_logprobs"]
+    answer = whole(shape, [chunks_of(b"ab", [], "length")], 4)
+    (first, *_rest) = answer["choices"][0]["logprobs"]["top_logprobs"]
     assert first == {"a": -0.5, "!": -2.0, "\ufffd": -3.0, "token_id:196": -4.0, "token_id:256": -5.0}
 
 

@@ -98,6 +98,8 @@ BODIES = {
     "a token beyond": b'{"prompt": [1, 99999999999999999999]}',
     "a negative token": b'{"prompt": [1, -1]}',
     "true as a token": b'{"prompt": [true]}',
+    "too many arrays": b'{"prompt": "I", "x": [' + b"[]," * 2**14 + b"0]}",
+    "top_k beyond": b'{"prompt": "I", "top_k": 99999999999999999999999999}',
     "too long": b'{"prompt": [' + b",".join([b"1"] * 512) + b"]}",
     "a word that no one knows": b'{"prompt": "Quetzalcoatl"}',
     "an empty stop": b'{"prompt": "I", "stop": ""}',
@@ -155,7 +157,7 @@ MANY_MISTAKES = {
 
 @pytest.mark.parametrize("name", MANY_MISTAKES)
 def test_of_ten_thousands_of_mistakes_one_is_told(name: str) -> None:
-    """Pydantic reports all that it finds. Of a body of 4 MiB that were minutes, in the event loop."""
+    """Pydantic reports all that it finds. Of a body of megabytes that were minutes, in the event loop."""
     from pydantic import ValidationError
 
     from minicache.serving.http.protocol import CompletionRequest
@@ -418,7 +420,7 @@ def test_while_a_text_is_tokenized_the_server_answers_and_steps_go_on(serve: Any
 def test_what_can_never_fit_is_refused_before_it_is_tokenized(
     serve: Any, path: str, body: Any, param: str, new_tokenizer: Any
 ) -> None:
-    server = serve(tokenizer=new_tokenizer())
+    server = serve(tokenizer=new_tokenizer(), max_body_nbytes=2**22)
     answer = server.ask("POST", path, body)
     assert answer.status == 400
     assert answer.json["error"]["code"] == "context_length_exceeded"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.server.conftest import parse_events
-from tests.server.test_logprobs_text import ANSWERS, PROMPT, Bytes, chunks_of
+from tests.server.test_logprobs_text import ANSWERS, PROMPT, Bytes, chunks_of, whole
 
 from minicache.engine.answers import Chunk
 from minicache.serving.http.shapes import ChatShape, CompletionShape
@@ -74,7 +74,7 @@ def test_a_whole_answer_tells_all() -> None:
     for kind in (CompletionShape, ChatShape):
         shape = kind("m", Bytes(), token_ids=True)
         shape.continue_prompts([PROMPT])
-        body = shape.whole([chunks], len(PROMPT))
+        body = whole(shape, [chunks], len(PROMPT))
         choice = body["choices"][0]
         assert choice["token_ids"] == list(b"abc")
         assert choice.get("prompt_token_ids", body.get("prompt_token_ids")) == PROMPT

@@ -7,7 +7,9 @@ that may begin a stop string must not be shown until it is known not to. No phas
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, Protocol
 
 
@@ -40,6 +42,58 @@ def end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return (tokenizer.end_token_id,) if tokenizer.end_token_id >= 0 else ()
 
 
+class StopStrings:
+    """Finds the end of stop strings in a text, letter by letter, all of them at once (Aho and Corasick, CACM 1975).
+
+    Its states are the beginnings of the strings: of all that the text read so far ends with, the longest. Reading a
+    letter takes the same time on average, however many strings there are and however often they nearly occur.
+
+    Args:
+        strings: none of them empty.
+
+    Attributes:
+        num_letters: of a state's beginning.
+        num_complete: state → the letters of the longest string that is complete in it; 0 if none is.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.num_letters, self.num_complete = [0], [0]
+        self._next: list[dict[str, int]] = [{}]
+        self._shorter = [0]  # state → the longest other that it ends with
+        for string in strings:
+            state = 0
+            for letter in string:
+                if letter not in self._next[state]:
+                    self._next[state][letter] = len(self._next)
+                    self._next.append({})
+                    self._shorter.append(0)
+                    self.num_letters.append(self.num_letters[state] + 1)
+                    self.num_complete.append(0)
+                state = self._next[state][letter]
+            self.num_complete[state] = len(string)
+        states = deque(self._next[0].values())
+        while states:  # the shorter ones first
+            state = states.popleft()
+            for letter, longer in self._next[state].items():
+                states.append(longer)
+                self._shorter[longer] = shorter = self.read(self._shorter[state], letter)
+                self.num_complete[longer] = self.num_complete[longer] or self.num_complete[shorter]
+
+    def read(self, state: int, letter: str) -> int:
+        """The state after a letter; the first is 0."""
+        while (longer := self._next[state].get(letter)) is None:
+            if not state:
+                return 0
+            state = self._shorter[state]
+        return longer
+
+
+@lru_cache(maxsize=16)
+def _stop_strings(strings: tuple[str, ...]) -> StopStrings:
+    """One for all answers of a request, which are begun together."""
+    return StopStrings(strings)
+
+
 class TextStream:
     """The text of one request's answer, as its tokens are generated.
 
@@ -67,8 +121,8 @@ class TextStream:
         self.is_stopped = False
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids(tokenizer)
-        self._stop = tuple(stop)
-        self._num_held_max = max(map(len, self._stop), default=1) - 1
+        self._stop = _stop_strings(tuple(stop)) if stop else None
+        self._state = 0  # of _stop
         self._held = ""  # decoded, and perhaps the beginning of a stop string
         # The tokens before the new ones, and how many letters of their text have been taken.
         num_neighbours = _NUM_NEIGHBOURS
@@ -144,27 +198,24 @@ class TextStream:
 
     def _show(self, piece: str) -> str:
         """Add decoded text; returns how much of what is not shown yet can be shown."""
-        if not self._stop:
+        if self._stop is None:
             self.text += piece
             return piece
-        unshown = self._held + piece
-        ends = [(at + len(stop), at) for stop in self._stop if (at := unshown.find(stop)) >= 0]
-        if ends:
-            self.is_stopped = True
-            num_shown = min(ends)[1]
+        unshown, state = self._held + piece, self._state
+        num_read = len(self._held)
+        for letter in piece:
+            state = self._stop.read(state, letter)
+            num_read += 1
+            if num_stop := self._stop.num_complete[state]:
+                self.is_stopped = True
+                num_shown = num_read - num_stop
+                break
         else:
-            num_shown = len(unshown) - self._num_suspect(unshown)
+            num_shown = num_read - self._stop.num_letters[state]
+        self._state = state
         self._held = "" if self.is_stopped else unshown[num_shown:]
         self.text += unshown[:num_shown]
         return unshown[:num_shown]
-
-    def _num_suspect(self, text: str) -> int:
-        """How many letters at the end of `text` may be the beginning of a stop string."""
-        for count in range(min(self._num_held_max, len(text)), 0, -1):
-            end = text[-count:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return count
-        return 0
 
 
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"

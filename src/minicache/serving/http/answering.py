@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeGuard, cast
 
@@ -28,15 +28,22 @@ from minicache.errors import (
 )
 from minicache.serving.events import DONE
 from minicache.serving.http.backend import Served
-from minicache.serving.http.errors import ApiError, as_api_error, json_response
+from minicache.serving.http.errors import ApiError, as_api_error
 from minicache.serving.http.keys import Admission, usage_of
 from minicache.serving.http.logs import request_log
 from minicache.serving.http.protocol import ChatRequest, CompletionRequest, Conversation
 from minicache.serving.http.shapes import Shape
+from minicache.serving.http.shares import MAX_DEADLINE
 from minicache.serving.http.streaming import ClientLeftError, EventStream, sse_event, unless_client_leaves
 from minicache.serving.replica.stream import TokenStream
 
 logger = logging.getLogger("minicache")
+
+MAX_COST = 2**18
+"""Of a request: its answers' most tokens, each counted again for each log probability that it comes with."""
+
+SMALL = 16
+"""So many tokens and log probabilities are written at once, without a turn of their own."""
 
 WRITE_NOW = "minicache.write_now"
 """An extension in a request's ASGI scope. Its "write" is given a call that makes some bytes of the body; if the
@@ -70,12 +77,20 @@ class ApiCall:
         body.refuse_unsupported()
         self._served, self._body, self._request = served, body, request
         self._wants_usage = body.wants_usage_chunk()
+        logprobs = body.num_logprobs()
+        self._width = 1 if logprobs is None else 2 + logprobs  # of a token: itself, and log probabilities
         self._shape = shape(
-            served.model, served.tokenizer, usage=self._wants_usage, token_ids=bool(body.return_token_ids)
+            served.model,
+            served.tokenizer,
+            usage=self._wants_usage,
+            token_ids=bool(body.return_token_ids),
+            num_logprobs=self._width - 1,
         )
-        limit = body.token_limit()
-        self._params = body.sampling_params(served.info.max_model_len if limit is None else limit)
         self._prompts = body.prompts(served.tokenizer)
+        limit = body.token_limit()
+        if limit is None:
+            limit = min(served.info.max_model_len, MAX_COST // (len(self._prompts) * (body.n or 1) * self._width))
+        self._params = body.sampling_params(limit)
         self._num_answers = len(self._prompts) * self._params.n
         self._log, self._usage = request_log(request.scope), usage_of(request.scope)
         self._streams: list[AnswerStream] = []
@@ -93,7 +108,8 @@ class ApiCall:
                 choices = await unless_client_leaves(self._request.receive, self._collect())
             except ClientLeftError:
                 return Response(status_code=499)  # only for the log: the client is gone
-        return json_response(200, self._shape.whole(choices, self._num_prompt_tokens))
+        whole = await self._served.turns.run(self._shape.whole(choices, self._num_prompt_tokens))
+        return Response(whole, media_type="application/json")
 
     @property
     def _num_prompt_tokens(self) -> int:
@@ -108,7 +124,7 @@ class ApiCall:
         prompts are tokenized; one that its key has no tokens for, after.
         """
         served, body, params = self._served, self._body, self._params
-        options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
+        options: dict[str, Any] = {"cache_salt": body.cache_salt}
         if (num_logprobs := body.num_logprobs()) is not None:
             options["num_logprobs"] = num_logprobs
         with self._refusals("n"):
@@ -122,7 +138,11 @@ class ApiCall:
 
         with self._refusals(body.prompt_field):
             tokenized = await self._tokenize()
-            admission.reserve(sum(map(self._most_tokens, tokenized)))
+            self._check_cost(tokenized)
+            num_tokens = sum(map(self._most_tokens, tokenized))
+            admission.reserve(num_tokens)
+            deadline = stack.enter_context(served.shares.deadline(self._client, num_tokens))
+            options["priority"] = (body.priority or 0) * (MAX_DEADLINE + 1) + deadline
             begun = await asyncio.gather(*map(begin, tokenized), return_exceptions=True)
             if refused := [each for each in begun if isinstance(each, BaseException)]:
                 raise refused[0]
@@ -154,6 +174,26 @@ class ApiCall:
         """What a prompt and its answers may come to."""
         room = self._served.info.max_model_len - len(token_ids)
         return len(token_ids) + self._params.n * min(self._params.max_tokens, room)
+
+    @property
+    def _client(self) -> str:
+        """Whose share it is: that of its key, or without keys of its address."""
+        address = self._request.client
+        return self._usage.key.name or (address.host if address else "")
+
+    def _check_cost(self, tokenized: Sequence[Sequence[int]]) -> None:
+        """Refuse what would take too much memory and time to write."""
+        num_prompt = sum(map(len, tokenized))
+        num_generated = sum(map(self._most_tokens, tokenized)) - num_prompt
+        cost = num_generated * self._width
+        if self._body.return_token_ids:
+            cost += num_prompt * self._params.n
+        if cost > MAX_COST:
+            message = (
+                f"n × max_tokens × (1 + log probabilities per token), over all prompts, comes to {cost:,}, and at most "
+                f"{MAX_COST:,} is served: lower n, max_tokens or logprobs, or send fewer prompts at a time"
+            )
+            raise ApiError(400, message, param="max_tokens", code="request_too_costly")
 
     def _end(self, admission: Admission) -> None:
         """It is over, or was refused, in which case it has no streams: charge its key for what it was given.
@@ -198,7 +238,7 @@ class ApiCall:
         waking a task for each token would cost more than all else that a token costs here.
         """
         extension: Any = self._request.scope.get("extensions", {}).get(WRITE_NOW)
-        if extension is None:
+        if extension is None or self._width > 1:  # log probabilities are written in turns
             return
         write: Callable[[Callable[[], bytes]], bool] = extension["write"]
 
@@ -226,7 +266,10 @@ class ApiCall:
             yield opening
         try:
             async for index, chunks in _merge(self._streams):
-                yield self._events(index, chunks)
+                for some in self._shape.slices(chunks):
+                    async with self._served.turns.slice() if len(chunks) * self._width > SMALL else nullcontext():
+                        events = self._events(index, some)
+                    yield events
             if self._wants_usage:
                 yield self._shape.usage_event(self._num_prompt_tokens)
         except Exception as error:
@@ -242,9 +285,10 @@ class ApiCall:
         """All chunks of each choice."""
         choices: list[list[Chunk]] = [[] for _ in range(self._num_answers)]
         for index, stream in enumerate(self._streams):
-            async for chunk in stream:
-                self._log.count((chunk,))
-                choices[index * self._params.n + chunk.index].append(chunk)
+            while chunks := await stream.take():
+                self._log.count(chunks)
+                for chunk in chunks:
+                    choices[index * self._params.n + chunk.index].append(chunk)
         return choices
 
 

@@ -27,7 +27,7 @@ from minicache.engine.async_engine import AsyncEngine
 from minicache.errors import MinicacheError
 from minicache.serving.http.answering import ApiCall, check_model
 from minicache.serving.http.backend import Served, served_engine
-from minicache.serving.http.bodies import BodyLimits, route_path
+from minicache.serving.http.bodies import MAX_BODY_NBYTES, BodyLimits, BoundedRoute, route_path
 from minicache.serving.http.errors import ApiError
 from minicache.serving.http.keys import UNKNOWN, ApiKeys
 from minicache.serving.http.live import live_routes
@@ -39,8 +39,6 @@ from minicache.serving.replica.client import EngineClient
 from minicache.serving.replica.fleet import FleetClient
 
 logger = logging.getLogger("minicache")
-
-MAX_BODY_NBYTES = 4 * 2**20
 
 EXPOSED = (
     "Retry-After",
@@ -206,7 +204,7 @@ def _server_routes(served: Served) -> APIRouter:
 
 
 def _openai_routes(served: Served) -> APIRouter:
-    router = APIRouter(prefix="/v1", responses=ERRORS)
+    router = APIRouter(prefix="/v1", responses=ERRORS, route_class=BoundedRoute)
 
     def card() -> ModelCard:
         return ModelCard(

@@ -16,6 +16,8 @@ from minicache.scheduler.observe import observe
 from minicache.serving.http.bodies import stop_reading
 from minicache.serving.http.errors import ApiError, as_api_error
 from minicache.serving.http.metrics import Metrics
+from minicache.serving.http.shares import Shares
+from minicache.serving.http.turns import Turns
 from minicache.serving.replica.client import EngineClient
 from minicache.serving.replica.fleet import FleetClient
 from minicache.serving.replica.llm import info_of
@@ -39,6 +41,8 @@ class Served(ABC):
         metrics: its metrics.
         stopping: is set when the server is to stop.
         reading: the time limits of bodies that have not come yet.
+        turns: in which long work is done.
+        shares: which client's request is next.
         tokenizing: the thread in which texts become token ids: neither the event loop nor the engine waits for a long
             one. One thread, since a tokenizer need not bear several.
         created: when it began, in seconds since 1970.
@@ -51,6 +55,8 @@ class Served(ABC):
         self.metrics = Metrics(model)
         self.stopping = asyncio.Event()
         self.reading: set[asyncio.Timeout] = set()
+        self.turns = Turns()
+        self.shares = Shares()
         self.tokenizing = ThreadPoolExecutor(1, "minicache-tokenizer")
         self.created = int(time.time())
 

@@ -7,13 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import email.message
-from typing import Final, Protocol
+import json
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minicache.serving.http.errors import ApiError
 from minicache.serving.http.logs import request_log
+from minicache.serving.http.turns import Turns
+
+MAX_BODY_NBYTES: Final = 2**20
+"""131,072 token ids of seven digits with their commas; as text, more tokens than that."""
+
+MAX_CONTAINERS: Final = 2**14
+"""The most arrays and objects of a body: 4,096 messages of one part each have three quarters of that."""
+
+SMALL_NBYTES: Final = 2**14
+"""A body up to this size is parsed at once, in less than a millisecond or two."""
 
 BODY_SECONDS = 30.0
 """The longest that a body may take to arrive. Half a body would otherwise hold its connection, and the shutdown."""
@@ -29,10 +44,12 @@ class Stoppable(Protocol):
     Attributes:
         stopping: is set then.
         reading: the time limits of bodies that have not come yet.
+        turns: in which long work is done.
     """
 
     stopping: asyncio.Event
     reading: set[asyncio.Timeout]
+    turns: Turns
 
 
 def stop_reading(served: Stoppable) -> None:
@@ -132,3 +149,61 @@ class BodyLimits:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_nbytes:,} bytes", code="body_too_large")
+
+
+# What it holds
+
+
+async def parse_body(request: Request, turns: Turns) -> Any:
+    """The JSON of a request's body. A large one is parsed in a turn of its own.
+
+    Raises:
+        json.JSONDecodeError: it is no JSON.
+        HTTPException: 400: it is no UTF-8, is nested too deeply, or holds too much or too long a number.
+    """
+    body = await request.body()
+    if len(body) <= SMALL_NBYTES:
+        return _parse(body)
+    async with turns.slice():
+        return _parse(body)
+
+
+def _parse(body: bytes) -> Any:
+    # Brackets first: counting them is cheap, and those in strings are left out only if they are too many.
+    if _num_brackets(body) > MAX_CONTAINERS and _num_brackets(_STRING.sub(b"", body)) > MAX_CONTAINERS:
+        raise HTTPException(400, f"the body has more than {MAX_CONTAINERS:,} arrays and objects: send fewer at a time")
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise HTTPException(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not valid JSON: {error}") from None
+
+
+def _num_brackets(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
+
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""Also one without an end. Possessive: each byte is looked at once."""
+
+
+class _BoundedRequest(Request):
+    async def json(self) -> Any:
+        served: Stoppable = self.app.state.served
+        return await parse_body(self, served.turns)
+
+
+class BoundedRoute(APIRoute):
+    """A route whose body is parsed by `parse_body`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """As FastAPI's."""
+        handle = super().get_route_handler()
+
+        async def handle_bounded(request: Request) -> Response:
+            return await handle(_BoundedRequest(request.scope, request.receive))
+
+        return handle_bounded

@@ -20,6 +20,7 @@ from minicache.serving.http.errors import ApiError
 MAX_N = 128
 MAX_PROMPTS = 256
 MAX_STOP = 16
+MAX_STOP_CHARS = 1024
 MAX_PARTS = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
@@ -70,14 +71,19 @@ class CommonRequest(BaseModel):
     n: int | None = Field(1, ge=1, le=MAX_N, description="Number of answers per prompt.")
     temperature: float | None = Field(1.0, ge=0, le=100, description="0: greedy decoding.")
     top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=-1, description="Sample from the k likeliest tokens; 0 or −1: from all.")
+    top_k: int | None = Field(0, ge=-1, lt=2**31, description="Sample from the k likeliest tokens; 0 or −1: from all.")
     seed: int | None = Field(None, ge=-(2**63), lt=MAX_SEED, description="Seed for a reproducible answer.")
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = Field(
         None, description="Strings before which the answer is cut."
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     ignore_eos: bool | None = Field(False, description="Continue after the end-of-sequence token.")
-    priority: int | None = Field(0, ge=-(2**31), lt=2**31, description="Lower values are scheduled sooner.")
+    priority: int | None = Field(
+        0,
+        ge=-(2**31),
+        lt=2**31,
+        description="Lower values are scheduled sooner; among equals, each client gets a fair share.",
+    )
     cache_salt: str | None = Field(None, max_length=256, description="Share the prefix cache with equal salts only.")
     return_token_ids: bool | None = Field(False, description="Return the token ids of prompt and answer, as vLLM does.")
     presence_penalty: float | None = Field(0.0, description="Only 0.")
@@ -87,8 +93,10 @@ class CommonRequest(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> CommonRequest:
         stops = self.stop_list()
-        if len(stops) > MAX_STOP or any(not 1 <= len(each) <= 1024 for each in stops):
-            raise ValueError(f"stop: at most {MAX_STOP} strings of 1 … 1024 characters")
+        if len(stops) > MAX_STOP or not all(stops) or sum(map(len, stops)) > MAX_STOP_CHARS:
+            raise ValueError(
+                f"stop: at most {MAX_STOP} strings, none of them empty, of {MAX_STOP_CHARS} characters together"
+            )
         return self
 
     def stop_list(self) -> list[str]:

@@ -10,7 +10,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from minicache.engine.answers import Chunk, TokenLogprobs
 from minicache.engine.stopping import TextStream, Tokenizer
 from minicache.serving.http.protocol import Usage
 from minicache.serving.http.streaming import sse_event
+from minicache.serving.http.turns import SLICE
 
 MIN_LOGPROB = -9999.0
 """The log probability of an impossible token: JSON has no −∞. The number is vLLM's."""
@@ -158,6 +159,7 @@ class Shape(ABC):
         usage: whether a stream ends with a usage event, in which case all others say `"usage": null`.
         token_ids: whether token ids are sent: of each choice `token_ids`, and of its prompt `prompt_token_ids`, where
             vLLM has them (`return_token_ids`).
+        num_logprobs: how many log probabilities a token comes with, its own included.
 
     Attributes:
         num_completion_tokens: so many tokens were in the chunks so far.
@@ -166,13 +168,22 @@ class Shape(ABC):
     prefix: ClassVar[str]
     kind: ClassVar[str]
     event_kind: ClassVar[str]
+    after_logprobs: ClassVar = ""
+    """What follows the lists of log probabilities in a whole answer, as fields of JSON."""
     has_prompts: ClassVar[bool]
     """Whether the ids of the prompt are in each choice, rather than once next to them."""
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer | None, *, usage: bool = False, token_ids: bool = False
+        self,
+        model: str,
+        tokenizer: Tokenizer | None,
+        *,
+        usage: bool = False,
+        token_ids: bool = False,
+        num_logprobs: int = 0,
     ) -> None:
         self.num_completion_tokens = 0
+        self._slice = max(SLICE // (1 + num_logprobs), 1)
         self._tokenizer = tokenizer
         self._prompts: Sequence[Sequence[int]] = ()
         self._logprobs: dict[int, ChoiceLogprobs] = {}
@@ -186,6 +197,10 @@ class Shape(ABC):
     def continue_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         """To be called before anything else: the token ids that each choice continues."""
         self._prompts = prompts
+
+    def slices(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+        """Chunks, as many at a time as one slice of work may have (`minicache.serving.http.turns`)."""
+        return (chunks[begin : begin + self._slice] for begin in range(0, len(chunks), self._slice))
 
     # Streams
 
@@ -229,24 +244,36 @@ class Shape(ABC):
 
     # Whole answers
 
-    def whole(self, choices: Sequence[Sequence[Chunk]], num_prompt_tokens: int) -> dict[str, Any]:
-        """All chunks of all choices as one body."""
+    def whole(self, choices: Sequence[Sequence[Chunk]], num_prompt_tokens: int) -> Generator[None, None, bytes]:
+        """All chunks of all choices as one body. Yields after each slice of work, and returns the body: JSON in ASCII.
+
+        The log probabilities become JSON slice by slice: of a long answer, `json.dumps` alone would take a second.
+        """
         self.num_completion_tokens = sum(chunk.token_id is not None for chunks in choices for chunk in chunks)
-        return {
-            **self._head,
-            "object": self.kind,
-            "choices": [
-                {
-                    "index": index,
-                    **self._choice(index, chunks),
-                    "finish_reason": FINISH_REASONS[chunks[-1].finish_reason],
-                    **self._choice_token_ids(index, chunks),
-                }
-                for index, chunks in enumerate(choices)
-            ],
-            "usage": self.usage(num_prompt_tokens).model_dump(),
-            **({"prompt_token_ids": self._prompts[0]} if self._sends_token_ids and not self.has_prompts else {}),
-        }
+        written, num_left = [], self._slice
+        for index, chunks in enumerate(choices):
+            columns: dict[str, list[str]] = {}
+            for some in self.slices(chunks):
+                entries = [each for chunk in some for each in self._entries(index, chunk)]
+                for name, column in self._columns(entries).items() if entries else ():
+                    columns.setdefault(name, []).append(json.dumps(column)[1:-1])
+                num_left -= len(some)
+                if num_left <= 0:
+                    yield
+                    num_left = self._slice
+            lists = ", ".join(f'"{name}": [{", ".join(column)}]' for name, column in columns.items())
+            logprobs = f"{{{lists}{self.after_logprobs}}}" if columns else "null"
+            fields = {
+                "finish_reason": FINISH_REASONS[chunks[-1].finish_reason],
+                **self._choice_token_ids(index, chunks),
+            }
+            choice = self._choice("".join(chunk.text for chunk in chunks))
+            written.append(f'{{"index": {index}, {choice}, "logprobs": {logprobs}, {json.dumps(fields)[1:]}')
+        head = json.dumps({**self._head, "object": self.kind})
+        fields = {"usage": self.usage(num_prompt_tokens).model_dump()}
+        if self._sends_token_ids and not self.has_prompts:
+            fields["prompt_token_ids"] = self._prompts[0]
+        return f'{head[:-1]}, "choices": [{", ".join(written)}], {json.dumps(fields)[1:]}'.encode()
 
     def _choice_token_ids(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         if not self._sends_token_ids:
@@ -255,8 +282,12 @@ class Shape(ABC):
         return fields | {"prompt_token_ids": self._prompts[index]} if self.has_prompts else fields
 
     @abstractmethod
-    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """The chunks of one choice, as one."""
+    def _choice(self, text: str) -> str:
+        """The text of one choice, as fields of JSON."""
+
+    @abstractmethod
+    def _columns(self, entries: Sequence[LogprobEntry]) -> dict[str, list[Any]]:
+        """Log probabilities by the names of their lists, each of which goes on from part to part of an answer."""
 
     def usage(self, num_prompt_tokens: int) -> Usage:
         """How many tokens there were."""
@@ -281,14 +312,13 @@ class CompletionShape(Shape):
 
     def _delta(self, index: int, chunk: Chunk) -> str:
         entries = self._entries(index, chunk)
-        logprobs = json.dumps(self._lists(entries)) if entries else "null"
+        logprobs = json.dumps(self._columns(entries)) if entries else "null"
         return f'"text": {json.dumps(chunk.text)}, "logprobs": {logprobs}'
 
-    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        entries = [each for chunk in chunks for each in self._entries(index, chunk)]
-        return {"text": "".join(chunk.text for chunk in chunks), "logprobs": self._lists(entries) if entries else None}
+    def _choice(self, text: str) -> str:
+        return f'"text": {json.dumps(text)}'
 
-    def _lists(self, entries: Sequence[LogprobEntry]) -> dict[str, list[Any]]:
+    def _columns(self, entries: Sequence[LogprobEntry]) -> dict[str, list[Any]]:
         return {
             "tokens": [each.text for each in entries],
             "token_logprobs": [each.logprob for each in entries],
@@ -304,6 +334,7 @@ class ChatShape(Shape):
 
     prefix = "chatcmpl"
     kind = "chat.completion"
+    after_logprobs = ', "refusal": null'
     event_kind = "chat.completion.chunk"
     has_prompts = False
 
@@ -317,25 +348,21 @@ class ChatShape(Shape):
 
     def _delta(self, index: int, chunk: Chunk) -> str:
         entries = self._entries(index, chunk)
-        logprobs = json.dumps({"content": self._list(entries)}) if entries else "null"
+        logprobs = json.dumps(self._columns(entries)) if entries else "null"
         return f'"delta": {{"content": {json.dumps(chunk.text)}}}, "logprobs": {logprobs}'
 
-    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        entries = [each for chunk in chunks for each in self._entries(index, chunk)]
-        text = "".join(chunk.text for chunk in chunks)
-        return {
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": {"content": self._list(entries), "refusal": None} if entries else None,
-        }
+    def _choice(self, text: str) -> str:
+        return f'"message": {json.dumps({"role": "assistant", "content": text, "refusal": None})}'
 
-    def _list(self, entries: Sequence[LogprobEntry]) -> list[dict[str, Any]]:
-        return [
+    def _columns(self, entries: Sequence[LogprobEntry]) -> dict[str, list[Any]]:
+        content = [
             {
                 **self._one(each.text, each.logprob),
                 "top_logprobs": [self._one(each.text if name is None else name, logprob) for name, logprob in each.top],
             }
             for each in entries
         ]
+        return {"content": content}
 
     def _one(self, text: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

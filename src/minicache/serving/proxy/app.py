@@ -15,17 +15,17 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from minicache import __version__
-from minicache.serving.http.bodies import BodyLimits, stop_reading
+from minicache.serving.http.bodies import MAX_BODY_NBYTES, BodyLimits, parse_body, stop_reading
 from minicache.serving.http.errors import ApiError, as_api_error, json_response, unavailable
 from minicache.serving.http.live import STATIC as SERVERS_STATIC
 from minicache.serving.http.live import live_routes
 from minicache.serving.http.logs import request_log
+from minicache.serving.http.turns import Turns
 from minicache.serving.proxy.prompts import routed_request
 from minicache.serving.proxy.relay import Call, Relay, passed_on
 from minicache.serving.proxy.workers import Workers
 from minicache.serving.replica.remote import Slots
 
-MAX_BODY_NBYTES: Final = 16 * 2**20
 PICTURE_SECONDS: Final = 0.5
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = {"route.js": STATIC, "route.css": STATIC, "live.css": SERVERS_STATIC}
@@ -43,6 +43,7 @@ class Proxy(Slots):
         num_unfinished: calls under way.
         stopping: is set when the server is to stop.
         reading: the time limits of bodies that have not come yet.
+        turns: in which long work is done.
     """
 
     def __init__(self, workers: Workers, policy: str, block_size: int) -> None:
@@ -50,6 +51,7 @@ class Proxy(Slots):
         self.workers, self.policy, self.block_size = workers, policy, block_size
         self.stopping = asyncio.Event()
         self.reading: set[asyncio.Timeout] = set()
+        self.turns = Turns()
         self._names = count(1)
 
     async def ready(self) -> None:
@@ -69,7 +71,7 @@ class Proxy(Slots):
         if self.stopping.is_set():
             self.workers.metrics.refused.labels("stopping").inc()
             raise unavailable("the router is stopping", "stopping")
-        body, fields = await _body(request)
+        body, fields = await _body(request, self.turns)
         scope = request.scope
         client = scope.get("client")
         path = scope.get("raw_path", scope["path"].encode()).decode("ascii", "replace")
@@ -187,19 +189,19 @@ def create_app(workers: Workers, *, policy: str, block_size: int = 16) -> FastAP
     return app
 
 
-async def _body(request: Request) -> tuple[bytes, dict[str, Any]]:
+async def _body(request: Request, turns: Turns) -> tuple[bytes, dict[str, Any]]:
     """The body, and its JSON object; of a GET, nothing.
 
     Raises:
         ApiError: it is no JSON object.
+        HTTPException: as `parse_body`.
     """
     if request.method != "POST":
         return b"", {}
-    body = await request.body()
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        fields = await parse_body(request, turns)
+    except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict) or not fields:
         raise ApiError(400, "the body must be a JSON object")
-    return body, fields
+    return await request.body(), fields

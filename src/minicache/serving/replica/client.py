@@ -426,14 +426,17 @@ class EngineClient(RemoteEngine):
         return f"the engine's process {how}"
 
     async def _listen(self, replica: Replica, socket: zmq.asyncio.Socket) -> None:
-        """Handle what a process says, as it comes. Of several steps that have come, a client gets all in one piece."""
+        """Handle what a process says, as it comes. Of several steps that have come, a client gets all in one piece.
+
+        But after MAX_PAUSE clients get what there is: an engine may be faster than its tokens are decoded here.
+        """
         while True:
             message = await socket.recv()
             replica.heard_at = time.monotonic()
             begun = time.perf_counter()
             try:
                 self._handle(replica, decode_from_engine(message))
-                while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                while time.perf_counter() - begun < MAX_PAUSE and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     self._handle(replica, decode_from_engine(await socket.recv(zmq.NOBLOCK)))
                 self._flush()
             except Exception as error:

@@ -99,6 +99,16 @@ def test_a_model_without_a_chat_template_takes_prompts_only(tmp_path: Path) -> N
         assert server.complete("<|assistant|>").json["choices"][0]["text"] == SAID
 
 
+def test_a_template_that_loops_holds_up_neither_other_requests_nor_the_end(tmp_path: Path) -> None:
+    write_folder(tmp_path, template="{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    with running(load_folder(tmp_path), "thread", tokenizer=folder_tokenizer(tmp_path)) as server:
+        refused = server.ask("POST", "/v1/chat/completions", {"messages": MESSAGES})
+        assert refused.status == 400
+        assert refused.json["error"]["message"].endswith("it takes more than 1 s to fill in")
+        assert refused.json["error"]["param"] == "messages"
+        assert server.complete("<|assistant|>").status == 200
+
+
 # In the terminal
 
 

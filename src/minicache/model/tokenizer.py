@@ -1,17 +1,18 @@
 """The tokenizers of published models: of a Hugging Face folder or a GGUF file, and the chat template that comes along.
 
 `tokenizers` and `transformers` do the work; they are asked for when a model has a tokenizer, and not before. What this
-adds is what the engine asks of a tokenizer (`minicache.engine.stopping.Tokenizer`). No phase builds this module.
+adds is what the engine asks of a tokenizer (`minicache.engine.stopping.Tokenizer`), and that a template ends
+(`minicache.model.chat_template`). No phase builds this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from minicache.errors import CheckpointError, MinicacheError, MissingExtraError, UnsupportedModelError
+from minicache.model.chat_template import ChatTemplate
 from minicache.model.fields import Fields, one_of
 from minicache.model.folder import end_token_ids
 from minicache.model.gguf import gguf_end_token_ids
@@ -25,9 +26,8 @@ class ModelTokenizer:
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
-        whole: makes the `PreTrainedTokenizerFast` around it, which has the chat template; called when one is needed.
+        chat_template: the model's; None: it has none.
         end_token_ids: as below.
-        has_chat_template: as below.
 
     Attributes:
         end_token_ids: the tokens that end a text.
@@ -37,12 +37,10 @@ class ModelTokenizer:
         has_chat_template: whether conversations can be turned into prompts (`apply_chat_template`).
     """
 
-    def __init__(
-        self, tokenizer: Any, whole: Callable[[], Any], end_token_ids: tuple[int, ...], *, has_chat_template: bool
-    ) -> None:
+    def __init__(self, tokenizer: Any, chat_template: ChatTemplate | None, end_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
-        self._whole = whole
-        self.has_chat_template = has_chat_template
+        self._chat_template = chat_template
+        self.has_chat_template = chat_template is not None
         self.end_token_ids = end_token_ids
         self.end_token_id = next(iter(self.end_token_ids), -1)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
@@ -66,14 +64,13 @@ class ModelTokenizer:
             messages: each with "role" and "content", in their order.
 
         Raises:
-            ValueError: the model has no chat template, or it refuses these messages.
+            ValueError: the model has no chat template, or it refuses these messages, or takes too long for them.
         """
-        if not self.has_chat_template:
+        if self._chat_template is None:
             raise ValueError("this model has no chat template: give a prompt")
-        whole = self._whole()
         try:
-            text = whole.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of the model's authors, and may raise what it likes
+            text = self._chat_template.render(messages)
+        except ValueError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         # The template has written all special tokens that belong there.
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -108,8 +105,21 @@ def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
         raise CheckpointError(f"the tokenizer of {folder} cannot be read: {error}") from error
     own = tokenizer.eos_token_id
     ids = ids if own is None or own in ids else (*ids, own)
-    has_template = bool(tokenizer.chat_template)
-    return ModelTokenizer(tokenizer.backend_tokenizer, lambda: tokenizer, ids, has_chat_template=has_template)
+    template = None
+    if tokenizer.chat_template:
+        try:
+            template = ChatTemplate(tokenizer.get_chat_template(), _plain(tokenizer.special_tokens_map))
+        except ValueError as error:
+            raise CheckpointError(f"the chat template of {folder} cannot be read: {error}") from error
+    return ModelTokenizer(tokenizer.backend_tokenizer, template, ids)
+
+
+def _plain(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens, of which some may be `AddedToken`s, as texts."""
+    return {
+        name: list(map(str, token)) if isinstance(token, list | tuple) else str(token)
+        for name, token in special_tokens.items()
+    }
 
 
 # GGUF files
@@ -147,23 +157,12 @@ def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
     except Exception as error:  # tokenizers raises nothing narrower
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error!r}") from error
 
-    @cache
-    def whole() -> Any:
-        from tokenizers import Tokenizer
-        from tokenizers.models import BPE
-        from transformers import PreTrainedTokenizerFast
-
-        ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-        special = {
-            f"{name}_token": tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None
-        }
-        # Only to fill in the template: it makes no tokens, so it needs none but these.
-        made: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), **special)  # type: ignore[no-untyped-call]
-        made.chat_template = fields.get("tokenizer.chat_template")
-        return made
-
-    has_template = bool(fields.get("tokenizer.chat_template"))
-    return ModelTokenizer(tokenizer, whole, gguf_end_token_ids(file), has_chat_template=has_template)
+    ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    special = {
+        f"{name}_token": tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None
+    }
+    source = fields.get("tokenizer.chat_template")
+    return ModelTokenizer(tokenizer, ChatTemplate(source, special) if source else None, gguf_end_token_ids(file))
 
 
 def _byte_level_bpe(fields: Fields) -> Any:
